@@ -1,0 +1,18 @@
+PYTHON ?= python3
+
+.PHONY: demo test
+
+demo: .venv/.installed
+	.venv/bin/raykv demo
+
+test: .venv/.installed
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/pytest
+
+.venv/.installed: pyproject.toml
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/pip install torch==2.13.0
+	.venv/bin/pip install -e '.[transformers,test]'
+	touch $@

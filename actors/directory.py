@@ -1,0 +1,99 @@
+"""The directory as an actor: a thin shell that adds the time."""
+
+import time
+from typing import Any
+
+import raykv.directory
+from raykv import actors
+from raykv.calls import Call, Matched, Reserved
+from raykv.place import PLACE
+
+
+class Directory:
+    """Where every block of a pool is. One actor, synchronous: calls are answered in the order they came."""
+
+    def __init__(self, pool: str, locality: float) -> None:
+        self._pool = pool
+        self._directory = raykv.directory.Directory(actors.take_epoch(pool), locality)
+        _warm_up()
+
+    def __repr__(self) -> str:
+        return f"Directory(pool={self._pool})"
+
+    def ping(self) -> int:
+        return self._directory.epoch
+
+    def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int) -> Matched:
+        return self._directory.match(call, lease, node, keys, block_bytes, time.monotonic())
+
+    def stream(self, call: Call, lease: int, start: int, block_bytes: int) -> Matched:
+        return self._directory.stream(call, lease, start, block_bytes, time.monotonic())
+
+    def reserve(
+        self, call: Call, reservation: int, node: str, keys: bytes, start: int, block_bytes: int
+    ) -> Reserved:
+        return self._directory.reserve(call, reservation, node, keys, start, block_bytes, time.monotonic())
+
+    def commit(self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes) -> tuple[int, int]:
+        return self._directory.commit(call, reservation, places, keys, written, time.monotonic())
+
+    def beat_client(self, call: Call) -> int:
+        return self._directory.beat_client(call, time.monotonic())
+
+    def bye(self, client: int) -> None:
+        self._directory.bye(client, time.monotonic())
+
+    def join(self, name: str, nonce: bytes, slab_bytes: int, slab_count: int, epoch: int) -> tuple[int, int]:
+        before = self._directory.epoch
+        answer = self._directory.join(name, nonce, slab_bytes, slab_count, epoch, time.monotonic())
+        if answer[1] != before:  # the arena knew of later directories than Ray did
+            actors.take_epoch(self._pool, answer[1])
+        return answer
+
+    def adopt(self, name: str, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes) -> None:
+        self._directory.adopt(name, places, keys, positions, stamps, busy, time.monotonic())
+
+    def beat(self, name: str, offered: int) -> tuple[int, int, bytes] | None:
+        return self._directory.beat(name, offered, time.monotonic())
+
+    def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes) -> None:
+        self._directory.swept(places, verdicts, keys, gens, time.monotonic())
+
+    def remove_node(self, name: str) -> int:
+        return self._directory.remove_node(name, time.monotonic())
+
+    def nodes(self) -> dict[int, str]:
+        """Ray node ids by the index that places carry."""
+        return {node.index: name for name, node in self._directory.nodes.items()}
+
+    def clear(self) -> tuple[int, int]:
+        """(generation up to which all is forgotten, keys there were)."""
+        keys = self._directory.clear(time.monotonic())
+        return self._directory.floor, keys
+
+    def stats(self) -> dict[str, Any]:
+        return self._directory.stats(time.monotonic())
+
+
+def _warm_up() -> None:
+    """Compile, or load, every kernel before the first caller waits for it."""
+    directory = raykv.directory.Directory()
+    for name in ("a", "b"):
+        directory.join(name, name.encode(), 1 << 20, 1, 0, 0.0)
+        directory.adopt(name, b"", b"", b"", b"", b"", 0.0)
+        directory.beat(name, 1, 0.0)
+    keys = bytes(range(64))
+    granted = directory.reserve(Call(1, 1), 1, "a", keys, 0, 4096, 0.0)
+    directory.commit(Call(1, 2), 1, granted.places, keys, b"\1\1\1\0", 0.0)
+    directory.match(Call(1, 3), 2, "a", keys, 4096, 0.0)
+    remote = directory.match(Call(1, 4), 3, "b", keys, 4096, 0.0)
+    directory.stream(Call(1, 5, (3).to_bytes(8, "little"), landed=remote.staged), 3, 1, 4096, 0.0)
+    directory.beat_client(Call(1, 6, bad=granted.places[: PLACE.itemsize]), 0.0)
+    directory.reserve(Call(2, 1), 1, "a", bytes(range(1, 65)), 0, 4096, 0.0)
+    limbo = directory.beat("a", 1, 1e6)  # that client is gone by now
+    if limbo is not None:
+        n = len(limbo[2]) // PLACE.itemsize
+        directory.swept(limbo[2], bytes(n), bytes(16 * n), bytes(8 * n), 1e6)
+    directory.clear(1e6)
+    directory.stats(1e6)
+    directory.remove_node("b", 1e6)

@@ -1,0 +1,200 @@
+"""The store of one node: owns its arena, serves its blocks to other nodes and pulls theirs."""
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from raykv import actors, room
+from raykv.arena import Arena, open_own
+from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
+from raykv.errors import CapacityError
+from raykv.place import KEY_BYTES, PLACE
+from raykv.transports.object_store import ObjectStore, data_deadline
+
+log = logging.getLogger("raykv")
+THREADS = 16  # calls at a time: each pull holds one while it waits for its peer
+JOIN_DEADLINE_S = 30.0
+FAILED, PULLED, ALTERED = range(3)  # what became of a block that was to be pulled
+
+
+class NodeStore:
+    """Owns a node's CPU tier."""
+
+    def __init__(self, pool: str, node_id: str, cpu_memory: float | int, secret: bytes) -> None:
+        """Raises CapacityError where the node cannot afford `cpu_memory` (see PoolConfig)."""
+        self._pool, self._node_id = pool, node_id
+        capacity = capacity_bytes(cpu_memory, room.total_bytes())
+        slab = slab_bytes(capacity)
+        self._arena: Arena = open_own(pool, fingerprint(pool, secret), slab, capacity // slab, room.check)
+        self._transport = ObjectStore()
+        self._index = -1
+        self._peers: dict[int, Any] = {}
+        self._pulling: dict[tuple[int, int, int], Future[int]] = {}
+        self._lock = threading.Lock()
+        self._joined = threading.Event()
+        self._offered_all = threading.Event()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._offer_all, name="raykv-offer", daemon=True).start()
+        threading.Thread(target=self._beat_forever, name="raykv-beat", daemon=True).start()
+
+    def __repr__(self) -> str:
+        size = self._arena.slabs * self._arena.slab_bytes / (1 << 30)
+        return f"NodeStore(pool={self._pool}, node={self._node_id[:8]}, cpu={size:.1f}GiB)"
+
+    # ------------------------------------------------------------------ for clients of this node
+
+    def hello(self) -> dict[str, Any]:
+        """Where the arena is, and what the directory calls this node. Waits until it has joined."""
+        if not self._joined.wait(JOIN_DEADLINE_S):
+            raise TimeoutError(f"{self!r} has not reached the directory in {JOIN_DEADLINE_S:.0f} s")
+        arena = self._arena
+        return {"path": arena.path, "nonce": arena.nonce, "index": self._index, "pid": os.getpid()}
+
+    def pull(self, source: bytes, keys: bytes, target: bytes) -> bytes:
+        """Fetch blocks of other nodes into slots of this arena; uint8 verdicts, FAILED, PULLED or ALTERED.
+
+        source, target: PLACEs. Two pulls into the same slot happen once.
+        """
+        at, to = np.frombuffer(source, PLACE), np.frombuffer(target, PLACE)
+        names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        slots = [(int(p["slab"]), int(p["slot"]), int(p["gen"])) for p in to]
+        with self._lock:
+            mine = [i for i, slot in enumerate(slots) if slot not in self._pulling]
+            waits = [self._pulling.setdefault(slot, Future()) for slot in slots]
+        verdicts = np.full(len(at), FAILED, np.uint8)
+        try:
+            verdicts[mine] = self._fetch(at[mine], names[mine], to[mine])
+        finally:
+            with self._lock:
+                for i in mine:
+                    del self._pulling[slots[i]]
+                    waits[i].set_result(int(verdicts[i]))
+        end = time.monotonic() + data_deadline(int(at["bytes"].sum()))
+        for i in set(range(len(at))) - set(mine):
+            try:
+                verdicts[i] = waits[i].result(max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                break
+        return verdicts.tobytes()
+
+    def push(self, source: bytes, keys: bytes, target: bytes) -> bytes:
+        """Have other nodes fetch blocks of this arena into slots that were granted there; verdicts as of `pull`."""
+        to = np.frombuffer(target, PLACE)
+        at, names = np.frombuffer(source, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        verdicts = np.full(len(to), FAILED, np.uint8)
+        for index in np.unique(to["node"]).tolist():
+            there = to["node"] == index
+            args = at[there].tobytes(), names[there].tobytes(), to[there].tobytes()
+            try:
+                answer = self._peer(index).pull.remote(*args)
+                deadline = data_deadline(int(to["bytes"][there].sum()))
+                verdicts[there] = np.frombuffer(ray.get(answer, timeout=deadline), np.uint8)
+            except (RayError, ValueError, KeyError) as error:
+                log.debug("push to node %d: %r", index, error)
+        return verdicts.tobytes()
+
+    def _fetch(self, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
+        _, there = self._arena.checksums(to, keys)
+        verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
+        for index in np.unique(at["node"][~there]).tolist():
+            wanted = np.flatnonzero((at["node"] == index) & ~there)
+            try:
+                peer = self._peer(index)
+                verdicts[wanted] = self._transport.pull(peer, at[wanted], keys[wanted], self._arena, to[wanted])
+            except (RayError, ValueError, KeyError) as error:
+                log.debug("pull from node %d: %r", index, error)
+                self._peers.pop(index, None)
+        return verdicts
+
+    def _peer(self, index: int) -> Any:
+        """The store of the node that places call `index`. KeyError or ValueError where there is none."""
+        if index not in self._peers:
+            nodes = ray.get(actors.find_directory(self._pool).nodes.remote(), timeout=1.0)
+            self._peers[index] = actors.find(actors.node_store_name(self._pool, nodes[index]))
+        return self._peers[index]
+
+    # ------------------------------------------------------------------ for other nodes
+
+    def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, list[NDArray[np.uint8]]]:
+        """(uint8 mask, uint64 checksums, payloads of the masked): not copied here, so the reader must verify."""
+        at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        sums, ok = self._arena.checksums(at, names)
+        return ok.astype(np.uint8).tobytes(), sums.tobytes(), [self._arena.view(place) for place in at[ok]]
+
+    # ------------------------------------------------------------------ for the pool
+
+    def ping(self) -> int:
+        return os.getpid()
+
+    def raise_floor(self, generation: int) -> None:
+        """Blocks up to a generation were cleared: a restarted directory must not find them again."""
+        self._arena.raise_floor(generation)
+
+    def stop(self) -> None:
+        """Let go of the memory. The actor is of no use afterwards."""
+        self._stopped.set()
+        self._arena.close(unlink=True)
+
+    def _offer_all(self) -> None:
+        try:
+            while not self._stopped.is_set() and self._arena.offer_next():
+                pass
+        except CapacityError as error:  # somebody else took the room meanwhile: what is offered stays
+            log.warning("%r: %s", self, error)
+        self._offered_all.set()
+
+    def _beat_forever(self) -> None:
+        directory = None
+        while not self._stopped.is_set():
+            begin = time.monotonic()
+            try:
+                directory = directory or actors.find_directory(self._pool)
+                self._beat(directory)
+            except (RayError, ValueError) as error:  # dead, restarting or replaced
+                log.debug("%r: no heartbeat: %r", self, error)
+                directory = None
+            settled = self._joined.is_set() and directory is not None and self._offered_all.is_set()
+            pause = HEARTBEAT_S if settled else HEARTBEAT_S / 4
+            self._stopped.wait(max(0.0, pause - (time.monotonic() - begin)))
+
+    def _beat(self, directory: Any) -> None:
+        answer = ray.get(directory.beat.remote(self._node_id, self._arena.offered), timeout=2 * HEARTBEAT_S)
+        if answer is None:
+            self._join(directory)
+            return
+        epoch, floor, limbo = answer
+        if epoch < self._arena.epoch:
+            raise ValueError(f"a directory of epoch {epoch} answered, {self._arena.epoch} is known")
+        self._arena.raise_floor(floor)
+        if limbo:
+            self._sweep(directory, np.frombuffer(limbo, PLACE))
+
+    def _join(self, directory: Any) -> None:
+        """Tell a directory that does not know this node what is here."""
+        arena = self._arena
+        joined = directory.join.remote(self._node_id, arena.nonce, arena.slab_bytes, arena.slabs, arena.epoch)
+        index, epoch = ray.get(joined, timeout=JOIN_DEADLINE_S)
+        if not arena.raise_epoch(epoch):  # before the inventory: grants of an older directory are void from here
+            raise ValueError(f"a directory of epoch {epoch} answered, {arena.epoch} is known")
+        found = arena.inventory()
+        found.blocks["node"] = found.busy["node"] = index
+        columns = (found.blocks, found.keys, found.positions, found.stamps, found.busy)
+        adopted = directory.adopt.remote(self._node_id, *(column.tobytes() for column in columns))
+        ray.get(adopted, timeout=JOIN_DEADLINE_S)
+        self._peers.clear()
+        self._index = index
+        ray.get(directory.beat.remote(self._node_id, arena.offered), timeout=JOIN_DEADLINE_S)
+        self._joined.set()
+
+    def _sweep(self, directory: Any, places: NDArray[np.void]) -> None:
+        verdicts = self._arena.sweep(places)
+        keys, gens = self._arena.identify(places)
+        directory.swept.remote(places.tobytes(), verdicts.tobytes(), keys.tobytes(), gens.tobytes())

@@ -1,0 +1,129 @@
+"""The supervisor: one node store on every living node, one directory that answers."""
+
+import logging
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raykv import actors
+from raykv.actors.directory import Directory
+from raykv.actors.node_store import THREADS, NodeStore
+from raykv.config import HEARTBEAT_S
+
+log = logging.getLogger("raykv")
+REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
+RETRY_S = 30.0  # a node that could not afford its store is asked again
+START_DEADLINE_S = 120.0
+
+
+class Supervisor:
+    """Watches a pool's nodes and directory. Holds nothing that a restart would lose."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._stores: dict[str, Any] = {}  # by Ray node id
+        self._failed: dict[str, tuple[float, str]] = {}  # when and why a node has no store
+        self._answered = time.monotonic()
+        self._stopped = threading.Event()
+        self._first_look = threading.Event()
+        threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"Supervisor(pool={self._pool})"
+
+    def ready(self) -> dict[str, str]:
+        """Wait until every living node's store serves. Returns why some don't, by Ray node id."""
+        self._first_look.wait(START_DEADLINE_S)
+        for node_id, store in list(self._stores.items()):
+            try:
+                ray.get(store.hello.remote(), timeout=START_DEADLINE_S)
+            except RayError as error:
+                self._failed[node_id] = (time.monotonic(), str(error))
+        return {node_id: why for node_id, (_, why) in self._failed.items()}
+
+    def stop(self) -> None:
+        """Let go of every node's memory and end all actors of the pool but this one."""
+        self._stopped.set()
+        stores = dict(self._stores)
+        ray.wait([store.stop.remote() for store in stores.values()], num_returns=len(stores) or 1, timeout=10)
+        for store in stores.values():
+            ray.kill(store)
+        try:
+            ray.kill(actors.find_directory(self._pool))
+        except ValueError:
+            pass
+        actors.forget(self._pool)
+
+    def _watch(self) -> None:
+        while not self._stopped.is_set():
+            begin = time.monotonic()
+            try:
+                self._look()
+                self._first_look.set()
+            except Exception:  # whatever Ray was in the middle of: the next look sees it settled
+                log.exception("%r", self)
+            self._stopped.wait(max(0.1, HEARTBEAT_S - (time.monotonic() - begin)))
+
+    def _look(self) -> None:
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        directory = self._directory()
+        for node_id in living - self._stores.keys():
+            if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
+                self._stores[node_id] = self._start_store(node_id)
+        for node_id in self._stores.keys() - living:  # a pinned actor never comes back once its node is dead
+            ray.kill(self._stores.pop(node_id))
+        for node_id in set(self._known(directory).values()) - living:
+            ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
+
+    def _known(self, directory: Any) -> dict[int, str]:
+        """What the directory has; also the proof that it answers."""
+        try:
+            known: dict[int, str] = ray.get(directory.nodes.remote(), timeout=HEARTBEAT_S)
+            self._answered = time.monotonic()
+            return known
+        except RayError:
+            if time.monotonic() - self._answered > REPLACE_AFTER_S:
+                self._start_directory()
+            return {}
+
+    def _directory(self) -> Any:
+        try:
+            return actors.find_directory(self._pool)
+        except ValueError:
+            return self._start_directory()
+
+    def _start_directory(self) -> Any:
+        """Start a directory and put it in charge; its epoch makes all refuse the one before, should it live."""
+        settings = actors.settings(self._pool)
+        if settings is None:
+            raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
+        old = actors.get(self._pool, "directory")
+        number = int(old.decode().rpartition("-")[2]) + 1 if old else 1
+        name = f"{self._pool}/directory-{number}"
+        directory = (
+            ray.remote(Directory)
+            .options(**actors.options(name, ray.get_runtime_context().get_node_id(), pinned=False))
+            .remote(self._pool, settings["locality"])
+        )
+        ray.get(directory.ping.remote(), timeout=START_DEADLINE_S)  # compiled, before anybody turns to it
+        actors.put(self._pool, "directory", name.encode())
+        self._answered = time.monotonic()
+        if old:
+            log.warning("%r: %s does not answer, %s takes over", self, old.decode(), name)
+            ray.kill(actors.find(old.decode()))
+        return directory
+
+    def _start_store(self, node_id: str) -> Any:
+        settings = actors.settings(self._pool)
+        if settings is None:
+            raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
+        name = actors.node_store_name(self._pool, node_id)
+        options = actors.options(name, node_id, pinned=True, threads=THREADS)
+        return (
+            ray.remote(NodeStore)
+            .options(**options)
+            .remote(self._pool, node_id, settings["cpu_memory"], bytes.fromhex(settings["secret"]))
+        )

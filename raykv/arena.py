@@ -1,0 +1,465 @@
+"""One node's shared-memory file: slabs of slots that describe themselves."""
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv import header, superblock, tiles
+from raykv.errors import ArenaMismatch, CapacityError
+from raykv.locks import Locks, lock
+from raykv.place import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
+
+Row = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
+
+SHM = "/dev/shm"
+_MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
+_madvise = ctypes.CDLL(None).madvise  # mmap.madvise keeps the GIL, for as long as a slab takes to fault in
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Inventory(NamedTuple):
+    """What lies in an arena. `node` of a place is 0: an arena does not know its own."""
+
+    blocks: NDArray[np.void]  # (n,) PLACE of ready blocks
+    keys: NDArray[np.uint8]  # (n, 16)
+    positions: NDArray[np.uint32]  # (n,) in their chains
+    stamps: NDArray[np.uint32]  # (n,) last read, seconds since the arena was created
+    busy: NDArray[np.void]  # (m,) PLACE of slots being written, or whose writer died
+
+
+class Arena:
+    """One node's shared-memory file. Get one from `create`, `adopt` or `attach`.
+
+    Thread-safe. A place that the arena does not offer, whose block is another by now, or whose header was altered is a
+    miss (False), never an exception; wrong shapes, dtypes and lengths are ValueErrors. After `close` all is a miss.
+    """
+
+    def __init__(self, path: str, fd: int, first_page: NDArray[np.int64]) -> None:
+        """For the class methods. Takes over `fd`, which holds the owner's lock if this is the owner."""
+        self.path = path
+        self.corrupt = 0  # blocks whose bytes did not match their checksum
+        self.nonce = superblock.nonce_of(first_page)
+        self.slab_bytes, self.slabs = int(first_page[header.SLAB_BYTES]), int(first_page[header.SLABS])
+        self._clock_base = int(first_page[header.CLOCK_BASE])
+        first, payload, size = superblock.layout(self.slab_bytes, self.slabs)
+        self._shape = (self.slab_bytes, first // 8, payload)
+        self._inode = _inode(os.fstat(fd))
+        data = np.frombuffer(_map(fd, size), np.uint8)
+        self._memory = data[:payload].view(np.int64), data
+        self._locks = Locks(fd, first, 8 * header.HEADER_WORDS)
+        self._mutex = threading.Lock()
+        self._populated: set[int] = set()
+        header.warm()  # before anybody waits for a kernel or holds a lock
+
+    @classmethod
+    def create(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self:
+        """A new arena, owned, with nothing offered yet: `slabs` times `slab_bytes` (a multiple of 256 KiB).
+
+        FileExistsError if there is such a file. It appears under its name whole and locked, or not at all.
+        """
+        words = superblock.fresh(fingerprint, slab_bytes, slabs)
+        fd = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            lock(fd, 0, ALIGN)
+            os.ftruncate(fd, superblock.layout(slab_bytes, slabs)[2])
+            os.pwrite(fd, words.tobytes(), 0)
+            os.link(f"/proc/self/fd/{fd}", path, dst_dir_fd=fd, follow_symlinks=True)  # a dir_fd makes it linkat
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, words)
+
+    @classmethod
+    def adopt(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self | None:
+        """The arena a dead owner left behind, now owned, with a higher incarnation.
+
+        None if there is none, if its owner lives or is another user (the file is left alone), or if it does not fit
+        what is asked (it is unlinked, which its clients survive).
+        """
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or not lock(fd, 0, ALIGN):
+                os.close(fd)
+                return None
+            if _inode(os.stat(path)) != _inode(info):  # someone unlinked it before we had the lock
+                os.close(fd)
+                return None
+            words = superblock.read(fd)
+            if words is None or not superblock.fits(words, fingerprint, slab_bytes, slabs):
+                os.unlink(path)
+                os.close(fd)
+                return None
+            arena = cls(path, fd, words)
+        except FileNotFoundError:
+            os.close(fd)
+            return None
+        header.store(arena._memory[0], header.INCARNATION, arena.incarnation + 1)
+        return arena
+
+    @classmethod
+    def attach(cls, path: str, nonce: bytes) -> Self:
+        """The arena that this node's store serves, which is told by its nonce. ArenaMismatch if this is not it."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ArenaMismatch(_mismatch(path, f"cannot be opened ({error.strerror})")) from error
+        words = superblock.read(fd)
+        if words is None or superblock.nonce_of(words) != nonce:
+            os.close(fd)
+            raise ArenaMismatch(_mismatch(path, "is another file than the one that this node's store serves"))
+        return cls(path, fd, words)
+
+    @property
+    def offered(self) -> int:
+        """How many slabs may be used."""
+        return header.load(self._memory[0], header.OFFERED)
+
+    @property
+    def epoch(self) -> int:
+        """The newest directory epoch that this arena has heard of; grants of an older one are refused."""
+        return header.load(self._memory[0], header.EPOCH)
+
+    @property
+    def incarnation(self) -> int:
+        """How often the arena was taken up by an owner."""
+        return header.load(self._memory[0], header.INCARNATION)
+
+    def raise_epoch(self, epoch: int) -> bool:
+        """Owner: from now on refuse grants older than `epoch`. False if the arena has heard of a newer one."""
+        with self._mutex:
+            if epoch < self.epoch:
+                return False
+            header.store(self._memory[0], header.EPOCH, epoch)
+            return True
+
+    def raise_floor(self, generation: int) -> None:
+        """Owner: `inventory` leaves out blocks up to a generation from now on; they were cleared."""
+        with self._mutex:
+            words, _ = self._memory
+            header.store(words, header.FLOOR, max(generation, header.load(words, header.FLOOR)))
+
+    def offer_next(self) -> bool:
+        """Owner: allocate, fault in and offer one more slab. False if all are. CapacityError if there is no room."""
+        with self._mutex:
+            words, data = self._memory
+            slab = header.load(words, header.OFFERED)
+            if slab >= self.slabs or self._locks.fd < 0:
+                return False
+            start, headers = self._shape[2] + slab * self.slab_bytes, self.slab_bytes // ALIGN * 8 * header.HEADER_WORDS
+            _advise(data, start, self.slab_bytes, _MADV_HUGEPAGE)
+            self._populate(data, {slab})  # before it is allocated: only a fault is given huge pages
+            try:
+                os.posix_fallocate(self._locks.fd, start, self.slab_bytes)
+                os.posix_fallocate(self._locks.fd, 8 * self._shape[1] + slab * headers, headers)
+            except OSError as error:
+                self._populated.discard(slab)
+                _advise(data, start, self.slab_bytes, _MADV_REMOVE)
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise CapacityError(
+                    f"{self.path}: asked for slab {slab + 1} of {self.slabs}, {self.slab_bytes} bytes, but the file "
+                    f"system is full: lower cpu_memory or Ray's object_store_memory, or enlarge it"
+                ) from error
+            header.store(words, header.OFFERED, slab + 1)
+            return True
+
+    def read(
+        self,
+        places: NDArray[np.void],
+        keys: NDArray[np.uint8],
+        rows: Sequence[Row] | NDArray[np.uint8],
+        verify: bool = False,
+    ) -> NDArray[np.bool_]:
+        """Copy blocks out; (n,) which of the rows now hold their block.
+
+        places: (n,) PLACE. keys: (n, 16) uint8. rows: n destinations of the block's bytes, each a writable contiguous
+        1-D uint8 array or a list of such pieces. An invalid row's content is undefined. `verify`: a row whose bytes do
+        not match the block's checksum is invalid too, and counted in `corrupt`.
+        """
+        words, data = self._memory
+        spots, names = _arguments(places, keys)
+        pieces = _pieces(rows, spots, writable=True)
+        at, payload = self._locate(words, data, spots)
+        ok, sums = np.zeros(len(spots), np.bool_), np.zeros(len(spots), np.int64)
+        header.check(words, at, spots, names, sums, ok)
+        jobs = self._jobs(data, spots, payload, pieces, ok)
+        if verify:
+            found = np.zeros(len(spots), np.uint64)
+            found[ok] = tiles.read_summed(jobs)
+        else:
+            tiles.read(jobs)
+        header.recheck(words, at, spots, names, ok)
+        if verify:
+            wrong = ok & (found != sums.view(np.uint64))
+            self.corrupt += int(wrong.sum())
+            ok &= ~wrong
+        header.stamp(words, at, self._now(), ok)
+        return ok
+
+    def write(
+        self,
+        places: NDArray[np.void],
+        keys: NDArray[np.uint8],
+        rows: Sequence[Row] | NDArray[np.uint8],
+        position: int = 0,
+        expected: NDArray[np.uint64] | None = None,
+    ) -> NDArray[np.bool_]:
+        """Copy blocks into the slots that were granted for them; (n,) which are ready now.
+
+        As `read`, with sources for destinations. `position`: of the first block in its chain; the others follow it. A
+        block is not written if its grant is of a past epoch, slab format or generation, or if someone writes there.
+        `expected`: (n,) xxh3_64; a block with another one never becomes ready, and is counted in `corrupt`.
+        """
+        words, data = self._memory
+        spots, names = _arguments(places, keys)
+        pieces = _pieces(rows, spots, writable=False)
+        at, payload = self._locate(words, data, spots)
+        self._format(words, spots, at)
+        slots = self._slots(at)
+        with self._locks.hold(slots) as mine:
+            first = {slot: i for i, slot in reversed(list(enumerate(slots))) if slot in mine}
+            ok = np.zeros(len(spots), np.bool_)
+            ok[list(first.values())] = True  # of two places in one slot, only the first is written
+            header.begin(words, at, spots, ok)
+            sums = np.zeros(len(spots), np.uint64)
+            sums[ok] = tiles.write_summed(self._jobs(data, spots, payload, pieces, ok))
+            if expected is not None:
+                self.corrupt += int((ok & (sums != expected)).sum())
+                ok &= sums == expected
+            header.finish(words, at, spots, names, sums.view(np.int64), position, self._now(), ok)
+        return ok
+
+    def checksums(
+        self, places: NDArray[np.void], keys: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+        """(n,) xxh3_64 that each block had when it was written, and which of the places hold that block."""
+        words, data = self._memory
+        spots, names = _arguments(places, keys)
+        at, _ = self._locate(words, data, spots)
+        ok, sums = np.zeros(len(spots), np.bool_), np.zeros(len(spots), np.int64)
+        header.check(words, at, spots, names, sums, ok)
+        header.recheck(words, at, spots, names, ok)
+        return sums.view(np.uint64), ok
+
+    def view(self, place: np.void | NDArray[np.void]) -> NDArray[np.uint8]:
+        """The bytes of one slot, in place and unchecked. ValueError if the arena offers no such slot."""
+        words, data = self._memory
+        spots, _ = _arguments(np.atleast_1d(place), np.zeros((1, KEY_BYTES), np.uint8))
+        at, payload = self._locate(words, data, spots)
+        if at[0] < 0:
+            raise ValueError(
+                f"{self.path}: no slot at {place}; {self.offered} slabs of {self.slab_bytes} bytes are offered"
+            )
+        return data[payload[0] : payload[0] + (spots[0, 1] >> 32)]
+
+    def inventory(self) -> Inventory:
+        """Every ready block, and every slot that is being written or was when its writer died: to be swept."""
+        words, _ = self._memory
+        found = [self._inventory_of(words, slab) for slab in range(header.load(words, header.OFFERED))]
+        columns = np.concatenate([part[1] for part in found]) if found else np.zeros((0, 7), np.int64)
+        places = np.concatenate([part[0] for part in found]) if found else np.zeros(0, PLACE)
+        ready, busy = columns[:, 0] == header.READY, columns[:, 0] == header.WRITING
+        ready &= columns[:, 1] > header.load(words, header.FLOOR)
+        keys = np.ascontiguousarray(columns[ready, 2:4]).view(np.uint8).reshape(-1, KEY_BYTES)
+        positions, stamps = columns[ready, 5].astype(np.uint32), columns[ready, 6].astype(np.uint32)
+        return Inventory(places[ready], keys, positions, stamps, places[busy])
+
+    def _inventory_of(self, words: header.Words, slab: int) -> tuple[NDArray[np.void], header.Words]:
+        entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
+        while True:
+            # Locks come first: who takes one after this sees the epoch that was raised before it, and is refused.
+            busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
+            slab_gen, stride = header.load(words, entry), int(words[entry + 1])
+            slots = self.slab_bytes // stride if slab_gen > 0 and stride >= ALIGN else 0
+            columns = np.zeros((slots, 7), np.int64)
+            locked = np.zeros(slots, np.bool_)
+            locked[[i - first for i in busy if i - first < slots]] = True
+            header.collect(words, self._shape[1] + first * header.HEADER_WORDS, stride, locked, columns)
+            if header.load(words, entry) == slab_gen:
+                break
+        places = np.zeros(slots, PLACE)
+        places["slab"], places["slab_gen"], places["slot"], places["gen"] = slab, slab_gen, range(slots), columns[:, 1]
+        places["bytes"] = np.where(columns[:, 0] == header.READY, columns[:, 4], stride)
+        return places, columns
+
+    def sweep(self, places: NDArray[np.void]) -> NDArray[np.uint8]:
+        """(n,) what became of grants: 0 still being written, 1 free now (a late writer is refused), 2 ready.
+
+        `identify` tells what is ready.
+        """
+        words, data = self._memory
+        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        at, _ = self._locate(words, data, spots)
+        states = (at < 0).astype(np.uint8)
+        slots = self._slots(at)
+        with self._locks.hold(slots) as mine:
+            ok = np.array([slot in mine for slot in slots], np.bool_)
+            header.reclaim(words, at, spots, ok, states)
+        return states
+
+    def identify(self, places: NDArray[np.void]) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+        """(n, 16) keys and (n,) generations that the headers of slots say."""
+        words, data = self._memory
+        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        at, _ = self._locate(words, data, spots)
+        out = np.zeros((len(places), 3), np.int64)
+        header.identify(words, at, out)
+        return np.ascontiguousarray(out[:, 1:]).view(np.uint8), out[:, 0].astype(np.uint64)
+
+    def close(self, unlink: bool = False) -> None:
+        """Let go of the file: copies under way are finished, all else is a miss. `unlink`: remove its name too."""
+        if unlink:
+            try:
+                if _inode(os.stat(self.path)) == self._inode:
+                    os.unlink(self.path)
+            except FileNotFoundError:
+                pass
+        self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped when the last view is gone
+        self._locks.close()
+
+    def _locate(
+        self, words: header.Words, data: tiles.Bytes, spots: header.Words
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(n,) first words of the headers, -1 where there is no such slot, and (n,) first payload bytes."""
+        at, payload = np.empty((2, len(spots)), np.int64)
+        header.locate(words, self._shape, spots, at, payload)
+        self._populate(data, set((spots[at >= 0, 0] >> 32).tolist()))
+        return at, payload
+
+    def _populate(self, data: tiles.Bytes, slabs: set[int]) -> None:
+        """Fill this process's page tables, once a slab: a fault a page costs more than the copy of it."""
+        for slab in slabs - self._populated:
+            _advise(data, self._shape[2] + slab * self.slab_bytes, self.slab_bytes, _MADV_POPULATE_WRITE)
+            self._populated.add(slab)
+
+    def _slots(self, at: NDArray[np.int64]) -> list[int]:
+        """Numbers of the slots' locks; negative where there is no such slot."""
+        return ((at - self._shape[1]) // header.HEADER_WORDS).tolist()  # type: ignore[no-any-return]
+
+    def _now(self) -> int:
+        return max(0, int(time.time()) - self._clock_base)
+
+    def _jobs(
+        self,
+        data: tiles.Bytes,
+        spots: header.Words,
+        payload: NDArray[np.int64],
+        pieces: list[list[NDArray[np.uint8]]],
+        ok: NDArray[np.bool_],
+    ) -> list[tiles.Job]:
+        starts, stops = payload.tolist(), (payload + (spots[:, 1] >> 32)).tolist()
+        return [(data[starts[i] : stops[i]], pieces[i]) for i in np.flatnonzero(ok).tolist()]
+
+    def _format(self, words: header.Words, spots: header.Words, at: NDArray[np.int64]) -> None:
+        """Give slabs the format that grants were made for, where nobody has yet."""
+        if header.formatted(words, at, spots):
+            return
+        for slab, slab_gen, size, epoch in {
+            (s[0] >> 32, s[2], s[1] >> 32, epoch_of(s[3])) for s in spots[at >= 0].tolist()
+        }:
+            if header.load(words, header.TABLE + 2 * slab) < slab_gen:
+                self._reformat(words, slab, slab_gen, slot_bytes(size), epoch)
+
+    def _reformat(self, words: header.Words, slab: int, slab_gen: int, stride: int, epoch: int) -> None:
+        first = slab * (self.slab_bytes // ALIGN)
+        for _ in range(5):  # another writer of this format may be at it, and does not take long
+            with self._locks.whole(first, first + self.slab_bytes // ALIGN) as mine:
+                if header.load(words, header.TABLE + 2 * slab) >= slab_gen:
+                    return
+                if mine:
+                    if header.load(words, header.EPOCH) <= epoch:
+                        header.reformat(words, self._shape, slab, slab_gen, stride)
+                    return
+            time.sleep(0.001)
+
+
+def open_own(
+    pool: str, fingerprint: bytes, slab_bytes: int, slabs: int, room_check: Callable[[int], None], folder: str = SHM
+) -> Arena:
+    """The arena of a node store: one that a dead store of this user and pool left behind, else a new one.
+
+    `room_check` is asked for a new one's bytes (`raykv.room.check`) and may raise.
+    """
+    for index in itertools.count():
+        path = f"{folder}/raykv-{pool}-{os.getuid()}-{index}"
+        arena = Arena.adopt(path, fingerprint, slab_bytes, slabs)
+        if arena is not None:
+            return arena
+        if os.path.lexists(path):  # a living store's, or another user's
+            continue
+        room_check(superblock.layout(slab_bytes, slabs)[2])
+        try:
+            return Arena.create(path, fingerprint, slab_bytes, slabs)
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    """The file, mapped through a description of its own: a mapping that a forked child keeps must not keep locks."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(own, size)
+    finally:
+        os.close(own)
+
+
+def _inode(info: os.stat_result) -> tuple[int, int]:
+    return info.st_dev, info.st_ino
+
+
+def _advise(data: tiles.Bytes, start: int, length: int, advice: int) -> None:
+    """madvise, refused or not: an older kernel, or no huge pages, is only slower."""
+    if start + length <= len(data):
+        _madvise(data.ctypes.data + start, length, advice)
+
+
+def _mismatch(path: str, what: str) -> str:
+    return (
+        f"{path} {what}. This process must see its node store's shared memory: mount the Ray pod's "
+        f"{os.path.dirname(path)} into this container (an emptyDir with medium: Memory) and run as the same user"
+    )
+
+
+def _arguments(places: NDArray[np.void], keys: NDArray[np.uint8]) -> tuple[header.Words, header.Words]:
+    """(n, 4) and (n, 2) copies for the kernels: aligned and writable always, so that none is compiled anew."""
+    if places.dtype != PLACE or places.ndim != 1:
+        raise ValueError(f"places: {places.dtype} of shape {places.shape}; give (n,) raykv.place.PLACE")
+    if keys.dtype != np.uint8 or keys.shape != (len(places), KEY_BYTES):
+        raise ValueError(f"keys: {keys.dtype} of shape {keys.shape}; give ({len(places)}, {KEY_BYTES}) uint8")
+    spots, names = np.array(places, order="C"), np.array(keys, order="C")
+    return spots.view(np.int64).reshape(-1, 4), names.view(np.int64)
+
+
+def _pieces(rows: Any, spots: header.Words, writable: bool) -> list[list[NDArray[np.uint8]]]:
+    """Each row as its pieces, checked."""
+    sizes = (spots[:, 1] >> 32).tolist()
+    if len(rows) != len(sizes):
+        raise ValueError(f"{len(rows)} rows for {len(sizes)} places")
+    usual = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype == np.uint8 and rows.flags.c_contiguous
+    if usual and (rows.flags.writeable or not writable) and sizes == [rows.shape[1]] * len(sizes):
+        return [[row] for row in rows]  # needs no look at every row
+    pieces = [[row] if isinstance(row, np.ndarray) else list(row) for row in rows]
+    for i, (row, size) in enumerate(zip(pieces, sizes, strict=True)):
+        for piece in row:
+            if piece.dtype != np.uint8 or piece.ndim != 1 or not piece.flags.c_contiguous:
+                raise ValueError(f"row {i}: {piece.dtype} of shape {piece.shape}; give contiguous 1-D uint8 arrays")
+            if writable and not piece.flags.writeable:
+                raise ValueError(f"row {i} is read-only: nothing can be read into it")
+        if sum(map(len, row)) != size:
+            raise ValueError(f"row {i} has {sum(map(len, row))} bytes, its place {size}")
+    return pieces

@@ -1,0 +1,1 @@
+"""Benches: every figure beside its floor, taken in the same run."""

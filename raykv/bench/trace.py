@@ -1,0 +1,205 @@
+"""How many prompt tokens of a Mooncake-format trace a pool serves, by capacity. No cluster: the directory decides all.
+
+Beside it what an exact LRU over all nodes would serve, and what each node would alone.
+"""
+
+import itertools
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.calls import Call
+from raykv.config import PoolConfig
+from raykv.directory import Directory
+from raykv.place import PLACE
+
+BLOCK_TOKENS = 512  # of the trace format
+BLOCK_BYTES = 4096  # any: no bytes move
+MIN_WINDOW = 64  # blocks of staging a node
+
+Keys = NDArray[np.uint64]  # (n, 2)
+
+
+class Request(NamedTuple):
+    """A prompt: the ids of its blocks, and how many tokens each of them has."""
+
+    ids: list[int]
+    tokens: list[int]
+
+
+def run(
+    path: str | PathLike[str],
+    nodes: int,
+    capacities: list[int],
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Token-weighted hit percent of a trace that is sent to `nodes` nodes in turn, by capacity in blocks of all nodes.
+
+    Capacities leave out staging. results: one row a capacity: exact_lru, isolated, pool_strict (locality 1), pool, and
+    with all requests from one node pool_one_writer and pool_one_writer_strict; local_stores: percent of the pool's
+    stores that stayed on the writer's node. advance: called after each figure. Raises ValueError on a malformed trace,
+    nodes < 1, or a capacity of less than a block a node.
+    """
+    if nodes < 1 or any(capacity < nodes for capacity in capacities):
+        raise ValueError(f"nodes={nodes}, capacity={capacities}: every node needs at least one block")
+    requests = read(path)
+    default = PoolConfig().locality
+    results = []
+    for capacity in capacities:
+        row: dict[str, Any] = {"capacity": capacity}
+
+        def figure(name: str, serve: Callable[..., float], *arguments: Any, row: dict[str, Any] = row) -> None:
+            row[name] = round(serve(requests, *arguments), 2)
+            advance()
+
+        figure("exact_lru", _isolated, _shares(capacity, 1))
+        figure("isolated", _isolated, _shares(capacity, nodes))
+        pool = _Pool(_shares(capacity, nodes), default)
+        figure("pool_strict", _Pool(_shares(capacity, nodes), 1.0).serve, nodes)
+        figure("pool", pool.serve, nodes)
+        figure("pool_one_writer", _Pool(_shares(capacity, nodes), default).serve, 1)
+        figure("pool_one_writer_strict", _Pool(_shares(capacity, nodes), 1.0).serve, 1)
+        row["local_stores"] = round(100 * pool.local / max(1, pool.stored), 2)
+        results.append(row)
+    return {
+        "requests": len(requests),
+        "blocks": sum(len(request.ids) for request in requests),
+        "nodes": nodes,
+        "locality": default,
+        "results": results,
+    }
+
+
+FIGURES = 6  # calls of `advance` a capacity
+
+
+def read(path: str | PathLike[str]) -> list[Request]:
+    """The requests of a trace. Raises ValueError naming the line that is not one."""
+    requests = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                given = json.loads(line)
+                ids, length = [int(i) for i in given["hash_ids"]], int(given["input_length"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: not a request of a Mooncake trace ({error!r})") from None
+            if len(ids) != -(-length // BLOCK_TOKENS):
+                raise ValueError(
+                    f"{path}, line {number}: {len(ids)} hash_ids for input_length {length}: "
+                    f"one per {BLOCK_TOKENS} tokens would be {-(-length // BLOCK_TOKENS)}"
+                )
+            requests.append(Request(ids, [min(BLOCK_TOKENS, length - i * BLOCK_TOKENS) for i in range(len(ids))]))
+    return requests
+
+
+def _shares(capacity: int, nodes: int) -> list[int]:
+    return [capacity // nodes + (i < capacity % nodes) for i in range(nodes)]
+
+
+def _percent(requests: list[Request], hits: list[int]) -> float:
+    """hits: leading blocks of each request that were served."""
+    served = sum(sum(request.tokens[:n]) for request, n in zip(requests, hits, strict=True))
+    return 100 * served / max(1, sum(sum(request.tokens) for request in requests))
+
+
+def _isolated(requests: list[Request], capacities: list[int]) -> float:
+    """Exact LRU caches of these capacities that serve requests in turn, each block touched, last to first."""
+    caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in capacities]
+    hits = []
+    for number, request in enumerate(requests):
+        at = number % len(caches)
+        cache = caches[at]
+        hits.append(next((i for i, block in enumerate(request.ids) if block not in cache), len(request.ids)))
+        for block in reversed(request.ids):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacities[at]:
+            cache.popitem(last=False)
+    return _percent(requests, hits)
+
+
+class _Pool:
+    """The real directory, and a client on every node that does what `KVCache` does."""
+
+    def __init__(self, shares: list[int], locality: float) -> None:
+        self.directory = Directory(locality=locality)
+        self.window = max(MIN_WINDOW, sum(shares) // len(shares) // 50)
+        self.calls = itertools.count(1)
+        self.stored = self.local = 0
+        for node, share in enumerate(shares):
+            slab_bytes = (share + self.window) * BLOCK_BYTES  # one slab: the capacity is exact
+            self.directory.join(str(node), b"%d" % node, slab_bytes, 1, 0, 0.0, self.window * BLOCK_BYTES)
+            self.directory.adopt(str(node), b"", b"", b"", b"", b"", 0.0)
+            self.directory.beat(str(node), 1, 0.0)
+
+    def serve(self, requests: list[Request], writers: int) -> float:
+        """Send the requests to the first `writers` nodes in turn; hit percent."""
+        hits = []
+        for number, request in enumerate(requests):
+            node = number % writers
+            keys = _keys(request.ids)
+            hits.append(self._read(node, keys))
+            self._store(node, keys, hits[-1])
+        return _percent(requests, hits)
+
+    def _read(self, node: int, keys: Keys) -> int:
+        """Match and read. Remote blocks come through staging, a window at a time. Returns blocks read."""
+        lease = next(self.calls)
+        held = np.uint64(lease).tobytes()
+        match = self.directory.match(self._call(), lease, str(node), keys.tobytes(), BLOCK_BYTES, 0.0)
+        source, staged = np.frombuffer(match.source, PLACE), np.frombuffer(match.staged, PLACE).copy()
+        if len(staged) == 0:
+            staged = np.zeros(len(source), PLACE)
+        missing = (source["node"] != self.directory.nodes[str(node)].index) & (staged["slab_gen"] == 0)
+        read, landed = 0, b""
+        while True:
+            first = read + int(np.argmax(np.append(missing[read:], True)))  # the next block without a staging slot
+            landed = staged[read:first][staged[read:first]["slab_gen"] > 0].tobytes()
+            read = first
+            if read == len(source):
+                break
+            more = self.directory.stream(self._call(held, landed), lease, read, BLOCK_BYTES, 0.0)
+            slots = np.frombuffer(more.staged, PLACE)
+            staged[read : read + len(slots)] = slots
+            missing[read : read + len(slots)] = False
+            landed = b""
+            if len(slots) == 0:
+                break
+        self.directory.beat_client(self._call(landed=landed), 0.0)  # without the lease: it is released
+        return read
+
+    def _store(self, node: int, keys: Keys, start: int) -> None:
+        """Store what was not read, at most a window a call: the rest of the blocks would find no staging."""
+        index = self.directory.nodes[str(node)].index
+        while start < len(keys):
+            reservation = next(self.calls)
+            head = keys[: start + self.window]
+            granted = self.directory.reserve(
+                self._call(), reservation, str(node), head.tobytes(), start, BLOCK_BYTES, 0.0
+            )
+            chosen = head[np.frombuffer(granted.indices, np.int32)]
+            places = np.frombuffer(granted.places, PLACE)
+            held = np.uint64(reservation).tobytes()
+            self.directory.commit(
+                self._call(held), reservation, granted.places, chosen.tobytes(), b"\1" * len(places), 0.0
+            )
+            self.stored += len(places)
+            self.local += int(np.count_nonzero(places["node"] == index))
+            if granted.covered < len(head):
+                break
+            start = granted.covered
+
+    def _call(self, held: bytes = b"", landed: bytes = b"") -> Call:
+        return Call(1, next(self.calls), held, landed)
+
+
+def _keys(ids: list[int]) -> Keys:
+    keys = np.empty((len(ids), 2), np.uint64)
+    keys[:, 0] = ids
+    keys[:, 1] = keys[:, 0] * np.uint64(0x9E3779B97F4A7C15)
+    return keys

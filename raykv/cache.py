@@ -1,0 +1,328 @@
+"""One key space of a pool, as a worker reads and writes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv import keys as key_chain
+from raykv import rows as row_checks
+from raykv.config import KEYS_PER_CALL, MIB
+from raykv.place import PLACE
+from raykv.rows import Rows
+
+if TYPE_CHECKING:
+    from raykv.client import KVPool
+
+PIECE_BYTES = 16 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
+PIECES_AHEAD = 3
+
+Keys = NDArray[np.uint8]
+Places = NDArray[np.void]
+
+
+class KVCache:
+    """Blocks of one model and layout. Get one from `KVPool.cache`; equal arguments give equal caches. Thread-safe.
+
+    Methods that start with `a` are for event loops: the same, without blocking the loop. Cancelled, they end before
+    the cancellation is seen, since they use the caller's memory.
+    """
+
+    def __init__(self, pool: KVPool, root: bytes, block_tokens: int, block_bytes: int) -> None:
+        self.block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self._pool = pool
+        self._root = root
+
+    def keys(self, token_ids: Any, *, lora: Any = None, extra: Any = None, salt: Any = None) -> Keys:
+        """(full blocks, 16) uint8. token_ids: 1-D list, numpy array or torch tensor of ints that fit int32.
+
+        lora: id of the adapter; salt: what separates tenants; both change every key. extra: by block, what else its
+        KV depends on, such as the hash of an image ({block: bytes}, or a sequence); it changes keys from there on.
+        """
+        return key_chain.chain(self._root, token_ids, self.block_tokens, lora=lora, extra=extra, salt=salt)
+
+    def rekey(self, hashes: Any) -> Keys:
+        """An engine's own chained block hashes (list of bytes, or (n, k) uint8) as (n, 16) uint8 keys of this cache."""
+        return key_chain.rekey(self._root, hashes)
+
+    def match(self, keys: Keys) -> Match:
+        """Lease the longest run of leading keys that is ready in the pool. A pool that is down has none."""
+        return Match(self, self._pool, row_checks.keys(keys))
+
+    def amatch(self, keys: Keys) -> AsyncMatch:
+        """`async with cache.amatch(keys) as match`."""
+        return AsyncMatch(self, self._pool, row_checks.keys(keys))
+
+    def store(self, keys: Keys, blocks: Any, start: int = 0) -> int:
+        """Offer blocks to the cluster. Returns how many of them are newly stored.
+
+        keys: (n, 16) of the whole prefix. blocks: (n - start, block_bytes) uint8, numpy or torch, for keys[start:].
+        Blocks that are there, are being written by somebody else, or find no room are left out. ValueError for arrays
+        of other shapes or dtypes.
+        """
+        keys = row_checks.keys(keys)
+        count = row_checks.count(keys, start)
+        return self._store(keys, row_checks.dense("blocks", blocks, count, self.block_bytes, exact=True), start)
+
+    def store_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
+        """As `store`, out of paged memory: block keys[start + i] is row block_ids[i] of every array of `paged`.
+
+        paged: one (pages, bytes) uint8 array, or several whose bytes add up to block_bytes (one a layer, say).
+        """
+        keys = row_checks.keys(keys)
+        count = row_checks.count(keys, start)
+        return self._store(keys, row_checks.paged(paged, block_ids, count, self.block_bytes), start)
+
+    async def astore(self, keys: Keys, blocks: Any, start: int = 0) -> int:
+        return await self._pool.in_thread(self.store, keys, blocks, start)
+
+    async def astore_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
+        return await self._pool.in_thread(self.store_from, keys, paged, block_ids, start)
+
+    def _store(self, keys: Keys, rows: Rows, start: int) -> int:
+        stored, at = 0, start
+        while at < len(keys):
+            first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
+            batch = keys[first : first + KEYS_PER_CALL]
+            count, covered = self._store_batch(batch, rows[at - start :], at - first, first)
+            stored += count
+            at = first + covered
+            if covered < len(batch) and not count:
+                break
+        return stored
+
+    def _store_batch(self, keys: Keys, rows: Rows, start: int, position: int) -> tuple[int, int]:
+        """(blocks stored, leading keys dealt with). rows[i] belongs to keys[start + i]; keys[0] is at `position`."""
+        pool, link = self._pool, self._pool.link
+        args = pool.node_id, keys.tobytes(), start, self.block_bytes
+        reservation, granted = link.hold("reserve", *args)
+        if granted is None:
+            return 0, start
+        try:
+            indices = np.frombuffer(granted.indices, np.int32)
+            if not len(indices):
+                return 0, granted.covered
+            places, staged = np.frombuffer(granted.places, PLACE), np.frombuffer(granted.staged, PLACE)
+            mine = [rows[i - start] for i in indices.tolist()]
+            written = self._write(places, staged, keys[indices], mine, position + int(indices[0]))
+            if not written.all():
+                link.fault("write", f"{int((~written).sum())} of {len(written)} blocks were not written")
+            data = places.tobytes(), keys[indices].tobytes(), written.astype(np.uint8).tobytes()
+            answer = link.call("commit", reservation, *data)
+            return (answer[1] if answer else 0), granted.covered
+        finally:
+            link.let_go(reservation)
+
+    def _write(
+        self, places: Places, staged: Places, keys: Keys, rows: Sequence[Any], position: int
+    ) -> NDArray[np.bool_]:
+        """Write blocks in place on this node, and others into staging, from which their nodes pull them."""
+        local = self._pool.local
+        written = np.zeros(len(places), np.bool_)
+        away = staged["slab_gen"] > 0
+        target = np.where(away, staged, places)
+        if local is None or (target["node"] != local.index).any():
+            self._pool.look_again()
+            return written
+        written = local.arena.write(target, keys, rows, position)
+        for piece in _pieces(np.flatnonzero(away & written), self.block_bytes):
+            verdicts = local.push(staged[piece], keys[piece], places[piece], self._pool.link)
+            written[piece] = verdicts == local.PULLED
+        return written
+
+
+class Match:
+    """Leading blocks that are ready and leased: none of them is evicted before `release`. A context manager.
+
+    num_blocks, num_tokens: how many. nodes: Ray node ids they lie on, in order, each once.
+    """
+
+    def __init__(self, cache: KVCache, pool: KVPool, keys: Keys) -> None:
+        self._cache, self._pool = cache, pool
+        self._leases: list[_Lease] = []
+        for first in range(0, len(keys), KEYS_PER_CALL):
+            part = keys[first : first + KEYS_PER_CALL]
+            lease = _Lease(pool, part, cache.block_bytes)
+            if len(lease):
+                self._leases.append(lease)
+            if len(lease) < len(part):
+                break
+        self.num_blocks = sum(map(len, self._leases))
+        self.num_tokens = self.num_blocks * cache.block_tokens
+
+    @property
+    def nodes(self) -> list[str]:
+        indices = np.concatenate([lease.source["node"] for lease in self._leases]) if self._leases else np.zeros(0)
+        return self._pool.node_names(list(dict.fromkeys(indices.tolist())))
+
+    def read(self, out: Any, *, verify: bool = False) -> int:
+        """Copy the blocks out; returns how many leading ones are valid: num_blocks, or fewer where a node failed.
+
+        out: at least (num_blocks, block_bytes) uint8, contiguous, numpy or torch. verify: check the bytes of this
+        node's blocks too (those that cross nodes always are). Reads once; a second read may be shorter.
+        """
+        return self._read(row_checks.dense("out", out, self.num_blocks, self._cache.block_bytes), verify)
+
+    def read_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
+        """As `read`, into paged memory: block i becomes row block_ids[i] of every array of `paged` (see store_from)."""
+        rows = row_checks.paged(paged, block_ids, self.num_blocks, self._cache.block_bytes, writable=True)
+        return self._read(rows, verify)
+
+    async def aread(self, out: Any, *, verify: bool = False) -> int:
+        return await self._pool.in_thread(lambda: self.read(out, verify=verify))
+
+    async def aread_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
+        return await self._pool.in_thread(lambda: self.read_into(paged, block_ids, verify=verify))
+
+    def _read(self, rows: Rows, verify: bool) -> int:
+        done = 0
+        for lease in self._leases:
+            count = lease.read(rows[done : done + len(lease)], verify)
+            done += count
+            if count < len(lease):
+                break
+        return done
+
+    def release(self) -> None:
+        """Let go; the directory learns of it with the next call. Costs nothing."""
+        for lease in self._leases:
+            self._pool.link.let_go(lease.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+class AsyncMatch:
+    """`async with cache.amatch(keys) as match`: a Match, asked for and released without blocking the loop."""
+
+    def __init__(self, cache: KVCache, pool: KVPool, keys: Keys) -> None:
+        self._cache, self._pool, self._keys = cache, pool, keys
+        self._match: Match | None = None
+
+    async def __aenter__(self) -> Match:
+        try:
+            await self._pool.in_thread(self._ask)
+        except asyncio.CancelledError:
+            self._release()
+            raise
+        assert self._match is not None
+        return self._match
+
+    async def __aexit__(self, *error: object) -> None:
+        self._release()
+
+    def _ask(self) -> None:
+        self._match = Match(self._cache, self._pool, self._keys)
+
+    def _release(self) -> None:
+        if self._match is not None:
+            self._match.release()
+
+
+class _Lease:
+    """One call's worth of a match."""
+
+    def __init__(self, pool: KVPool, keys: Keys, block_bytes: int) -> None:
+        self._pool, self._block_bytes = pool, block_bytes
+        self.id, answer = pool.link.hold("match", pool.node_id, keys.tobytes(), block_bytes)
+        self.source = np.frombuffer(answer.source if answer else b"", PLACE)
+        self.staged = np.zeros(len(self.source), PLACE)
+        if answer and answer.staged:
+            self.staged[:] = np.frombuffer(answer.staged, PLACE)
+        self.keys = keys[: len(self.source)]
+        if pool.local is None or (answer and not answer.staged and (self.source["node"] != pool.local.index).any()):
+            pool.look_again()  # the directory calls this node something else
+            self.source, self.staged, self.keys = self.source[:0], self.staged[:0], keys[:0]
+        if not len(self.source):
+            pool.link.let_go(self.id)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: Rows, verify: bool) -> int:
+        at = 0
+        while at < len(self):
+            stop = self._reach(at)
+            if stop == at:
+                stop = at + self._stream(at)
+            done = self._read_reached(at, stop, rows, verify)
+            at += done
+            if at < stop or not done:
+                break
+        return at
+
+    def _here(self) -> NDArray[np.bool_]:
+        local = self._pool.local
+        return self.source["node"] == (local.index if local else -1)
+
+    def _reach(self, at: int) -> int:
+        """End of the run from `at` that is on this node or has staging here."""
+        missing = np.flatnonzero(~self._here()[at:] & (self.staged["slab_gen"][at:] == 0))
+        return at + int(missing[0]) if len(missing) else len(self)
+
+    def _stream(self, at: int) -> int:
+        """Give back the staging of what was read, and take as much for what follows. Returns for how many blocks."""
+        answer = self._pool.link.call("stream", self.id, at, self._block_bytes)
+        staged = np.frombuffer(answer.staged if answer else b"", PLACE)
+        self.staged[at : at + len(staged)] = staged
+        return self._reach(at) - at
+
+    def _read_reached(self, at: int, stop: int, rows: Rows, verify: bool) -> int:
+        """Read [at, stop), pulling ahead what is on other nodes. Returns how many leading blocks are valid."""
+        local, link = self._pool.local, self._pool.link
+        if local is None:
+            return 0
+        here = self._here()
+        pieces = list(_runs(here, at, stop, max(1, PIECE_BYTES // self._block_bytes)))
+        away = [piece for piece in pieces if not here[piece.start]]
+        pulls: dict[int, Any] = {}
+        for piece in pieces:
+            target = self.source[piece]
+            if not here[piece.start]:
+                nearby = away.index(piece)
+                for ahead in away[nearby : nearby + PIECES_AHEAD]:
+                    if ahead.start not in pulls:
+                        pulls[ahead.start] = local.pull(self.source[ahead], self.keys[ahead], self.staged[ahead])
+                target = self.staged[piece]
+                verdicts = local.verdicts(pulls[piece.start], target, link)
+                link.landed(target[verdicts == local.PULLED])
+                link.bad(self.source[piece][verdicts == local.ALTERED])
+                target = target[: _leading(verdicts == local.PULLED)]
+            part = slice(piece.start, piece.start + len(target))
+            ok = local.arena.read(target, self.keys[part], rows[part], verify)
+            if not ok.all():
+                link.bad(target[~ok])
+                link.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
+            if _leading(ok) < piece.stop - piece.start:
+                return piece.start + _leading(ok) - at
+        return stop - at
+
+
+def _leading(ok: NDArray[np.bool_]) -> int:
+    return len(ok) if ok.all() else int(np.argmin(ok))
+
+
+def _runs(here: NDArray[np.bool_], at: int, stop: int, piece: int) -> Iterator[slice]:
+    """Runs of [at, stop) that are all here or all away, the latter in pieces."""
+    while at < stop:
+        change = np.flatnonzero(here[at:stop] != here[at])
+        end = at + int(change[0]) if len(change) else stop
+        if not here[at]:
+            end = min(end, at + piece)
+        yield slice(at, end)
+        at = end
+
+
+def _pieces(indices: NDArray[np.intp], block_bytes: int) -> Iterator[NDArray[np.intp]]:
+    size = max(1, PIECE_BYTES // block_bytes)
+    for first in range(0, len(indices), size):
+        yield indices[first : first + size]

@@ -1,0 +1,239 @@
+"""A pool, from the process that uses it."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from raykv import actors, keys
+from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
+from raykv.afford import check_nodes
+from raykv.cache import KVCache
+from raykv.config import METADATA_DEADLINE_S, NAMESPACE, PoolConfig
+from raykv.errors import CapacityError, PoolNotFound
+from raykv.link import Link
+from raykv.local import Local
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS = 16  # that serve async callers
+LOOK_AGAIN_S = 1.0
+ADMIN_DEADLINE_S = 10.0
+
+
+class KVPool:
+    """A pool of blocks that the nodes of a Ray cluster share. Get one from `start` or `attach`. Thread-safe.
+
+    It survives restarts of the pool's actors. name: the pool's. node_id: of the Ray node that this process is on.
+    """
+
+    def __init__(self, name: str) -> None:
+        """For `start` and `attach`."""
+        settings = actors.settings(name)
+        if settings is None:
+            raise PoolNotFound(
+                f"no pool {name!r} runs in this Ray cluster: start it with `raykv start --name {name}` "
+                f"or raykv.start(raykv.PoolConfig(name={name!r}))"
+            )
+        self.name = name
+        self.node_id: str = ray.get_runtime_context().get_node_id()
+        self._secret = bytes.fromhex(settings["secret"])
+        self.local = self._look()
+        self.link = Link(name, lambda: self.local.arena.epoch if self.local else 0)
+        self._looked = time.monotonic()
+        self._names: dict[int, str] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv")
+
+    def __repr__(self) -> str:
+        return f"KVPool(name={self.name!r}, node={self.node_id[:8]})"
+
+    def cache(
+        self,
+        *,
+        model: str,
+        block_tokens: int,
+        block_bytes: int,
+        revision: str = "",
+        dtype: str = "",
+        layout: str = "",
+        parallel: str = "",
+        part: int = 0,
+        salt: str = "",
+    ) -> KVCache:
+        """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes. Equal arguments, equal cache.
+
+        Everything that makes KV differ must be in here: model, revision, dtype, layout (of a block's bytes), parallel
+        (shape), part (which piece of a model that spans nodes). salt separates tenants that cooperate.
+        """
+        if not model or block_tokens < 1 or block_bytes < 1:
+            raise ValueError(f"model={model!r}, block_tokens={block_tokens}, block_bytes={block_bytes}: all are needed")
+        if self.local and block_bytes > self.local.arena.slab_bytes:
+            raise ValueError(
+                f"block_bytes={block_bytes} is more than a slab of this pool ({self.local.arena.slab_bytes} bytes): "
+                f"use fewer tokens a block, or start the pool with more cpu_memory"
+            )
+        root = keys.root(
+            self._secret,
+            model=model,
+            revision=revision,
+            dtype=dtype,
+            layout=layout,
+            parallel=parallel,
+            part=part,
+            salt=salt,
+            block_tokens=block_tokens,
+            block_bytes=block_bytes,
+        )
+        return KVCache(self, root, block_tokens, block_bytes)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of the whole pool as the directory has them, and `faults` of this client. Empty while it is down."""
+        try:
+            answer = ray.get(actors.find_directory(self.name).stats.remote(), timeout=ADMIN_DEADLINE_S)
+        except (ValueError, RayError):
+            answer = {}
+        return {**answer, "faults": dict(self.link.faults)}
+
+    def clear(self) -> int:
+        """Forget every block, for good: a restart does not find them again. Returns how many keys there were.
+
+        Raises RayError if the pool's actors do not answer.
+        """
+        directory = actors.find_directory(self.name)
+        floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
+        names = ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
+        stores = [actors.find(actors.node_store_name(self.name, name)) for name in names]
+        ray.get([store.raise_floor.remote(floor) for store in stores], timeout=ADMIN_DEADLINE_S)
+        return int(count)
+
+    def stop(self) -> None:
+        """End the pool on every node and give its memory back."""
+        self.close()
+        _stop(self.name)
+
+    def close(self) -> None:
+        """This process is done with the pool; what it held is let go."""
+        self.link.close()
+        self._threads.shutdown(wait=False)
+        if self.local:
+            self.local.arena.close()
+
+    # ------------------------------------------------------------------ for KVCache
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what blocks beside the event loop. Cancelled, it ends first: it may be using the caller's memory."""
+        running = asyncio.wrap_future(self._threads.submit(function, *args, **kwargs))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    def look_again(self) -> None:
+        """The node store seems to be another one now; at most once a second."""
+        if time.monotonic() - self._looked > LOOK_AGAIN_S:
+            self._looked = time.monotonic()
+            self._threads.submit(self._renew)
+
+    def node_names(self, indices: list[int]) -> list[str]:
+        """Ray node ids of the nodes that places call so; those that are gone are left out."""
+        if not set(indices) <= self._names.keys():
+            try:
+                nodes = actors.find_directory(self.name).nodes.remote()
+                self._names.update(ray.get(nodes, timeout=METADATA_DEADLINE_S))
+            except (ValueError, RayError):
+                pass
+        return [self._names[index] for index in indices if index in self._names]
+
+    def _look(self) -> Local | None:
+        try:
+            return Local(self.name, self.node_id)
+        except (ValueError, RayError):
+            return None
+
+    def _renew(self) -> None:
+        found = self._look()
+        if found is None:
+            return
+        if self.local and self.local.arena.nonce == found.arena.nonce:
+            found.arena.close()
+            self.local.index = found.index
+            return
+        self.local = found  # the old arena is unmapped when its last reader is done
+
+
+def start(config: PoolConfig | None = None) -> KVPool:
+    """Start a pool on every node of the Ray cluster, or attach to it if it runs.
+
+    Joins the cluster that runs on this machine if this process has no Ray yet. Raises CapacityError where a node can't
+    afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a bad secret.
+    """
+    config = config or PoolConfig()
+    _connect(config.name)
+    if actors.settings(config.name) is None:
+        secret = config.explicit_secret() or secrets.token_bytes(32)
+        check_nodes(config.name, config.cpu_memory)
+        values = {"secret": secret.hex(), "cpu_memory": config.cpu_memory, "locality": config.locality}
+        actors.put(config.name, "settings", json.dumps(values).encode(), overwrite=False)
+    supervisor = (
+        ray.remote(Supervisor)
+        .options(**actors.options(actors.supervisor_name(config.name), _head(), pinned=False, threads=4))
+        .remote(config.name)
+    )
+    try:
+        failed = ray.get(supervisor.ready.remote(), timeout=2 * START_DEADLINE_S)
+    except RayError:
+        _stop(config.name)
+        raise
+    if failed:
+        _stop(config.name)
+        raise CapacityError("\n".join(f"node {node_id[:16]}: {why}" for node_id, why in failed.items()))
+    return KVPool(config.name)
+
+
+def attach(name: str = "default") -> KVPool:
+    """The pool of that name, from any driver, actor, task or Serve deployment of the cluster.
+
+    Raises PoolNotFound if none runs, or there is no Ray cluster; ArenaMismatch if this process can't see its node's
+    shared memory.
+    """
+    _connect(name)
+    return KVPool(name)
+
+
+def _connect(name: str) -> None:
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
+        except ConnectionError as error:
+            raise PoolNotFound(
+                f"no Ray cluster runs here: start one with `ray start --head` (or `ray up`), "
+                f"then the pool with `raykv start --name {name}`"
+            ) from error
+
+
+def _head() -> str:
+    for node in ray.nodes():
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+            return str(node["NodeID"])
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _stop(name: str) -> None:
+    try:
+        supervisor = actors.find(actors.supervisor_name(name))
+    except ValueError:
+        actors.forget(name)
+        return
+    try:
+        ray.get(supervisor.stop.remote(), timeout=2 * ADMIN_DEADLINE_S)
+    except RayActorError:
+        pass
+    ray.kill(supervisor)

@@ -1,0 +1,72 @@
+"""What a pool is started with."""
+
+import hashlib
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 1 << 20
+NAMESPACE = "raykv"  # of every actor that raykv starts
+METADATA_DEADLINE_S = 0.25
+HEARTBEAT_S = 1.0
+SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S
+CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
+KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Settings of a pool.
+
+    name: letters, digits, '_' and '-'; at most 40 of them.
+    cpu_memory: of every node: a fraction of its memory (float in (0, 1]) or bytes (int).
+    locality: how much longer than its writer's own coldest block another node's must have been idle before that one
+        is evicted for it. 1 is exact cluster-wide LRU.
+    secret: what keys are derived from: bytes, or the path of a file only its owner can read. Default: the environment's
+        RAYKV_SECRET, else a random one kept in Ray's internal KV.
+    """
+
+    name: str = "default"
+    cpu_memory: float | int = 0.3
+    locality: float = 1.5
+    secret: bytes | str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name):
+            raise ValueError(f"pool name {self.name!r}: use 1 to 40 letters, digits, '_' or '-'")
+        if isinstance(self.cpu_memory, bool) or not isinstance(self.cpu_memory, (int, float)):
+            raise ValueError(f"cpu_memory={self.cpu_memory!r}: give a fraction of the node's memory or bytes")
+        if isinstance(self.cpu_memory, float) and not 0 < self.cpu_memory <= 1:
+            raise ValueError(f"cpu_memory={self.cpu_memory}: a float is a fraction in (0, 1]; bytes are an int")
+        if isinstance(self.cpu_memory, int) and self.cpu_memory < 8 * MIB:
+            raise ValueError(f"cpu_memory={self.cpu_memory} bytes: the smallest arena is {8 * MIB} (8 MiB)")
+        if not self.locality >= 1:
+            raise ValueError(f"locality={self.locality}: must be at least 1 (1 is exact cluster-wide LRU)")
+
+    def explicit_secret(self) -> bytes | None:
+        """The secret that the user gave, or None. Raises ValueError on a file that others can read."""
+        given = self.secret if self.secret is not None else os.environ.get("RAYKV_SECRET", "").encode() or None
+        if given is None or isinstance(given, bytes):
+            return given
+        path = Path(given)
+        mode = path.stat().st_mode
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError(f"secret file {path} is readable by others (mode {mode & 0o777:o}): chmod 600 {path}")
+        return path.read_bytes().strip()
+
+
+def fingerprint(pool: str, secret: bytes) -> bytes:
+    """16 bytes that tell whether stored blocks belong to this pool and secret, without telling the secret."""
+    return hashlib.sha256(b"raykv arena\0" + pool.encode() + b"\0" + hashlib.sha256(secret).digest()).digest()[:16]
+
+
+def slab_bytes(capacity: int) -> int:
+    """Bytes of a slab in an arena of `capacity` bytes: about 32 slabs, a power of two from 4 MiB to 1 GiB."""
+    return min(1 << 30, max(4 * MIB, 1 << max(0, (capacity // 32).bit_length() - 1)))
+
+
+def capacity_bytes(cpu_memory: float | int, total: int) -> int:
+    """Bytes of a node's arena: `cpu_memory` is bytes (int), or a fraction of the node's `total` bytes (float)."""
+    return cpu_memory if isinstance(cpu_memory, int) else int(cpu_memory * total)

@@ -1,0 +1,474 @@
+"""The directory: where every block is, and what stays. A state machine without Ray, clock or I/O."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv import holds, index, placement, slabs
+from raykv.calls import Call, Matched, Reserved
+from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
+from raykv.index import ENTRIES, EPOCH
+from raykv.place import PLACE, slot_bytes
+from raykv.shelves import Places, Rows, Shelves
+
+Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
+LIMBO_PER_BEAT = 4096
+
+
+@dataclass
+class Hold:
+    """Rows pinned for a client, in key order: a lease, or a reservation."""
+
+    seq: int
+    node: int
+    shelf: int
+    keys: Keys
+    source: Rows
+    gens: Rows
+    staged: Rows
+    staged_gens: Rows
+    writes: bool
+
+
+@dataclass
+class Client:
+    last_seen: float
+    holds: dict[int, Hold] = field(default_factory=dict)
+
+
+@dataclass
+class Node:
+    """A node store as the directory knows it."""
+
+    name: str
+    index: int
+    nonce: bytes
+    slab_bytes: int
+    window_bytes: int
+    last_beat: float
+    state: str = "joining"  # then alive <-> suspect
+    offered: int = 0  # slabs that are allocated
+    spare: list[int] = field(default_factory=list)  # of them, those that serve no size; the last is taken first
+    shelves: dict[int, int] = field(default_factory=dict)  # by slot size
+    slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
+    checked: dict[int, int] = field(default_factory=dict)  # evictions at the last look for a colder slab, by shelf
+
+
+def staging_window(capacity: int) -> int:
+    """Bytes of a node's staging window: 2% of its arena, at least 256 MiB, at most an eighth of it."""
+    return min(max(capacity // 50, 256 * MIB), capacity // 8)
+
+
+class Directory:
+    """All rows, holds and nodes of one pool.
+
+    Every public method takes the time as `now` (seconds, any monotonic clock) and does not raise on what a late,
+    repeated or confused caller sends. `keys` are (n, 16) uint8 as bytes.
+    """
+
+    def __init__(self, epoch: int = 1, locality: float = 1.5, client_ttl: float = CLIENT_TTL_S) -> None:
+        self.locality = float(locality)
+        self.client_ttl = client_ttl
+        self.nodes: dict[str, Node] = {}
+        self.clients: dict[int, Client] = {}
+        self.floor = 0  # generations up to this one were cleared
+        self.counters = dict.fromkeys(("lookups", "hits", "remote_hits", "stored", "refused", "bad"), 0)
+        self._shelves = Shelves(epoch)
+        self._indices = itertools.count()
+        self._stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
+        self._next_check = 0.0
+
+    @property
+    def epoch(self) -> int:
+        return int(self._shelves.c.state[EPOCH])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return self._shelves.nbytes
+
+    # ------------------------------------------------------------------ readers
+
+    def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
+        """Lease the longest prefix of `keys` that is ready, for a reader on `node`."""
+        client = self._hello(call, now)
+        self._end(client, lease)
+        k, firsts = self._find(keys)
+        reader = self.nodes.get(node)
+        shelf = self._shelf(reader, slot_bytes(block_bytes)) if reader else -1
+        if reader and shelf >= 0 and (reader.spare or len(reader.shelves) > 1):
+            self._provision(reader, shelf, slot_bytes(block_bytes), 1)
+        index_here = reader.index if reader else -1
+        source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
+        n, remote = holds.match(self._shelves.c, k, firsts, index_here, shelf, source, staged)
+        self.counters["lookups"] += len(k)
+        self.counters["hits"] += n
+        self.counters["remote_hits"] += remote
+        if n == 0:
+            return Matched(self.epoch, b"", b"")
+        source, staged = source[:n], staged[:n]
+        gens, places = self._shelves.describe(source, block_bytes)
+        staged_gens, staged_places = self._shelves.describe(staged, block_bytes) if remote else (staged, None)
+        client.holds[lease] = Hold(
+            call.seq, index_here, shelf, k[:n], source, gens, staged, staged_gens, writes=False
+        )
+        return Matched(self.epoch, places.tobytes(), b"" if staged_places is None else staged_places.tobytes())
+
+    def stream(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
+        """Further staging for a lease whose blocks before `start` were read: their staging slots are given back."""
+        client = self._hello(call, now)
+        hold = client.holds.get(lease)
+        if hold is None or hold.writes or not 0 <= start <= len(hold.source):
+            return Matched(self.epoch, b"", b"")
+        c = self._shelves.c
+        holds.let_go(c, hold.staged[:start], hold.staged_gens[:start], hold.staged[:0], hold.staged_gens[:0])
+        hold.staged[:start] = -1
+        rest = slice(start, None)
+        n = holds.restage(
+            c, hold.keys[rest], hold.source[rest], hold.gens[rest], hold.node, hold.shelf, hold.staged[rest]
+        )
+        rows = slice(start, start + n)
+        _, source = self._shelves.describe(hold.source[rows], block_bytes)
+        hold.staged_gens[rows], staged = self._shelves.describe(hold.staged[rows], block_bytes)
+        return Matched(self.epoch, source.tobytes(), staged.tobytes())
+
+    # ------------------------------------------------------------------ writers
+
+    def reserve(
+        self, call: Call, reservation: int, node: str, keys: bytes, start: int, block_bytes: int, now: float
+    ) -> Reserved:
+        """Slots for what is missing of keys[start:]. keys[:start] are their parents, touched along with them."""
+        client = self._hello(call, now)
+        self._end(client, reservation)
+        k, firsts = self._find(keys)
+        stride = slot_bytes(block_bytes)
+        writer = self.nodes.get(node)
+        shelf = self._shelf(writer, stride) if writer and writer.state == "alive" else -1
+        if writer is None or shelf < 0 or not 0 <= start <= len(k):
+            return Reserved(self.epoch, start, b"", b"", b"")
+        self._provision(writer, shelf, stride, int(np.count_nonzero(firsts[start:] < 0)))
+        source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
+        others = np.array([s for s in self._shelves.sizes[stride] if s != shelf], np.int64)
+        heap = self._shelves.heaps[stride]
+        covered, grants, _ = placement.reserve(
+            self._shelves.c, k, firsts, start, shelf, others, heap, self.locality, source, staged, granted
+        )
+        self.counters["refused"] += len(k) - covered
+        granted = granted[:grants]
+        gens, places = self._shelves.describe(source, block_bytes)
+        staged_gens, staged_places = self._shelves.describe(staged, block_bytes)
+        client.holds[reservation] = Hold(
+            call.seq, writer.index, shelf, k, source, gens, staged, staged_gens, writes=True
+        )
+        return Reserved(
+            self.epoch,
+            covered,
+            granted.astype(np.int32).tobytes(),
+            places[granted].tobytes(),
+            staged_places[granted].tobytes(),
+        )
+
+    def commit(
+        self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes, now: float
+    ) -> tuple[int, int]:
+        """Offer the blocks that were `written` (uint8 mask): (epoch, how many are offered). Ends the reservation.
+
+        Idempotent: judged by place, key and generation, whatever became of the reservation.
+        """
+        client = self._hello(call, now)
+        rows, gens = self._shelves.rows_of(np.frombuffer(places, PLACE))
+        k = np.frombuffer(keys, np.uint64).reshape(-1, 2)
+        done = np.frombuffer(written, np.uint8)
+        accepted = np.zeros(len(rows), np.uint8)
+        hold = client.holds.get(reservation)
+        if not done.all():  # a slot that another hold writes is not this one's to give up
+            rows[(done == 0) & ~np.isin(rows, hold.source if hold else [])] = -1
+        placement.commit(self._shelves.c, rows, k, gens, done, accepted)
+        if hold:
+            self._end(client, reservation)
+            self.counters["stored"] += int(accepted.sum())
+        return self.epoch, int(accepted.sum())
+
+    # ------------------------------------------------------------------ clients
+
+    def beat_client(self, call: Call, now: float) -> int:
+        """A client that has nothing to ask is still there. Returns the epoch."""
+        self._hello(call, now)
+        return self.epoch
+
+    def bye(self, client: int, now: float) -> None:
+        """A client leaves in order: nothing of it is still being written."""
+        self._check(now)
+        gone = self.clients.pop(client, None)
+        for hold in gone.holds.values() if gone else ():
+            self._let_go(hold)
+
+    def _hello(self, call: Call, now: float) -> Client:
+        self._check(now)
+        client = self.clients.setdefault(call.client, Client(now))
+        client.last_seen = now
+        if call.landed:
+            holds.landed(self._shelves.c, *self._shelves.rows_of(np.frombuffer(call.landed, PLACE)))
+        if client.holds:
+            held = set(np.frombuffer(call.held, np.uint64).tolist())
+            for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
+                self._end(client, i)
+        if call.bad:
+            rows, gens = self._shelves.rows_of(np.frombuffer(call.bad, PLACE))
+            self.counters["bad"] += len(rows)
+            slabs.drop(self._shelves.c, rows, gens)
+        return client
+
+    def _end(self, client: Client, hold: int) -> None:
+        if hold in client.holds:
+            self._let_go(client.holds.pop(hold))
+
+    def _let_go(self, hold: Hold) -> None:
+        holds.let_go(self._shelves.c, hold.source, hold.gens, hold.staged, hold.staged_gens)
+
+    def _check(self, now: float) -> None:
+        """Suspect nodes and expire clients; twice a second."""
+        if now < self._next_check:
+            return
+        self._next_check = now + 0.5
+        for node in self.nodes.values():
+            if node.state == "alive" and now - node.last_beat > SUSPECT_AFTER_S:
+                self._set_state(node, "suspect")
+        for i in [i for i, client in self.clients.items() if now - client.last_seen > self.client_ttl]:
+            for hold in self.clients.pop(i).holds.values():
+                holds.abandon(self._shelves.c, hold.source, hold.gens)
+                holds.abandon(self._shelves.c, hold.staged, hold.staged_gens)
+                self._let_go(hold)
+
+    # ------------------------------------------------------------------ nodes
+
+    def join(
+        self, name: str, nonce: bytes, slab_bytes: int, slab_count: int, epoch: int, now: float, window: int | None = None
+    ) -> tuple[int, int]:
+        """A node store started. Returns (index of the node, epoch to stamp on its arena).
+
+        Nothing is offered or granted there until `adopt`. epoch: what the arena carries. window: bytes of staging.
+        """
+        self._check(now)
+        if epoch > self.epoch or (epoch == self.epoch and nonce not in self._stamped):
+            self._shelves.c.state[EPOCH] = epoch + 1
+        self._stamped.add(nonce)
+        known = self.nodes.get(name)
+        if known and known.nonce == nonce:
+            known.last_beat = now
+            return known.index, self.epoch
+        self.remove_node(name, now)
+        window = staging_window(slab_bytes * slab_count) if window is None else window
+        self.nodes[name] = node = Node(name, next(self._indices), nonce, slab_bytes, window, now)
+        return node.index, self.epoch
+
+    def adopt(
+        self, name: str, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes, now: float
+    ) -> None:
+        """What a node store found in its arena: ready blocks, and slots that somebody still writes (`busy`).
+
+        positions, stamps (uint32): of each block in its chain, and of its last use. Where the rows of the node are
+        known they rule, and headers can only veto.
+        """
+        self._check(now)
+        node = self.nodes.get(name)
+        if node is None:
+            return
+        node.last_beat = now
+        at, k = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint64).reshape(-1, 2)
+        if node.state == "joining":
+            writing = np.frombuffer(busy, PLACE)
+            self._open_found(node, np.concatenate([at, writing]))
+            slabs.suspend(self._shelves.c, *self._shelves.rows_of(writing))
+            depth = np.frombuffer(positions, np.uint32).astype(np.int64)
+            order = np.lexsort((-depth, np.frombuffer(stamps, np.uint32)))  # oldest first, and children before parents
+            order = order[at["gen"][order] > self.floor]
+            rows, gens = self._shelves.rows_of(at[order])
+            slabs.adopt(self._shelves.c, rows[rows >= 0], k[order][rows >= 0], gens[rows >= 0])
+        else:
+            rows, gens = self._shelves.rows_of(at)
+            mine = self._shelves.c.rows[rows]
+            other = (mine["gen"] != gens) | (mine["k0"] != k[:, 0]) | (mine["k1"] != k[:, 1])
+            vetoed = (rows >= 0) & other & (gens >= mine["gen"])
+            slabs.drop(self._shelves.c, rows[vetoed], mine["gen"][vetoed])
+        self._set_state(node, "alive")
+
+    def _open_found(self, node: Node, at: Places) -> None:
+        for number in np.unique(at["slab"]).tolist():
+            first = at[at["slab"] == number][0]
+            stride = slot_bytes(int(first["bytes"]))
+            shelf = self._shelf(node, stride)
+            if shelf >= 0:
+                self._open_slab(node, number, shelf, stride, int(first["slab_gen"]))
+
+    def beat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
+        """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and is to `join` again.
+
+        Returns (epoch, generation up to which all was cleared, PLACEs to sweep).
+        """
+        self._check(now)
+        node = self.nodes.get(name)
+        if node is None or node.state == "joining":
+            return None
+        node.last_beat = now
+        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs]
+        node.offered = max(node.offered, offered)
+        if node.state == "suspect":
+            self._set_state(node, "alive")
+        return self.epoch, self.floor, self._limbo(node).tobytes()
+
+    def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
+        """What a sweep found: verdicts (uint8) 0 still written, 1 freed, 2 ready as (key, uint64 generation)."""
+        self._check(now)
+        rows, granted = self._shelves.rows_of(np.frombuffer(places, PLACE))
+        slabs.settle(
+            self._shelves.c,
+            rows,
+            granted,
+            np.frombuffer(verdicts, np.uint8),
+            np.frombuffer(keys, np.uint64).reshape(-1, 2),
+            np.frombuffer(gens, np.uint64).astype(np.int64),
+            self.floor,
+        )
+
+    def remove_node(self, name: str, now: float) -> int:
+        """Ray says that a node is dead: its rows go. Returns how many slots it had."""
+        self._check(now)
+        node = self.nodes.pop(name, None)
+        if node is None:
+            return 0
+        self._set_state(node, "dead")
+        slots = sum(self._shelves.span(record)[1] for record in node.slabs.values())
+        for record in node.slabs.values():
+            self._shelves.close(node.index, record)
+        for stride, shelf in node.shelves.items():
+            self._shelves.remove(shelf, stride)
+        for client in self.clients.values():
+            for hold in client.holds.values():  # the node may come back with the same generations in the same rows
+                self._shelves.disown(hold.source, hold.gens)
+                self._shelves.disown(hold.staged, hold.staged_gens)
+        return slots
+
+    def _set_state(self, node: Node, state: str) -> None:
+        node.state = state
+        for stride, shelf in node.shelves.items():
+            self._shelves.offer(shelf, stride, state == "alive")
+
+    def _limbo(self, node: Node) -> Places:
+        rows = np.empty(LIMBO_PER_BEAT, np.int64)
+        n = 0
+        for record in node.slabs.values():
+            n = slabs.in_state(self._shelves.c, *self._shelves.span(record), index.LIMBO, rows, n)
+        return self._shelves.describe(rows[:n], 0)[1]
+
+    # ------------------------------------------------------------------ slabs
+
+    def _shelf(self, node: Node, stride: int) -> int:
+        """The node's shelf for slots of `stride` bytes; -1 where a slab holds not one, or they would be empty."""
+        if not 0 < stride <= node.slab_bytes:
+            return -1
+        if stride not in node.shelves:
+            window = max(1, node.window_bytes // stride)
+            node.shelves[stride] = self._shelves.add(node.index, stride, window, node.state == "alive")
+        return node.shelves[stride]
+
+    def _provision(self, writer: Node, shelf: int, stride: int, need: int) -> None:
+        """Give a size spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
+        others = (n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive")
+        for node in (writer, *others):
+            s = self._shelf(node, stride)
+            while s >= 0 and node.spare and self._shelves.room(s) < need:
+                self._open_slab(node, node.spare[-1], s, stride, self._shelves.next_gen())
+            need -= max(0, self._shelves.room(s)) if s >= 0 else 0
+            if need <= 0:
+                return
+        if len(writer.shelves) > 1:
+            self._reclaim(writer, shelf, stride)
+
+    def _reclaim(self, node: Node, shelf: int, stride: int) -> None:
+        """Take slabs of other sizes: any while this one can evict nothing, else one whose newest block is colder.
+
+        That costs a look at all their rows, so it is done once a slab's worth of evictions.
+        """
+        while self._shelves.room(shelf) <= 0:
+            tick = self._shelves.coldest(shelf)
+            evicted = int(self._shelves.c.shelves[shelf]["evicted"])
+            if tick >= 0 and evicted - node.checked.get(shelf, 0) < node.slab_bytes // stride:
+                return
+            node.checked[shelf] = evicted
+            newest, number = self._coldest_slab(node, shelf)
+            if number < 0 or 0 <= tick <= newest:
+                return
+            node.spare.append(self._shelves.close(node.index, node.slabs.pop(number)))
+            self._open_slab(node, number, shelf, stride, self._shelves.next_gen())
+
+    def _coldest_slab(self, node: Node, shelf: int) -> tuple[int, int]:
+        """(tick of its newest block, number) of the other sizes' slab that was used longest ago; number -1: none."""
+        found = (0, -1)
+        for number, record in node.slabs.items():
+            if self._shelves.c.slabs[record]["shelf"] != shelf:
+                newest, held = self._shelves.census(record, np.zeros(len(index.STATES) + 1, np.int64))
+                if not held and (found[1] < 0 or newest < found[0]):
+                    found = (newest, number)
+        return found
+
+    def _open_slab(self, node: Node, number: int, shelf: int, stride: int, gen: int) -> None:
+        if number in node.spare:
+            node.spare.remove(number)
+        node.slabs[number] = self._shelves.open(node.index, number, shelf, node.slab_bytes // stride, gen)
+
+    # ------------------------------------------------------------------ all
+
+    def clear(self, now: float) -> int:
+        """Forget every block; what is held stays until it is let go. Returns how many keys there were."""
+        self._check(now)
+        keys = int(self._shelves.c.state[ENTRIES])
+        self.floor = self._shelves.last_gen
+        for node in self.nodes.values():
+            for record in node.slabs.values():
+                slabs.clear_rows(self._shelves.c, *self._shelves.span(record))
+        return keys
+
+    def stats(self, now: float) -> dict[str, Any]:
+        """Slots by node and state, holds, and totals since start."""
+        self._check(now)
+        held = [hold.writes for client in self.clients.values() for hold in client.holds.values()]
+        return {
+            "epoch": self.epoch,
+            "keys": int(self._shelves.c.state[ENTRIES]),
+            "leases": held.count(False),
+            "reservations": held.count(True),
+            "clients": len(self.clients),
+            "evicted": int(self._shelves.c.shelves["evicted"].sum()),
+            **self.counters,
+            "nodes": {name: self._node_stats(node, now) for name, node in self.nodes.items()},
+        }
+
+    def _node_stats(self, node: Node, now: float) -> dict[str, Any]:
+        total = np.zeros(len(index.STATES) + 1, np.int64)
+        used = 0
+        for record in node.slabs.values():
+            counts = np.zeros_like(total)
+            self._shelves.census(record, counts)
+            total += counts
+            used += int(counts.sum() - counts[index.FREE]) * (node.slab_bytes // int(counts.sum()))
+        return {
+            "index": node.index,
+            "state": node.state,
+            "idle_s": now - node.last_beat,
+            "slabs": len(node.slabs),
+            "spare_slabs": len(node.spare),
+            "slab_bytes": node.slab_bytes,
+            "bytes_used": used,
+            "slots": int(total.sum()),
+            **{state: int(total[i]) for i, state in enumerate(index.STATES)},
+        }
+
+    def _find(self, keys: bytes) -> tuple[Keys, Rows]:
+        k = np.frombuffer(keys, np.uint64).reshape(-1, 2)
+        firsts = np.empty(len(k), np.int64)
+        index.find(self._shelves.c, k, firsts)
+        return k, firsts

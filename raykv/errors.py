@@ -1,0 +1,17 @@
+"""What a user of raykv may catch. A fault of the pool is never one of these: it is a miss."""
+
+
+class RayKVError(Exception):
+    """Base of every error that raykv raises on purpose."""
+
+
+class PoolNotFound(RayKVError):
+    """No pool of that name runs in this Ray cluster, or there is no cluster."""
+
+
+class CapacityError(RayKVError):
+    """A node cannot afford the memory that was asked of it."""
+
+
+class ArenaMismatch(RayKVError):
+    """The shared memory this process sees is not the one its node store serves."""

@@ -1,0 +1,190 @@
+"""Holds: pin what is ready, stage what is elsewhere, let go. A lease is a reader's hold, a reservation a writer's."""
+
+import numpy as np
+
+from raykv.compile import kernel
+from raykv.index import (
+    DROPPED,
+    LIMBO,
+    PINS_MAX,
+    READY,
+    REPLICA,
+    STAGING,
+    WRITING,
+    node_of,
+    pin,
+    present,
+    probe,
+    shelf_of,
+    to_limbo,
+    touch,
+    unfinished,
+    unpin,
+)
+from raykv.placement import stage
+
+UNSTAGED = -2  # remote, and no staging row yet
+
+
+@kernel
+def warm_neighbours(c, rows):  # type: ignore[no-untyped-def]
+    """Bring in what touching will write, so that its cache misses overlap instead of queueing."""
+    warm = 0
+    for row in rows:
+        if row >= 0 and c.rows[row].listed:
+            warm += c.rows[max(0, c.rows[row].prev)].state + c.rows[max(0, c.rows[row].next)].state
+    return warm
+
+
+@kernel
+def best(c, first, node):  # type: ignore[no-untyped-def]
+    """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none."""
+    source = np.int64(-1)
+    staging = np.int64(-1)
+    row = np.int64(first)
+    while row >= 0:
+        state = c.rows[row].state
+        shelf = shelf_of(c, row)
+        here = c.shelves[shelf].node == node
+        if c.shelves[shelf].offered and c.rows[row].pins < PINS_MAX:
+            if present(state):
+                if here:
+                    return row, np.int64(-1)
+                if source < 0 or state == READY:
+                    source = row
+            elif state == STAGING and here:
+                staging = row
+        row = np.int64(c.rows[row].same)
+    return source, staging
+
+
+@kernel
+def match(c, keys, firsts, node, shelf, source, staged):  # type: ignore[no-untyped-def]
+    """Pin the longest ready prefix. firsts: what `find` said. node, shelf: the reader's, -1 where it has none.
+
+    source[i]: the row to read. staged[i]: the row on the reader's node that it is to be pulled into; -1 where the
+    source is there already; UNSTAGED where no staging is left and the block streams through the window (`restage`).
+    Returns (blocks, of them remote).
+    """
+    n, remote = 0, 0
+    while n < len(keys):
+        row, staging = best(c, firsts[n], node)
+        if row < 0:
+            break
+        pin(c, row)  # all pins before the first staging, which may evict replicas
+        source[n] = row
+        staged[n] = -1
+        if node_of(c, row) != node:
+            remote += 1
+            staged[n] = staging if staging >= 0 else UNSTAGED
+            if staging >= 0:
+                c.rows[staging].pins += 1
+        n += 1
+    covered, granted = _cover(c, keys, n, shelf, staged)
+    if granted == 0 and covered < n:  # no staging at all: a shorter hit, never a wait
+        for j in range(n - covered):
+            i = n - 1 - j
+            remote -= staged[i] != -1
+            unpin(c, source[i])
+            if staged[i] >= 0:
+                unpin(c, staged[i])
+        n = covered
+    return n, remote
+
+
+@kernel
+def _cover(c, keys, n, shelf, staged):  # type: ignore[no-untyped-def]
+    """Stage the unstaged, in order, until the window is used up. Returns (blocks covered, those with staging)."""
+    granted = 0
+    for i in range(n):
+        if staged[i] == UNSTAGED:
+            row = stage(c, shelf, keys[i, 0], keys[i, 1]) if shelf >= 0 else np.int64(-1)
+            if row < 0:
+                return i, granted
+            staged[i] = row
+        granted += staged[i] >= 0
+    return n, granted
+
+
+@kernel
+def restage(c, keys, source, gens, node, shelf, staged):  # type: ignore[no-untyped-def]
+    """Staging for further UNSTAGED blocks of a match, in order, until the window is used up. Returns blocks covered."""
+    for i in range(len(source)):
+        row = np.int64(source[i])
+        if staged[i] != UNSTAGED or c.rows[row].gen != gens[i] or not present(c.rows[row].state):
+            return i
+        at = probe(c, keys[i, 0], keys[i, 1])
+        _, staging = best(c, (c.table[at] & 0xFFFFFFFF) - 1, node)
+        if staging >= 0:
+            c.rows[staging].pins += 1
+        else:
+            staging = stage(c, shelf, keys[i, 0], keys[i, 1])
+            if staging < 0:
+                return i
+        staged[i] = staging
+    return len(source)
+
+
+@kernel
+def landed(c, rows, gens):  # type: ignore[no-untyped-def]
+    """Staging rows that were pulled: replicas from now on (primaries, where the pulled one is gone)."""
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].state == STAGING:
+            c.shelves[shelf_of(c, row)].staging -= 1
+            c.rows[row].state = REPLICA if _has_primary(c, row) else READY
+
+
+@kernel
+def _has_primary(c, row):  # type: ignore[no-untyped-def]
+    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    while other >= 0:
+        if c.rows[other].state == READY or c.rows[other].state == WRITING:
+            return True
+        other = np.int64(c.rows[other].same)
+    return False
+
+
+@kernel
+def let_go(c, source, source_gens, staged, staged_gens):  # type: ignore[no-untyped-def]
+    """End a hold, last block first. A row whose generation changed was taken away meanwhile."""
+    warm = warm_neighbours(c, source)
+    for j in range(len(source)):
+        i = len(source) - 1 - j
+        row = np.int64(source[i])
+        _let_go_row(c, row, source_gens[i])
+        if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == source_gens[i]:
+            touch_primary(c, row)  # reading a replica keeps the key, and age is judged by the primary
+        if i < len(staged):
+            _let_go_row(c, np.int64(staged[i]), staged_gens[i])
+    return warm
+
+
+@kernel
+def touch_primary(c, row):  # type: ignore[no-untyped-def]
+    """Touch the primary of a replica's key, unless somebody holds it: then that is done when it is let go."""
+    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    while other >= 0:
+        if c.rows[other].state == READY and c.rows[other].pins == 0:
+            touch(c, other)
+        other = np.int64(c.rows[other].same)
+
+
+@kernel
+def _let_go_row(c, row, gen):  # type: ignore[no-untyped-def]
+    if row >= 0 and c.rows[row].gen == gen and c.rows[row].state != LIMBO:
+        unpin(c, row)
+
+
+@kernel
+def abandon(c, rows, gens):  # type: ignore[no-untyped-def]
+    """Their holder is gone and may still write: rows it alone held that are not finished, or were forgotten before
+    they were, go to limbo."""
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].pins == 1:
+            if unfinished(c.rows[row].state):
+                to_limbo(c, row)
+            elif c.rows[row].state == DROPPED:
+                c.rows[row].state = LIMBO
+                c.rows[row].pins = 0

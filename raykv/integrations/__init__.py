@@ -1,0 +1,1 @@
+"""Engines that use a pool."""

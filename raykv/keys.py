@@ -1,0 +1,154 @@
+"""Token ids to chained block keys: equal keys mean equal prefixes.
+
+A key is the first 16 bytes of a SHA-256 over (parent digest, tokens as little-endian int32, extra of that block). The
+first parent holds the cache's root (and so the pool's secret), the block size, the adapter and the salt.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.place import KEY_BYTES
+
+ROOT_BYTES = 32
+_INT32 = np.iinfo(np.int32)
+
+
+def root(secret: bytes, **fields: str | int) -> bytes:
+    """32 bytes that every key of one cache starts from: HMAC-SHA256 of what the cache is, under the pool's secret.
+
+    Raises ValueError for an empty secret or a field that is neither str nor int.
+    """
+    if not secret:
+        raise ValueError("secret is empty: keys that anyone can compute protect nothing")
+    encoded = {}
+    for name, value in fields.items():
+        if isinstance(value, bool) or not isinstance(value, (str, int)):
+            raise ValueError(f"{name}={value!r}: what identifies a cache is a str or an int")
+        encoded[name] = b"s" + value.encode() if isinstance(value, str) else b"i%d" % value
+    return hmac.digest(secret, _canonical(encoded), "sha256")
+
+
+def chain(
+    root: bytes,
+    token_ids: Any,
+    block_tokens: int,
+    *,
+    lora: str | bytes | None = None,
+    extra: Mapping[int, str | bytes] | Sequence[str | bytes | None] | None = None,
+    salt: str | bytes | None = None,
+) -> NDArray[np.uint8]:
+    """Keys of the full blocks of a prompt: (len(token_ids) // block_tokens, 16) uint8.
+
+    token_ids: 1-D: list or tuple of int, or an integer array or tensor (numpy, torch, ...); values fit int32.
+    lora, salt: change every key. A str means its UTF-8 bytes; None differs from empty.
+    extra: what else a block depends on, as an image's hash: {block: value}, or one value (or None) a block. It changes
+        the keys from that block on. The last, partial block may have one: it has no key.
+    Raises ValueError for anything else.
+    """
+    if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
+        raise ValueError(f"block_tokens={block_tokens!r}: must be an int of at least 1")
+    tokens = _int32(token_ids)
+    extras = _extras(extra, -(-len(tokens) // block_tokens))
+    named = {"block_tokens": b"%d" % block_tokens}
+    named |= {name: _bytes(name, value) for name, value in (("lora", lora), ("salt", salt)) if value is not None}
+    parent = _start(root, b"tokens", named)
+    size = 4 * block_tokens
+    data = tokens.tobytes()
+    digests = []
+    for block in range(len(data) // size):
+        parent = hashlib.sha256(parent + data[block * size : (block + 1) * size] + extras.get(block, b"")).digest()
+        digests.append(parent)
+    return _keys(digests)
+
+
+def rekey(root: bytes, hashes: Sequence[bytes] | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """An engine's own block hashes, already chained by it, as keys of this cache: (len(hashes), 16) uint8.
+
+    hashes: bytes objects, or (n, k) uint8. Raises ValueError for anything else, or an empty hash.
+    """
+    if isinstance(hashes, np.ndarray):
+        if hashes.ndim != 2 or hashes.dtype != np.uint8:
+            raise ValueError(f"hashes are {hashes.dtype}{list(hashes.shape)}: give (n, k) uint8 or a list of bytes")
+        hashes = [row.tobytes() for row in hashes]
+    for value in hashes:
+        if not isinstance(value, bytes) or not value:
+            raise ValueError(f"block hash {value!r}: must be bytes, and not empty")
+    start = _start(root, b"hashes", {})
+    return _keys([hashlib.sha256(start + value).digest() for value in hashes])
+
+
+def _canonical(fields: Mapping[str, bytes]) -> bytes:
+    """One encoding a set of fields, and one set of fields an encoding: sorted by name, all lengths written out."""
+    return b"".join(_prefixed(part) for name in sorted(fields) for part in (name.encode(), fields[name]))
+
+
+def _prefixed(value: bytes) -> bytes:
+    return len(value).to_bytes(8, "little") + value
+
+
+def _start(root: bytes, domain: bytes, fields: Mapping[str, bytes]) -> bytes:
+    if len(root) != ROOT_BYTES:
+        raise ValueError(f"root has {len(root)} bytes: must be the {ROOT_BYTES} of raykv.keys.root")
+    return hashlib.sha256(root + _prefixed(domain) + _canonical(fields)).digest()
+
+
+def _keys(digests: list[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, ROOT_BYTES)[:, :KEY_BYTES].copy()
+
+
+def _bytes(name: str, value: object) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes):
+        return value
+    raise ValueError(f"{name}={value!r}: must be str or bytes")
+
+
+def _extras(extra: Mapping[int, str | bytes] | Sequence[str | bytes | None] | None, blocks: int) -> Mapping[int, bytes]:
+    """By block, ready to be appended to its tokens. `blocks` counts a partial last one."""
+    if extra is None:
+        return {}
+    if isinstance(extra, (str, bytes)):
+        raise ValueError(f"extra={extra!r}: give {{block: value}}, or one value (or None) a block")
+    if not isinstance(extra, Mapping):
+        if not blocks - 1 <= len(extra) <= blocks:
+            raise ValueError(f"extra has {len(extra)} values for {blocks} blocks: give one (or None) a block")
+        extra = {block: value for block, value in enumerate(extra) if value is not None}
+    for block in extra:
+        if not 0 <= block < blocks:
+            raise ValueError(f"extra names block {block}: the prompt has {blocks}, counted from 0")
+    return {block: _prefixed(_bytes(f"extra[{block}]", value)) for block, value in extra.items()}
+
+
+def _int32(token_ids: Any) -> NDArray[np.int32]:
+    """Token ids as little-endian int32, checked, without a Python step a token."""
+    if isinstance(token_ids, (list, tuple)):
+        array = _from_ints(token_ids)
+    else:
+        cpu = getattr(token_ids, "cpu", None)  # a torch tensor may lie on a device
+        try:
+            array = np.asarray(token_ids if cpu is None else cpu())
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"token ids of type {type(token_ids).__name__} are no integer array: {error}") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"token ids are {array.dtype}{list(array.shape)}: must be integers in one dimension")
+    if len(array):
+        for value in (int(array.min()), int(array.max())):
+            if not _INT32.min <= value <= _INT32.max:
+                raise ValueError(f"token id {value} does not fit int32")
+    return array.astype("<i4", copy=False)
+
+
+def _from_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int64]:
+    for kind in set(map(type, token_ids)):
+        if not issubclass(kind, (int, np.integer)) or issubclass(kind, bool):
+            raise ValueError(f"token ids hold a {kind.__name__}: must be integers")
+    try:
+        return np.array(token_ids, np.int64)
+    except OverflowError as error:
+        raise ValueError(f"token id {max(token_ids, key=abs)} does not fit int32") from error

@@ -1,0 +1,52 @@
+"""The node store beside a client: its arena, mapped here, and what it is asked to fetch."""
+
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from raykv import actors
+from raykv.actors.node_store import ALTERED, PULLED
+from raykv.arena import Arena
+from raykv.link import Link
+from raykv.transports.object_store import data_deadline
+
+HELLO_DEADLINE_S = 60.0
+
+Places = NDArray[np.void]
+
+
+class Local:
+    """The store of this node. Where it is down its memory still serves; only what crosses nodes is missed."""
+
+    PULLED, ALTERED = PULLED, ALTERED
+
+    def __init__(self, pool: str, node_id: str) -> None:
+        """ValueError where the node has no store; RayError where it does not answer; ArenaMismatch (rule 12)."""
+        self.store = actors.find(actors.node_store_name(pool, node_id))
+        hello = ray.get(self.store.hello.remote(), timeout=HELLO_DEADLINE_S)
+        self.index: int = hello["index"]
+        self.arena = Arena.attach(hello["path"], hello["nonce"])
+
+    def pull(self, source: Places, keys: NDArray[np.uint8], target: Places) -> Any:
+        """Begin to fetch blocks of other nodes; `verdicts` waits for it."""
+        return self.store.pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
+
+    def push(self, source: Places, keys: NDArray[np.uint8], target: Places, link: Link) -> NDArray[np.uint8]:
+        """Have other nodes fetch blocks from staging slots here; a verdict for each."""
+        answer = self.store.push.remote(source.tobytes(), keys.tobytes(), target.tobytes())
+        return self.verdicts(answer, target, link)
+
+    def verdicts(self, answer: Any, places: Places, link: Link) -> NDArray[np.uint8]:
+        """What became of blocks that cross nodes. A store that does not answer in time has fetched nothing."""
+        try:
+            data = ray.get(answer, timeout=data_deadline(int(places["bytes"].sum())))
+        except RayError as error:
+            link.fault("pull", type(error).__name__)
+            return np.zeros(len(places), np.uint8)
+        verdicts = np.frombuffer(data, np.uint8)
+        if (verdicts != PULLED).any():
+            link.fault("pull", f"{int((verdicts != PULLED).sum())} blocks did not arrive")
+        return verdicts

@@ -1,0 +1,166 @@
+"""Write locks on byte ranges of a file that the kernel drops when their holder dies."""
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, len, pid
+
+
+def lock(fd: int, start: int, length: int) -> bool:
+    """Take the range, or say False at once."""
+    return _set(fd, fcntl.F_WRLCK, start, length)
+
+
+def _set(fd: int, kind: int, start: int, length: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+class Locks:
+    """Write locks on numbered slots of `width` bytes from `base` on, between threads as well as processes.
+
+    The kernel's locks belong to an open file description, which threads share: `held` is what excludes them. `fd` is
+    taken over: it is closed when `close` was called and the last lock is dropped.
+    """
+
+    def __init__(self, fd: int, base: int, width: int) -> None:
+        self.fd = fd
+        self._base, self._width = base, width
+        self._held: set[int] = set()
+        self._mutex = threading.Lock()
+        self._closed = False
+        _all.add(self)
+
+    @contextmanager
+    def hold(self, slots: Iterable[int]) -> Iterator[set[int]]:
+        """Hold those of the slots that nobody else holds, and tell which. Of negative ones none is."""
+        mine = self._take({slot for slot in slots if slot >= 0})
+        try:
+            yield mine
+        finally:
+            self._drop(mine)
+
+    def _take(self, slots: set[int]) -> set[int]:
+        with self._mutex:
+            if self._closed:
+                return set()
+            slots = slots - self._held
+            self._held |= slots
+        refused: set[int] = set()
+        try:
+            for start, stop in runs(slots):
+                if self._lock(start, stop):
+                    continue
+                refused.update(range(start, stop))
+                if stop - start > 1:
+                    refused.difference_update(i for i in range(start, stop) if self._lock(i, i + 1))
+        except BaseException:
+            self._drop(slots)
+            raise
+        with self._mutex:
+            self._held -= refused
+        return slots - refused
+
+    def _drop(self, slots: set[int]) -> None:
+        with self._mutex:
+            for start, stop in runs(slots):
+                _set(self.fd, fcntl.F_UNLCK, self._base + start * self._width, (stop - start) * self._width)
+            self._held -= slots
+            if self._closed and not self._held:
+                self._close_fd()
+
+    def _lock(self, start: int, stop: int) -> bool:
+        return lock(self.fd, self._base + start * self._width, (stop - start) * self._width)
+
+    @contextmanager
+    def whole(self, start: int, stop: int) -> Iterator[bool]:
+        """Hold all slots from start to stop - 1 or none, and tell which. Nothing else is locked here meanwhile."""
+        with self._mutex:
+            got = not self._closed and not any(start <= i < stop for i in self._held) and self._lock(start, stop)
+            try:
+                yield got
+            finally:
+                if got:
+                    _set(self.fd, fcntl.F_UNLCK, self._base + start * self._width, (stop - start) * self._width)
+
+    def busy(self, start: int, stop: int) -> set[int]:
+        """Slots from start to stop - 1 that someone holds, in this process or another."""
+        with self._mutex:
+            busy = {i for i in self._held if start <= i < stop}
+            todo = [(start, stop)] if not self._closed else []
+            while todo:
+                start, stop = todo.pop()
+                found = self._conflict(start, stop)
+                if found is not None:  # the first that the kernel finds, not the lowest
+                    busy.update(range(*found))
+                    todo += [part for part in ((start, found[0]), (found[1], stop)) if part[0] < part[1]]
+        return busy
+
+    def _conflict(self, start: int, stop: int) -> tuple[int, int] | None:
+        """(start, stop) of some stretch of these slots that another open file has locked."""
+        probe = (fcntl.F_WRLCK, os.SEEK_SET, self._base + start * self._width, (stop - start) * self._width, 0)
+        answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, *probe))
+        kind, _, at, length, _ = struct.unpack(_FLOCK, answer)
+        if kind == fcntl.F_UNLCK:
+            return None
+        first, last = (at - self._base) // self._width, -(-(at + length - self._base) // self._width)
+        return max(start, first), min(stop, last) if length else stop
+
+    def close(self) -> None:
+        """Refuse new locks, and drop the file once the last one held is dropped: a copy may still be under way."""
+        with self._mutex:
+            self._closed = True
+            if not self._held:
+                self._close_fd()
+
+    def _close_fd(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def after_fork(self) -> None:
+        """In a forked child: locks are the parent's, and must not outlive it because a child has the file open."""
+        inherited, self.fd = self.fd, -1
+        self._mutex, self._held = threading.Lock(), set()
+        try:
+            if not self._closed:
+                self.fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            self._closed = True
+        if inherited >= 0:
+            os.close(inherited)
+
+
+_all: WeakSet[Locks] = WeakSet()
+
+
+def _after_fork() -> None:
+    for locks in list(_all):
+        locks.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each stretch of adjacent numbers."""
+    start = stop = None
+    for slot in sorted(slots):
+        if slot != stop:
+            if start is not None and stop is not None:
+                yield start, stop
+            start = slot
+        stop = slot + 1
+    if start is not None and stop is not None:
+        yield start, stop

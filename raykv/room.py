@@ -1,0 +1,149 @@
+"""How much shared memory this node can still afford."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from raykv.errors import CapacityError
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number about this big
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes, by what bounds them. `free` is what an arena may take."""
+
+    shm_free: int  # of the /dev/shm file system
+    memory_free: int  # of the machine: /dev/shm may be bigger than that
+    cgroup_free: int | None  # of the tightest memory limit on this process; None: no limit
+    plasma_unfilled: int  # what local raylets' object stores may still take of the same memory
+
+    @property
+    def free(self) -> int:
+        bounds = [self.shm_free, self.memory_free]
+        if self.cgroup_free is not None:
+            bounds.append(self.cgroup_free)
+        return max(0, min(bounds) - self.plasma_unfilled)
+
+
+def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", shm: str = "/dev/shm") -> Room:
+    """What is free now. The paths are where the kernel shows its state."""
+    stats = os.statvfs(shm)
+    return Room(
+        shm_free=stats.f_bavail * stats.f_frsize,
+        memory_free=_meminfo(Path(proc), "MemAvailable"),
+        cgroup_free=min((left for _, left in _limits(Path(proc), Path(cgroup))), default=None),
+        plasma_unfilled=sum(_unfilled(process, shm) for process in _raylets(Path(proc))),
+    )
+
+
+def check(asked: int) -> None:
+    """CapacityError if `asked` bytes are more than what is free."""
+    room = free_bytes()
+    if asked > room.free:
+        raise CapacityError(refusal(asked, room))
+
+
+def refusal(asked: int, room: Room, nodes: int = 1) -> str:
+    """What to say to who asked for too much, for so many Ray nodes of one machine."""
+    limit = "none" if room.cgroup_free is None else f"{_gib(room.cgroup_free)} left"
+    whom = f" for {nodes} Ray nodes of one machine" if nodes > 1 else ""
+    return (
+        f"asked for {_gib(asked)} of shared memory ({asked} bytes){whom}, {_gib(room.free)} are free: "
+        f"/dev/shm {_gib(room.shm_free)} free, memory {_gib(room.memory_free)} available, cgroup limit {limit}, minus "
+        f"{_gib(room.plasma_unfilled)} that local raylets' object stores may still fill. Lower cpu_memory, start Ray "
+        f"with a smaller object_store_memory, or enlarge /dev/shm (in Kubernetes: emptyDir sizeLimit and memory limit)"
+    )
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / (1 << 30):.2f} GiB"
+
+
+def total_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
+    """The node's memory: the machine's, or the tightest memory limit on this process."""
+    limits = [limit for limit, _ in _limits(Path(proc), Path(cgroup))]
+    return min([_meminfo(Path(proc), "MemTotal"), *limits])
+
+
+def _meminfo(proc: Path, name: str) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise CapacityError(f"{proc}/meminfo does not say {name}: raykv needs Linux 3.14 or newer")
+
+
+def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, left of it) of each cgroup from this process's up. Page cache that is inactive is dropped first: free."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names, tree = ("memory.max", "memory.current", "inactive_file"), root
+        elif "memory" in controllers.split(","):
+            names, tree = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), root / "memory"
+        else:
+            continue
+        for folder in _upwards(tree, path):
+            limit, used = _number(folder / names[0]), _number(folder / names[1])
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                yield limit, max(0, limit - used + _stat(folder / "memory.stat", names[2]))
+
+
+def _upwards(tree: Path, path: str) -> Iterator[Path]:
+    """The cgroup's folder and those above it. A container may see only the root, and that is its own then."""
+    folder = tree / path.lstrip("/")
+    while folder != tree and tree in folder.parents:
+        yield folder
+        folder = folder.parent
+    yield tree
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent here, or "max"
+        return None
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        fields = dict(line.split(None, 1) for line in path.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get(name, 0))
+
+
+def _raylets(proc: Path) -> Iterator[Path]:
+    for process in proc.iterdir():
+        try:
+            if process.name.isdigit() and (process / "comm").read_text().strip() == "raylet":
+                yield process
+        except OSError:  # it has just ended
+            continue
+
+
+def _unfilled(process: Path, shm: str) -> int:
+    """What a raylet's object store may still take of `shm`."""
+    try:
+        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return 0
+    options = dict(word.lstrip("-").split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    if not options.get("plasma_directory", shm).startswith(shm):
+        return 0  # it lies on a disk
+    return max(0, int(options.get("object_store_memory", 0)) - _filled(process, shm))
+
+
+def _filled(process: Path, shm: str) -> int:
+    """What the store has taken: its files are unlinked, only its descriptors show them. 0 where we may not look."""
+    blocks: dict[tuple[int, int], int] = {}
+    try:
+        for name in os.listdir(process / "fd"):
+            link = process / "fd" / name
+            if os.readlink(link).startswith(f"{shm}/plasma"):
+                info = os.stat(link)
+                blocks[info.st_dev, info.st_ino] = info.st_blocks * 512
+    except OSError:
+        pass
+    return sum(blocks.values())

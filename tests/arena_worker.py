@@ -1,0 +1,153 @@
+"""What arena tests share: places, blocks that tell their key, and child processes that stop or die at a given step."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv import header, tiles
+from raykv.arena import Arena
+from raykv.locks import Locks
+from raykv.place import COUNTER_BITS, PLACE
+
+EPOCH = 1
+GEN = EPOCH << COUNTER_BITS  # generation 0 of epoch 1
+SLAB = 4 << 20
+PRINT = b"fingerprint 16 B"
+STEPS = ["before lock", "locked", "writing", "first tile", "last tile", "copied", "half header", "ready", "unlocked"]
+
+fork = multiprocessing.get_context("fork")
+
+
+def places(
+    slots: Sequence[int], gens: Sequence[int], *, size: int = 64 << 10, slab: int = 0, slab_gen: int = GEN + 1
+) -> NDArray[np.void]:
+    """Places of `slots`; `gens` count from GEN."""
+    out = np.zeros(len(slots), PLACE)
+    out["slab"], out["slot"], out["bytes"], out["slab_gen"] = slab, slots, size, slab_gen
+    out["gen"] = [GEN + gen for gen in gens]
+    return out
+
+
+def key_of(seed: int) -> NDArray[np.uint8]:
+    """(1, 16) key."""
+    return np.random.default_rng(seed).integers(0, 256, (1, 16), np.uint8)
+
+
+def block_of(key: NDArray[np.uint8], size: int = 64 << 10) -> NDArray[np.uint8]:
+    """(1, size) bytes that only this key has."""
+    return np.tile(key, -(-size // 16))[:, :size]
+
+
+def put(arena: Arena, slot: int, gen: int, **place: int) -> bool:
+    """Write the block of key_of(gen)."""
+    where = places([slot], [gen], **place)
+    return bool(arena.write(where, key_of(gen), block_of(key_of(gen), int(where["bytes"][0])))[0])
+
+
+def get(arena: Arena, slot: int, gen: int, **place: int) -> bool:
+    """Whether the block of key_of(gen) is there. Fails if something else is passed off as it."""
+    where = places([slot], [gen], **place)
+    out = np.zeros((1, int(where["bytes"][0])), np.uint8)
+    ok = bool(arena.read(where, key_of(gen), out)[0])
+    assert not ok or np.array_equal(out, block_of(key_of(gen), out.shape[1])), "a read gave another block's bytes"
+    return ok
+
+
+def stop_here() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die_here() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_step(step: str, act: Callable[[], None]) -> None:
+    """In a child: from now on, do `act` when a write gets to `step`."""
+
+    def wrap(owner: Any, name: str, before: bool, after: bool) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                act()
+            result = original(*args, **kwargs)
+            if after:
+                act()
+            return result
+
+        setattr(owner, name, wrapped)
+
+    if step in ("first tile", "last tile"):
+        tiles.TILE = 16 << 10
+        original, calls = np.copyto, iter(range(1 << 30))
+        wanted = 0 if step == "first tile" else 3
+
+        def copyto(target: Any, source: Any) -> None:
+            original(target, source)
+            if next(calls) == wanted:
+                act()
+
+        np.copyto = copyto  # type: ignore[assignment]
+    elif step == "half header":
+
+        def finish(words: Any, at: Any, spots: Any, names: Any, *rest: Any) -> None:
+            words[at[0] + header.KEY] = names[0, 0]
+            act()
+
+        header.finish = finish  # type: ignore[assignment]
+    else:
+        owner, name = {
+            "before lock": (Locks, "_take"),
+            "locked": (Locks, "_take"),
+            "writing": (header, "begin"),
+            "copied": (header, "finish"),
+            "ready": (header, "finish"),
+            "unlocked": (Locks, "_drop"),
+        }[step]
+        before = step in ("before lock", "copied")
+        wrap(owner, name, before=before, after=not before)
+
+
+class Child:
+    """A forked process that runs `function(arena)` on an arena it attached itself, and tells what that returned."""
+
+    all: ClassVar[list["Child"]] = []
+
+    def __init__(self, arena: Arena, function: Callable[[Arena], object]) -> None:
+        self._answer, answer = fork.Pipe(duplex=False)
+        path, nonce = arena.path, arena.nonce
+
+        def run() -> None:
+            answer.send(function(Arena.attach(path, nonce)))
+
+        self.process = fork.Process(target=run, daemon=True)
+        self.process.start()
+        answer.close()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        Child.all.append(self)
+
+    def wait_stopped(self) -> None:
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def result(self) -> Any:
+        """What the function returned; EOFError if the child died before that."""
+        try:
+            return self._answer.recv() if self._answer.poll(60) else None
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self._answer.close()

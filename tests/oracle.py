@@ -1,0 +1,690 @@
+"""The directory's rules once more, as plain Python objects: slow, short, and judged by reading alone.
+
+One object a slot, dicts of lists, full scans. `Oracle` has the public methods of `raykv.directory.Directory` and gives
+the same answers byte for byte. Where two other nodes' oldest blocks are of one age (only `adopt` makes such), the
+directory may evict either: `reserve` is told which by `choices`.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from raykv.calls import Call, Matched, Reserved
+
+Hold = list[tuple["Row", int]]
+LIVE = ("writing", "ready", "replica", "staging")  # in the table
+PRESENT = ("ready", "replica")
+PINS_MAX = 65535
+PLACE = struct.Struct("<IIIIQQ")
+
+
+@dataclass(eq=False)
+class Row:
+    """One slot."""
+
+    slab: "Slab"
+    slot: int
+    state: str = "free"
+    key: bytes = b""
+    gen: int = 0
+    last: int = 0
+    pins: int = 0
+
+
+@dataclass(eq=False)
+class Shelf:
+    """The slots of one size on one node."""
+
+    node: int
+    stride: int
+    window: int
+    offered: bool
+    rows: list[Row] = field(default_factory=list)
+    free: list[Row] = field(default_factory=list)  # the last is taken first
+
+    def of(self, state: str) -> list[Row]:
+        return [row for row in self.rows if row.state == state]
+
+
+@dataclass(eq=False)
+class Slab:
+    node: int
+    number: int
+    shelf: Shelf
+    gen: int
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Lease:
+    """What a client holds: (row, its generation then) for each key, or None."""
+
+    seq: int
+    writes: bool
+    node: int
+    shelf: Shelf | None
+    keys: list[bytes]
+    source: list[tuple[Row, int] | None]
+    staged: list[tuple[Row, int] | None]
+    unstaged: set[int]  # keys that are elsewhere and have no staging slot yet
+
+
+@dataclass(eq=False)
+class Client:
+    last_seen: float
+    holds: dict[int, Lease] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Node:
+    index: int
+    nonce: bytes
+    slab_bytes: int
+    window_bytes: int
+    last_beat: float
+    state: str = "joining"
+    offered: int = 0
+    spare: list[int] = field(default_factory=list)
+    shelves: dict[int, Shelf] = field(default_factory=dict)
+    slabs: dict[int, Slab] = field(default_factory=dict)
+    checked: dict[Shelf, int] = field(default_factory=dict)
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[i : i + 16] for i in range(0, len(keys), 16)]
+
+
+def unpack(places: bytes) -> list[tuple[int, ...]]:
+    return list(PLACE.iter_unpack(places))
+
+
+def pack(held: list[tuple[Row, int] | None], block_bytes: int) -> bytes:
+    """PLACEs of rows; zeros for None."""
+    out = b""
+    for item in held:
+        if item:
+            slab = item[0].slab
+            out += PLACE.pack(slab.node, slab.number, item[0].slot, block_bytes, slab.gen, item[0].gen)
+        else:
+            out += bytes(PLACE.size)
+    return out
+
+
+class Oracle:
+    def __init__(self, epoch: int = 1, locality: float = 1.5, client_ttl: float = 10.0) -> None:
+        self.epoch, self.locality, self.client_ttl = epoch, locality, client_ttl
+        self.nodes: dict[str, Node] = {}
+        self.clients: dict[int, Client] = {}
+        self.floor = self.counter = self.clock = self.indices = 0
+        self.counters = dict.fromkeys(("lookups", "hits", "remote_hits", "stored", "refused", "bad"), 0)
+        self.evicted: dict[Shelf, int] = {}
+        self.stamped: set[bytes] = set()
+        self.next_check = 0.0
+        self.table: dict[bytes, list[Row]] = {}
+        self.sizes: dict[int, list[Shelf]] = {}
+        self.by_index: dict[int, Node] = {}
+
+    # ------------------------------------------------------------------ one row
+
+    def touch(self, row: Row) -> None:
+        self.clock += 1
+        row.last = self.clock
+
+    def enter(self, row: Row, key: bytes, gen: int) -> None:
+        """A block that was found in a slot: the first copy of a key is primary."""
+        row.state = "replica" if self.taken(key) else "ready"
+        row.key, row.gen, row.pins = key, gen, 0
+        self.table.setdefault(key, []).append(row)
+        self.touch(row)
+
+    def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
+        row.key, row.gen, row.state, row.pins = key, self.next_gen(), state, 1
+        self.table.setdefault(key, []).append(row)
+        return row, row.gen
+
+    def next_gen(self) -> int:
+        self.counter += 1
+        return self.last_gen()
+
+    def last_gen(self) -> int:
+        return self.epoch << 40 | self.counter
+
+    def forget(self, row: Row) -> None:
+        """Out of the table. Where that was the key's primary (to be), its first replica is from now on."""
+        copies = self.table[row.key]
+        replicas = [other for other in copies if other.state == "replica"]
+        if row.state in ("ready", "writing") and replicas:
+            replicas[0].state = "ready"
+            if not replicas[0].pins:
+                self.touch(replicas[0])
+        copies.remove(row)
+        if not copies:
+            del self.table[row.key]
+
+    def free(self, row: Row) -> None:
+        row.state, row.pins = "free", 0
+        row.slab.shelf.free.append(row)
+
+    def limbo(self, row: Row) -> None:
+        if row.state in LIVE:
+            self.forget(row)
+        row.state, row.pins = "limbo", 0
+
+    def drop(self, row: Row) -> None:
+        """Forget a block; its slot is free once nobody holds it."""
+        self.forget(row)
+        if row.pins:
+            row.state = "dropped"
+        else:
+            self.free(row)
+
+    def pin(self, row: Row) -> tuple[Row, int]:
+        row.pins += 1
+        return row, row.gen
+
+    def let_go_row(self, item: tuple[Row, int] | None) -> None:
+        if item is None or item[0].gen != item[1] or item[0].state == "limbo":
+            return
+        row = item[0]
+        row.pins -= 1
+        if row.pins == 0 and row.state in PRESENT:
+            self.touch(row)
+        elif row.pins == 0:
+            if row.state in LIVE:
+                self.forget(row)
+            self.free(row)
+
+    def abandon_row(self, item: tuple[Row, int] | None) -> None:
+        """Its only holder is gone, and may still write."""
+        if item and item[0].gen == item[1] and item[0].pins == 1 and item[0].state in ("writing", "staging", "dropped"):
+            self.limbo(item[0])
+
+    def taken(self, key: bytes) -> bool:
+        return any(row.state in ("writing", *PRESENT) for row in self.table.get(key, ()))
+
+    # ------------------------------------------------------------------ one shelf
+
+    def replicas(self, shelf: Shelf) -> list[Row]:
+        return [row for row in shelf.of("replica") if row.pins == 0]
+
+    def takeable(self, shelf: Shelf) -> int:
+        return len(shelf.free) + len(self.replicas(shelf))
+
+    def room(self, shelf: Shelf) -> int:
+        return self.takeable(shelf) - max(0, shelf.window - len(shelf.of("staging")))
+
+    def can_stage(self, shelf: Shelf) -> bool:
+        return len(shelf.of("staging")) < shelf.window and self.takeable(shelf) > 0
+
+    def take(self, shelf: Shelf) -> Row:
+        """A free slot, else the oldest replica's."""
+        if shelf.free:
+            return shelf.free.pop()
+        row = min(self.replicas(shelf), key=lambda r: r.last)
+        self.forget(row)
+        return row
+
+    def stage(self, shelf: Shelf | None, key: bytes) -> tuple[Row, int] | None:
+        if shelf is None or not self.can_stage(shelf):
+            return None
+        return self.grant(self.take(shelf), key, "staging")
+
+    def oldest(self, shelf: Shelf) -> Row | None:
+        return min((r for r in shelf.of("ready") if r.pins == 0), key=lambda r: r.last, default=None)
+
+    # ------------------------------------------------------------------ readers
+
+    def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
+        """(the copy to read: the node's own, else the primary, else any; the one being staged there)."""
+        offered = [r for r in self.table.get(key, ()) if r.slab.shelf.offered and r.pins < PINS_MAX]
+        present = [r for r in offered if r.state in PRESENT]
+        here = [r for r in present if r.slab.node == node]
+        if here:
+            return here[0], None
+        primary = [r for r in present if r.state == "ready"]
+        staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
+        return (primary or present or [None])[-1 if primary else 0], staging[-1] if staging else None
+
+    def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
+        client = self.hello(call, now)
+        self.end(client, lease)
+        wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
+        reader = self.nodes.get(node)
+        shelf = self.shelf(reader, stride) if reader else None
+        if reader and shelf and (reader.spare or len(reader.shelves) > 1):
+            self.provision(reader, shelf, 1)
+        here = reader.index if reader else -1
+        hold = Lease(call.seq, False, here, shelf, [], [], [], set())
+        for key in wanted:
+            row, staging = self.best(key, here)
+            if row is None:
+                break
+            if row.slab.node != here and not staging:
+                hold.unstaged.add(len(hold.keys))
+            hold.keys.append(key)
+            hold.source.append(self.pin(row))
+            hold.staged.append(self.pin(staging) if staging else None)
+        self.cover(hold, 0)
+        covered = min(hold.unstaged, default=len(hold.keys))
+        if not any(hold.staged[:covered]):  # no staging at all: a shorter hit, never a wait
+            for i in reversed(range(covered, len(hold.keys))):
+                self.let_go_row(hold.source[i])
+                self.let_go_row(hold.staged[i])
+            del hold.keys[covered:], hold.source[covered:], hold.staged[covered:]
+            hold.unstaged.clear()
+        remote = sum(item is not None and item[0].slab.node != here for item in hold.source)
+        self.counters["lookups"] += len(wanted)
+        self.counters["hits"] += len(hold.keys)
+        self.counters["remote_hits"] += remote
+        if not hold.keys:
+            return Matched(self.epoch, b"", b"")
+        client.holds[lease] = hold
+        return Matched(self.epoch, pack(hold.source, block_bytes), pack(hold.staged, block_bytes) if remote else b"")
+
+    def cover(self, hold: Lease, start: int) -> None:
+        """Stage what is unstaged, in order, until there is no more room for it."""
+        for i in sorted(i for i in hold.unstaged if i >= start):
+            item = self.stage(hold.shelf, hold.keys[i])
+            if item is None:
+                return
+            hold.staged[i] = item
+            hold.unstaged.remove(i)
+
+    def stream(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
+        client = self.hello(call, now)
+        hold = client.holds.get(lease)
+        if hold is None or hold.writes or not 0 <= start <= len(hold.keys):
+            return Matched(self.epoch, b"", b"")
+        for i in reversed(range(start)):
+            self.let_go_row(hold.staged[i])
+            hold.staged[i] = None
+            hold.unstaged.discard(i)
+        end = start
+        while end in hold.unstaged:
+            item = hold.source[end]
+            if item is None or item[0].gen != item[1] or item[0].state not in PRESENT:
+                break
+            _, staging = self.best(hold.keys[end], hold.node)
+            staged = self.pin(staging) if staging else self.stage(hold.shelf, hold.keys[end])
+            if staged is None:
+                break
+            hold.staged[end] = staged
+            hold.unstaged.remove(end)
+            end += 1
+        return Matched(
+            self.epoch, pack(hold.source[start:end], block_bytes), pack(hold.staged[start:end], block_bytes)
+        )
+
+    # ------------------------------------------------------------------ writers
+
+    def reserve(
+        self,
+        call: Call,
+        reservation: int,
+        node: str,
+        keys: bytes,
+        start: int,
+        block_bytes: int,
+        now: float,
+        choices: dict[int, int] | None = None,
+    ) -> Reserved:
+        """choices: the node's index that the directory chose for each granted key."""
+        client = self.hello(call, now)
+        self.end(client, reservation)
+        wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
+        writer = self.nodes.get(node)
+        shelf = self.shelf(writer, stride) if writer and writer.state == "alive" else None
+        if writer is None or shelf is None or not 0 <= start <= len(wanted):
+            return Reserved(self.epoch, start, b"", b"", b"")
+        self.provision(writer, shelf, sum(key not in self.table for key in wanted[start:]))
+        hold = Lease(call.seq, True, writer.index, shelf, wanted, [], [None] * len(wanted), set())
+        for key in wanted:
+            copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.pins < PINS_MAX]
+            hold.source.append(self.pin(copies[0]) if copies else None)
+        covered, granted = len(wanted), []
+        for i in range(start, len(wanted)):
+            if hold.source[i] or self.taken(wanted[i]):
+                continue
+            target, has_room = self.target(shelf, (choices or {}).get(i, -1))
+            if target is None:
+                covered = i
+                break
+            if target is not shelf:
+                hold.staged[i] = self.stage(shelf, wanted[i])
+            hold.source[i] = self.grant(self.take(target) if has_room else self.evict(target), wanted[i], "writing")
+            granted.append(i)
+        self.counters["refused"] += len(wanted) - covered
+        client.holds[reservation] = hold
+        return Reserved(
+            self.epoch,
+            covered,
+            struct.pack(f"<{len(granted)}i", *granted),
+            pack([hold.source[i] for i in granted], block_bytes),
+            pack([hold.staged[i] for i in granted], block_bytes),
+        )
+
+    def target(self, shelf: Shelf, choice: int) -> tuple[Shelf | None, bool]:
+        """(where the next block goes, whether there is room)."""
+        if self.room(shelf) > 0:
+            return shelf, True
+        tail = self.oldest(shelf)
+        if not self.can_stage(shelf):
+            return (shelf if tail else None), False
+        others = [s for s in self.sizes[shelf.stride] if s.offered]
+        for other in others:
+            if self.room(other) > 0:
+                return other, True
+        tails = [(row.last, s) for s in others if (row := self.oldest(s))]
+        if not tails:
+            return None, False
+        age = self.clock - min(last for last, _ in tails)
+        if tail and age <= self.locality * (self.clock - tail.last):
+            return shelf, False
+        coldest = [s for last, s in tails if self.clock - last == age]
+        return next((s for s in coldest if s.node == choice), coldest[0]), False
+
+    def evict(self, shelf: Shelf) -> Row:
+        row = self.oldest(shelf)
+        assert row is not None
+        self.forget(row)
+        self.evicted[shelf] += 1
+        return row
+
+    def commit(
+        self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes, now: float
+    ) -> tuple[int, int]:
+        client = self.hello(call, now)
+        hold = client.holds.get(reservation)
+        accepted = 0
+        for place, key, done in zip(unpack(places), split(keys), written, strict=True):
+            row = self.row_of(place)
+            if row is None or row.gen != place[5] or row.key != key:
+                continue
+            if done and row.state in ("writing", *PRESENT):
+                row.state = "ready" if row.state == "writing" else row.state
+                accepted += 1
+            elif not done and row.state == "writing" and hold and (row, row.gen) in hold.source:
+                self.limbo(row)
+        if hold:
+            self.end(client, reservation)
+            self.counters["stored"] += accepted
+        return self.epoch, accepted
+
+    # ------------------------------------------------------------------ clients
+
+    def beat_client(self, call: Call, now: float) -> int:
+        self.hello(call, now)
+        return self.epoch
+
+    def bye(self, client: int, now: float) -> None:
+        self.check(now)
+        if client in self.clients:
+            for hold in self.clients.pop(client).holds.values():
+                self.let_go(hold)
+
+    def hello(self, call: Call, now: float) -> Client:
+        self.check(now)
+        client = self.clients.setdefault(call.client, Client(now))
+        client.last_seen = now
+        for place in unpack(call.landed):
+            row = self.row_of(place)
+            if row and row.gen == place[5] and row.state == "staging":
+                row.state = "replica"
+                if not any(r.state in ("ready", "writing") for r in self.table[row.key]):
+                    row.state = "ready"
+        held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
+        for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
+            self.end(client, i)
+        for place in unpack(call.bad):
+            row = self.row_of(place)
+            if row and row.gen == place[5] and row.state in PRESENT:
+                self.drop(row)
+        self.counters["bad"] += len(call.bad) // PLACE.size
+        return client
+
+    def end(self, client: Client, hold: int) -> None:
+        if hold in client.holds:
+            self.let_go(client.holds.pop(hold))
+
+    def let_go(self, hold: Lease) -> None:
+        for source, staged in zip(reversed(hold.source), reversed(hold.staged), strict=True):
+            self.let_go_row(source)
+            self.let_go_row(staged)
+
+    def check(self, now: float) -> None:
+        if now < self.next_check:
+            return
+        self.next_check = now + 0.5
+        for node in self.nodes.values():
+            if node.state == "alive" and now - node.last_beat > 3.0:
+                self.set_state(node, "suspect")
+        for i in [i for i, client in self.clients.items() if now - client.last_seen > self.client_ttl]:
+            for hold in self.clients.pop(i).holds.values():
+                for item in hold.source + hold.staged:
+                    self.abandon_row(item)
+                self.let_go(hold)
+
+    # ------------------------------------------------------------------ nodes
+
+    def join(
+        self, name: str, nonce: bytes, slab_bytes: int, slab_count: int, epoch: int, now: float, window: int | None = None
+    ) -> tuple[int, int]:
+        self.check(now)
+        if epoch > self.epoch or (epoch == self.epoch and nonce not in self.stamped):
+            self.epoch = epoch + 1
+        self.stamped.add(nonce)
+        known = self.nodes.get(name)
+        if known and known.nonce == nonce:
+            known.last_beat = now
+            return known.index, self.epoch
+        self.remove_node(name, now)
+        capacity = slab_bytes * slab_count
+        if window is None:
+            window = min(max(capacity // 50, 256 << 20), capacity // 8)
+        node = Node(self.indices, nonce, slab_bytes, window, now)
+        self.nodes[name] = self.by_index[node.index] = node
+        self.indices += 1
+        return node.index, self.epoch
+
+    def adopt(
+        self, name: str, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes, now: float
+    ) -> None:
+        self.check(now)
+        node = self.nodes.get(name)
+        if node is None:
+            return
+        node.last_beat = now
+        found = list(zip(unpack(places), split(keys), strict=True))
+        if node.state == "joining":
+            depths = struct.unpack(f"<{len(positions) // 4}I", positions)
+            ages = struct.unpack(f"<{len(stamps) // 4}I", stamps)
+            self.open_found(node, unpack(places) + unpack(busy))
+            for place in unpack(busy):
+                row = self.row_of(place)
+                if row and row.state == "free":
+                    row.slab.shelf.free.remove(row)
+                    row.state, row.gen = "limbo", place[5]
+            order = sorted(range(len(found)), key=lambda i: (ages[i], -depths[i]))
+            known = [(row, *found[i]) for i in order if found[i][0][5] > self.floor and (row := self.row_of(found[i][0]))]
+            now_tick = self.clock = max(self.clock, len(known))
+            for i, (row, place, key) in enumerate(known):
+                if row.state == "free":
+                    row.slab.shelf.free.remove(row)
+                    self.enter(row, key, place[5])
+                    row.last = now_tick - len(known) + i + 1  # the newest are as young as anything, on every node
+            self.clock = now_tick
+        else:
+            for place, key in found:
+                row = self.row_of(place)
+                if row and row.state in PRESENT and (place[5], key) != (row.gen, row.key) and place[5] >= row.gen:
+                    self.drop(row)
+        self.set_state(node, "alive")
+
+    def open_found(self, node: Node, places: list[tuple[int, ...]]) -> None:
+        for number in sorted({place[1] for place in places}):
+            first = next(place for place in places if place[1] == number)
+            shelf = self.shelf(node, -(-first[3] // 4096) * 4096)
+            if shelf:
+                self.open(node, number, shelf, first[4])
+
+    def beat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
+        self.check(now)
+        node = self.nodes.get(name)
+        if node is None or node.state == "joining":
+            return None
+        node.last_beat = now
+        node.spare = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs] + node.spare
+        node.offered = max(node.offered, offered)
+        if node.state == "suspect":
+            self.set_state(node, "alive")
+        limbo: list[tuple[Row, int] | None] = [
+            (row, row.gen) for slab in node.slabs.values() for row in slab.rows if row.state == "limbo"
+        ]
+        return self.epoch, self.floor, pack(limbo, 0)
+
+    def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
+        self.check(now)
+        found = struct.unpack(f"<{len(gens) // 8}Q", gens)
+        for place, verdict, key, gen in zip(unpack(places), verdicts, split(keys), found, strict=True):
+            row = self.row_of(place)
+            if row is None or row.state != "limbo" or row.gen != place[5] or verdict == 0:
+                continue
+            if verdict == 2 and gen > self.floor and not self.taken(key):
+                self.enter(row, key, gen)
+            else:
+                self.free(row)
+
+    def remove_node(self, name: str, now: float) -> int:
+        self.check(now)
+        node = self.nodes.pop(name, None)
+        if node is None:
+            return 0
+        self.set_state(node, "dead")
+        slots = sum(len(slab.rows) for slab in node.slabs.values())
+        for slab in node.slabs.values():
+            self.close(slab)
+        for stride, shelf in node.shelves.items():
+            self.sizes[stride].remove(shelf)
+        del self.by_index[node.index]
+        return slots
+
+    def set_state(self, node: Node, state: str) -> None:
+        node.state = state
+        for shelf in node.shelves.values():
+            shelf.offered = state == "alive"
+
+    def row_of(self, place: tuple[int, ...]) -> Row | None:
+        node = self.by_index.get(place[0])
+        slab = node.slabs.get(place[1]) if node else None
+        return slab.rows[place[2]] if slab and slab.gen == place[4] and place[2] < len(slab.rows) else None
+
+    # ------------------------------------------------------------------ slabs
+
+    def shelf(self, node: Node, stride: int) -> Shelf | None:
+        if not 0 < stride <= node.slab_bytes:
+            return None
+        if stride not in node.shelves:
+            window = max(1, node.window_bytes // stride)
+            shelf = node.shelves[stride] = Shelf(node.index, stride, window, node.state == "alive")
+            self.sizes.setdefault(stride, []).append(shelf)
+            self.evicted[shelf] = 0
+        return node.shelves[stride]
+
+    def open(self, node: Node, number: int, shelf: Shelf, gen: int) -> None:
+        if number in node.spare:
+            node.spare.remove(number)
+        slab = node.slabs[number] = Slab(node.index, number, shelf, gen)
+        slab.rows = [Row(slab, slot) for slot in range(node.slab_bytes // shelf.stride)]
+        shelf.rows += slab.rows
+        shelf.free += reversed(slab.rows)  # slot 0 is taken first
+
+    def close(self, slab: Slab) -> None:
+        for row in slab.rows:
+            if row.state == "free":
+                slab.shelf.free.remove(row)
+            elif row.state in LIVE:
+                self.forget(row)
+            row.state, row.gen, row.pins = "closed", 0, 0
+            slab.shelf.rows.remove(row)
+
+    def provision(self, writer: Node, shelf: Shelf, need: int) -> None:
+        """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
+        others = [n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive"]
+        for node in [writer, *others]:
+            there = self.shelf(node, shelf.stride)
+            if there is None:
+                continue
+            while node.spare and self.room(there) < need:
+                self.open(node, node.spare[-1], there, self.next_gen())
+            need -= max(0, self.room(there))
+            if need <= 0:
+                return
+        if len(writer.shelves) > 1:
+            self.reclaim(writer, shelf)
+
+    def reclaim(self, node: Node, shelf: Shelf) -> None:
+        while self.room(shelf) <= 0:
+            tail = self.oldest(shelf)
+            if tail and self.evicted[shelf] - node.checked.get(shelf, 0) < node.slab_bytes // shelf.stride:
+                return
+            node.checked[shelf] = self.evicted[shelf]
+            ages = [
+                (max((r.last for r in slab.rows if r.state in PRESENT), default=-1), slab)
+                for slab in node.slabs.values()
+                if slab.shelf is not shelf and not any(r.pins or r.state == "limbo" for r in slab.rows)
+            ]
+            if not ages:
+                return
+            newest, slab = min(ages, key=lambda age: age[0])
+            if tail and tail.last <= newest:
+                return
+            self.close(node.slabs.pop(slab.number))
+            self.open(node, slab.number, shelf, self.next_gen())
+
+    # ------------------------------------------------------------------ all
+
+    def rows(self) -> Iterator[Row]:
+        for node in self.nodes.values():
+            for slab in node.slabs.values():
+                yield from slab.rows
+
+    def clear(self, now: float) -> int:
+        self.check(now)
+        keys = len(self.table)
+        self.floor = self.last_gen()
+        for row in self.rows():
+            if row.state in LIVE:
+                self.drop(row)
+        return keys
+
+    def stats(self, now: float) -> dict[str, Any]:
+        self.check(now)
+        held = [hold.writes for client in self.clients.values() for hold in client.holds.values()]
+        return {
+            "epoch": self.epoch,
+            "keys": len(self.table),
+            "leases": held.count(False),
+            "reservations": held.count(True),
+            "clients": len(self.clients),
+            "evicted": sum(self.evicted.values()),
+            **self.counters,
+            "nodes": {name: self.node_stats(node, now) for name, node in self.nodes.items()},
+        }
+
+    def node_stats(self, node: Node, now: float) -> dict[str, Any]:
+        states = [row.state for slab in node.slabs.values() for row in slab.rows]
+        return {
+            "index": node.index,
+            "state": node.state,
+            "idle_s": now - node.last_beat,
+            "slabs": len(node.slabs),
+            "spare_slabs": len(node.spare),
+            "slab_bytes": node.slab_bytes,
+            "bytes_used": sum(
+                sum(row.state != "free" for row in slab.rows) * (node.slab_bytes // len(slab.rows))
+                for slab in node.slabs.values()
+            ),
+            "slots": len(states),
+            **{s: states.count(s) for s in ("free", "writing", "ready", "replica", "staging", "limbo", "dropped")},
+        }

@@ -1,0 +1,217 @@
+"""Keys: equal prefixes and only those have equal keys, in whatever form the tokens come."""
+
+import hashlib
+import hmac
+import struct
+import sys
+from itertools import takewhile
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.keys import chain, rekey, root
+
+ROOT = root(b"secret", model="m", block_tokens=4)
+TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40)
+SIZES = st.integers(1, 6)
+
+
+def first_change(one: Any, other: Any) -> int:
+    """Number of leading keys that are equal; asserts that none is after that."""
+    same = [bool((a == b).all()) for a, b in zip(one, other, strict=True)]
+    leading = len(list(takewhile(bool, same)))
+    assert not any(same[leading:])
+    return leading
+
+
+def reference(secret: bytes, tokens: list[int], block_tokens: int, **more: bytes) -> list[bytes]:
+    """Independent of raykv.keys: written from its description alone."""
+
+    def pack(*parts: bytes) -> bytes:
+        return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+
+    base = hmac.new(secret, pack(b"layers", b"i32", b"model", b"sllama"), hashlib.sha256).digest()
+    named = [part for name in sorted(more) for part in (name.encode(), more[name])]
+    parent = hashlib.sha256(base + pack(b"tokens", b"block_tokens", str(block_tokens).encode(), *named)).digest()
+    out = []
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        parent = hashlib.sha256(
+            parent + struct.pack(f"<{block_tokens}i", *tokens[start : start + block_tokens])
+        ).digest()
+        out.append(parent[:16])
+    return out
+
+
+def test_known_answer() -> None:
+    base = root(b"a secret", model="llama", layers=32)
+    tokens = [1, -2, 2**31 - 1, -(2**31), 5, 6, 7]
+    assert [key.tobytes() for key in chain(base, tokens, 3)] == reference(b"a secret", tokens, 3)
+    named = chain(base, tokens, 2, lora="ü", salt=b"s")
+    assert [key.tobytes() for key in named] == reference(b"a secret", tokens, 2, lora="ü".encode(), salt=b"s")
+    # Keys outlive a release of raykv in durable tiers: this must not change
+    assert chain(base, tokens, 3)[1].tobytes().hex() == "1fa54af0b324fd03593ae9a83d224a9b"
+
+
+@given(TOKENS, TOKENS, TOKENS, SIZES)
+def test_equal_prefixes_have_equal_keys_and_no_others(
+    prefix: list[int], one: list[int], other: list[int], size: int
+) -> None:
+    a, b = prefix + one, prefix + other
+    blocks = min(len(a), len(b)) // size
+    equal = sum(a[: (i + 1) * size] == b[: (i + 1) * size] for i in range(blocks))
+    assert first_change(chain(ROOT, a, size)[:blocks], chain(ROOT, b, size)[:blocks]) == equal
+
+
+@given(TOKENS, SIZES)
+def test_one_key_a_full_block(tokens: list[int], size: int) -> None:
+    result = chain(ROOT, tokens, size)
+    assert result.shape == (len(tokens) // size, 16) and result.dtype == np.uint8
+    assert result.flags.c_contiguous and result.flags.writeable
+    assert len({key.tobytes() for key in result}) == len(result)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), SIZES)
+def test_all_forms_of_tokens_are_equal(tokens: list[int], size: int) -> None:
+    expected = chain(ROOT, tokens, size)
+    wide = np.repeat(np.array(tokens, np.int64), 2)
+    forms = [tuple(tokens), [np.int64(t) for t in tokens], wide[::2], wide[::2].astype(">i8")]
+    forms += [np.array(tokens, kind) for kind in (np.int32, np.int64, np.uint32, np.uint64)]
+    forms += [torch.tensor(tokens, dtype=kind) for kind in (torch.int32, torch.int64)]
+    for form in forms:
+        assert (chain(ROOT, form, size) == expected).all()
+
+
+@given(st.integers(0, 4), st.one_of(st.binary(max_size=4), st.text(max_size=4)))
+def test_extra_changes_keys_from_its_block_on(block: int, value: bytes | str) -> None:
+    tokens = list(range(19))  # four full blocks and a partial one
+    plain, changed = chain(ROOT, tokens, 4), chain(ROOT, tokens, 4, extra={block: value})
+    assert first_change(plain, changed) == block
+    listed = [value if i == block else None for i in range(5)]
+    assert (chain(ROOT, tokens, 4, extra=listed) == changed).all()
+    other = chain(ROOT, tokens, 4, extra={block: b"another value"})
+    assert first_change(changed, other) == block
+
+
+def test_no_two_fields_collide() -> None:
+    tokens = list(range(8))
+    variants: list[dict[str, Any]] = [{}]
+    for value in ("", "a", "ab", "b", "\0"):
+        variants += [{"lora": value}, {"salt": value}, {"extra": {0: value}}, {"lora": value, "salt": value}]
+    variants += [{"lora": "a", "salt": "b"}, {"lora": "b", "salt": "a"}, {"lora": "ab", "salt": ""}]
+    roots = [root(b"secret", **fields) for fields in ({}, {"a": 1}, {"a": "1"}, {"a": "i1"}, {"b": 1}, {"a": 11})]
+    roots += [root(b"secret", a="x", b="y"), root(b"secret", a="xby"), root(b"other", a=1)]
+    seen = [
+        chain(base, tokens, size, **variant).tobytes() for base in roots for size in (1, 2, 4) for variant in variants
+    ]
+    seen += [rekey(base, [b"a"]).tobytes() for base in roots]
+    every = [raw[at : at + 16] for raw in seen for at in range(0, len(raw), 16)]
+    assert len(set(every)) == len(every)
+
+
+def test_a_later_block_of_a_smaller_size_never_equals_an_extra() -> None:
+    longer = chain(ROOT, [1, 2], 2)
+    posing = chain(ROOT, [1], 1, extra={0: struct.pack("<i", 2)})
+    assert longer.tobytes() != posing.tobytes()
+
+
+def test_root_does_not_depend_on_the_order_of_fields() -> None:
+    assert root(b"s", a=1, b="2") == root(b"s", b="2", a=1) and len(root(b"s")) == 32
+
+
+def test_str_is_its_utf8() -> None:
+    tokens = [1, 2, 3, 4]
+    for name in ("lora", "salt"):
+        one: Any = {name: "é"}
+        other: Any = {name: "é".encode()}
+        assert (chain(ROOT, tokens, 4, **one) == chain(ROOT, tokens, 4, **other)).all()
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), unique=True, max_size=8))
+def test_rekey_is_one_to_one_in_every_form(hashes: list[bytes]) -> None:
+    result = rekey(ROOT, hashes)
+    assert result.shape == (len(hashes), 16) and len({key.tobytes() for key in result}) == len(hashes)
+    array = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
+    assert (rekey(ROOT, array) == result).all()
+    assert not hashes or rekey(root(b"other"), hashes).tobytes() != result.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([2**31], "2147483648 does not fit int32"),
+        ([0, -(2**31) - 1], "-2147483649 does not fit int32"),
+        ([1, 2**70], f"{2**70} does not fit int32"),
+        (np.array([2**63], np.uint64), f"{2**63} does not fit int32"),
+        (torch.tensor([2**40]), f"{2**40} does not fit int32"),
+        ([1, 2.0], "float"),
+        ([1, True], "bool"),
+        ([[1, 2]], "list"),
+        (np.array([1.0]), "float64"),
+        (np.array([True]), "bool"),
+        (torch.tensor([1.0]), "float32"),
+        (torch.tensor([1.0], dtype=torch.bfloat16), "Tensor"),
+        (torch.tensor([[1, 2]]), r"int64\[1, 2\]"),
+        ("text", "integers in one dimension"),
+        (7, "integers in one dimension"),
+    ],
+)
+def test_bad_tokens(tokens: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        chain(ROOT, tokens, 1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"block_tokens": 0},
+        {"block_tokens": True},
+        {"block_tokens": 2.0},
+        {"lora": 1},
+        {"salt": 1.5},
+        {"extra": "text"},
+        {"extra": {-1: b"x"}},
+        {"extra": {3: b"x"}},
+        {"extra": {0: 1}},
+        {"extra": [b"x"]},
+        {"extra": [None] * 4},
+        {"root": b"short"},
+    ],
+)
+def test_bad_arguments(bad: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"root": ROOT, "token_ids": [1, 2, 3, 4, 5], "block_tokens": 2}
+    chain(**good, extra=[None, None, b"a partial block may have one"])
+    with pytest.raises(ValueError):
+        chain(**{**good, **bad})
+
+
+def test_bad_roots_and_hashes() -> None:
+    with pytest.raises(ValueError, match="secret"):
+        root(b"")
+    for value in (True, 1.0, b"bytes", None):
+        with pytest.raises(ValueError, match="model="):
+            root(b"secret", model=value)  # type: ignore[arg-type]
+    for hashes in ([b""], ["text"], [1], np.zeros((2, 4), np.int8), np.zeros(4, np.uint8)):
+        with pytest.raises(ValueError, match="hash"):
+            rekey(ROOT, hashes)  # type: ignore[arg-type]
+
+
+def test_a_million_tokens_take_no_python_step_each() -> None:
+    lines = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = chain(ROOT, list(range(1_000_000)), 1000)
+    finally:
+        sys.settrace(before)
+    assert len(result) == 1000 and lines < 20_000

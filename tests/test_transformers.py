@@ -1,0 +1,214 @@
+"""The transformers integration: what is packed into blocks comes out as it went in, and the model cannot tell."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+
+from raykv import keys as raykv_keys
+from raykv.integrations.transformers import block_shape, extract, model_cache, prefill, restore
+
+BLOCK = 4
+
+
+class Shelf:
+    """Stands in for a pool and its one cache. A read gives at most `reads` blocks, as from a pool that loses some."""
+
+    node_id = "here"
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.num_blocks = 0
+        self.reads = 1 << 30
+        self.identity: dict[str, Any] = {}
+
+    def cache(self, **identity: Any) -> Any:
+        self.identity = identity
+        self.block_tokens, self.block_bytes = identity["block_tokens"], identity["block_bytes"]
+        return self
+
+    def keys(self, token_ids: Any, **fields: Any) -> NDArray[np.uint8]:
+        return raykv_keys.chain(raykv_keys.root(b"s"), token_ids, self.block_tokens, **fields)
+
+    def match(self, keys: NDArray[np.uint8]) -> "Shelf":
+        self.wanted = [key.tobytes() for key in keys]
+        hits = [key in self.blocks for key in self.wanted]
+        self.num_blocks = hits.index(False) if False in hits else len(hits)
+        self.nodes = ["here"]
+        return self
+
+    def __enter__(self) -> "Shelf":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, out: torch.Tensor) -> int:
+        assert out.shape == (self.num_blocks, self.block_bytes)
+        out.fill_(0xFF)  # what was not read is not zero either
+        for row, key in zip(out[: self.reads], self.wanted, strict=False):
+            row.copy_(torch.frombuffer(bytearray(self.blocks[key]), dtype=torch.uint8))
+        return min(self.reads, self.num_blocks)
+
+    def store(self, keys: NDArray[np.uint8], blocks: torch.Tensor, start: int) -> int:
+        assert blocks.shape == (len(keys) - start, self.block_bytes) and blocks.is_contiguous()
+        for key, block in zip(keys[start:], blocks, strict=True):
+            self.blocks[key.tobytes()] = block.numpy().tobytes()
+        return len(blocks)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).to(request.param).eval()
+
+
+@pytest.fixture
+def cache(model: Any) -> Any:
+    shelf: Any = Shelf()
+    return model_cache(shelf, model, name="tiny", block_tokens=BLOCK)
+
+
+def plain(model: Any, ids: torch.Tensor, split: int = 0) -> tuple[torch.Tensor, DynamicCache]:
+    """What the model says without a pool, its prefill cut in two at `split`: float sums depend on the cut."""
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in (ids[:split], ids[split:]):
+            if len(part):
+                out = model(part[None], past_key_values=past, use_cache=True, logits_to_keep=1)
+    return out.logits[0, -1], past
+
+
+def same(one: DynamicCache, other: DynamicCache) -> bool:
+    pairs = zip(one.layers, other.layers, strict=True)
+    return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+
+
+def prompt(length: int) -> torch.Tensor:
+    return torch.arange(length) * 7 % 61
+
+
+@pytest.mark.parametrize("length", [4, 5, 11, 16])
+def test_extract_and_restore_round_trip(model: Any, length: int) -> None:
+    _, past = plain(model, prompt(length))
+    shape = block_shape(model.config, BLOCK)
+    blocks = extract(past, shape, 0, length // BLOCK)
+    assert blocks.dtype == torch.uint8 and blocks.is_contiguous()
+    back = restore(blocks, shape, model)
+    assert back.get_seq_length() == length // BLOCK * BLOCK
+    for layer, original in zip(back.layers, past.layers, strict=True):
+        assert torch.equal(layer.keys, original.keys[:, :, : length // BLOCK * BLOCK])
+        assert torch.equal(layer.values, original.values[:, :, : length // BLOCK * BLOCK])
+    assert torch.equal(extract(past, shape, 1, length // BLOCK), blocks[1:])
+
+
+def test_a_block_is_laid_out_as_documented(model: Any) -> None:
+    _, past = plain(model, prompt(12))
+    shape = block_shape(model.config, BLOCK)
+    assert shape == (3, 2, 2, BLOCK, 8)
+    block = extract(past, shape, 1, 2)[0].view(model.dtype).view(shape)
+    for layer in range(3):
+        assert torch.equal(block[layer, 0], past.layers[layer].keys[0, :, 4:8])
+        assert torch.equal(block[layer, 1], past.layers[layer].values[0, :, 4:8])
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 18])
+def test_cold_then_warm(model: Any, cache: Any, length: int) -> None:
+    ids = prompt(length)
+    logits, past = plain(model, ids)
+    cold = prefill(model, cache, ids)
+    assert (cold.pool_tokens, cold.nodes) == (0, ())
+    assert torch.equal(cold.logits, logits) and same(cold.past_key_values, past)
+    assert len(cache.blocks) == length // BLOCK  # the last block too, where it is full
+
+    split = (length - 1) // BLOCK * BLOCK
+    logits, past = plain(model, ids, split)
+    warm = prefill(model, cache, ids.tolist())
+    assert (warm.pool_tokens, warm.nodes) == (split, ("here",) if split else ())
+    assert torch.allclose(warm.logits, logits, rtol=1e-4 if model.dtype == torch.float32 else 0.1, atol=1e-2)
+    assert warm.past_key_values.get_seq_length() == length
+
+
+def test_blocks_of_the_same_split_give_the_same_bits(model: Any, cache: Any) -> None:
+    prefill(model, cache, prompt(12))
+    warm = prefill(model, cache, prompt(18))
+    logits, past = plain(model, prompt(18), split=12)
+    assert warm.pool_tokens == 12
+    assert torch.equal(warm.logits, logits) and same(warm.past_key_values, past)
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2])
+def test_a_short_read_is_a_shorter_hit(model: Any, cache: Any, reads: int) -> None:
+    prefill(model, cache, prompt(reads * BLOCK)) if reads else None
+    prefill(model, cache, prompt(18))
+    cache.reads = reads
+    short = prefill(model, cache, prompt(18))
+    logits, past = plain(model, prompt(18), split=reads * BLOCK)
+    assert (short.pool_tokens, short.nodes) == (reads * BLOCK, ("here",) if reads else ())
+    assert torch.equal(short.logits, logits) and same(short.past_key_values, past)
+
+
+def test_other_tenants_and_adapters_share_nothing(model: Any, cache: Any) -> None:
+    prefill(model, cache, prompt(18), salt="a", lora="x")
+    for fields in ({}, {"salt": "a"}, {"lora": "x"}, {"salt": "b", "lora": "x"}):
+        assert prefill(model, cache, prompt(18), **fields).pool_tokens == 0
+    assert prefill(model, cache, prompt(18), salt="a", lora="x").pool_tokens == 16
+
+
+def test_generation_goes_on_from_a_restored_cache(model: Any, cache: Any) -> None:
+    prefill(model, cache, prompt(12))
+    start = prefill(model, cache, prompt(18))
+    logits, past = plain(model, prompt(18), split=12)
+    for _ in range(4):
+        token = logits.argmax()
+        with torch.no_grad():
+            logits = model(token[None, None], past_key_values=past, use_cache=True).logits[0, -1]
+            mine = model(token[None, None], past_key_values=start.past_key_values, use_cache=True).logits[0, -1]
+        assert torch.equal(mine, logits)
+
+
+def test_identity(model: Any) -> None:
+    shelf: Any = Shelf()
+    model_cache(shelf, model, name="tiny", revision="r1", block_tokens=8)
+    assert shelf.identity == {
+        "model": "tiny",
+        "revision": "r1",
+        "block_tokens": 8,
+        "block_bytes": 3 * 2 * 2 * 8 * 8 * model.dtype.itemsize,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layout": "transformers/layers,2,kv_heads,tokens,head_dim=3,2,2,8,8",
+    }
+    with pytest.raises(ValueError, match="name="):
+        model_cache(shelf, model)
+
+
+def test_bad_input(model: Any, cache: Any) -> None:
+    for ids in ([], [[1, 2]]):
+        with pytest.raises(ValueError, match="1-D"):
+            prefill(model, cache, ids)  # type: ignore[arg-type]
+    cache.block_bytes //= 2
+    with pytest.raises(ValueError, match="bytes"):
+        prefill(model, cache, prompt(5))
+    with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
+        block_shape(MistralConfig(num_hidden_layers=2, sliding_window=8), BLOCK)
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_the_extra_is_named_where_it_is_missing(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import raykv.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "pip install 'raykv[transformers]'" in done.stderr
