@@ -17,12 +17,11 @@ from raykv.arena import Arena, open_own
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import CapacityError
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.object_store import ObjectStore, data_deadline
+from raykv.transports.object_store import ALTERED, FAILED, PULLED, ObjectStore, data_deadline
 
 log = logging.getLogger("raykv")
 THREADS = 16  # calls at a time: each pull holds one while it waits for its peer
 JOIN_DEADLINE_S = 30.0
-FAILED, PULLED, ALTERED = range(3)  # what became of a block that was to be pulled
 
 
 class NodeStore:
@@ -37,6 +36,7 @@ class NodeStore:
         self._transport = ObjectStore()
         self._index = -1
         self._peers: dict[int, Any] = {}
+        self._pulled = 0
         self._pulling: dict[tuple[int, int, int], Future[int]] = {}
         self._lock = threading.Lock()
         self._joined = threading.Event()
@@ -66,9 +66,13 @@ class NodeStore:
         at, to = np.frombuffer(source, PLACE), np.frombuffer(target, PLACE)
         names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         slots = [(int(p["slab"]), int(p["slot"]), int(p["gen"])) for p in to]
+        mine = []
         with self._lock:
-            mine = [i for i, slot in enumerate(slots) if slot not in self._pulling]
-            waits = [self._pulling.setdefault(slot, Future()) for slot in slots]
+            for i, slot in enumerate(slots):
+                if slot not in self._pulling:
+                    self._pulling[slot] = Future()
+                    mine.append(i)
+            waits = [self._pulling[slot] for slot in slots]
         verdicts = np.full(len(at), FAILED, np.uint8)
         try:
             verdicts[mine] = self._fetch(at[mine], names[mine], to[mine])
@@ -99,16 +103,19 @@ class NodeStore:
                 verdicts[there] = np.frombuffer(ray.get(answer, timeout=deadline), np.uint8)
             except (RayError, ValueError, KeyError) as error:
                 log.debug("push to node %d: %r", index, error)
+                self._peers.pop(index, None)
         return verdicts.tobytes()
 
     def _fetch(self, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
-        _, there = self._arena.checksums(to, keys)
+        _, there = self._arena.checksums(to, keys)  # another reader's pull was faster
         verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
         for index in np.unique(at["node"][~there]).tolist():
             wanted = np.flatnonzero((at["node"] == index) & ~there)
             try:
                 peer = self._peer(index)
                 verdicts[wanted] = self._transport.pull(peer, at[wanted], keys[wanted], self._arena, to[wanted])
+                with self._lock:
+                    self._pulled += int((verdicts[wanted] == PULLED).sum())
             except (RayError, ValueError, KeyError) as error:
                 log.debug("pull from node %d: %r", index, error)
                 self._peers.pop(index, None)
@@ -124,15 +131,19 @@ class NodeStore:
     # ------------------------------------------------------------------ for other nodes
 
     def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, list[NDArray[np.uint8]]]:
-        """(uint8 mask, uint64 checksums, payloads of the masked): not copied here, so the reader must verify."""
+        """(uint8 mask, uint64 checksums, bytes of the masked): not copied here, so the reader must verify."""
         at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         sums, ok = self._arena.checksums(at, names)
-        return ok.astype(np.uint8).tobytes(), sums.tobytes(), [self._arena.view(place) for place in at[ok]]
+        return ok.astype(np.uint8).tobytes(), sums.tobytes(), self._arena.views(at[ok])
 
     # ------------------------------------------------------------------ for the pool
 
     def ping(self) -> int:
         return os.getpid()
+
+    def stats(self) -> dict[str, int]:
+        """Since this process started: blocks pulled here from other nodes, and blocks found altered on arrival."""
+        return {"pulled": self._pulled, "corrupt": self._arena.corrupt}
 
     def raise_floor(self, generation: int) -> None:
         """Blocks up to a generation were cleared: a restarted directory must not find them again."""
@@ -161,11 +172,16 @@ class NodeStore:
             except (RayError, ValueError) as error:  # dead, restarting or replaced
                 log.debug("%r: no heartbeat: %r", self, error)
                 directory = None
+            except Exception:  # a store that no longer beats would be lost for good
+                log.exception("%r: no heartbeat", self)
+                directory = None
             settled = self._joined.is_set() and directory is not None and self._offered_all.is_set()
             pause = HEARTBEAT_S if settled else HEARTBEAT_S / 4
             self._stopped.wait(max(0.0, pause - (time.monotonic() - begin)))
 
     def _beat(self, directory: Any) -> None:
+        if not self._joined.is_set():  # a restarted store: the directory may know what it had, but not this arena
+            self._join(directory)
         answer = ray.get(directory.beat.remote(self._node_id, self._arena.offered), timeout=2 * HEARTBEAT_S)
         if answer is None:
             self._join(directory)

@@ -1,12 +1,14 @@
 """The supervisor: one node store on every living node, one directory that answers."""
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from raykv import actors
 from raykv.actors.directory import Directory
@@ -17,6 +19,7 @@ log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
 RETRY_S = 30.0  # a node that could not afford its store is asked again
 START_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 10.0
 
 
 class Supervisor:
@@ -25,18 +28,24 @@ class Supervisor:
     def __init__(self, pool: str) -> None:
         self._pool = pool
         self._stores: dict[str, Any] = {}  # by Ray node id
+        self._pings: dict[str, Any] = {}  # of every store, the answer that is due
         self._failed: dict[str, tuple[float, str]] = {}  # when and why a node has no store
         self._answered = time.monotonic()
         self._stopped = threading.Event()
         self._first_look = threading.Event()
-        threading.Thread(target=self._watch, name="raykv-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="raykv-watch", daemon=True)
+        self._thread.start()
 
     def __repr__(self) -> str:
         return f"Supervisor(pool={self._pool})"
 
+    def ping(self) -> int:
+        return os.getpid()
+
     def ready(self) -> dict[str, str]:
         """Wait until every living node's store serves. Returns why some don't, by Ray node id."""
-        self._first_look.wait(START_DEADLINE_S)
+        if not self._first_look.wait(START_DEADLINE_S):
+            raise TimeoutError(f"{self!r} could not start its directory in {START_DEADLINE_S:.0f} s: see its log")
         for node_id, store in list(self._stores.items()):
             try:
                 ray.get(store.hello.remote(), timeout=START_DEADLINE_S)
@@ -47,14 +56,17 @@ class Supervisor:
     def stop(self) -> None:
         """Let go of every node's memory and end all actors of the pool but this one."""
         self._stopped.set()
-        stores = dict(self._stores)
-        ray.wait([store.stop.remote() for store in stores.values()], num_returns=len(stores) or 1, timeout=10)
-        for store in stores.values():
+        self._thread.join(STOP_DEADLINE_S)  # a look that is under way may start a store
+        stores = []
+        for node_id in _living():  # not those known here: this process may be a new one
+            with contextlib.suppress(ValueError):
+                stores.append(actors.find(actors.node_store_name(self._pool, node_id)))
+        if stores:
+            ray.wait([store.stop.remote() for store in stores], num_returns=len(stores), timeout=STOP_DEADLINE_S)
+        for store in stores:
             ray.kill(store)
-        try:
+        with contextlib.suppress(ValueError):
             ray.kill(actors.find_directory(self._pool))
-        except ValueError:
-            pass
         actors.forget(self._pool)
 
     def _watch(self) -> None:
@@ -68,15 +80,35 @@ class Supervisor:
             self._stopped.wait(max(0.1, HEARTBEAT_S - (time.monotonic() - begin)))
 
     def _look(self) -> None:
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        living = _living()
         directory = self._directory()
+        self._drop_failed()
         for node_id in living - self._stores.keys():
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
                 self._stores[node_id] = self._start_store(node_id)
         for node_id in self._stores.keys() - living:  # a pinned actor never comes back once its node is dead
             ray.kill(self._stores.pop(node_id))
+            self._pings.pop(node_id, None)
         for node_id in set(self._known(directory).values()) - living:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
+
+    def _drop_failed(self) -> None:
+        """Forget stores that are dead for good, to try again later: Ray restarts none whose constructor raised."""
+        waiting = list(self._pings.values())
+        done = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
+        for node_id, store in list(self._stores.items()):
+            ping = self._pings.get(node_id)
+            try:
+                if ping is None or ping in done:
+                    self._pings[node_id] = store.ping.remote()
+                if ping in done:
+                    ray.get(ping, timeout=HEARTBEAT_S)
+                    self._failed.pop(node_id, None)
+            except ActorDiedError as error:
+                self._failed[node_id] = (time.monotonic(), str(error))
+                del self._stores[node_id], self._pings[node_id]
+            except RayError as error:
+                log.debug("%r: store of node %s: %r", self, node_id[:8], error)
 
     def _known(self, directory: Any) -> dict[int, str]:
         """What the directory has; also the proof that it answers."""
@@ -113,7 +145,8 @@ class Supervisor:
         self._answered = time.monotonic()
         if old:
             log.warning("%r: %s does not answer, %s takes over", self, old.decode(), name)
-            ray.kill(actors.find(old.decode()))
+            with contextlib.suppress(ValueError):
+                ray.kill(actors.find(old.decode()))
         return directory
 
     def _start_store(self, node_id: str) -> Any:
@@ -127,3 +160,7 @@ class Supervisor:
             .options(**options)
             .remote(self._pool, node_id, settings["cpu_memory"], bytes.fromhex(settings["secret"]))
         )
+
+
+def _living() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

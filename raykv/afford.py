@@ -1,7 +1,7 @@
 """Whether every node can afford its arena, asked before anything is started."""
 
-import glob
 import os
+import re
 from typing import Any
 
 import ray
@@ -12,6 +12,8 @@ from raykv.arena import SHM
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
 
+ASK_DEADLINE_S = 60.0
+
 
 def check_nodes(pool: str, cpu_memory: float | int) -> None:
     """CapacityError if some node can't; nodes that share a machine's memory are added up."""
@@ -19,9 +21,12 @@ def check_nodes(pool: str, cpu_memory: float | int) -> None:
     living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     answers = ray.get(
         [
-            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(pool, cpu_memory)
+            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
+                pool, cpu_memory
+            )
             for node_id in living
-        ]
+        ],
+        timeout=ASK_DEADLINE_S,
     )
     machines: dict[str, list[dict[str, Any]]] = {}
     for answer in answers:
@@ -34,7 +39,8 @@ def check_nodes(pool: str, cpu_memory: float | int) -> None:
 
 def _ask(pool: str, cpu_memory: float | int) -> dict[str, Any]:
     found = room.free_bytes()
-    left_behind = sum(os.stat(path).st_blocks * 512 for path in glob.glob(f"{SHM}/raykv-{pool}-{os.getuid()}-*"))
+    ours = re.compile(rf"raykv-{pool}-{os.getuid()}-\d+")
+    left_behind = sum(entry.stat().st_blocks * 512 for entry in os.scandir(SHM) if ours.fullmatch(entry.name))
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
         machine = f"{boot_id.read().strip()}-{os.stat(SHM).st_dev}"
     return {

@@ -255,16 +255,21 @@ class Arena:
         header.recheck(words, at, spots, names, ok)
         return sums.view(np.uint64), ok
 
-    def view(self, place: np.void | NDArray[np.void]) -> NDArray[np.uint8]:
-        """The bytes of one slot, in place and unchecked. ValueError if the arena offers no such slot."""
+    def views(self, places: NDArray[np.void]) -> list[NDArray[np.uint8]]:
+        """The bytes of slots, in place and unchecked; those of neighbours as one array.
+
+        ValueError if the arena offers no such slot.
+        """
         words, data = self._memory
-        spots, _ = _arguments(np.atleast_1d(place), np.zeros((1, KEY_BYTES), np.uint8))
+        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
         at, payload = self._locate(words, data, spots)
-        if at[0] < 0:
+        if (at < 0).any():
             raise ValueError(
-                f"{self.path}: no slot at {place}; {self.offered} slabs of {self.slab_bytes} bytes are offered"
+                f"{self.path}: no slot at {places[at < 0][0]}; {self.offered} slabs of {self.slab_bytes} bytes are offered"
             )
-        return data[payload[0] : payload[0] + (spots[0, 1] >> 32)]
+        stops = payload + (spots[:, 1] >> 32)
+        runs = np.split(np.arange(len(spots)), np.flatnonzero(stops[:-1] != payload[1:]) + 1)
+        return [data[payload[run[0]] : stops[run[-1]]] for run in runs if len(run)]
 
     def inventory(self) -> Inventory:
         """Every ready block, and every slot that is being written or was when its writer died: to be swept."""

@@ -19,8 +19,8 @@ from raykv.rows import Rows
 if TYPE_CHECKING:
     from raykv.client import KVPool
 
-PIECE_BYTES = 16 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
-PIECES_AHEAD = 3
+PIECE_BYTES = 32 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
+PIECES_AHEAD = 4
 
 Keys = NDArray[np.uint8]
 Places = NDArray[np.void]
@@ -239,7 +239,8 @@ class _Lease:
         if answer and answer.staged:
             self.staged[:] = np.frombuffer(answer.staged, PLACE)
         self.keys = keys[: len(self.source)]
-        if pool.local is None or (answer and not answer.staged and (self.source["node"] != pool.local.index).any()):
+        ours = self.staged[self.staged["slab_gen"] > 0] if answer and answer.staged else self.source
+        if pool.local is None or (ours["node"] != pool.local.index).any():
             pool.look_again()  # the directory calls this node something else
             self.source, self.staged, self.keys = self.source[:0], self.staged[:0], keys[:0]
         if not len(self.source):

@@ -1,6 +1,7 @@
 """A pool, from the process that uses it."""
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
@@ -26,6 +27,7 @@ T = TypeVar("T")
 THREADS = 16  # that serve async callers
 LOOK_AGAIN_S = 1.0
 ADMIN_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 30.0
 
 
 class KVPool:
@@ -108,8 +110,10 @@ class KVPool:
         """
         directory = actors.find_directory(self.name)
         floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
-        names = ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
-        stores = [actors.find(actors.node_store_name(self.name, name)) for name in names]
+        stores = []
+        for node_id in ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values():
+            with contextlib.suppress(ValueError):  # a node that was lost meanwhile
+                stores.append(actors.find(actors.node_store_name(self.name, node_id)))
         ray.get([store.raise_floor.remote(floor) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
@@ -133,7 +137,9 @@ class KVPool:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([running])
+            while not running.done():  # cancelled twice, too
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
             raise
 
     def look_again(self) -> None:
@@ -145,11 +151,9 @@ class KVPool:
     def node_names(self, indices: list[int]) -> list[str]:
         """Ray node ids of the nodes that places call so; those that are gone are left out."""
         if not set(indices) <= self._names.keys():
-            try:
-                nodes = actors.find_directory(self.name).nodes.remote()
+            with contextlib.suppress(RayError):
+                nodes = self.link.directory.nodes.remote()
                 self._names.update(ray.get(nodes, timeout=METADATA_DEADLINE_S))
-            except (ValueError, RayError):
-                pass
         return [self._names[index] for index in indices if index in self._names]
 
     def _look(self) -> Local | None:
@@ -164,9 +168,11 @@ class KVPool:
             return
         if self.local and self.local.arena.nonce == found.arena.nonce:
             found.arena.close()
-            self.local.index = found.index
+            self.local.store, self.local.index = found.store, found.index
             return
-        self.local = found  # the old arena is unmapped when its last reader is done
+        old, self.local = self.local, found
+        if old:
+            old.arena.close()  # unmapped when its last reader is done
 
 
 def start(config: PoolConfig | None = None) -> KVPool:
@@ -177,11 +183,18 @@ def start(config: PoolConfig | None = None) -> KVPool:
     """
     config = config or PoolConfig()
     _connect(config.name)
-    if actors.settings(config.name) is None:
-        secret = config.explicit_secret() or secrets.token_bytes(32)
+    secret = config.explicit_secret()
+    running = actors.settings(config.name)
+    if running is None:
         check_nodes(config.name, config.cpu_memory)
-        values = {"secret": secret.hex(), "cpu_memory": config.cpu_memory, "locality": config.locality}
+        values = {
+            "secret": (secret or secrets.token_bytes(32)).hex(),
+            "cpu_memory": config.cpu_memory,
+            "locality": config.locality,
+        }
         actors.put(config.name, "settings", json.dumps(values).encode(), overwrite=False)
+    elif secret is not None and secret.hex() != running["secret"]:
+        raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
     supervisor = (
         ray.remote(Supervisor)
         .options(**actors.options(actors.supervisor_name(config.name), _head(), pinned=False, threads=4))
@@ -227,13 +240,15 @@ def _head() -> str:
 
 
 def _stop(name: str) -> None:
-    try:
-        supervisor = actors.find(actors.supervisor_name(name))
-    except ValueError:
-        actors.forget(name)
-        return
-    try:
-        ray.get(supervisor.stop.remote(), timeout=2 * ADMIN_DEADLINE_S)
-    except RayActorError:
-        pass
-    ray.kill(supervisor)
+    for _ in range(3):  # a supervisor that is killed meanwhile comes back, and goes on
+        try:
+            supervisor = actors.find(actors.supervisor_name(name))
+        except ValueError:
+            break
+        try:
+            ray.get(supervisor.stop.remote(), timeout=STOP_DEADLINE_S)
+            ray.kill(supervisor)
+            break
+        except RayActorError:
+            continue
+    actors.forget(name)

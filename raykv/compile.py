@@ -24,12 +24,16 @@ def _folder() -> str:
         if b"@kernel" in text:
             sources.update(text)
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = os.path.join(base, f"raykv-{sources.hexdigest()[:16]}")
+    folder = os.path.join(base, f"raykv-{sources.hexdigest()[:16]}")
     try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        info = os.stat(path)
-        if info.st_uid == os.getuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(path, os.W_OK):
-            return path
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        info = os.stat(folder)
+        if (
+            info.st_uid == os.getuid()
+            and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            and os.access(folder, os.W_OK)
+        ):
+            return folder
     except OSError:
         pass
     return tempfile.mkdtemp(prefix="raykv-")

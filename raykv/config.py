@@ -48,13 +48,18 @@ class PoolConfig:
     def explicit_secret(self) -> bytes | None:
         """The secret that the user gave, or None. Raises ValueError on a file that others can read."""
         given = self.secret if self.secret is not None else os.environ.get("RAYKV_SECRET", "").encode() or None
+        if given == b"":
+            raise ValueError("secret is empty: anybody could derive its keys")
         if given is None or isinstance(given, bytes):
             return given
         path = Path(given)
         mode = path.stat().st_mode
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ValueError(f"secret file {path} is readable by others (mode {mode & 0o777:o}): chmod 600 {path}")
-        return path.read_bytes().strip()
+        secret = path.read_bytes().strip()
+        if not secret:
+            raise ValueError(f"secret file {path} is empty")
+        return secret
 
 
 def fingerprint(pool: str, secret: bytes) -> bytes:

@@ -1,10 +1,8 @@
 """`raykv demo`: engines on different Ray nodes of this machine answer questions about documents that they share."""
 
 import json
-import logging
 import os
 import random
-import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -18,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from raykv.config import MIB, PoolConfig
+from raykv.config import MIB
+from raykv.testbed import local_cluster, local_pool, on_node, undisturbed
 
 POOL = "demo"
 DOCUMENT_TOKENS = 2000
@@ -137,7 +136,8 @@ def run(requests: int, nodes: int, seed: int, as_json: bool) -> bool:
     console = Console(stderr=as_json)
     with _bar(console) as bar:
         task = bar.add_task("starting Ray nodes, pool and engines", total=requests)
-        with _cluster(nodes), _engines(nodes, seed) as (engines, index):
+        with local_cluster(nodes) as ids, local_pool(POOL, 1024 * MIB), _engines(ids, seed) as engines:
+            index = {node: number for number, node in enumerate(ids)}
             rows = []
             bar.console.print(HEADER)
             for number, (name, prompt) in enumerate(_prompts(requests, nodes, seed)):
@@ -195,65 +195,21 @@ def _prompts(requests: int, nodes: int, seed: int) -> Iterator[tuple[str, list[i
 
 
 @contextmanager
-def _cluster(nodes: int) -> Iterator[None]:
-    """A Ray cluster of `nodes` raylets on this machine, and this process its driver."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token file into the home folder
+def _engines(nodes: list[str], seed: int) -> Iterator[list[Any]]:
+    """A warm engine on every node."""
     import ray
-    from ray.cluster_utils import Cluster
 
-    room: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 256 * MIB, "include_dashboard": False}
-    cluster = Cluster()
-    try:
-        with _undisturbed():
-            for _ in range(nodes):
-                cluster.add_node(**room)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        yield
-    finally:
-        with _undisturbed():
-            ray.shutdown()
-            cluster.shutdown()
-
-
-@contextmanager
-def _engines(nodes: int, seed: int) -> Iterator[tuple[list[Any], dict[str, int]]]:
-    """A pool and a warm engine on every node; also the number of each Ray node id."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    import raykv
-
-    with _undisturbed():
-        pool = raykv.start(PoolConfig(name=POOL, cpu_memory=1024 * MIB))
     engines: list[Any] = []
     try:
-        index = {node["NodeID"]: number for number, node in enumerate(ray.nodes())}
-        actor = ray.remote(num_cpus=0)(Engine)
-        for node in index:
-            pinned = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            engines.append(actor.options(scheduling_strategy=pinned).remote(seed))
+        for node in nodes:
+            engines.append(on_node(Engine, node, seed))
         for engine in engines:  # one after the other: they share the processor
             ray.get(engine.warm_up.remote())
-        yield engines, index
+        yield engines
     finally:
-        with _undisturbed():
+        with undisturbed():
             for engine in engines:
                 ray.kill(engine)
-            pool.stop()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until this is done: nothing is left half started or half stopped."""
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for caught in came:
-            signal.raise_signal(caught)
 
 
 def _bar(console: Console) -> Progress:

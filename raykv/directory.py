@@ -75,7 +75,7 @@ class Directory:
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
         self.floor = 0  # generations up to this one were cleared
-        self.counters = dict.fromkeys(("lookups", "hits", "remote_hits", "stored", "refused", "bad"), 0)
+        self.counters = dict.fromkeys(("lookups", "hits", "remote_hits", "stored", "refused", "corrupt"), 0)
         self._shelves = Shelves(epoch)
         self._indices = itertools.count()
         self._stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
@@ -153,10 +153,11 @@ class Directory:
         source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
         others = np.array([s for s in self._shelves.sizes[stride] if s != shelf], np.int64)
         heap = self._shelves.heaps[stride]
-        covered, grants, _ = placement.reserve(
+        covered, grants = placement.reserve(
             self._shelves.c, k, firsts, start, shelf, others, heap, self.locality, source, staged, granted
         )
-        self.counters["refused"] += len(k) - covered
+        if not grants:  # else the rest is asked for in another call
+            self.counters["refused"] += len(k) - covered
         granted = granted[:grants]
         gens, places = self._shelves.describe(source, block_bytes)
         staged_gens, staged_places = self._shelves.describe(staged, block_bytes)
@@ -167,8 +168,8 @@ class Directory:
             self.epoch,
             covered,
             granted.astype(np.int32).tobytes(),
-            places[granted].tobytes(),
-            staged_places[granted].tobytes(),
+            places.take(granted).tobytes(),
+            staged_places.take(granted).tobytes(),
         )
 
     def commit(
@@ -218,8 +219,7 @@ class Directory:
                 self._end(client, i)
         if call.bad:
             rows, gens = self._shelves.rows_of(np.frombuffer(call.bad, PLACE))
-            self.counters["bad"] += len(rows)
-            slabs.drop(self._shelves.c, rows, gens)
+            self.counters["corrupt"] += int(slabs.drop(self._shelves.c, rows, gens))
         return client
 
     def _end(self, client: Client, hold: int) -> None:
@@ -386,14 +386,14 @@ class Directory:
             if need <= 0:
                 return
         if len(writer.shelves) > 1:
-            self._reclaim(writer, shelf, stride)
+            self._reclaim(writer, shelf, stride, max(0, self._shelves.room(shelf)) + need)
 
-    def _reclaim(self, node: Node, shelf: int, stride: int) -> None:
+    def _reclaim(self, node: Node, shelf: int, stride: int, need: int) -> None:
         """Take slabs of other sizes: any while this one can evict nothing, else one whose newest block is colder.
 
         That costs a look at all their rows, so it is done once a slab's worth of evictions.
         """
-        while self._shelves.room(shelf) <= 0:
+        while self._shelves.room(shelf) < need:
             tick = self._shelves.coldest(shelf)
             evicted = int(self._shelves.c.shelves[shelf]["evicted"])
             if tick >= 0 and evicted - node.checked.get(shelf, 0) < node.slab_bytes // stride:

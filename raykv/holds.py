@@ -81,6 +81,11 @@ def match(c, keys, firsts, node, shelf, source, staged):  # type: ignore[no-unty
                 c.rows[staging].pins += 1
         n += 1
     covered, granted = _cover(c, keys, n, shelf, staged)
+    if granted == 0 and covered < n:
+        moved = _read_elsewhere(c, firsts, covered, n, node, source, staged)
+        remote += moved
+        if moved > 0:
+            covered, granted = _cover(c, keys, n, shelf, staged)
     if granted == 0 and covered < n:  # no staging at all: a shorter hit, never a wait
         for j in range(n - covered):
             i = n - 1 - j
@@ -90,6 +95,35 @@ def match(c, keys, firsts, node, shelf, source, staged):  # type: ignore[no-unty
                 unpin(c, staged[i])
         n = covered
     return n, remote
+
+
+@kernel
+def _read_elsewhere(c, firsts, covered, n, node, source, staged):  # type: ignore[no-untyped-def]
+    """Give up the replicas on the reader's node, which may be all of its window, and stream from their primaries.
+
+    Only blocks from `covered` on, last to first. Returns how many.
+    """
+    moved = 0
+    for j in range(n - covered):
+        i = n - 1 - j
+        row = np.int64(source[i])
+        if c.rows[row].state != REPLICA or node_of(c, row) != node:
+            continue
+        other = np.int64(firsts[i])
+        while other >= 0 and not (_readable(c, other) and node_of(c, other) != node):
+            other = np.int64(c.rows[other].same)
+        if other >= 0:
+            pin(c, other)
+            unpin(c, row)
+            source[i] = other
+            staged[i] = UNSTAGED
+            moved += 1
+    return moved
+
+
+@kernel
+def _readable(c, row):  # type: ignore[no-untyped-def]
+    return c.rows[row].state == READY and c.rows[row].pins < PINS_MAX and c.shelves[shelf_of(c, row)].offered
 
 
 @kernel

@@ -8,9 +8,13 @@ old end. Letting go links it at the young end, last block first, so that plain L
 children.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from raykv.compile import kernel
@@ -61,6 +65,27 @@ class Columns(NamedTuple):
     pages: NDArray[np.int32]  # slab of each page of rows
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1
     state: NDArray[np.int64]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
+    """Ask for the element's cache lines, both where it straddles two, without waiting for them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        start = builder.gep(context.make_array(kind)(context, builder, arguments[0]).data, [arguments[1]])
+        number = ir.IntType(32)
+        byte = ir.IntType(8).as_pointer()
+        start = builder.bitcast(start, byte)
+        signature_ = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, signature_, "llvm.prefetch.p0")
+        size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+        for offset in (0, size - 8) if size > 8 else (0,):
+            pointer = builder.gep(start, [ir.IntType(64)(offset)])
+            builder.call(function, [pointer, number(1), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 @kernel
@@ -147,12 +172,10 @@ def find(c, keys, out):  # type: ignore[no-untyped-def]
     """out[i] = first row of keys[i], or -1. Three passes a piece, so that cache misses overlap instead of queueing."""
     mask = len(c.table) - 1
     n = len(keys)
-    found = 0
-    warm = np.uint64(0)
     for start in range(0, n, 64):
         stop = min(n, start + 64)
         for i in range(start, stop):
-            warm += np.uint64(c.table[tag_of(keys[i, 0], keys[i, 1]) & mask])
+            prefetch(c.table, tag_of(keys[i, 0], keys[i, 1]) & mask)
         for i in range(start, stop):
             tag = tag_of(keys[i, 0], keys[i, 1])
             at = tag & mask
@@ -160,17 +183,21 @@ def find(c, keys, out):  # type: ignore[no-untyped-def]
             while entry != 0 and entry >> 32 != tag:
                 at = (at + 1) & mask
                 entry = c.table[at]
-            row = (entry & 0xFFFFFFFF) - 1
-            out[i] = row
-            if row >= 0:
-                warm += c.rows[row].k0
+            out[i] = (entry & 0xFFFFFFFF) - 1
+            if entry != 0:
+                prefetch(c.rows, out[i])
+                prefetch(c.pages, out[i] >> PAGE_BITS)  # whoever asks for a row asks for its shelf
         for i in range(start, stop):
             row = out[i]
             if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):
                 at = probe(c, keys[i, 0], keys[i, 1])  # two keys with one tag
                 out[i] = (c.table[at] & 0xFFFFFFFF) - 1 if at >= 0 else -1
-            found += out[i] >= 0
-    return found, warm
+
+
+@kernel
+def prefetch_entry(c, row):  # type: ignore[no-untyped-def]
+    """Ask for where the table holds a row's key."""
+    prefetch(c.table, tag_of(c.rows[row].k0, c.rows[row].k1) & (len(c.table) - 1))
 
 
 @kernel
@@ -255,7 +282,7 @@ def give_back(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def unfinished(state):  # type: ignore[no-untyped-def]
-    return state == WRITING or state == STAGING
+    return state == WRITING or state == STAGING  # a tuple to look in costs numba a loop
 
 
 @kernel
@@ -288,7 +315,7 @@ def to_limbo(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def present(state):  # type: ignore[no-untyped-def]
-    return state == READY or state == REPLICA
+    return state == READY or state == REPLICA  # as above
 
 
 @kernel
@@ -323,11 +350,22 @@ def promote(c, row):  # type: ignore[no-untyped-def]
 @kernel
 def forget(c, row):  # type: ignore[no-untyped-def]
     """Take a READY or REPLICA row out of table and lists; where it was the primary, a replica takes its place."""
-    if c.rows[row].state == READY:
-        promote(c, row)
     if c.rows[row].listed:
         unlink(c, list_of(c, row, c.rows[row].state), row)
+    at = probe(c, c.rows[row].k0, c.rows[row].k1)
+    if alone(c, at, row):  # most are: no second probe
+        close_gap(c, at)
+        c.state[ENTRIES] -= 1
+        return
+    if c.rows[row].state == READY:
+        promote(c, row)
     delete(c, row)
+
+
+@kernel
+def alone(c, at, row):  # type: ignore[no-untyped-def]
+    """Whether a row is the only one of its key, whose entry is at `at`."""
+    return c.rows[row].same < 0 and (c.table[at] & 0xFFFFFFFF) - 1 == row
 
 
 @kernel

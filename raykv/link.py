@@ -1,5 +1,6 @@
 """A client's line to the directory: deadlines, ids, and what is still held."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -36,7 +37,7 @@ class Link:
         self.pool = pool
         self.faults: Counter[str] = Counter()
         self._newest_epoch = newest_epoch
-        self._directory = find_directory(pool)
+        self.directory = _found(pool)  # the one that was last in charge; None if there was none
         self._client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
         self._seq = itertools.count(1)
@@ -44,7 +45,7 @@ class Link:
         self._landed: list[NDArray[np.void]] = []
         self._bad: list[NDArray[np.void]] = []
         self._lock = threading.Lock()
-        self._up = True
+        self._up = self.directory is not None
         self._logged: dict[str, float] = {}
         self._last_call = time.monotonic()
         self._wake = threading.Event()
@@ -92,8 +93,9 @@ class Link:
         if not self._closed.is_set() and self._pid == os.getpid():
             self._closed.set()
             self._wake.set()
-            if ray.is_initialized():
-                self._directory.bye.remote(self._client)
+            if ray.is_initialized() and self.directory is not None:
+                with contextlib.suppress(RayError):
+                    self.directory.bye.remote(self._client)
 
     def _call(self, method: str, args: tuple[Any, ...], deadline: float, hold: int | None = None) -> Any:
         if not self._up or self._closed.is_set():
@@ -106,7 +108,7 @@ class Link:
             with self._lock:  # calls must arrive in the order in which their lists of held ids were made
                 if hold is not None:
                     self._held.add(hold)
-                ref = getattr(self._directory, method).remote(self._news(), *args)
+                ref = getattr(self.directory, method).remote(self._news(), *args)
             answer = ray.get(ref, timeout=deadline)
         except RayError as error:
             self._up = False
@@ -132,12 +134,10 @@ class Link:
             if time.monotonic() - self._last_call > HEARTBEAT_S / 2 or self._landed or self._bad:
                 self._send("beat_client", (), 4 * METADATA_DEADLINE_S)
             return
-        try:
-            self._directory = find_directory(self.pool)
-            if self._send("beat_client", (), 10 * METADATA_DEADLINE_S) is not None:
-                self._up = True
-        except (ValueError, RayError, RuntimeError):  # no such actor now, or Ray is shut down
-            return
+        directory = _found(self.pool)
+        if directory is not None:
+            self.directory = directory
+            self._up = self._send("beat_client", (), 10 * METADATA_DEADLINE_S) is not None
 
 
 def _beat(reference: "weakref.ref[Link]", wake: threading.Event) -> None:
@@ -150,9 +150,19 @@ def _beat(reference: "weakref.ref[Link]", wake: threading.Event) -> None:
         if wake.is_set() and not link._up:
             time.sleep(0.05)  # a directory that is restarting refuses at once
         wake.clear()
-        if ray.is_initialized():
-            link._beat_once()
+        try:
+            if ray.is_initialized():
+                link._beat_once()
+        except Exception:  # a link that no longer probes would stay down for good
+            log.exception("pool %s", link.pool)
         del link
+
+
+def _found(pool: str) -> Any:
+    try:
+        return find_directory(pool)
+    except (ValueError, RayError):
+        return None
 
 
 def _joined(parts: list[NDArray[np.void]]) -> bytes:

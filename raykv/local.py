@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv import actors
-from raykv.actors.node_store import ALTERED, PULLED
 from raykv.arena import Arena
 from raykv.link import Link
-from raykv.transports.object_store import data_deadline
+from raykv.transports.object_store import ALTERED, PULLED, data_deadline
 
 HELLO_DEADLINE_S = 60.0
 

@@ -11,19 +11,23 @@ from raykv.index import (
     REPLICA,
     STAGING,
     WRITING,
+    alone,
     delete,
     forget,
     free,
     grant,
     list_of,
     pin,
+    prefetch,
+    prefetch_entry,
     present,
     probe,
-    tag_of,
     taken,
     to_limbo,
     unlink,
 )
+
+AHEAD = 4  # victims whose rows are on their way to the processor
 
 
 @kernel
@@ -119,9 +123,9 @@ def victim(c, shelf, heap, locality, may_leave):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def drop_replicas(c, row):  # type: ignore[no-untyped-def]
-    """Free the replicas of a primary that nobody holds."""
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+def drop_replicas(c, first):  # type: ignore[no-untyped-def]
+    """Free the replicas of a key that nobody holds. first: its first row."""
+    other = np.int64(first)
     while other >= 0:
         after = np.int64(c.rows[other].same)
         if c.rows[other].state == REPLICA and c.rows[other].pins == 0:
@@ -138,24 +142,36 @@ def evict(c, shelf):  # type: ignore[no-untyped-def]
     Unheld replicas go with it: they are as cold (`let_go`), and in its place they would use up the staging window.
     """
     row = oldest(c, shelf)
-    drop_replicas(c, row)
+    at = probe(c, c.rows[row].k0, c.rows[row].k1)
+    if not alone(c, at, row):
+        drop_replicas(c, (c.table[at] & 0xFFFFFFFF) - 1)
     forget(c, row)
     c.shelves[shelf].evicted += 1
     return row
 
 
 @kernel
-def warm_victims(c, shelf, n):  # type: ignore[no-untyped-def]
-    """Bring in what evicting the shelf's n coldest will touch, so that its cache misses overlap."""
-    mask = len(c.table) - 1
+def victim_ahead(c, shelf, steps):  # type: ignore[no-untyped-def]
+    """The row that the shelf evicts `steps` evictions from now, or -1; all up to there are asked for."""
     row = np.int64(c.lists[shelf * LISTS_PER_SHELF + 1].tail)
-    warm = 0
-    for _ in range(n):
+    for _ in range(steps):
         if row < 0:
             break
-        warm += c.table[tag_of(c.rows[row].k0, c.rows[row].k1) & mask]
+        prefetch_entry(c, row)
         row = np.int64(c.rows[row].prev)
-    return warm
+    return row
+
+
+@kernel
+def next_ahead(c, row):  # type: ignore[no-untyped-def]
+    """One step on: a list can't be read faster than a miss a step, so each overlaps with the work of a grant."""
+    if row < 0:
+        return row
+    prefetch_entry(c, row)
+    row = np.int64(c.rows[row].prev)
+    if row >= 0:
+        prefetch(c.rows, row)
+    return row
 
 
 @kernel
@@ -165,9 +181,10 @@ def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, stage
     firsts: what `find` said. shelf: of the writer's node. others: the other shelves of this size. source[i]: the
     pinned or granted row, -1 where another writes the key. staged[i]: the row on the writer's node to write into
     where the granted one is elsewhere, else -1. granted: indices of the granted. Returns (first key that found no
-    room, or len(keys); grants).
+    room or, behind others of this call, no staging; else len(keys); grants).
     """
-    n, grants, spill, warm = len(keys), 0, 0, 0
+    n, grants, spill, away = len(keys), 0, 0, 0
+    ahead = victim_ahead(c, shelf, AHEAD)
     for i in range(n):  # all pins before the first eviction: a batch must not evict its own keys
         source[i] = -1
         staged[i] = -1
@@ -181,9 +198,9 @@ def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, stage
         k0, k1 = keys[i, 0], keys[i, 1]
         if source[i] >= 0 or taken(c, k0, k1):
             continue
-        if grants & 31 == 0:
-            warm += warm_victims(c, shelf, 32)
-        may_leave = can_stage(c, shelf)
+        ahead = next_ahead(c, ahead)
+        can_leave = can_stage(c, shelf)
+        may_leave = can_leave or away > 0  # else the window is others', and the block stays here or nowhere
         target = np.int64(-1)
         if room(c, shelf) > 0:
             target = np.int64(shelf)
@@ -194,10 +211,13 @@ def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, stage
                 spill += 1
         has_room = target >= 0
         if not has_room:
-            target = victim(c, shelf, heap, locality, may_leave)
+            target = victim(c, shelf, heap, locality, can_leave or (may_leave and locality == 1.0))
             if target < 0:
-                return i, grants, warm
+                return i, grants
         if target != shelf:
+            if not can_leave:  # this very call used up the window: the rest in another, not over what is here
+                return i, grants
+            away += 1
             staged[i] = stage(c, shelf, k0, k1)  # before a promoted replica can use up the window
         row = take(c, target) if has_room else evict(c, target)
         grant(c, row, k0, k1, WRITING)
@@ -206,7 +226,7 @@ def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, stage
         grants += 1
         if not has_room and room(c, target) < 0 and oldest(c, target) >= 0:
             free(c, evict(c, target))  # replicas that became primaries had used up its staging window
-    return n, grants, warm
+    return n, grants
 
 
 @kernel

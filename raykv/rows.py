@@ -32,8 +32,8 @@ def count(of: NDArray[np.uint8], start: int) -> int:
 def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> NDArray[np.uint8]:
     """(rows, block_bytes) uint8, contiguous; of more rows the first, unless they must be `exact`."""
     array = _numpy(name, given)
-    enough = len(array) == rows if exact else len(array) >= rows
-    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != block_bytes or not enough:
+    fits = array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == block_bytes
+    if not fits or len(array) < rows or (exact and len(array) > rows):
         raise ValueError(
             f"{name}: {array.dtype} of shape {array.shape}, but the cache wants uint8 of ({rows}, {block_bytes}): "
             f"blocks times block_bytes (view other dtypes as uint8)"
@@ -45,9 +45,7 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
     return array[:rows]
 
 
-def paged(
-    given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False
-) -> list[Row]:
+def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> list[Row]:
     """Rows made of row block_ids[i] of each array of paged memory."""
     several = isinstance(given, (list, tuple))
     arrays = [_numpy("paged", part) for part in (given if several else [given])]
@@ -64,7 +62,9 @@ def paged(
     total = sum(array.shape[1] for array in arrays)
     if total != block_bytes:
         raise ValueError(f"a row of paged memory has {total} bytes in all, a block of the cache {block_bytes}")
-    ids = np.asarray(block_ids, np.int64)
+    ids = np.asarray(block_ids)
+    if rows and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        raise ValueError(f"block_ids: {ids.dtype} of shape {ids.shape}: give one integer a block")
     pages = min((len(array) for array in arrays), default=0)
     if rows and (ids.min() < 0 or ids.max() >= pages):
         raise ValueError(f"block_ids from {ids.min()} to {ids.max()}, but there are {pages} pages")
@@ -78,6 +78,9 @@ def _numpy(name: str, given: Any) -> NDArray[Any]:
     if hasattr(given, "numpy") and getattr(given, "device", None) is not None:
         if given.device.type != "cpu":
             raise ValueError(f"{name} is on {given.device}: only CPU memory is supported; copy it with .cpu()")
-        array: NDArray[Any] = given.detach().numpy()
+        try:
+            array: NDArray[Any] = given.detach().numpy()
+        except TypeError as error:
+            raise ValueError(f"{name}: {given.dtype}, but blocks are uint8: .view(torch.uint8) it") from error
         return array
     raise ValueError(f"{name} is a {type(given).__name__}: give a numpy array or a torch tensor")

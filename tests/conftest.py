@@ -1,17 +1,21 @@
-"""One Ray cluster of two nodes for the whole session; a pool of a fresh name for every test."""
+"""One Ray cluster of two nodes for the whole session; a pool of a fresh name for every test that asks for one."""
 
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.path.dirname(__file__), os.environ.get("PYTHONPATH"))))
+
+if TYPE_CHECKING:
+    import raykv
 
 MIB = 1 << 20
+NODE = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 _names = (f"t{os.getpid()}-{i}" for i in itertools.count())
 
 
@@ -21,35 +25,57 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    small = {"num_cpus": 2, "object_store_memory": 256 * MIB}
-    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
-    cluster.add_node(**small)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        cluster.add_node(wait=True, **NODE)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def start_for_module(cluster: Any) -> Iterator[Callable[..., "raykv.KVPool"]]:
+    yield from _start()
 
 
 @pytest.fixture
-def start(cluster: Any) -> Iterator[Callable[..., Any]]:
-    """Start a pool; it is stopped after the test."""
+def start(cluster: Any) -> Iterator[Callable[..., "raykv.KVPool"]]:
+    """Start a pool that offers all of its memory; it is stopped after the test."""
+    yield from _start()
+
+
+def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
+    import ray
+    from pools import eventually, served
+
     import raykv
 
     pools = []
 
-    def start(**settings: Any) -> Any:
-        pools.append(raykv.start(raykv.PoolConfig(**{"name": next(_names), "cpu_memory": 256 * MIB, **settings})))
-        return pools[-1]
+    def start(**settings: Any) -> raykv.KVPool:
+        pool = raykv.start(raykv.PoolConfig(**{"name": next(_names), "cpu_memory": 64 * MIB, **settings}))
+        pools.append(pool)
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        eventually(lambda: served(pool, nodes))
+        return pool
 
     yield start
     for pool in pools:
         pool.stop()
 
 
-def payload(keys: np.ndarray, block_bytes: int) -> np.ndarray:
-    """The only right content of the blocks of these keys: (n, block_bytes) uint8."""
-    seeds = keys.view(np.uint64).reshape(-1, 2)
-    words = np.arange(block_bytes // 8, dtype=np.uint64)[None, :]
-    with np.errstate(over="ignore"):
-        mixed = (words + seeds[:, :1]) * np.uint64(0x9E3779B97F4A7C15) ^ seeds[:, 1:]
-    return mixed.view(np.uint8).reshape(len(keys), -1)
+@pytest.fixture
+def third_node(cluster: Any) -> Iterator[Callable[[], Any]]:
+    """Add a raylet; it is removed after the test, if it is still there."""
+    added = []
+
+    def add() -> Any:
+        added.append(cluster.add_node(wait=True, **NODE))
+        return added[-1]
+
+    yield add
+    for node in added:
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node, allow_graceful=False)

@@ -7,231 +7,39 @@ directory may evict either: `reserve` is told which by `choices`.
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+from oracle_slots import (
+    LIVE,
+    PINS_MAX,
+    PRESENT,
+    Client,
+    Lease,
+    Node,
+    Row,
+    Shelf,
+    Slab,
+    Slots,
+    pack,
+    split,
+    unpack,
+)
 
 from raykv.calls import Call, Matched, Reserved
 
-Hold = list[tuple["Row", int]]
-LIVE = ("writing", "ready", "replica", "staging")  # in the table
-PRESENT = ("ready", "replica")
-PINS_MAX = 65535
-PLACE = struct.Struct("<IIIIQQ")
 
-
-@dataclass(eq=False)
-class Row:
-    """One slot."""
-
-    slab: "Slab"
-    slot: int
-    state: str = "free"
-    key: bytes = b""
-    gen: int = 0
-    last: int = 0
-    pins: int = 0
-
-
-@dataclass(eq=False)
-class Shelf:
-    """The slots of one size on one node."""
-
-    node: int
-    stride: int
-    window: int
-    offered: bool
-    rows: list[Row] = field(default_factory=list)
-    free: list[Row] = field(default_factory=list)  # the last is taken first
-
-    def of(self, state: str) -> list[Row]:
-        return [row for row in self.rows if row.state == state]
-
-
-@dataclass(eq=False)
-class Slab:
-    node: int
-    number: int
-    shelf: Shelf
-    gen: int
-    rows: list[Row] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Lease:
-    """What a client holds: (row, its generation then) for each key, or None."""
-
-    seq: int
-    writes: bool
-    node: int
-    shelf: Shelf | None
-    keys: list[bytes]
-    source: list[tuple[Row, int] | None]
-    staged: list[tuple[Row, int] | None]
-    unstaged: set[int]  # keys that are elsewhere and have no staging slot yet
-
-
-@dataclass(eq=False)
-class Client:
-    last_seen: float
-    holds: dict[int, Lease] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Node:
-    index: int
-    nonce: bytes
-    slab_bytes: int
-    window_bytes: int
-    last_beat: float
-    state: str = "joining"
-    offered: int = 0
-    spare: list[int] = field(default_factory=list)
-    shelves: dict[int, Shelf] = field(default_factory=dict)
-    slabs: dict[int, Slab] = field(default_factory=dict)
-    checked: dict[Shelf, int] = field(default_factory=dict)
-
-
-def split(keys: bytes) -> list[bytes]:
-    return [keys[i : i + 16] for i in range(0, len(keys), 16)]
-
-
-def unpack(places: bytes) -> list[tuple[int, ...]]:
-    return list(PLACE.iter_unpack(places))
-
-
-def pack(held: list[tuple[Row, int] | None], block_bytes: int) -> bytes:
-    """PLACEs of rows; zeros for None."""
-    out = b""
-    for item in held:
-        if item:
-            slab = item[0].slab
-            out += PLACE.pack(slab.node, slab.number, item[0].slot, block_bytes, slab.gen, item[0].gen)
-        else:
-            out += bytes(PLACE.size)
-    return out
-
-
-class Oracle:
+class Oracle(Slots):
     def __init__(self, epoch: int = 1, locality: float = 1.5, client_ttl: float = 10.0) -> None:
-        self.epoch, self.locality, self.client_ttl = epoch, locality, client_ttl
+        super().__init__(epoch)
+        self.locality, self.client_ttl = locality, client_ttl
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
-        self.floor = self.counter = self.clock = self.indices = 0
-        self.counters = dict.fromkeys(("lookups", "hits", "remote_hits", "stored", "refused", "bad"), 0)
-        self.evicted: dict[Shelf, int] = {}
+        self.floor = self.indices = 0
+        self.counters = dict.fromkeys(("lookups", "hits", "remote_hits", "stored", "refused", "corrupt"), 0)
         self.stamped: set[bytes] = set()
         self.next_check = 0.0
-        self.table: dict[bytes, list[Row]] = {}
         self.sizes: dict[int, list[Shelf]] = {}
         self.by_index: dict[int, Node] = {}
-
-    # ------------------------------------------------------------------ one row
-
-    def touch(self, row: Row) -> None:
-        self.clock += 1
-        row.last = self.clock
-
-    def enter(self, row: Row, key: bytes, gen: int) -> None:
-        """A block that was found in a slot: the first copy of a key is primary."""
-        row.state = "replica" if self.taken(key) else "ready"
-        row.key, row.gen, row.pins = key, gen, 0
-        self.table.setdefault(key, []).append(row)
-        self.touch(row)
-
-    def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
-        row.key, row.gen, row.state, row.pins = key, self.next_gen(), state, 1
-        self.table.setdefault(key, []).append(row)
-        return row, row.gen
-
-    def next_gen(self) -> int:
-        self.counter += 1
-        return self.last_gen()
-
-    def last_gen(self) -> int:
-        return self.epoch << 40 | self.counter
-
-    def forget(self, row: Row) -> None:
-        """Out of the table. Where that was the key's primary (to be), its first replica is from now on."""
-        copies = self.table[row.key]
-        replicas = [other for other in copies if other.state == "replica"]
-        if row.state in ("ready", "writing") and replicas:
-            replicas[0].state = "ready"
-            if not replicas[0].pins:
-                self.touch(replicas[0])
-        copies.remove(row)
-        if not copies:
-            del self.table[row.key]
-
-    def free(self, row: Row) -> None:
-        row.state, row.pins = "free", 0
-        row.slab.shelf.free.append(row)
-
-    def limbo(self, row: Row) -> None:
-        if row.state in LIVE:
-            self.forget(row)
-        row.state, row.pins = "limbo", 0
-
-    def drop(self, row: Row) -> None:
-        """Forget a block; its slot is free once nobody holds it."""
-        self.forget(row)
-        if row.pins:
-            row.state = "dropped"
-        else:
-            self.free(row)
-
-    def pin(self, row: Row) -> tuple[Row, int]:
-        row.pins += 1
-        return row, row.gen
-
-    def let_go_row(self, item: tuple[Row, int] | None) -> None:
-        if item is None or item[0].gen != item[1] or item[0].state == "limbo":
-            return
-        row = item[0]
-        row.pins -= 1
-        if row.pins == 0 and row.state in PRESENT:
-            self.touch(row)
-        elif row.pins == 0:
-            if row.state in LIVE:
-                self.forget(row)
-            self.free(row)
-
-    def abandon_row(self, item: tuple[Row, int] | None) -> None:
-        """Its only holder is gone, and may still write."""
-        if item and item[0].gen == item[1] and item[0].pins == 1 and item[0].state in ("writing", "staging", "dropped"):
-            self.limbo(item[0])
-
-    def taken(self, key: bytes) -> bool:
-        return any(row.state in ("writing", *PRESENT) for row in self.table.get(key, ()))
-
-    # ------------------------------------------------------------------ one shelf
-
-    def replicas(self, shelf: Shelf) -> list[Row]:
-        return [row for row in shelf.of("replica") if row.pins == 0]
-
-    def takeable(self, shelf: Shelf) -> int:
-        return len(shelf.free) + len(self.replicas(shelf))
-
-    def room(self, shelf: Shelf) -> int:
-        return self.takeable(shelf) - max(0, shelf.window - len(shelf.of("staging")))
-
-    def can_stage(self, shelf: Shelf) -> bool:
-        return len(shelf.of("staging")) < shelf.window and self.takeable(shelf) > 0
-
-    def take(self, shelf: Shelf) -> Row:
-        """A free slot, else the oldest replica's."""
-        if shelf.free:
-            return shelf.free.pop()
-        row = min(self.replicas(shelf), key=lambda r: r.last)
-        self.forget(row)
-        return row
-
-    def stage(self, shelf: Shelf | None, key: bytes) -> tuple[Row, int] | None:
-        if shelf is None or not self.can_stage(shelf):
-            return None
-        return self.grant(self.take(shelf), key, "staging")
-
-    def oldest(self, shelf: Shelf) -> Row | None:
-        return min((r for r in shelf.of("ready") if r.pins == 0), key=lambda r: r.last, default=None)
 
     # ------------------------------------------------------------------ readers
 
@@ -244,7 +52,7 @@ class Oracle:
             return here[0], None
         primary = [r for r in present if r.state == "ready"]
         staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
-        return (primary or present or [None])[-1 if primary else 0], staging[-1] if staging else None
+        return (primary[-1] if primary else present[0] if present else None), staging[-1] if staging else None
 
     def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
         client = self.hello(call, now)
@@ -267,6 +75,9 @@ class Oracle:
             hold.staged.append(self.pin(staging) if staging else None)
         self.cover(hold, 0)
         covered = min(hold.unstaged, default=len(hold.keys))
+        if not any(hold.staged[:covered]) and self.read_elsewhere(hold, covered):
+            self.cover(hold, 0)
+            covered = min(hold.unstaged, default=len(hold.keys))
         if not any(hold.staged[:covered]):  # no staging at all: a shorter hit, never a wait
             for i in reversed(range(covered, len(hold.keys))):
                 self.let_go_row(hold.source[i])
@@ -281,6 +92,22 @@ class Oracle:
             return Matched(self.epoch, b"", b"")
         client.holds[lease] = hold
         return Matched(self.epoch, pack(hold.source, block_bytes), pack(hold.staged, block_bytes) if remote else b"")
+
+    def read_elsewhere(self, hold: Lease, covered: int) -> bool:
+        """Give up the node's own replicas, which may be all of its window, and stream from their primaries."""
+        moved = False
+        for i in reversed(range(covered, len(hold.keys))):
+            item = hold.source[i]
+            if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
+                continue
+            copies = self.table[hold.keys[i]]
+            primaries = [r for r in copies if r.state == "ready" and r.pins < PINS_MAX and r.slab.shelf.offered]
+            if primaries and primaries[0].slab.node != hold.node:
+                hold.source[i] = self.pin(primaries[0])
+                self.let_go_row(item)
+                hold.unstaged.add(i)
+                moved = True
+        return moved
 
     def cover(self, hold: Lease, start: int) -> None:
         """Stage what is unstaged, in order, until there is no more room for it."""
@@ -297,7 +124,7 @@ class Oracle:
         if hold is None or hold.writes or not 0 <= start <= len(hold.keys):
             return Matched(self.epoch, b"", b"")
         for i in reversed(range(start)):
-            self.let_go_row(hold.staged[i])
+            self.let_go_read(hold.staged[i])
             hold.staged[i] = None
             hold.unstaged.discard(i)
         end = start
@@ -312,9 +139,7 @@ class Oracle:
             hold.staged[end] = staged
             hold.unstaged.remove(end)
             end += 1
-        return Matched(
-            self.epoch, pack(hold.source[start:end], block_bytes), pack(hold.staged[start:end], block_bytes)
-        )
+        return Matched(self.epoch, pack(hold.source[start:end], block_bytes), pack(hold.staged[start:end], block_bytes))
 
     # ------------------------------------------------------------------ writers
 
@@ -342,19 +167,23 @@ class Oracle:
         for key in wanted:
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.pins < PINS_MAX]
             hold.source.append(self.pin(copies[0]) if copies else None)
-        covered, granted = len(wanted), []
+        covered, granted, away = len(wanted), [], False
         for i in range(start, len(wanted)):
             if hold.source[i] or self.taken(wanted[i]):
                 continue
-            target, has_room = self.target(shelf, (choices or {}).get(i, -1))
-            if target is None:
-                covered = i
+            target, has_room = self.target(shelf, self.can_stage(shelf), away, (choices or {}).get(i, -1))
+            if target is None or (target is not shelf and not self.can_stage(shelf)):
+                covered = i  # no room; or this call used up its window: the rest is for another one
                 break
             if target is not shelf:
+                away = True
                 hold.staged[i] = self.stage(shelf, wanted[i])
             hold.source[i] = self.grant(self.take(target) if has_room else self.evict(target), wanted[i], "writing")
             granted.append(i)
-        self.counters["refused"] += len(wanted) - covered
+            if not has_room and self.room(target) < 0 and self.oldest(target):
+                self.free(self.evict(target))  # others had used up its staging window
+        if not granted:
+            self.counters["refused"] += len(wanted) - covered
         client.holds[reservation] = hold
         return Reserved(
             self.epoch,
@@ -364,17 +193,19 @@ class Oracle:
             pack([hold.staged[i] for i in granted], block_bytes),
         )
 
-    def target(self, shelf: Shelf, choice: int) -> tuple[Shelf | None, bool]:
+    def target(self, shelf: Shelf, can_leave: bool, away: bool, choice: int) -> tuple[Shelf | None, bool]:
         """(where the next block goes, whether there is room)."""
         if self.room(shelf) > 0:
             return shelf, True
         tail = self.oldest(shelf)
-        if not self.can_stage(shelf):
+        if not can_leave and not away:
             return (shelf if tail else None), False
         others = [s for s in self.sizes[shelf.stride] if s.offered]
         for other in others:
             if self.room(other) > 0:
                 return other, True
+        if not can_leave and self.locality > 1:  # only exact LRU has to come back for another node's victim
+            return (shelf if tail else None), False
         tails = [(row.last, s) for s in others if (row := self.oldest(s))]
         if not tails:
             return None, False
@@ -385,8 +216,11 @@ class Oracle:
         return next((s for s in coldest if s.node == choice), coldest[0]), False
 
     def evict(self, shelf: Shelf) -> Row:
+        """The key whose primary is the shelf's oldest goes, but for copies that somebody holds."""
         row = self.oldest(shelf)
         assert row is not None
+        for other in [r for r in self.table[row.key] if r.state == "replica" and r.pins == 0]:
+            self.drop(other)
         self.forget(row)
         self.evicted[shelf] += 1
         return row
@@ -440,7 +274,7 @@ class Oracle:
             row = self.row_of(place)
             if row and row.gen == place[5] and row.state in PRESENT:
                 self.drop(row)
-        self.counters["bad"] += len(call.bad) // PLACE.size
+                self.counters["corrupt"] += 1
         return client
 
     def end(self, client: Client, hold: int) -> None:
@@ -449,7 +283,7 @@ class Oracle:
 
     def let_go(self, hold: Lease) -> None:
         for source, staged in zip(reversed(hold.source), reversed(hold.staged), strict=True):
-            self.let_go_row(source)
+            self.let_go_read(source)
             self.let_go_row(staged)
 
     def check(self, now: float) -> None:
@@ -468,7 +302,14 @@ class Oracle:
     # ------------------------------------------------------------------ nodes
 
     def join(
-        self, name: str, nonce: bytes, slab_bytes: int, slab_count: int, epoch: int, now: float, window: int | None = None
+        self,
+        name: str,
+        nonce: bytes,
+        slab_bytes: int,
+        slab_count: int,
+        epoch: int,
+        now: float,
+        window: int | None = None,
     ) -> tuple[int, int]:
         self.check(now)
         if epoch > self.epoch or (epoch == self.epoch and nonce not in self.stamped):
@@ -506,7 +347,9 @@ class Oracle:
                     row.slab.shelf.free.remove(row)
                     row.state, row.gen = "limbo", place[5]
             order = sorted(range(len(found)), key=lambda i: (ages[i], -depths[i]))
-            known = [(row, *found[i]) for i in order if found[i][0][5] > self.floor and (row := self.row_of(found[i][0]))]
+            known = [
+                (row, *found[i]) for i in order if found[i][0][5] > self.floor and (row := self.row_of(found[i][0]))
+            ]
             now_tick = self.clock = max(self.clock, len(known))
             for i, (row, place, key) in enumerate(known):
                 if row.state == "free":
@@ -621,10 +464,10 @@ class Oracle:
             if need <= 0:
                 return
         if len(writer.shelves) > 1:
-            self.reclaim(writer, shelf)
+            self.reclaim(writer, shelf, max(0, self.room(shelf)) + need)
 
-    def reclaim(self, node: Node, shelf: Shelf) -> None:
-        while self.room(shelf) <= 0:
+    def reclaim(self, node: Node, shelf: Shelf, need: int) -> None:
+        while self.room(shelf) < need:
             tail = self.oldest(shelf)
             if tail and self.evicted[shelf] - node.checked.get(shelf, 0) < node.slab_bytes // shelf.stride:
                 return

@@ -92,7 +92,7 @@ def ray_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         pytest.skip("another test's cluster is in this process")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     before = set(room._raylets(Path("/proc")))
-    ray.init(num_cpus=1, object_store_memory=100 * MIB, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=1, object_store_memory=100 * MIB, include_dashboard=False, logging_level="ERROR")
     session = ray._private.worker._global_node.get_session_dir_path().encode()
     new = set(room._raylets(Path("/proc"))) - before
     yield next(process for process in new if session in (process / "cmdline").read_bytes())

@@ -4,14 +4,17 @@ Every call goes to the directory and to its oracle, and must get one answer.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from oracle import PLACE, Oracle, split, unpack
+from directory_checks import chain_of, chains_of, check_invariants, rows_of_directory, rows_of_oracle
+from oracle import Oracle
+from oracle_slots import PLACE, unpack
 
 from raykv import index
 from raykv.calls import Call
@@ -85,22 +88,23 @@ class Store:
 
 
 class World:
-    """oracle=False: callers are confused beyond what the oracle follows (sizes mixed up); only invariants are checked."""
+    """oracle=False: callers are confused beyond what the oracle follows, and only invariants are checked."""
 
     def __init__(self, seed: int, oracle: bool = True) -> None:
         self.rng = rng = Random(seed)
         self.locality = rng.choice([1.0, 1.5])
-        self.window = rng.choice([4096, 3 * 4096, SLAB, 2 * SLAB])
+        self.window = rng.choice([4096, 3 * 4096, 3 * 4096, SLAB])
         self.with_oracle = oracle
         self.names = NAMES[: rng.randint(1, 4)]
-        self.sizes = SIZES[: rng.randint(1, 3)]
+        self.sizes = SIZES[: rng.choice([1, 2, 2, 3])]
         self.now = 0.0
         self.steps = 0
+        self.failed = False
         self.ids = 0
         self.grants: dict[bytes, bytes] = {}  # keys of places that were handed to writers, most recent last
-        self.log: list[str] = []
+        self.log: list[tuple[str, tuple[Any, ...]]] = []  # since the directory started
         self.workers = [self._worker() for _ in range(4)]
-        self.stores = {name: Store(rng.randbytes(16), rng.randint(2, 6)) for name in self.names}
+        self.stores = {name: Store(rng.randbytes(16), rng.randint(2, 8)) for name in self.names}
         self._new_directory()
 
     def _worker(self) -> Worker:
@@ -110,6 +114,7 @@ class World:
     def _new_directory(self) -> None:
         self.real = Directory(locality=self.locality, client_ttl=TTL)
         self.model = Oracle(locality=self.locality, client_ttl=TTL)
+        self.log.clear()
         for name in self.names:
             if self.rng.random() < 0.9:
                 self.join(name)
@@ -119,19 +124,58 @@ class World:
     # ------------------------------------------------------------------ both at once
 
     def do(self, name: str, *args: Any) -> Any:
-        """Ask both. An argument is logged so that a failure can be replayed by hand."""
+        """Ask both."""
         self.steps += 1
-        self.log.append(f"{name}{args}")
-        try:
-            real = getattr(self.real, name)(*args)
-            if self.with_oracle:
-                more = {"choices": self._choices(real)} if name == "reserve" else {}
-                model = getattr(self.model, name)(*args, **more)
-                assert real == model, f"{name}: directory {real}, oracle {model}"
-        except Exception as error:
-            error.add_note("the last calls were:\n" + "\n".join(self.log[-8:]))
-            raise
+        self.log.append((name, args))
+        with self.explained():
+            return self._ask(self.real, self.model, name, args)
+
+    def _ask(self, directory: Directory, oracle: Oracle, name: str, args: tuple[Any, ...]) -> Any:
+        real = getattr(directory, name)(*args)
+        if self.with_oracle:
+            more = {"choices": self._choices(real)} if name == "reserve" else {}
+            model = getattr(oracle, name)(*args, **more)
+            assert real == model, f"{name}: directory {real}, oracle {model}"
         return real
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Tell a failure with the fewest calls that still lead to one, from a new directory on."""
+        try:
+            yield
+        except Exception as error:
+            if not self.failed:
+                self.failed = True
+                calls, last = self._shrunk()
+                text = "\n".join(f"    {name}{tuple(map(_short, args))}" for name, args in calls)
+                error.add_note(f"{len(calls)} calls are enough (locality {self.locality}):\n{text}\n    -> {last!r}")
+            raise
+
+    def _shrunk(self) -> tuple[list[tuple[str, tuple[Any, ...]]], Exception | None]:
+        calls, piece = list(self.log), len(self.log)
+        last = self._replay(calls)
+        while last and piece:
+            for start in range(0, len(calls), piece):
+                fewer = calls[:start] + calls[start + piece :]
+                if error := self._replay(fewer):
+                    calls, last = fewer, error
+                    break
+            else:
+                piece //= 2
+        return calls, last
+
+    def _replay(self, calls: list[tuple[str, tuple[Any, ...]]]) -> Exception | None:
+        real = Directory(locality=self.locality, client_ttl=TTL)
+        model = Oracle(locality=self.locality, client_ttl=TTL)
+        try:
+            for name, args in calls:
+                self._ask(real, model, name, args)
+                if len(calls) < 100:
+                    self._compare(real, model)
+            self._compare(real, model)
+        except Exception as error:
+            return error
+        return None
 
     @staticmethod
     def _choices(reserved: Any) -> dict[int, int]:
@@ -140,18 +184,19 @@ class World:
 
     def check(self) -> None:
         """Compare all state, and look whether it makes sense by itself."""
-        try:
-            check_invariants(self.real)
-            assert self.do("stats", self.now)["keys"] >= 0
-            if self.with_oracle:
-                assert rows_of_directory(self.real) == rows_of_oracle(self.model)
-                assert chains_of(self.real) == {
-                    key: [(row.slab.node, row.slab.number, row.slot) for row in rows]
-                    for key, rows in self.model.table.items()
-                }
-        except Exception as error:
-            error.add_note("the last calls were:\n" + "\n".join(self.log[-8:]))
-            raise
+        with self.explained():
+            self._compare(self.real, self.model)
+        self.do("stats", self.now)
+
+    def _compare(self, directory: Directory, oracle: Oracle) -> None:
+        check_invariants(directory)
+        if self.with_oracle:
+            real, model = rows_of_directory(directory), rows_of_oracle(oracle)
+            differ = {at: (real.get(at), model.get(at)) for at in real | model if real.get(at) != model.get(at)}
+            assert not differ, differ
+            assert chains_of(directory) == {
+                key: [(row.slab.node, row.slab.number, row.slot) for row in rows] for key, rows in oracle.table.items()
+            }
 
     # ------------------------------------------------------------------ clients
 
@@ -174,7 +219,7 @@ class World:
         """(block_bytes, keys): mostly a prefix of a document."""
         rng = self.rng
         size = rng.choice(self.sizes)
-        doc = min(rng.randrange(16), rng.randrange(16))
+        doc = min(rng.randrange(16) for _ in range(3))
         keys = DOCUMENTS[size][doc][: rng.randint(0 if rng.random() < 0.05 else 1, LONGEST)]
         if rng.random() < 0.04:
             keys = keys + rng.choices(keys or [bytes(16)], k=3)
@@ -225,7 +270,7 @@ class World:
         reservation = self.new_id(worker)
         call = self.call(worker)
         stored = []
-        if start >= 0 and not call.held and not call.bad and len(worker.holds) == 0:
+        if self.with_oracle and start >= 0 and not call.bad:
             stored = [key for key in keys if self._present(key)]
         got = self.do("reserve", call, reservation, worker.node, b"".join(keys), start, size, self.now)
         assert all(self._present(key) for key in stored), "a batch evicted its own keys"
@@ -314,7 +359,8 @@ class World:
         rng, store = self.rng, self.stores[name]
         known = self.real.nodes.get(name)
         fresh = known is not None and known.state == "joining"
-        ready, busy = [], []
+        ready: list[tuple[bytes, bytes]] = []
+        busy: list[tuple[bytes, bytes]] = []
         for place, key in store.headers.values():
             place = (store.index, *place[1:])
             if rng.random() < 0.1:
@@ -326,7 +372,7 @@ class World:
             busy += [(_garbled(rng, place), key) for place, key in busy]
             ready += [(_garbled(rng, place), key) for place, key in ready if rng.random() < 0.1]
         places, keys = (b"".join(part) for part in zip(*ready, strict=True)) if ready else (b"", b"")
-        positions = struct.pack(f"<{len(ready)}I", *(DEPTH[key] for _, key in ready))
+        positions = struct.pack(f"<{len(ready)}I", *(DEPTH.get(key, 0) for _, key in ready))
         stamps = struct.pack(f"<{len(ready)}I", *(rng.randrange(4) for _ in ready))
         self.do("adopt", name, places, keys, positions, stamps, b"".join(p for p, _ in busy), self.now)
 
@@ -371,7 +417,7 @@ class World:
         if how < 0.5:
             self.do("remove_node", name, self.now)
         if how > 0.7:
-            store = self.stores[name] = Store(rng.randbytes(16), rng.randint(2, 6), epoch=rng.randint(0, 2))
+            store = self.stores[name] = Store(rng.randbytes(16), rng.randint(2, 8), epoch=rng.randint(0, 2))
         if rng.random() < 0.1:
             store.epoch += rng.randint(1, 2)  # another directory was here
         store.offered = 0
@@ -387,14 +433,14 @@ class World:
         self._new_directory()
 
     def wait(self) -> None:
-        self.now += self.rng.choice([0.05, 0.3, 0.6, 1.0, 1.0, 4.0, TTL + 1])
+        self.now += self.rng.choice([0.05, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.0, 4.0, TTL + 1])
 
     def clear(self) -> None:
         self.do("clear", self.now)
 
     # ------------------------------------------------------------------ all
 
-    MIXES: dict[str, dict[Callable[["World"], None], int]] = {}
+    MIXES: ClassVar[dict[str, dict[Callable[["World"], None], float]]] = {}
 
     def burst(self, mix: str, steps: int) -> None:
         ops, weights = zip(*self.MIXES[mix].items(), strict=True)
@@ -426,10 +472,10 @@ class World:
         assert (stats["clients"], stats["leases"], stats["reservations"]) == (0, 0, 0)
 
 
-_USE = {World.match: 10, World.reserve: 10, World.commit: 9, World.stream: 4, World.release: 4, World.beat_client: 2}
-_CARE = {World.heartbeats: 2, World.report: 1, World.wait: 2, World.leave: 1}
+_USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, World.release: 9, World.beat_client: 2}
+_CARE = {World.heartbeats: 4, World.report: 1, World.wait: 1, World.leave: 1}
 World.MIXES = {
-    "all": {**_USE, **_CARE, World.node_lost: 1, World.clear: 1, World.restart: 1},
+    "all": {**_USE, **_CARE, World.node_lost: 1, World.clear: 0.2, World.restart: 0.2},
     "use": {**_USE, World.heartbeats: 1},
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
     "read": {World.match: 6, World.stream: 3, World.release: 2, World.reserve: 1, World.commit: 1},
@@ -440,6 +486,12 @@ World.MIXES = {
 
 def _split(places: bytes) -> list[bytes]:
     return [places[i : i + PLACE.size] for i in range(0, len(places), PLACE.size)]
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Call):
+        return tuple(_short(field) for field in value)
+    return f"{len(value)} bytes {blake2b(value, digest_size=3).hexdigest()}" if isinstance(value, bytes) else value
 
 
 def _garbled(rng: Random, place: bytes) -> bytes:
@@ -457,157 +509,3 @@ def slot_size(place: tuple[int, ...], directory: Directory | None = None) -> int
         if node.index == place[0] and place[1] in node.slabs:
             return SLAB // directory._shelves.span(node.slabs[place[1]])[1] // 4096 * 4096
     return 0
-
-
-# ---------------------------------------------------------------------- what a directory holds
-
-
-def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[Any, ...]]:
-    """State of every slot, and its turn to be taken."""
-    out = {}
-    c = directory._shelves.c
-    for node in directory.nodes.values():
-        for number, record in node.slabs.items():
-            base, slots = directory._shelves.span(record)
-            for slot, row in enumerate(c.rows[base : base + slots].tolist()):
-                k0, k1, gen, last, _, _, _, pins, state, _ = row
-                out[node.index, number, slot] = _row(
-                    index.STATES[state], struct.pack("<QQ", k0, k1), gen, last, pins, int(c.slabs[record]["gen"])
-                )
-    return out
-
-
-def rows_of_oracle(oracle: Oracle) -> dict[tuple[int, int, int], tuple[Any, ...]]:
-    return {
-        (row.slab.node, row.slab.number, row.slot): _row(
-            row.state, row.key, row.gen, row.last, row.pins, row.slab.gen
-        )
-        for row in oracle.rows()
-    }
-
-
-def _row(state: str, key: bytes, gen: int, last: int, pins: int, slab_gen: int) -> tuple[Any, ...]:
-    return (
-        state,
-        key if state in ("writing", "ready", "replica", "staging") else None,
-        gen if state != "free" else None,
-        last if state in ("ready", "replica") and not pins else None,
-        pins,
-        slab_gen,
-    )
-
-
-def _where(directory: Directory, row: int) -> tuple[int, int, int]:
-    c = directory._shelves.c
-    slab = c.slabs[c.pages[row >> index.PAGE_BITS]]
-    return int(c.shelves[slab["shelf"]]["node"]), int(slab["number"]), row - int(slab["base"])
-
-
-def chain_of(directory: Directory, key: bytes) -> list[int]:
-    row = int(directory._find(key)[1][0])
-    rows = directory._shelves.c.rows
-    chain = []
-    while row >= 0:
-        chain.append(row)
-        row = int(rows[row]["same"])
-    return chain
-
-
-def chains_of(directory: Directory) -> dict[bytes, list[tuple[int, int, int]]]:
-    """Slots of every key, by the table."""
-    c = directory._shelves.c
-    out = {}
-    for entry in c.table[c.table != 0].tolist():
-        row = (entry & 0xFFFFFFFF) - 1
-        key = struct.pack("<QQ", *c.rows[row].tolist()[:2])
-        chain = chain_of(directory, key)
-        assert chain and chain[0] == row, "an entry that a probe does not find"
-        out[key] = [_where(directory, row) for row in chain]
-    return out
-
-
-def check_invariants(directory: Directory) -> None:
-    c = directory._shelves.c
-    spans = [directory._shelves.span(record) for node in directory.nodes.values() for record in node.slabs.values()]
-    live = np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)])
-    assert len(set(live.tolist())) == len(live), "slabs overlap"
-    rows = c.rows
-    state = rows["state"]
-    assert (state[live] < index.CLOSED).all()
-    assert not rows["pins"][np.setdiff1d(np.arange(len(rows)), live)].any()
-    for node in directory.stats(0.0)["nodes"].values():
-        assert sum(node[name] for name in index.STATES) == node["slots"]
-    _check_lists(directory, live)
-    _check_table(directory, live)
-    _check_holds(directory, live)
-
-
-def _check_lists(directory: Directory, live: Any) -> None:
-    c = directory._shelves.c
-    rows = c.rows.tolist()
-    shelves = {shelf for node in directory.nodes.values() for shelf in node.shelves.values()}
-    seen = set()
-    for shelf in shelves:
-        for which, of in enumerate((index.FREE, index.READY, index.REPLICA)):
-            head, tail, count = c.lists[shelf * index.LISTS_PER_SHELF + which].tolist()
-            before, row, length, last = -1, head, 0, 1 << 62
-            while row >= 0:
-                length += 1
-                assert length <= count and row not in seen
-                seen.add(row)
-                assert rows[row][4] == before and rows[row][8] == of and rows[row][9] == 1
-                assert int(c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]) == shelf
-                if of != index.FREE and rows[row][7] == 0:
-                    assert rows[row][3] < last, "not in the order of use"
-                    last = rows[row][3]
-                before, row = row, rows[row][5]
-            assert (length, before) == (count, tail)
-        staging = [r for r in live.tolist() if rows[r][8] == index.STAGING and _shelf_of(directory, r) == shelf]
-        assert len(staging) == c.shelves[shelf]["staging"] <= c.shelves[shelf]["window"]
-    for row in live.tolist():
-        _, _, _, _, _, _, _, pins, state, listed = rows[row]
-        assert listed == (row in seen)
-        unheld = pins == 0 and state in (index.FREE, index.READY, index.REPLICA)
-        assert listed or not unheld, "an unheld slot that nobody can take"
-        assert not listed or unheld or state == index.READY
-        assert pins > 0 or state not in (index.WRITING, index.STAGING, index.DROPPED)
-        assert pins == 0 or state not in (index.FREE, index.LIMBO)
-
-
-def _shelf_of(directory: Directory, row: int) -> int:
-    c = directory._shelves.c
-    return int(c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"])
-
-
-def _check_table(directory: Directory, live: Any) -> None:
-    c = directory._shelves.c
-    chains = chains_of(directory)
-    assert len(chains) == c.state[index.ENTRIES]
-    in_table = [(key, row) for key in chains for row in chain_of(directory, key)]
-    assert all(struct.pack("<QQ", *c.rows[row].tolist()[:2]) == key for key, row in in_table)
-    wanted = (index.WRITING, index.READY, index.REPLICA, index.STAGING)
-    assert sorted(row for _, row in in_table) == sorted(live[np.isin(c.rows["state"][live], wanted)].tolist())
-    for key in chains:
-        states = [int(c.rows[row]["state"]) for row in chain_of(directory, key)]
-        primaries = states.count(index.READY) + states.count(index.WRITING)
-        assert primaries == 1 or (primaries == 0 and index.REPLICA not in states), "replicas of nothing"
-
-
-def _check_holds(directory: Directory, live: Any) -> None:
-    """Who holds a row has pinned it, and nothing else pins."""
-    rows = directory._shelves.c.rows
-    pins = np.zeros(len(rows), int)
-    for client in directory.clients.values():
-        for hold in client.holds.values():
-            for held, gens in ((hold.source, hold.gens), (hold.staged, hold.staged_gens)):
-                mine = held >= 0
-                np.add.at(pins, held[mine], 1)
-                assert (rows["gen"][held[mine]] == gens[mine]).all(), "a held block was given away"
-    assert (pins == rows["pins"]).all(), "pins are not what is held"
-
-
-def keys_of(size: int, doc: int, n: int) -> bytes:
-    return b"".join(DOCUMENTS[size][doc][:n])
-
-
-__all__ = ["SIZES", "SLAB", "World", "check_invariants", "keys_of", "split"]

@@ -28,7 +28,10 @@ SLAB_SLOTS = 16_384
 BLOCK_BYTES = 4096
 PER_CALL = 4096  # keys of a call while filling
 STORE = 1024  # blocks of a timed store: a prompt of 16,384 tokens
-REPETITIONS = 40
+TURNS = 12
+IN_A_TURN = (
+    5  # of one kind on one side; the first, which finds the other side's code and data in the caches, is left out
+)
 WRITERS = 16 * LONG  # blocks of the chains that grow at the same time, interleaved at random
 CHURN = 0.4  # of all blocks are replaced before anything is timed
 
@@ -48,12 +51,12 @@ def run(entries: int) -> dict[str, Any]:
     for load in loads:
         load.fill()
     for length in LENGTHS:
-        for _ in range(REPETITIONS):
-            for load in loads:
-                load.match(length)
-    for _ in range(REPETITIONS):
-        for load in loads:
-            load.store()
+        for load in loads * TURNS:
+            for timed in range(IN_A_TURN):
+                load.match(length, timed > 0)
+    for load in loads * TURNS:
+        for timed in range(IN_A_TURN):
+            load.store(timed > 0)
     for _ in range(3):
         for load in loads:
             load.lose_node()
@@ -78,12 +81,12 @@ class _Pool:
     def __init__(self, entries: int, nodes: int) -> None:
         self.directory = Directory()
         self.calls = itertools.count(1)
-        slots = entries // nodes + entries // nodes // 50  # the staging window, as a node store with 2 MiB blocks has it
+        window = entries // nodes // 50  # the staging that a node store of 2 MiB blocks adds to its capacity
+        slots = entries // nodes + window
+        slabs = -(-slots // SLAB_SLOTS)
+        slab_bytes = -(-slots // slabs) * BLOCK_BYTES
         for node in range(nodes):
-            slabs = -(-slots // SLAB_SLOTS)
-            slab_bytes = -(-slots // slabs) * BLOCK_BYTES
-            window = entries // nodes // 50 * BLOCK_BYTES
-            self.directory.join(str(node), b"%d" % node, slab_bytes, slabs, 0, 0.0, window)
+            self.directory.join(str(node), b"%d" % node, slab_bytes, slabs, 0, 0.0, window * BLOCK_BYTES)
             self.directory.adopt(str(node), b"", b"", b"", b"", b"", 0.0)
             self.directory.beat(str(node), slabs, 0.0)
 
@@ -192,7 +195,7 @@ class _Load:
         self.random = np.random.default_rng(7)
         self.chains: dict[int, list[tuple[int, int]]] = {SHORT: [], LONG: []}  # (node, chain) by length
         self.ids = itertools.count()
-        self.turn = itertools.count()
+        self.writer = itertools.count()
         self.match_s: dict[int, list[float]] = {length: [] for length in LENGTHS}
         self.release_s: dict[int, list[float]] = {length: [] for length in LENGTHS}
         self.store_s: list[float] = []
@@ -240,7 +243,7 @@ class _Load:
     def _prepared(self, chain: int, length: int) -> Any:
         return self.side.prepare(_keys(np.full(length, chain), np.arange(length)))
 
-    def match(self, length: int) -> None:
+    def match(self, length: int, timed: bool) -> None:
         """Time a match and the release of a chain whose last use lies far back."""
         chains = self.chains[max(SHORT, length)]
         node, chain = chains.pop(0)
@@ -250,18 +253,21 @@ class _Load:
         n = self.side.match(node, keys)
         matched = time.perf_counter()
         self.side.release()
-        self.release_s[length].append(time.perf_counter() - matched)
-        self.match_s[length].append(matched - start)
+        released = time.perf_counter()
+        if timed:
+            self.match_s[length].append(matched - start)
+            self.release_s[length].append(released - matched)
         if n != length:
             raise RuntimeError(f"a chain of {length} blocks matched {n}: it should have been whole")
 
-    def store(self) -> None:
+    def store(self, timed: bool) -> None:
         """Time a store of new blocks, which evicts as many."""
         keys = self._prepared(next(self.ids), STORE)
-        node = next(self.turn) % self.nodes
+        node = next(self.writer) % self.nodes
         start = time.perf_counter()
         self.side.store(node, keys)
-        self.store_s.append(time.perf_counter() - start)
+        if timed:
+            self.store_s.append(time.perf_counter() - start)
 
     def lose_node(self) -> None:
         """Time the loss of a node."""

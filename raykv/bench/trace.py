@@ -174,15 +174,14 @@ class _Pool:
         return read
 
     def _store(self, node: int, keys: Keys, start: int) -> None:
-        """Store what was not read, at most a window a call: the rest of the blocks would find no staging."""
+        """Store what was not read; again while the window is what limits stores on other nodes."""
         index = self.directory.nodes[str(node)].index
         while start < len(keys):
             reservation = next(self.calls)
-            head = keys[: start + self.window]
             granted = self.directory.reserve(
-                self._call(), reservation, str(node), head.tobytes(), start, BLOCK_BYTES, 0.0
+                self._call(), reservation, str(node), keys.tobytes(), start, BLOCK_BYTES, 0.0
             )
-            chosen = head[np.frombuffer(granted.indices, np.int32)]
+            chosen = keys[np.frombuffer(granted.indices, np.int32)]
             places = np.frombuffer(granted.places, PLACE)
             held = np.uint64(reservation).tobytes()
             self.directory.commit(
@@ -190,7 +189,7 @@ class _Pool:
             )
             self.stored += len(places)
             self.local += int(np.count_nonzero(places["node"] == index))
-            if granted.covered < len(head):
+            if len(places) == 0:
                 break
             start = granted.covered
 

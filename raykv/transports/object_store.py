@@ -5,8 +5,11 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from raykv.arena import Arena
+
+FAILED, PULLED, ALTERED = range(3)  # what became of a block that was to be pulled
 
 
 def data_deadline(size: int) -> float:
@@ -20,14 +23,19 @@ class ObjectStore:
     def pull(
         self, peer: Any, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts 0 failed, 1 pulled, 2 altered there.
+        """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
 
         Raises RayError if the peer does not answer in time.
         """
         answer = peer.read.remote(source.tobytes(), keys.tobytes())
-        mask, sums, payloads = ray.get(answer, timeout=data_deadline(int(source["bytes"].sum())))
+        mask, sums, runs = ray.get(answer, timeout=data_deadline(int(source["bytes"].sum())))
         ok = np.frombuffer(mask, np.bool_)
-        verdicts = np.where(ok, 0, 2).astype(np.uint8)
         expected = np.frombuffer(sums, np.uint64)[ok]
-        verdicts[ok] = arena.write(target[ok], keys[ok], payloads, expected=expected)
+        payloads = [block for run in runs for block in run.reshape(-1, int(source["bytes"][0]))]
+        written = arena.write(target[ok], keys[ok], payloads, expected=expected)
+        verdicts = np.full(len(ok), ALTERED, np.uint8)
+        verdicts[ok] = [
+            PULLED if done else FAILED if xxh3_64_intdigest(payload.data) == total else ALTERED
+            for done, payload, total in zip(written, payloads, expected.tolist(), strict=True)
+        ]
         return verdicts

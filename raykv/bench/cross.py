@@ -1,0 +1,120 @@
+"""`raykv bench cross`: blocks of another node, beside what Ray and a socket do on the same route."""
+
+import socket
+import statistics
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.config import MIB
+from raykv.testbed import local_cluster, local_pool, on_node
+
+POOL = "bench-cross"
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a read
+WARM, PAIRS = 4, 12
+
+
+class Writer:
+    """Has the blocks, and serves the floors."""
+
+    def __init__(self) -> None:
+        import raykv
+
+        self.cache = raykv.attach(POOL).cache(model="bench", block_tokens=16, block_bytes=BLOCK_BYTES)
+        self.blocks = np.random.default_rng(0).integers(0, 255, (BLOCKS, BLOCK_BYTES), np.uint8)
+
+    def store(self, turn: int) -> int:
+        return self.cache.store(_keys(self.cache, turn), self.blocks)
+
+    def array(self) -> NDArray[np.uint8]:
+        return self.blocks
+
+    def listen(self) -> int:
+        """Serve the blocks once a byte asks for them, over TCP. Returns the port."""
+        server = socket.create_server(("127.0.0.1", 0))
+
+        def serve() -> None:
+            peer, _ = server.accept()
+            while peer.recv(1):
+                peer.sendall(self.blocks.reshape(-1).data)
+
+        threading.Thread(target=serve, daemon=True).start()
+        port: int = server.getsockname()[1]
+        return port
+
+
+class Reader:
+    def __init__(self, writer: Any) -> None:
+        import raykv
+
+        self.pool = raykv.attach(POOL)
+        self.cache = self.pool.cache(model="bench", block_tokens=16, block_bytes=BLOCK_BYTES)
+        self.writer = writer
+        self.out = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+
+    def connect(self, port: int) -> None:
+        self.peer = socket.create_connection(("127.0.0.1", port))
+
+    def pool_read(self, turn: int) -> float:
+        keys = _keys(self.cache, turn)
+        begin = time.perf_counter()
+        with self.cache.match(keys) as match:
+            assert self.pool.node_id not in match.nodes
+            count = match.read(self.out)
+        seconds = time.perf_counter() - begin
+        assert count == BLOCKS, f"{count} of {BLOCKS} blocks read: {self.pool.link.faults}"
+        return seconds
+
+    def ray_read(self) -> float:
+        import ray
+
+        begin = time.perf_counter()
+        array = ray.get(self.writer.array.remote())
+        seconds = time.perf_counter() - begin
+        assert array.nbytes == self.out.nbytes
+        return seconds
+
+    def socket_read(self) -> float:
+        view, got = memoryview(self.out.reshape(-1)), 0
+        begin = time.perf_counter()
+        self.peer.sendall(b"?")
+        while got < len(view):
+            got += self.peer.recv_into(view[got:])
+        return time.perf_counter() - begin
+
+
+def run() -> dict[str, float]:
+    """GB/s (1e9 bytes), medians. Every read of the pool is of blocks that the reader's node has not seen."""
+    import ray
+
+    ours, ray_gets, sockets = [], [], []
+    with local_cluster(2, 1024 * MIB) as (here, there), local_pool(POOL, 1024 * MIB) as pool:
+        writer = on_node(Writer, there)
+        reader = on_node(Reader, here, writer)
+        ray.get(reader.connect.remote(ray.get(writer.listen.remote())))
+        for turn in range(WARM + PAIRS):
+            pool.clear()  # so that no block finds room on the reader's node
+            assert ray.get(writer.store.remote(turn)) == BLOCKS
+            seconds = ray.get([reader.pool_read.remote(turn), reader.ray_read.remote(), reader.socket_read.remote()])
+            if turn >= WARM:
+                for column, value in zip((ours, ray_gets, sockets), seconds, strict=True):
+                    column.append(value)
+    return {
+        "read_gbps": _gbps(ours),
+        "ray_get_gbps": _gbps(ray_gets),
+        "socket_gbps": _gbps(sockets),
+        "read_of_ray_get": statistics.median(b / a for a, b in zip(ours, ray_gets, strict=True)),
+        "pairs": float(PAIRS),
+    }
+
+
+def _keys(cache: Any, turn: int) -> NDArray[np.uint8]:
+    keys: NDArray[np.uint8] = cache.keys(np.arange(BLOCKS * 16) + turn * BLOCKS * 16)
+    return keys
+
+
+def _gbps(seconds: list[float]) -> float:
+    return BLOCKS * BLOCK_BYTES / statistics.median(seconds) / 1e9

@@ -1,0 +1,68 @@
+"""Ray nodes on this machine, for the demo and the benches."""
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from raykv.config import MIB, PoolConfig
+
+
+@contextmanager
+def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[list[str]]:
+    """A Ray cluster of `nodes` raylets on this machine, and this process its driver. Yields the Ray node ids."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token file into the home folder
+    import ray
+    from ray.cluster_utils import Cluster
+
+    room: dict[str, Any] = {"num_cpus": 2, "object_store_memory": object_store_memory, "include_dashboard": False}
+    cluster = Cluster()
+    try:
+        with undisturbed():
+            for _ in range(nodes):
+                cluster.add_node(**room)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield [node["NodeID"] for node in ray.nodes()]
+    finally:
+        with undisturbed():
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@contextmanager
+def local_pool(name: str, cpu_memory: int) -> Iterator[Any]:
+    """A pool on that cluster."""
+    import raykv
+
+    with undisturbed():
+        pool = raykv.start(PoolConfig(name=name, cpu_memory=cpu_memory))
+    try:
+        yield pool
+    finally:
+        with undisturbed():
+            pool.stop()
+
+
+def on_node(actor: type, node_id: str, *args: Any) -> Any:
+    """An actor of this class on that node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=pinned).remote(*args)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until this is done: nothing is left half started or half stopped."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for caught in came:
+            signal.raise_signal(caught)

@@ -1,0 +1,152 @@
+"""What a directory holds, and whether it makes sense."""
+
+import struct
+from typing import Any
+
+import numpy as np
+from oracle import Oracle
+
+from raykv import index
+from raykv.directory import Directory
+
+
+def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[Any, ...]]:
+    """State of every slot, and its turn to be taken."""
+    out = {}
+    c = directory._shelves.c
+    for node in directory.nodes.values():
+        for number, record in node.slabs.items():
+            base, slots = directory._shelves.span(record)
+            for slot, row in enumerate(c.rows[base : base + slots].tolist()):
+                k0, k1, gen, last, _, _, _, pins, state, _ = row
+                out[node.index, number, slot] = _row(
+                    index.STATES[state], struct.pack("<QQ", k0, k1), gen, last, pins, int(c.slabs[record]["gen"])
+                )
+    return out
+
+
+def rows_of_oracle(oracle: Oracle) -> dict[tuple[int, int, int], tuple[Any, ...]]:
+    return {
+        (row.slab.node, row.slab.number, row.slot): _row(row.state, row.key, row.gen, row.last, row.pins, row.slab.gen)
+        for row in oracle.rows()
+    }
+
+
+def _row(state: str, key: bytes, gen: int, last: int, pins: int, slab_gen: int) -> tuple[Any, ...]:
+    return (
+        state,
+        key if state in ("writing", "ready", "replica", "staging") else None,
+        gen if state != "free" else None,
+        last if state in ("ready", "replica") and not pins else None,
+        pins,
+        slab_gen,
+    )
+
+
+def _where(directory: Directory, row: int) -> tuple[int, int, int]:
+    c = directory._shelves.c
+    slab = c.slabs[c.pages[row >> index.PAGE_BITS]]
+    return int(c.shelves[slab["shelf"]]["node"]), int(slab["number"]), row - int(slab["base"])
+
+
+def chain_of(directory: Directory, key: bytes) -> list[int]:
+    row = int(directory._find(key)[1][0])
+    rows = directory._shelves.c.rows
+    chain = []
+    while row >= 0:
+        chain.append(row)
+        row = int(rows[row]["same"])
+    return chain
+
+
+def chains_of(directory: Directory) -> dict[bytes, list[tuple[int, int, int]]]:
+    """Slots of every key, by the table."""
+    c = directory._shelves.c
+    out = {}
+    for entry in c.table[c.table != 0].tolist():
+        row = (entry & 0xFFFFFFFF) - 1
+        key = struct.pack("<QQ", *c.rows[row].tolist()[:2])
+        chain = chain_of(directory, key)
+        assert chain and chain[0] == row, "an entry that a probe does not find"
+        out[key] = [_where(directory, row) for row in chain]
+    return out
+
+
+def check_invariants(directory: Directory) -> None:
+    c = directory._shelves.c
+    spans = [directory._shelves.span(record) for node in directory.nodes.values() for record in node.slabs.values()]
+    live = np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)])
+    assert len(set(live.tolist())) == len(live), "slabs overlap"
+    rows = c.rows
+    state = rows["state"]
+    assert (state[live] < index.CLOSED).all()
+    assert not rows["pins"][np.setdiff1d(np.arange(len(rows)), live)].any()
+    for node in directory.stats(0.0)["nodes"].values():
+        assert sum(node[name] for name in index.STATES) == node["slots"]
+    _check_lists(directory, live)
+    _check_table(directory, live)
+    _check_holds(directory, live)
+
+
+def _check_lists(directory: Directory, live: Any) -> None:
+    c = directory._shelves.c
+    rows = c.rows.tolist()
+    shelves = {shelf for node in directory.nodes.values() for shelf in node.shelves.values()}
+    seen = set()
+    for shelf in shelves:
+        for which, of in enumerate((index.FREE, index.READY, index.REPLICA)):
+            head, tail, count = c.lists[shelf * index.LISTS_PER_SHELF + which].tolist()
+            before, row, length, last = -1, head, 0, 1 << 62
+            while row >= 0:
+                length += 1
+                assert length <= count and row not in seen
+                seen.add(row)
+                assert rows[row][4] == before and rows[row][8] == of and rows[row][9] == 1
+                assert int(c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]) == shelf
+                if of != index.FREE and rows[row][7] == 0:
+                    assert rows[row][3] < last, "not in the order of use"
+                    last = rows[row][3]
+                before, row = row, rows[row][5]
+            assert (length, before) == (count, tail)
+        staging = [r for r in live.tolist() if rows[r][8] == index.STAGING and _shelf_of(directory, r) == shelf]
+        assert len(staging) == c.shelves[shelf]["staging"] <= c.shelves[shelf]["window"]
+    for row in live.tolist():
+        _, _, _, _, _, _, _, pins, state, listed = rows[row]
+        assert listed == (row in seen)
+        unheld = pins == 0 and state in (index.FREE, index.READY, index.REPLICA)
+        assert listed or not unheld, "an unheld slot that nobody can take"
+        assert not listed or unheld or state == index.READY
+        assert pins > 0 or state not in (index.WRITING, index.STAGING, index.DROPPED)
+        assert pins == 0 or state not in (index.FREE, index.LIMBO)
+
+
+def _shelf_of(directory: Directory, row: int) -> int:
+    c = directory._shelves.c
+    return int(c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"])
+
+
+def _check_table(directory: Directory, live: Any) -> None:
+    c = directory._shelves.c
+    chains = chains_of(directory)
+    assert len(chains) == c.state[index.ENTRIES]
+    in_table = [(key, row) for key in chains for row in chain_of(directory, key)]
+    assert all(struct.pack("<QQ", *c.rows[row].tolist()[:2]) == key for key, row in in_table)
+    wanted = (index.WRITING, index.READY, index.REPLICA, index.STAGING)
+    assert sorted(row for _, row in in_table) == sorted(live[np.isin(c.rows["state"][live], wanted)].tolist())
+    for key in chains:
+        states = [int(c.rows[row]["state"]) for row in chain_of(directory, key)]
+        primaries = states.count(index.READY) + states.count(index.WRITING)
+        assert primaries == 1 or (primaries == 0 and index.REPLICA not in states), "replicas of nothing"
+
+
+def _check_holds(directory: Directory, live: Any) -> None:
+    """Who holds a row has pinned it, and nothing else pins."""
+    rows = directory._shelves.c.rows
+    pins = np.zeros(len(rows), int)
+    for client in directory.clients.values():
+        for hold in client.holds.values():
+            for held, gens in ((hold.source, hold.gens), (hold.staged, hold.staged_gens)):
+                mine = held >= 0
+                np.add.at(pins, held[mine], 1)
+                assert (rows["gen"][held[mine]] == gens[mine]).all(), "a held block was given away"
+    assert (pins == rows["pins"]).all(), "pins are not what is held"

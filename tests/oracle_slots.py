@@ -1,0 +1,226 @@
+"""Slots as the oracle sees them: what becomes of one, and which one is taken."""
+
+import struct
+from dataclasses import dataclass, field
+
+LIVE = ("writing", "ready", "replica", "staging")  # in the table
+PRESENT = ("ready", "replica")
+PINS_MAX = 65535
+PLACE = struct.Struct("<IIIIQQ")
+
+
+@dataclass(eq=False)
+class Row:
+    """One slot."""
+
+    slab: "Slab"
+    slot: int
+    state: str = "free"
+    key: bytes = b""
+    gen: int = 0
+    last: int = 0
+    pins: int = 0
+
+
+@dataclass(eq=False)
+class Shelf:
+    """The slots of one size on one node."""
+
+    node: int
+    stride: int
+    window: int
+    offered: bool
+    rows: list[Row] = field(default_factory=list)
+    free: list[Row] = field(default_factory=list)  # the last is taken first
+
+    def of(self, state: str) -> list[Row]:
+        return [row for row in self.rows if row.state == state]
+
+
+@dataclass(eq=False)
+class Slab:
+    node: int
+    number: int
+    shelf: Shelf
+    gen: int
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Lease:
+    """What a client holds: (row, its generation then) for each key, or None."""
+
+    seq: int
+    writes: bool
+    node: int
+    shelf: Shelf | None
+    keys: list[bytes]
+    source: list[tuple[Row, int] | None]
+    staged: list[tuple[Row, int] | None]
+    unstaged: set[int]  # keys that are elsewhere and have no staging slot yet
+
+
+@dataclass(eq=False)
+class Client:
+    last_seen: float
+    holds: dict[int, Lease] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Node:
+    index: int
+    nonce: bytes
+    slab_bytes: int
+    window_bytes: int
+    last_beat: float
+    state: str = "joining"
+    offered: int = 0
+    spare: list[int] = field(default_factory=list)
+    shelves: dict[int, Shelf] = field(default_factory=dict)
+    slabs: dict[int, Slab] = field(default_factory=dict)
+    checked: dict[Shelf, int] = field(default_factory=dict)
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[i : i + 16] for i in range(0, len(keys), 16)]
+
+
+def unpack(places: bytes) -> list[tuple[int, ...]]:
+    return list(PLACE.iter_unpack(places))
+
+
+def pack(held: list[tuple[Row, int] | None], block_bytes: int) -> bytes:
+    """PLACEs of rows; zeros for None."""
+    out = b""
+    for item in held:
+        if item:
+            slab = item[0].slab
+            out += PLACE.pack(slab.node, slab.number, item[0].slot, block_bytes, slab.gen, item[0].gen)
+        else:
+            out += bytes(PLACE.size)
+    return out
+
+
+class Slots:
+    """All slots of a pool, the table of keys, and the clock."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.counter, self.clock = epoch, 0, 0
+        self.table: dict[bytes, list[Row]] = {}  # the copies of a key, the first first
+        self.evicted: dict[Shelf, int] = {}
+
+    # ------------------------------------------------------------------ one row
+
+    def touch(self, row: Row) -> None:
+        self.clock += 1
+        row.last = self.clock
+
+    def enter(self, row: Row, key: bytes, gen: int) -> None:
+        """A block that was found in a slot: the first copy of a key is primary."""
+        row.state = "replica" if self.taken(key) else "ready"
+        row.key, row.gen, row.pins = key, gen, 0
+        self.table.setdefault(key, []).append(row)
+        self.touch(row)
+
+    def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
+        row.key, row.gen, row.state, row.pins = key, self.next_gen(), state, 1
+        self.table.setdefault(key, []).append(row)
+        return row, row.gen
+
+    def next_gen(self) -> int:
+        self.counter += 1
+        return self.last_gen()
+
+    def last_gen(self) -> int:
+        return self.epoch << 40 | self.counter
+
+    def forget(self, row: Row) -> None:
+        """Out of the table. Where that was the key's primary (to be), its first replica is from now on."""
+        copies = self.table[row.key]
+        replicas = [other for other in copies if other.state == "replica"]
+        if row.state in ("ready", "writing") and replicas:
+            replicas[0].state = "ready"
+            if not replicas[0].pins:
+                self.touch(replicas[0])
+        copies.remove(row)
+        if not copies:
+            del self.table[row.key]
+
+    def free(self, row: Row) -> None:
+        row.state, row.pins = "free", 0
+        row.slab.shelf.free.append(row)
+
+    def limbo(self, row: Row) -> None:
+        if row.state in LIVE:
+            self.forget(row)
+        row.state, row.pins = "limbo", 0
+
+    def drop(self, row: Row) -> None:
+        """Forget a block; its slot is free once nobody holds it."""
+        self.forget(row)
+        if row.pins:
+            row.state = "dropped"
+        else:
+            self.free(row)
+
+    def pin(self, row: Row) -> tuple[Row, int]:
+        row.pins += 1
+        return row, row.gen
+
+    def let_go_row(self, item: tuple[Row, int] | None) -> None:
+        if item is None or item[0].gen != item[1] or item[0].state == "limbo":
+            return
+        row = item[0]
+        row.pins -= 1
+        if row.pins == 0 and row.state in PRESENT:
+            self.touch(row)
+        elif row.pins == 0:
+            if row.state in LIVE:
+                self.forget(row)
+            self.free(row)
+
+    def let_go_read(self, item: tuple[Row, int] | None) -> None:
+        """Reading a replica keeps the key: its primary is touched too, or will be by who holds that."""
+        self.let_go_row(item)
+        if item and item[0].gen == item[1] and item[0].state == "replica":
+            for row in self.table[item[0].key]:
+                if row.state == "ready" and not row.pins:
+                    self.touch(row)
+
+    def abandon_row(self, item: tuple[Row, int] | None) -> None:
+        """Its only holder is gone, and may still write."""
+        if item and item[0].gen == item[1] and item[0].pins == 1 and item[0].state in ("writing", "staging", "dropped"):
+            self.limbo(item[0])
+
+    def taken(self, key: bytes) -> bool:
+        return any(row.state in ("writing", *PRESENT) for row in self.table.get(key, ()))
+
+    # ------------------------------------------------------------------ one shelf
+
+    def replicas(self, shelf: Shelf) -> list[Row]:
+        return [row for row in shelf.of("replica") if row.pins == 0]
+
+    def takeable(self, shelf: Shelf) -> int:
+        return len(shelf.free) + len(self.replicas(shelf))
+
+    def room(self, shelf: Shelf) -> int:
+        return self.takeable(shelf) - max(0, shelf.window - len(shelf.of("staging")))
+
+    def can_stage(self, shelf: Shelf) -> bool:
+        return len(shelf.of("staging")) < shelf.window and self.takeable(shelf) > 0
+
+    def take(self, shelf: Shelf) -> Row:
+        """A free slot, else the oldest replica's."""
+        if shelf.free:
+            return shelf.free.pop()
+        row = min(self.replicas(shelf), key=lambda r: r.last)
+        self.forget(row)
+        return row
+
+    def stage(self, shelf: Shelf | None, key: bytes) -> tuple[Row, int] | None:
+        if shelf is None or not self.can_stage(shelf):
+            return None
+        return self.grant(self.take(shelf), key, "staging")
+
+    def oldest(self, shelf: Shelf) -> Row | None:
+        return min((r for r in shelf.of("ready") if r.pins == 0), key=lambda r: r.last, default=None)

@@ -1,0 +1,184 @@
+"""What the tests of a running pool share, in pytest's process and in Ray's."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+import raykv.link
+from raykv import actors
+from raykv.place import PLACE
+
+T = TypeVar("T")
+MIB = 1 << 20
+BLOCK = 256 << 10
+
+
+def payload(keys: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint8]:
+    """The only right content of the blocks of these keys: (n, block_bytes) uint8."""
+    seeds = keys.view(np.uint64).reshape(-1, 2)
+    words = np.arange(block_bytes // 8, dtype=np.uint64)[None, :]
+    with np.errstate(over="ignore"):
+        mixed = (words + seeds[:, :1]) * np.uint64(0x9E3779B97F4A7C15) ^ seeds[:, 1:]
+    return mixed.view(np.uint8).reshape(len(keys), block_bytes)
+
+
+def eventually(check: Callable[[], T], deadline: float = 90.0) -> T:
+    """The first true answer of `check`."""
+    end = time.monotonic() + deadline
+    while True:
+        answer = check()
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"still {answer!r} after {deadline} s"
+        time.sleep(0.05)
+
+
+def patient() -> None:
+    """From now on calls of this process may take long: what they return is tested, on a machine that may be busy."""
+    raykv.link.METADATA_DEADLINE_S = 5.0
+
+
+def tokens(seed: int, blocks: int) -> NDArray[np.int64]:
+    """Of so many blocks of 16 tokens. Equal seeds have equal prefixes."""
+    return np.random.default_rng(seed).integers(0, 50_000, 16 * blocks)
+
+
+class Reading(NamedTuple):
+    """What a match and its read gave: blocks leased, blocks read, of them wrong, and the nodes they were on."""
+
+    matched: int
+    read: int
+    wrong: int
+    nodes: list[str]
+
+
+def read(cache: raykv.KVCache, keys: NDArray[np.uint8], verify: bool = False) -> Reading:
+    with cache.match(keys) as match:
+        out = np.zeros((match.num_blocks, cache.block_bytes), np.uint8)
+        n = match.read(out, verify=verify)
+        wrong = int((out[:n] != payload(keys[:n], cache.block_bytes)).any(axis=1).sum())
+        return Reading(match.num_blocks, n, wrong, match.nodes)
+
+
+def store(cache: raykv.KVCache, keys: NDArray[np.uint8], start: int = 0) -> int:
+    return cache.store(keys, payload(keys[start:], cache.block_bytes), start)
+
+
+def holds(cache: raykv.KVCache, keys: NDArray[np.uint8]) -> bool:
+    """Whether all of it can be read, and is right. For pools that faults happen to: those answer again some time."""
+    found = read(cache, keys)
+    assert not found.wrong
+    return found.read == len(keys)
+
+
+class Worker:
+    """An engine as an actor, to be pinned to a node."""
+
+    def __init__(self, pool: str, be_patient: bool = True) -> None:
+        if be_patient:
+            patient()
+        self.pool = raykv.attach(pool)
+        self.matches: list[raykv.Match] = []
+
+    def cache(self, model: str = "m", block_bytes: int = BLOCK) -> raykv.KVCache:
+        return self.pool.cache(model=model, block_tokens=16, block_bytes=block_bytes)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def store(self, keys: NDArray[np.uint8], **cache: Any) -> int:
+        return store(self.cache(**cache), keys)
+
+    def read(self, keys: NDArray[np.uint8], **cache: Any) -> Reading:
+        return read(self.cache(**cache), keys)
+
+    def lease(self, keys: NDArray[np.uint8], **cache: Any) -> int:
+        """Match, and keep it."""
+        self.matches.append(self.cache(**cache).match(keys))
+        return self.matches[-1].num_blocks
+
+    def churn(self, seconds: float, seed: int, prompts: int, blocks: int) -> tuple[int, int, int]:
+        """Store and read what others do, too: (blocks stored, read, of them wrong)."""
+        cache, random, end = self.cache(), np.random.default_rng(seed), time.monotonic() + seconds
+        stored = readings = wrong = 0
+        while time.monotonic() < end:
+            keys = cache.keys(tokens(int(random.integers(prompts)), int(random.integers(1, blocks + 1))))
+            found = read(cache, keys, verify=bool(random.integers(2)))
+            readings, wrong = readings + found.read, wrong + found.wrong
+            stored += store(cache, keys, start=found.read)
+        return stored, readings, wrong
+
+    def faults(self) -> dict[str, int]:
+        return dict(self.pool.link.faults)
+
+
+def worker(pool: raykv.KVPool, node_id: str, kind: type = Worker, **arguments: Any) -> Any:
+    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=pinned).remote(pool.name, **arguments)
+
+
+def other_node(pool: raykv.KVPool) -> str:
+    """A node that this process is not on."""
+    return next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != pool.node_id)
+
+
+def node_store(pool: raykv.KVPool, node_id: str) -> Any:
+    return actors.find(actors.node_store_name(pool.name, node_id))
+
+
+def pid(actor: Any) -> int:
+    return int(ray.get(actor.ping.remote(), timeout=60))
+
+
+def answers(actor: Any) -> int:
+    """Its pid, or 0 where it does not answer now."""
+    try:
+        return int(ray.get(actor.ping.remote(), timeout=5))
+    except ray.exceptions.RayError:
+        return 0
+
+
+def totals(pool: raykv.KVPool) -> dict[str, int]:
+    """Slots of all nodes by state, and their sum as `slots`."""
+    nodes = pool.stats().get("nodes", {}).values()
+    names = ("slots", "free", "writing", "ready", "replica", "staging", "limbo", "dropped")
+    return {name: sum(node[name] for node in nodes) for name in names} if nodes else {}
+
+
+def settled(pool: raykv.KVPool) -> bool:
+    """Nothing is held, being written or in limbo, and no slot is missing."""
+    stats, slots = pool.stats(), totals(pool)
+    if not slots or stats["leases"] or stats["reservations"]:
+        return False
+    return slots["free"] + slots["ready"] + slots["replica"] == slots["slots"]
+
+
+def served(pool: raykv.KVPool, nodes: int) -> bool:
+    """Whether so many nodes offer all of their memory."""
+    found = pool.stats().get("nodes", {}).values()
+    assert pool.local
+    whole = [node for node in found if node["slabs"] + node["spare_slabs"] == pool.local.arena.slabs]
+    return len(whole) == nodes and all(node["state"] == "alive" for node in found)
+
+
+def places(pool: raykv.KVPool, cache: raykv.KVCache, keys: NDArray[np.uint8]) -> NDArray[np.void]:
+    """Where the blocks of a match are."""
+    hold, answer = pool.link.hold("match", pool.node_id, keys.tobytes(), cache.block_bytes)
+    pool.link.let_go(hold)
+    return np.frombuffer(answer.source, PLACE)
+
+
+def actor_names(pool: str) -> list[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in named if actor["name"].startswith(f"{pool}/"))
+
+
+def shm_files(pool: str) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"raykv-{pool}-{os.getuid()}-")]
