@@ -17,7 +17,7 @@ from raykv.arena import Arena, open_own
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import CapacityError
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.object_store import ALTERED, FAILED, PULLED, ObjectStore, data_deadline
+from raykv.transports.object_store import FAILED, PULLED, ObjectStore, data_deadline
 
 log = logging.getLogger("raykv")
 THREADS = 16  # calls at a time: each pull holds one while it waits for its peer

@@ -9,10 +9,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
-
-from raykv import actors
 from raykv.actors.directory import Directory
 from raykv.actors.node_store import THREADS, NodeStore
+
+from raykv import actors
 from raykv.config import HEARTBEAT_S
 
 log = logging.getLogger("raykv")
@@ -51,7 +51,8 @@ class Supervisor:
                 ray.get(store.hello.remote(), timeout=START_DEADLINE_S)
             except RayError as error:
                 self._failed[node_id] = (time.monotonic(), str(error))
-        return {node_id: why for node_id, (_, why) in self._failed.items()}
+        living = _living()
+        return {node_id: why for node_id, (_, why) in list(self._failed.items()) if node_id in living}
 
     def stop(self) -> None:
         """Let go of every node's memory and end all actors of the pool but this one."""
@@ -135,7 +136,7 @@ class Supervisor:
         old = actors.get(self._pool, "directory")
         number = int(old.decode().rpartition("-")[2]) + 1 if old else 1
         name = f"{self._pool}/directory-{number}"
-        directory = (
+        directory: Any = (
             ray.remote(Directory)
             .options(**actors.options(name, ray.get_runtime_context().get_node_id(), pinned=False))
             .remote(self._pool, settings["locality"])

@@ -2,9 +2,11 @@
 
 import os
 import re
+import time
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import room
@@ -19,22 +21,20 @@ def check_nodes(pool: str, cpu_memory: float | int) -> None:
     """CapacityError if some node can't; nodes that share a machine's memory are added up."""
     ask = ray.remote(num_cpus=0, max_retries=0)(_ask)
     living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    answers = ray.get(
-        [
-            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-                pool, cpu_memory
-            )
-            for node_id in living
-        ],
-        timeout=ASK_DEADLINE_S,
-    )
+    here = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in living]
+    asked = [ask.options(scheduling_strategy=strategy).remote(pool, cpu_memory) for strategy in here]
     machines: dict[str, list[dict[str, Any]]] = {}
-    for answer in answers:
+    end = time.monotonic() + ASK_DEADLINE_S
+    for question in asked:
+        try:
+            answer = ray.get(question, timeout=max(0.0, end - time.monotonic()))
+        except RayError:  # a node that was lost meanwhile
+            continue
         machines.setdefault(answer["machine"], []).append(answer)
     for nodes in machines.values():
-        asked = sum(node["asked"] for node in nodes)
-        if asked > nodes[0]["free"]:
-            raise CapacityError(room.refusal(asked, nodes[0]["room"], len(nodes)))
+        wanted = sum(node["asked"] for node in nodes)
+        if wanted > nodes[0]["free"]:
+            raise CapacityError(room.refusal(wanted, nodes[0]["room"], len(nodes)))
 
 
 def _ask(pool: str, cpu_memory: float | int) -> dict[str, Any]:

@@ -158,8 +158,8 @@ class Match:
 
     @property
     def nodes(self) -> list[str]:
-        indices = np.concatenate([lease.source["node"] for lease in self._leases]) if self._leases else np.zeros(0)
-        return self._pool.node_names(list(dict.fromkeys(indices.tolist())))
+        indices = [index for lease in self._leases for index in lease.source["node"].tolist()]
+        return self._pool.node_names(list(dict.fromkeys(indices)))
 
     def read(self, out: Any, *, verify: bool = False) -> int:
         """Copy the blocks out; returns how many leading ones are valid: num_blocks, or fewer where a node failed.
@@ -263,7 +263,8 @@ class _Lease:
 
     def _here(self) -> NDArray[np.bool_]:
         local = self._pool.local
-        return self.source["node"] == (local.index if local else -1)
+        here: NDArray[np.bool_] = self.source["node"] == (local.index if local else -1)
+        return here
 
     def _reach(self, at: int) -> int:
         """End of the run from `at` that is on this node or has staging here."""
@@ -304,7 +305,7 @@ class _Lease:
                 link.bad(target[~ok])
                 link.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
             if _leading(ok) < piece.stop - piece.start:
-                return piece.start + _leading(ok) - at
+                return int(piece.start) + _leading(ok) - at
         return stop - at
 
 

@@ -167,19 +167,17 @@ class KVPool:
         if found is None:
             return
         if self.local and self.local.arena.nonce == found.arena.nonce:
-            found.arena.close()
             self.local.store, self.local.index = found.store, found.index
             return
-        old, self.local = self.local, found
-        if old:
-            old.arena.close()  # unmapped when its last reader is done
+        self.local = found  # the old arena is unmapped when its last reader is done
 
 
 def start(config: PoolConfig | None = None) -> KVPool:
     """Start a pool on every node of the Ray cluster, or attach to it if it runs.
 
     Joins the cluster that runs on this machine if this process has no Ray yet. Raises CapacityError where a node can't
-    afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a bad secret.
+    afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a bad secret,
+    or another one than the running pool's.
     """
     config = config or PoolConfig()
     _connect(config.name)
@@ -195,7 +193,7 @@ def start(config: PoolConfig | None = None) -> KVPool:
         actors.put(config.name, "settings", json.dumps(values).encode(), overwrite=False)
     elif secret is not None and secret.hex() != running["secret"]:
         raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
-    supervisor = (
+    supervisor: Any = (
         ray.remote(Supervisor)
         .options(**actors.options(actors.supervisor_name(config.name), _head(), pinned=False, threads=4))
         .remote(config.name)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from raykv import holds, index, placement, slabs
 from raykv.calls import Call, Matched, Reserved
 from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
-from raykv.index import ENTRIES, EPOCH
+from raykv.index import ENTRIES, EPOCH, NODE_BITS
 from raykv.place import PLACE, slot_bytes
 from raykv.shelves import Places, Rows, Shelves
 
@@ -96,11 +96,11 @@ class Directory:
         """Lease the longest prefix of `keys` that is ready, for a reader on `node`."""
         client = self._hello(call, now)
         self._end(client, lease)
-        k, firsts = self._find(keys)
         reader = self.nodes.get(node)
         shelf = self._shelf(reader, slot_bytes(block_bytes)) if reader else -1
         if reader and shelf >= 0 and (reader.spare or len(reader.shelves) > 1):
             self._provision(reader, shelf, slot_bytes(block_bytes), 1)
+        k, firsts = self._find(keys)
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
         n, remote = holds.match(self._shelves.c, k, firsts, index_here, shelf, source, staged)
@@ -112,9 +112,7 @@ class Directory:
         source, staged = source[:n], staged[:n]
         gens, places = self._shelves.describe(source, block_bytes)
         staged_gens, staged_places = self._shelves.describe(staged, block_bytes) if remote else (staged, None)
-        client.holds[lease] = Hold(
-            call.seq, index_here, shelf, k[:n], source, gens, staged, staged_gens, writes=False
-        )
+        client.holds[lease] = Hold(call.seq, index_here, shelf, k[:n], source, gens, staged, staged_gens, writes=False)
         return Matched(self.epoch, places.tobytes(), b"" if staged_places is None else staged_places.tobytes())
 
     def stream(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
@@ -150,6 +148,8 @@ class Directory:
         if writer is None or shelf < 0 or not 0 <= start <= len(k):
             return Reserved(self.epoch, start, b"", b"", b"")
         self._provision(writer, shelf, stride, int(np.count_nonzero(firsts[start:] < 0)))
+        if len(writer.shelves) > 1:
+            k, firsts = self._find(keys)  # a slab that was taken away may have held some
         source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
         others = np.array([s for s in self._shelves.sizes[stride] if s != shelf], np.int64)
         heap = self._shelves.heaps[stride]
@@ -246,7 +246,14 @@ class Directory:
     # ------------------------------------------------------------------ nodes
 
     def join(
-        self, name: str, nonce: bytes, slab_bytes: int, slab_count: int, epoch: int, now: float, window: int | None = None
+        self,
+        name: str,
+        nonce: bytes,
+        slab_bytes: int,
+        slab_count: int,
+        epoch: int,
+        now: float,
+        window: int | None = None,
     ) -> tuple[int, int]:
         """A node store started. Returns (index of the node, epoch to stamp on its arena).
 
@@ -262,7 +269,7 @@ class Directory:
             return known.index, self.epoch
         self.remove_node(name, now)
         window = staging_window(slab_bytes * slab_count) if window is None else window
-        self.nodes[name] = node = Node(name, next(self._indices), nonce, slab_bytes, window, now)
+        self.nodes[name] = node = Node(name, self._new_index(), nonce, slab_bytes, window, now)
         return node.index, self.epoch
 
     def adopt(
@@ -282,7 +289,7 @@ class Directory:
         if node.state == "joining":
             writing = np.frombuffer(busy, PLACE)
             self._open_found(node, np.concatenate([at, writing]))
-            slabs.suspend(self._shelves.c, *self._shelves.rows_of(writing))
+            slabs.set_aside(self._shelves.c, *self._shelves.rows_of(writing))
             depth = np.frombuffer(positions, np.uint32).astype(np.int64)
             order = np.lexsort((-depth, np.frombuffer(stamps, np.uint32)))  # oldest first, and children before parents
             order = order[at["gen"][order] > self.floor]
@@ -295,6 +302,10 @@ class Directory:
             vetoed = (rows >= 0) & other & (gens >= mine["gen"])
             slabs.drop(self._shelves.c, rows[vetoed], mine["gen"][vetoed])
         self._set_state(node, "alive")
+
+    def _new_index(self) -> int:
+        """A node's index: never that of another node, nor one that another directory has given (int32)."""
+        return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices)
 
     def _open_found(self, node: Node, at: Places) -> None:
         for number in np.unique(at["slab"]).tolist():
@@ -358,11 +369,17 @@ class Directory:
             self._shelves.offer(shelf, stride, state == "alive")
 
     def _limbo(self, node: Node) -> Places:
-        rows = np.empty(LIMBO_PER_BEAT, np.int64)
-        n = 0
-        for record in node.slabs.values():
-            n = slabs.in_state(self._shelves.c, *self._shelves.span(record), index.LIMBO, rows, n)
-        return self._shelves.describe(rows[:n], 0)[1]
+        """Slots of the node to be swept, at most LIMBO_PER_BEAT of each size."""
+        found = [np.zeros(0, PLACE)]
+        for stride, shelf in node.shelves.items():
+            if not self._shelves.c.shelves[shelf]["limbo"]:
+                continue
+            rows, n = np.empty(LIMBO_PER_BEAT, np.int64), 0
+            for record in node.slabs.values():
+                if self._shelves.c.slabs[record]["shelf"] == shelf:
+                    n = slabs.in_state(self._shelves.c, *self._shelves.span(record), index.LIMBO, rows, n)
+            found.append(self._shelves.describe(rows[:n], stride)[1])
+        return np.concatenate(found)
 
     # ------------------------------------------------------------------ slabs
 

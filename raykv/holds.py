@@ -16,6 +16,7 @@ from raykv.index import (
     present,
     probe,
     shelf_of,
+    suspend,
     to_limbo,
     touch,
     unfinished,
@@ -220,5 +221,4 @@ def abandon(c, rows, gens):  # type: ignore[no-untyped-def]
             if unfinished(c.rows[row].state):
                 to_limbo(c, row)
             elif c.rows[row].state == DROPPED:
-                c.rows[row].state = LIMBO
-                c.rows[row].pins = 0
+                suspend(c, row)

@@ -28,6 +28,8 @@ STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped")
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 PINS_MAX = 65535
+NODE_BITS = 20  # of a node's index that count; above them stands the epoch, so that a new directory repeats none
+NODE_MASK = (1 << NODE_BITS) - 1
 
 ROW = np.dtype(
     [
@@ -45,7 +47,7 @@ ROW = np.dtype(
 )
 LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8")])
 SHELF = np.dtype(  # the slots of one size on one node
-    [("node", "<i4"), ("offered", "<i4"), ("window", "<i8"), ("staging", "<i8"), ("evicted", "<i8")]
+    [("node", "<i4"), ("offered", "<i4"), ("window", "<i8"), ("staging", "<i8"), ("limbo", "<i8"), ("evicted", "<i8")]
 )
 SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("shelf", "<i4"), ("number", "<i4"), ("gen", "<i8")])
 LISTS_PER_SHELF = 3  # free rows, READY rows, REPLICA rows
@@ -309,8 +311,15 @@ def node_of(c, row):  # type: ignore[no-untyped-def]
 def to_limbo(c, row):  # type: ignore[no-untyped-def]
     """Somebody may still write there: nobody's until a node store has seen that its lock is free."""
     withdraw(c, row)
+    suspend(c, row)
+
+
+@kernel
+def suspend(c, row):  # type: ignore[no-untyped-def]
+    """Limbo for a row that is in no table and no list."""
     c.rows[row].state = LIMBO
     c.rows[row].pins = 0
+    c.shelves[shelf_of(c, row)].limbo += 1
 
 
 @kernel

@@ -1,5 +1,6 @@
 """The node store beside a client: its arena, mapped here, and what it is asked to fetch."""
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class Local:
         hello = ray.get(self.store.hello.remote(), timeout=HELLO_DEADLINE_S)
         self.index: int = hello["index"]
         self.arena = Arena.attach(hello["path"], hello["nonce"])
+        weakref.finalize(self, self.arena.close).atexit = False
 
     def pull(self, source: Places, keys: NDArray[np.uint8], target: Places) -> Any:
         """Begin to fetch blocks of other nodes; `verdicts` waits for it."""

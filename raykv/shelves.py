@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv import index, placement, slabs
-from raykv.index import COUNTER, EPOCH, LISTS_PER_SHELF, PAGE_BITS
+from raykv.index import COUNTER, EPOCH, LISTS_PER_SHELF, NODE_MASK, PAGE_BITS
 from raykv.place import COUNTER_BITS, PLACE
 
 Rows = NDArray[np.int64]
@@ -71,7 +71,7 @@ class Shelves:
         lists = _grown(self.c.lists, self._shelf_count * LISTS_PER_SHELF)
         lists[shelf * LISTS_PER_SHELF :][:LISTS_PER_SHELF] = (-1, -1, 0)
         shelves = _grown(self.c.shelves, self._shelf_count)
-        shelves[shelf] = (node, offered, window, 0, 0)
+        shelves[shelf] = (node, offered, window, 0, 0, 0)
         self.c = self.c._replace(lists=lists, shelves=shelves)
         self.sizes.setdefault(stride, []).append(shelf)
         self._reset_heap(stride)
@@ -111,10 +111,10 @@ class Shelves:
         self._slab_count = max(self._slab_count, record + 1)
         records = _grown(self.c.slabs, self._slab_count)
         records[record] = (first << PAGE_BITS, slots, shelf, number, gen)
-        self._grow_grid(node, number)
+        self._grow_grid(node & NODE_MASK, number)
         self.c = self.c._replace(slabs=records)
         self.c.pages[first : first + pages] = record
-        self.c.grid[node, number] = record
+        self.c.grid[node & NODE_MASK, number] = record
         slabs.open_rows(self.c, first << PAGE_BITS, slots)
         return record
 
@@ -123,7 +123,7 @@ class Shelves:
         base, slots = self.span(record)
         slabs.close_rows(self.c, base, slots)
         number = int(self.c.slabs[record]["number"])
-        self.c.grid[node, number] = -1
+        self.c.grid[node & NODE_MASK, number] = -1
         self._free_pages.append((base >> PAGE_BITS, _pages(slots)))
         self._free_slabs.append(record)
         return number

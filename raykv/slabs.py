@@ -9,6 +9,7 @@ from raykv.index import (
     DROPPED,
     FREE,
     LIMBO,
+    NODE_MASK,
     PAGE_BITS,
     READY,
     REPLICA,
@@ -19,6 +20,8 @@ from raykv.index import (
     prefetch,
     prefetch_entry,
     present,
+    shelf_of,
+    suspend,
     taken,
     touch,
     unfinished,
@@ -54,6 +57,8 @@ def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
             forget(c, row)
         elif unfinished(state):
             withdraw(c, row)
+        elif state == LIMBO:
+            c.shelves[shelf_of(c, row)].limbo -= 1
         c.rows[row].state = CLOSED
         c.rows[row].pins = 0
         c.rows[row].gen = 0
@@ -121,14 +126,14 @@ def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def suspend(c, rows, gens):  # type: ignore[no-untyped-def]
+def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
     """Free slots in which somebody was found writing: limbo, until a sweep."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].state == FREE:
             unlink(c, list_of(c, row, FREE), row)
-            c.rows[row].state = LIMBO
             c.rows[row].gen = gens[i]
+            suspend(c, row)
 
 
 @kernel
@@ -138,6 +143,7 @@ def settle(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no
         row = np.int64(rows[i])
         if row < 0 or c.rows[row].state != LIMBO or c.rows[row].gen != gens[i] or verdicts[i] == 0:
             continue
+        c.shelves[shelf_of(c, row)].limbo -= 1
         if verdicts[i] == 2 and found_gens[i] > floor and not taken(c, keys[i, 0], keys[i, 1]):
             _enter(c, row, keys[i, 0], keys[i, 1], found_gens[i])
         else:
@@ -191,9 +197,11 @@ def rows_of(c, places, rows):  # type: ignore[no-untyped-def]
     """rows[i] = the row of places[i], or -1 where that slab is not, or no longer, what the place says."""
     for i in range(len(places)):
         rows[i] = -1
-        node, number = np.int64(places[i].node), np.int64(places[i].slab)
+        node, number = np.int64(places[i].node) & NODE_MASK, np.int64(places[i].slab)
         if node >= c.grid.shape[0] or number >= c.grid.shape[1]:
             continue
         slab = c.grid[node, number]
-        if slab >= 0 and c.slabs[slab].gen == np.int64(places[i].slab_gen) and places[i].slot < c.slabs[slab].slots:
+        if slab < 0 or c.shelves[c.slabs[slab].shelf].node != np.int64(places[i].node):
+            continue
+        if c.slabs[slab].gen == np.int64(places[i].slab_gen) and places[i].slot < c.slabs[slab].slots:
             rows[i] = c.slabs[slab].base + np.int64(places[i].slot)

@@ -67,8 +67,19 @@ def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
 
 
 @pytest.fixture
+def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls of this process take long: what they return is tested, on a machine that may be busy."""
+    import raykv.link
+
+    monkeypatch.setattr(raykv.link, "METADATA_DEADLINE_S", 5.0)
+
+
+@pytest.fixture
 def third_node(cluster: Any) -> Iterator[Callable[[], Any]]:
     """Add a raylet; it is removed after the test, if it is still there."""
+    import ray
+    from pools import eventually
+
     added = []
 
     def add() -> Any:
@@ -79,3 +90,5 @@ def third_node(cluster: Any) -> Iterator[Callable[[], Any]]:
     for node in added:
         if node in cluster.worker_nodes:
             cluster.remove_node(node, allow_graceful=False)
+    gone = {node.node_id for node in added}
+    eventually(lambda: not gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})

@@ -323,7 +323,7 @@ class Oracle(Slots):
         capacity = slab_bytes * slab_count
         if window is None:
             window = min(max(capacity // 50, 256 << 20), capacity // 8)
-        node = Node(self.indices, nonce, slab_bytes, window, now)
+        node = Node(self.epoch % 2048 * 2**20 + self.indices, nonce, slab_bytes, window, now)
         self.nodes[name] = self.by_index[node.index] = node
         self.indices += 1
         return node.index, self.epoch
@@ -381,10 +381,11 @@ class Oracle(Slots):
         node.offered = max(node.offered, offered)
         if node.state == "suspect":
             self.set_state(node, "alive")
-        limbo: list[tuple[Row, int] | None] = [
-            (row, row.gen) for slab in node.slabs.values() for row in slab.rows if row.state == "limbo"
-        ]
-        return self.epoch, self.floor, pack(limbo, 0)
+        sweep = b""
+        for shelf in node.shelves.values():
+            rows = [row for slab in node.slabs.values() if slab.shelf is shelf for row in slab.rows]
+            sweep += pack([(row, row.gen) for row in rows if row.state == "limbo"], shelf.stride)
+        return self.epoch, self.floor, sweep
 
     def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
         self.check(now)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -42,7 +42,7 @@ def eventually(check: Callable[[], T], deadline: float = 90.0) -> T:
 
 def patient() -> None:
     """From now on calls of this process may take long: what they return is tested, on a machine that may be busy."""
-    raykv.link.METADATA_DEADLINE_S = 5.0
+    raykv.link.METADATA_DEADLINE_S = 5.0  # type: ignore[attr-defined]
 
 
 def tokens(seed: int, blocks: int) -> NDArray[np.int64]:
@@ -78,6 +78,19 @@ def holds(cache: raykv.KVCache, keys: NDArray[np.uint8]) -> bool:
     return found.read == len(keys)
 
 
+def keep(cache: raykv.KVCache, keys: NDArray[np.uint8]) -> None:
+    """Store it, and see it there."""
+    eventually(lambda: store(cache, keys) >= 0 and holds(cache, keys))
+
+
+def come_back(cache: raykv.KVCache, prompts: list[NDArray[np.uint8]], workers: Sequence[Any] = ()) -> None:
+    """All of it can be read again some time, by this process and the workers."""
+    for keys in prompts:
+        eventually(lambda keys=keys: holds(cache, keys))  # type: ignore[misc]
+        for there in workers:
+            eventually(lambda there=there, keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
+
+
 class Worker:
     """An engine as an actor, to be pinned to a node."""
 
@@ -85,7 +98,7 @@ class Worker:
         if be_patient:
             patient()
         self.pool = raykv.attach(pool)
-        self.matches: list[raykv.Match] = []
+        self.matches: dict[bytes, raykv.Match] = {}
 
     def cache(self, model: str = "m", block_bytes: int = BLOCK) -> raykv.KVCache:
         return self.pool.cache(model=model, block_tokens=16, block_bytes=block_bytes)
@@ -99,10 +112,19 @@ class Worker:
     def read(self, keys: NDArray[np.uint8], **cache: Any) -> Reading:
         return read(self.cache(**cache), keys)
 
+    def keep(self, keys: NDArray[np.uint8]) -> None:
+        keep(self.cache(), keys)
+
+    def holds(self, keys: NDArray[np.uint8]) -> bool:
+        return holds(self.cache(), keys)
+
     def lease(self, keys: NDArray[np.uint8], **cache: Any) -> int:
         """Match, and keep it."""
-        self.matches.append(self.cache(**cache).match(keys))
-        return self.matches[-1].num_blocks
+        match = self.matches[keys.tobytes()] = self.cache(**cache).match(keys)
+        return match.num_blocks
+
+    def release(self, keys: NDArray[np.uint8]) -> None:
+        self.matches.pop(keys.tobytes()).release()
 
     def churn(self, seconds: float, seed: int, prompts: int, blocks: int) -> tuple[int, int, int]:
         """Store and read what others do, too: (blocks stored, read, of them wrong)."""
@@ -126,7 +148,7 @@ def worker(pool: raykv.KVPool, node_id: str, kind: type = Worker, **arguments: A
 
 def other_node(pool: raykv.KVPool) -> str:
     """A node that this process is not on."""
-    return next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != pool.node_id)
+    return next(str(node["NodeID"]) for node in ray.nodes() if node["Alive"] and node["NodeID"] != pool.node_id)
 
 
 def node_store(pool: raykv.KVPool, node_id: str) -> Any:

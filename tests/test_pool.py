@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,15 +27,8 @@ from pools import (
 )
 
 import raykv
-import raykv.link
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _patient() -> Iterator[None]:
-    """What calls return is tested here, on a machine that may be busy: let them take long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(raykv.link, "METADATA_DEADLINE_S", 5.0)
-        yield
+pytestmark = pytest.mark.usefixtures("patiently")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +103,7 @@ def test_paged_memory_of_several_layers(cache: raykv.KVCache, there: Any, model:
     assert ray.get(there.read.remote(keys, model=model))[:3] == (5, 5, 0)
     found = [of((pages, size), dtype=uint8) for size in sizes]
     with cache.match(keys) as match:
-        assert match.read_into(found, np.array(ids[::-1])) == 5
+        assert match.read_into(found, np.array(ids[::-1]).tolist()) == 5
     for layer, same in zip(layers, found, strict=True):
         assert (np.asarray(same)[ids[::-1]] == np.asarray(layer)[ids]).all()
         assert not np.asarray(same)[[i for i in range(pages) if i not in ids]].any()
@@ -259,28 +252,29 @@ def test_a_pool_full_of_leases_stores_what_fits(start: Callable[..., raykv.KVPoo
     pool = start(cpu_memory=16 << 20)
     cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
     there = worker(pool, other_node(pool))
-    mine = []
-    for i in range(40):  # more than there is room for
-        keys = cache.keys(tokens(i, 4))
+    prompts = [cache.keys(tokens(i, 4)) for i in range(40)]
+    for keys in prompts:  # more than there is room for
         store(cache, keys)
-    for i in range(40):
-        match = cache.match(cache.keys(tokens(i, 4)))
+    mine = []
+    for keys in prompts:
+        match = cache.match(keys)
         if match.nodes == [pool.node_id]:
-            mine.append(match)
+            mine.append((keys, match))
         else:
             match.release()
-    assert sum(ray.get([there.lease.remote(cache.keys(tokens(i, 4))) for i in range(40)])) > 50
+    assert sum(ray.get([there.lease.remote(keys) for keys in prompts])) > 50
     before = pool.stats()
     assert store(cache, cache.keys(tokens(100, 10))) == 0
     assert pool.stats()["refused"] - before["refused"] == 10
-    ray.get(there.release.remote(mine[0].keys))
-    mine[0].release()
+    keys, match = mine[0]
+    ray.get(there.release.remote(keys))
+    match.release()
     eventually(lambda: pool.stats()["leases"] == before["leases"] - 2)
-    fits = mine[0].num_blocks
+    fits = match.num_blocks
     assert store(cache, cache.keys(tokens(101, 10))) == fits
     after = pool.stats()
     assert after["refused"] - before["refused"] == 20 - fits and after["evicted"] - before["evicted"] == fits
-    for match in mine[1:]:
+    for _, match in mine[1:]:
         out = np.zeros((match.num_blocks, BLOCK), np.uint8)
         assert match.read(out) == match.num_blocks
         match.release()

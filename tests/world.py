@@ -4,6 +4,7 @@ Every call goes to the directory and to its oracle, and must get one answer.
 """
 
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -153,8 +154,9 @@ class World:
 
     def _shrunk(self) -> tuple[list[tuple[str, tuple[Any, ...]]], Exception | None]:
         calls, piece = list(self.log), len(self.log)
+        stop = time.monotonic() + 60
         last = self._replay(calls)
-        while last and piece:
+        while last and piece and time.monotonic() < stop:
             for start in range(0, len(calls), piece):
                 fewer = calls[:start] + calls[start + piece :]
                 if error := self._replay(fewer):

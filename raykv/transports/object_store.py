@@ -18,7 +18,7 @@ def data_deadline(size: int) -> float:
 
 
 class ObjectStore:
-    """A peer's blocks are the return value of its `read`: one copy into Ray's object store there, one out of it here."""
+    """A peer's blocks are what its `read` returns: one copy into Ray's object store there, one out of it here."""
 
     def pull(
         self, peer: Any, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
