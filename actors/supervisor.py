@@ -29,6 +29,7 @@ class Supervisor:
         self._pool = pool
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # of every store, the answer that is due
+        self._served: set[str] = set()  # nodes whose store has answered
         self._failed: dict[str, tuple[float, str]] = {}  # when and why a node has no store
         self._answered = time.monotonic()
         self._stopped = threading.Event()
@@ -94,7 +95,7 @@ class Supervisor:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
 
     def _drop_failed(self) -> None:
-        """Forget stores that are dead for good, to try again later: Ray restarts none whose constructor raised."""
+        """Forget stores that are dead for good, to start others: at once, or later where the constructor raised."""
         waiting = list(self._pings.values())
         done = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
         for node_id, store in list(self._stores.items()):
@@ -105,9 +106,12 @@ class Supervisor:
                 if ping in done:
                     ray.get(ping, timeout=HEARTBEAT_S)
                     self._failed.pop(node_id, None)
+                    self._served.add(node_id)
             except ActorDiedError as error:
-                self._failed[node_id] = (time.monotonic(), str(error))
                 del self._stores[node_id], self._pings[node_id]
+                if node_id not in self._served:
+                    self._failed[node_id] = (time.monotonic(), str(error))
+                self._served.discard(node_id)
             except RayError as error:
                 log.debug("%r: store of node %s: %r", self, node_id[:8], error)
 

@@ -134,6 +134,8 @@ class KVCache:
         for piece in _pieces(np.flatnonzero(away & written), self.block_bytes):
             verdicts = local.push(staged[piece], keys[piece], places[piece], self._pool.link)
             written[piece] = verdicts == local.PULLED
+            if not written[piece].all():
+                self._pool.look_again()
         return written
 
 
@@ -296,6 +298,8 @@ class _Lease:
                         pulls[ahead.start] = local.pull(self.source[ahead], self.keys[ahead], self.staged[ahead])
                 target = self.staged[piece]
                 verdicts = local.verdicts(pulls[piece.start], target, link)
+                if (verdicts != local.PULLED).any():
+                    self._pool.look_again()  # the store may be another actor now
                 link.landed(target[verdicts == local.PULLED])
                 link.bad(self.source[piece][verdicts == local.ALTERED])
                 target = target[: _leading(verdicts == local.PULLED)]

@@ -176,8 +176,8 @@ def start(config: PoolConfig | None = None) -> KVPool:
     """Start a pool on every node of the Ray cluster, or attach to it if it runs.
 
     Joins the cluster that runs on this machine if this process has no Ray yet. Raises CapacityError where a node can't
-    afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a bad secret,
-    or another one than the running pool's.
+    afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a secret
+    that is bad, or is not the running pool's.
     """
     config = config or PoolConfig()
     _connect(config.name)

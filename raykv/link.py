@@ -153,8 +153,8 @@ def _beat(reference: "weakref.ref[Link]", wake: threading.Event) -> None:
         try:
             if ray.is_initialized():
                 link._beat_once()
-        except Exception:  # a link that no longer probes would stay down for good
-            log.exception("pool %s", link.pool)
+        except Exception as error:  # a link that no longer probes would stay down for good
+            link.fault("probe", repr(error))
         del link
 
 

@@ -110,6 +110,8 @@ def _check_lists(directory: Directory, live: Any) -> None:
             assert (length, before) == (count, tail)
         staging = [r for r in live.tolist() if rows[r][8] == index.STAGING and _shelf_of(directory, r) == shelf]
         assert len(staging) == c.shelves[shelf]["staging"] <= c.shelves[shelf]["window"]
+        limbo = [r for r in live.tolist() if rows[r][8] == index.LIMBO and _shelf_of(directory, r) == shelf]
+        assert len(limbo) == c.shelves[shelf]["limbo"]
     for row in live.tolist():
         _, _, _, _, _, _, _, pins, state, listed = rows[row]
         assert listed == (row in seen)

@@ -19,6 +19,7 @@ import raykv
 from raykv import actors
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 256 * MIB}
+ROUNDS = 20
 PROMPTS, BLOCKS = 40, 40  # up to 1600 blocks, where there is room for about 480
 
 
@@ -43,7 +44,11 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
     workers = [worker(pool, nodes[i % 2], be_patient=False) for i in range(4)]
     pids = ray.get([each.pid.remote() for each in workers], timeout=120)
     begin = time.monotonic()
-    running = [each.churn.remote(seconds, seed=i, prompts=PROMPTS, blocks=BLOCKS) for i, each in enumerate(workers)]
+    running = [  # in rounds: what a worker saw before it was killed counts
+        (i, each.churn.remote(seconds / ROUNDS, seed=ROUNDS * i + j, prompts=PROMPTS, blocks=BLOCKS))
+        for j in range(ROUNDS)
+        for i, each in enumerate(workers)
+    ]
     killed: list[str] = []
     evicted = 0
 
@@ -57,14 +62,13 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
     kill(0.2, "worker", pids[1])
     kill(0.35, "node store", pid(node_store(pool, pool.node_id)))
     kill(0.5, "directory", pid(actors.find_directory(pool.name)))
-    evicted += 0
     time.sleep(max(0.0, begin + 0.75 * seconds - time.monotonic()))
     evicted += pool.stats().get("evicted", 0)
     cluster.remove_node(second, allow_graceful=False)
     killed.append("raylet")
 
     errors, results = [], []
-    for i, answer in enumerate(running):
+    for i, answer in running:
         try:
             results.append(ray.get(answer, timeout=seconds + 60))
         except RayError as error:

@@ -81,8 +81,14 @@ def test_all_actors_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
             *(node_store(pool, node_id) for node_id in (pool.node_id, other_node(pool))),
         )
         come_back(cache, prompts, workers)
-        more = cache.keys(tokens(200, 8))
-        keep(cache, more)
+        keep(cache, cache.keys(tokens(200, 8)))
+    ray.kill(actors.find_directory(pool.name))  # for good: Ray restarts it no more, the supervisor makes a new one
+    come_back(cache, prompts, workers)
+    keep(cache, cache.keys(tokens(201, 8)))
+    ray.kill(node_store(pool, pool.node_id))
+    far = cache.keys(tokens(202, 8))
+    ray.get(workers[1].keep.remote(far), timeout=120)
+    come_back(cache, [far, *prompts], workers)  # who pulled through the old store pulls through the new one
     assert pool.stats()["corrupt"] == 0
     eventually(lambda: settled(pool))
 
