@@ -1,5 +1,6 @@
 """The store of one node: owns its arena, serves its blocks to other nodes and pulls theirs."""
 
+import contextlib
 import logging
 import os
 import threading
@@ -13,14 +14,16 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv import actors, room
-from raykv.arena import Arena, open_own
+from raykv.arena import Arena, left_behind, open_own
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import CapacityError
 from raykv.place import KEY_BYTES, PLACE
 from raykv.transports.object_store import FAILED, PULLED, ObjectStore, data_deadline
 
 log = logging.getLogger("raykv")
-THREADS = 16  # calls at a time: each pull holds one while it waits for its peer
+# Calls at a time. A push waits for its peer's pull and that for our read: each kind has threads of its own, or stores
+# that are busy with each other would wait for good.
+GROUPS = {"push": 8, "pull": 16, "read": 8}
 JOIN_DEADLINE_S = 30.0
 
 
@@ -58,6 +61,7 @@ class NodeStore:
         arena = self._arena
         return {"path": arena.path, "nonce": arena.nonce, "index": self._index, "pid": os.getpid()}
 
+    @ray.method(concurrency_group="pull")
     def pull(self, source: bytes, keys: bytes, target: bytes) -> bytes:
         """Fetch blocks of other nodes into slots of this arena; uint8 verdicts, FAILED, PULLED or ALTERED.
 
@@ -89,6 +93,7 @@ class NodeStore:
                 break
         return verdicts.tobytes()
 
+    @ray.method(concurrency_group="push")
     def push(self, source: bytes, keys: bytes, target: bytes) -> bytes:
         """Have other nodes fetch blocks of this arena into slots that were granted there; verdicts as of `pull`."""
         to = np.frombuffer(target, PLACE)
@@ -130,6 +135,7 @@ class NodeStore:
 
     # ------------------------------------------------------------------ for other nodes
 
+    @ray.method(concurrency_group="read")
     def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, list[NDArray[np.uint8]]]:
         """(uint8 mask, uint64 checksums, bytes of the masked): not copied here, so the reader must verify."""
         at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
@@ -150,9 +156,12 @@ class NodeStore:
         self._arena.raise_floor(generation)
 
     def stop(self) -> None:
-        """Let go of the memory. The actor is of no use afterwards."""
+        """Let go of the memory, and of what dead stores of this machine left. The actor is of no use afterwards."""
         self._stopped.set()
         self._arena.close(unlink=True)
+        for path in left_behind(self._pool):
+            with contextlib.suppress(FileNotFoundError):  # another store that stops was faster
+                os.unlink(path)
 
     def _offer_all(self) -> None:
         try:

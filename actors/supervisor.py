@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 from raykv.actors.directory import Directory
-from raykv.actors.node_store import THREADS, NodeStore
+from raykv.actors.node_store import GROUPS, NodeStore
 
 from raykv import actors
 from raykv.config import HEARTBEAT_S
@@ -159,9 +159,9 @@ class Supervisor:
         if settings is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
         name = actors.node_store_name(self._pool, node_id)
-        options = actors.options(name, node_id, pinned=True, threads=THREADS)
+        options = actors.options(name, node_id, pinned=True, threads=4)
         return (
-            ray.remote(NodeStore)
+            ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
             .options(**options)
             .remote(self._pool, node_id, settings["cpu_memory"], bytes.fromhex(settings["secret"]))
         )

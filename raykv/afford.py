@@ -1,7 +1,6 @@
 """Whether every node can afford its arena, asked before anything is started."""
 
 import os
-import re
 import time
 from typing import Any
 
@@ -10,7 +9,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import room
-from raykv.arena import SHM
+from raykv.arena import SHM, left_behind
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
 
@@ -39,13 +38,12 @@ def check_nodes(pool: str, cpu_memory: float | int) -> None:
 
 def _ask(pool: str, cpu_memory: float | int) -> dict[str, Any]:
     found = room.free_bytes()
-    ours = re.compile(rf"raykv-{pool}-{os.getuid()}-\d+")
-    left_behind = sum(entry.stat().st_blocks * 512 for entry in os.scandir(SHM) if ours.fullmatch(entry.name))
+    adoptable = sum(os.stat(path).st_blocks * 512 for path in left_behind(pool))
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
         machine = f"{boot_id.read().strip()}-{os.stat(SHM).st_dev}"
     return {
         "machine": machine,
         "room": found,
-        "free": found.free + left_behind,
+        "free": found.free + adoptable,
         "asked": capacity_bytes(cpu_memory, room.total_bytes()),
     }

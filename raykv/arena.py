@@ -5,6 +5,7 @@ import errno
 import itertools
 import mmap
 import os
+import re
 import stat
 import threading
 import time
@@ -264,9 +265,8 @@ class Arena:
         spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
         at, payload = self._locate(words, data, spots)
         if (at < 0).any():
-            raise ValueError(
-                f"{self.path}: no slot at {places[at < 0][0]}; {self.offered} slabs of {self.slab_bytes} bytes are offered"
-            )
+            offered = f"{self.offered} slabs of {self.slab_bytes} bytes are offered"
+            raise ValueError(f"{self.path}: no slot at {places[at < 0][0]}; {offered}")
         stops = payload + (spots[:, 1] >> 32)
         runs = np.split(np.arange(len(spots)), np.flatnonzero(stops[:-1] != payload[1:]) + 1)
         return [data[payload[run[0]] : stops[run[-1]]] for run in runs if len(run)]
@@ -412,6 +412,24 @@ def open_own(
         except FileExistsError:
             continue
     raise AssertionError("unreachable")
+
+
+def left_behind(pool: str, folder: str = SHM) -> list[str]:
+    """Paths of this user's arenas of a pool that are in no living store's hands."""
+    ours = re.compile(rf"raykv-{pool}-{os.getuid()}-\d+")
+    paths = [entry.path for entry in os.scandir(folder) if ours.fullmatch(entry.name)]
+    return [path for path in paths if not _owned(path)]
+
+
+def _owned(path: str) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        return not lock(fd, 0, ALIGN)
+    finally:
+        os.close(fd)
 
 
 def _map(fd: int, size: int) -> mmap.mmap:

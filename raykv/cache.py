@@ -282,50 +282,48 @@ class _Lease:
 
     def _read_reached(self, at: int, stop: int, rows: Rows, verify: bool) -> int:
         """Read [at, stop), pulling ahead what is on other nodes. Returns how many leading blocks are valid."""
+        start = at
         local, link = self._pool.local, self._pool.link
         if local is None:
             return 0
-        here = self._here()
-        pieces = list(_runs(here, at, stop, max(1, PIECE_BYTES // self._block_bytes)))
-        away = [piece for piece in pieces if not here[piece.start]]
-        pulls: dict[int, Any] = {}
-        for piece in pieces:
-            target = self.source[piece]
-            if not here[piece.start]:
-                nearby = away.index(piece)
-                for ahead in away[nearby : nearby + PIECES_AHEAD]:
-                    if ahead.start not in pulls:
-                        pulls[ahead.start] = local.pull(self.source[ahead], self.keys[ahead], self.staged[ahead])
-                target = self.staged[piece]
-                verdicts = local.verdicts(pulls[piece.start], target, link)
-                if (verdicts != local.PULLED).any():
-                    self._pool.look_again()  # the store may be another actor now
-                link.landed(target[verdicts == local.PULLED])
-                link.bad(self.source[piece][verdicts == local.ALTERED])
-                target = target[: _leading(verdicts == local.PULLED)]
-            part = slice(piece.start, piece.start + len(target))
-            ok = local.arena.read(target, self.keys[part], rows[part], verify)
+        away = at + np.flatnonzero(~self._here()[at:stop])
+        target = self.source.copy()
+        target[away] = self.staged[away]
+        pieces = list(_pieces(away, self._block_bytes)) or [away]
+        pulls: list[Any] = []
+        for i, piece in enumerate(pieces):
+            for ahead in pieces[len(pulls) : i + PIECES_AHEAD]:
+                args = self.source[ahead], self.keys[ahead], self.staged[ahead]
+                pulls.append(local.pull(*args) if len(ahead) else None)
+            end = int(pieces[i + 1][0]) if i + 1 < len(pieces) else stop  # with what is on this node in between
+            lost = piece[~self._arrived(pulls[i], piece)]
+            part = slice(at, int(lost[0]) if len(lost) else end)
+            ok = local.arena.read(target[part], self.keys[part], rows[part], verify)
             if not ok.all():
-                link.bad(target[~ok])
+                link.bad(target[part][~ok])
                 link.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
-            if _leading(ok) < piece.stop - piece.start:
-                return int(piece.start) + _leading(ok) - at
-        return stop - at
+            if _leading(ok) < end - at:
+                return at + _leading(ok) - start
+            at = end
+        return stop - start
+
+    def _arrived(self, answer: Any, piece: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which blocks of a piece are in their staging slots now."""
+        local, link = self._pool.local, self._pool.link
+        if local is None or not len(piece):
+            return np.zeros(len(piece), np.bool_)
+        target = self.staged[piece]
+        verdicts = local.verdicts(answer, target, link)
+        if (verdicts != local.PULLED).any():
+            self._pool.look_again()  # the store may be another actor now
+        link.landed(target[verdicts == local.PULLED])
+        link.bad(self.source[piece][verdicts == local.ALTERED])
+        arrived: NDArray[np.bool_] = verdicts == local.PULLED
+        return arrived
 
 
 def _leading(ok: NDArray[np.bool_]) -> int:
     return len(ok) if ok.all() else int(np.argmin(ok))
-
-
-def _runs(here: NDArray[np.bool_], at: int, stop: int, piece: int) -> Iterator[slice]:
-    """Runs of [at, stop) that are all here or all away, the latter in pieces."""
-    while at < stop:
-        change = np.flatnonzero(here[at:stop] != here[at])
-        end = at + int(change[0]) if len(change) else stop
-        if not here[at]:
-            end = min(end, at + piece)
-        yield slice(at, end)
-        at = end
 
 
 def _pieces(indices: NDArray[np.intp], block_bytes: int) -> Iterator[NDArray[np.intp]]:

@@ -19,7 +19,7 @@ NAME = click.option("--name", default="default", show_default=True, help="Name o
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
 
 
-class Memory(click.ParamType):
+class Memory(click.ParamType[float | int]):
     """A fraction of the node's memory (0.3) or bytes (4GiB, 500MB, 1073741824)."""
 
     name = "memory"
@@ -100,7 +100,9 @@ def clear(name: str, as_json: bool) -> None:
 
 @main.command()
 @click.option("--requests", default=12, show_default=True, type=click.IntRange(1), help="How many questions are asked.")
-@click.option("--nodes", default=2, show_default=True, type=click.IntRange(1), help="Ray nodes, with an engine on each.")
+@click.option(
+    "--nodes", default=2, show_default=True, type=click.IntRange(1), help="Ray nodes, with an engine on each."
+)
 @click.option("--seed", default=0, show_default=True, help="Of the model's weights and the questions.")
 @JSON
 def demo(requests: int, nodes: int, seed: int, as_json: bool) -> None:
@@ -158,7 +160,11 @@ def bench_trace(file: str, nodes: int, capacity: str, as_json: bool) -> None:
 
 def _spinner(text: str) -> Progress:
     progress = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True), transient=True
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
     )
     progress.add_task(text, total=None)
     return progress
@@ -204,11 +210,11 @@ def _status(pool: Any, as_json: bool) -> None:
         table.add_row(name[:16], node["state"], "cpu", f"{size / (1 << 30):.2f} GiB", f"{fill:.0%}", *counts)
     console = Console()
     console.print(table)
-    rate = stats["hits"] / stats["lookups"] if stats["lookups"] else 0.0
+    hits, lookups = stats["hits"], stats["lookups"]
     console.print(
-        f"{stats['keys']} blocks, hit rate {rate:.1%} ({stats['remote_hits']} of {stats['hits']} hits from another node), "
-        f"{stats['leases']} leases, {stats['reservations']} reservations, {stats['evicted']} evicted, "
-        f"{stats['clients']} clients"
+        f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
+        f"{stats['remote_hits']} on another node), {stats['leases']} leases, {stats['reservations']} reservations, "
+        f"{stats['evicted']} evicted, {stats['clients']} clients"
     )
 
 

@@ -98,9 +98,10 @@ class Directory:
         self._end(client, lease)
         reader = self.nodes.get(node)
         shelf = self._shelf(reader, slot_bytes(block_bytes)) if reader else -1
-        if reader and shelf >= 0 and (reader.spare or len(reader.shelves) > 1):
-            self._provision(reader, shelf, slot_bytes(block_bytes), 1)
         k, firsts = self._find(keys)
+        if reader and shelf >= 0 and (reader.spare or len(reader.shelves) > 1) and (firsts[:1] >= 0).any():
+            self._provision(reader, shelf, slot_bytes(block_bytes), 1)  # staging, if it comes to that
+            k, firsts = self._find(keys)  # a slab that was taken away may have held some
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
         n, remote = holds.match(self._shelves.c, k, firsts, index_here, shelf, source, staged)

@@ -184,7 +184,7 @@ def finish(
 
 @kernel
 def reclaim(words: Words, header: Words, places: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
-    """Under the slots' locks: 2 where the slot was written since the grant, else 1, and a late writer will be refused."""
+    """Under the slots' locks: 2 where the slot was written since the grant, else 1: a late writer will be refused."""
     for i in range(len(places)):
         if ok[i]:
             word, generation, slab = _load(words, header[i]), places[i, 3], places[i, 0] >> 32

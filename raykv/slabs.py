@@ -66,8 +66,9 @@ def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
 
 @kernel
 def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
-    """Forget a slab's blocks; what is held stays held until it is let go."""
-    for row in range(base, base + slots):
+    """Forget a slab's blocks; what is held stays held until it is let go. Slot 0 is taken first again."""
+    for j in range(slots):
+        row = base + slots - 1 - j
         state = c.rows[row].state
         if present(state):
             forget(c, row)

@@ -48,7 +48,7 @@ def start(cluster: Any) -> Iterator[Callable[..., "raykv.KVPool"]]:
 
 def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
     import ray
-    from pools import eventually, served
+    from pools import eventually, served, shm_files
 
     import raykv
 
@@ -64,6 +64,7 @@ def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
     yield start
     for pool in pools:
         pool.stop()
+        assert not shm_files(pool.name)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ class Oracle(Slots):
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
         shelf = self.shelf(reader, stride) if reader else None
-        if reader and shelf and (reader.spare or len(reader.shelves) > 1):
+        if reader and shelf and (reader.spare or len(reader.shelves) > 1) and wanted and wanted[0] in self.table:
             self.provision(reader, shelf, 1)
         here = reader.index if reader else -1
         hold = Lease(call.seq, False, here, shelf, [], [], [], set())
@@ -497,9 +497,11 @@ class Oracle(Slots):
         self.check(now)
         keys = len(self.table)
         self.floor = self.last_gen()
-        for row in self.rows():
-            if row.state in LIVE:
-                self.drop(row)
+        for node in self.nodes.values():
+            for slab in node.slabs.values():
+                for row in reversed(slab.rows):
+                    if row.state in LIVE:
+                        self.drop(row)
         return keys
 
     def stats(self, now: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What the tests of a running pool share, in pytest's process and in Ray's."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -159,11 +160,27 @@ def pid(actor: Any) -> int:
     return int(ray.get(actor.ping.remote(), timeout=60))
 
 
-def answers(actor: Any) -> int:
+def part(pool: raykv.KVPool, what: str) -> Any:
+    """The "directory" in charge, the "supervisor", or a node's store."""
+    if what == "directory":
+        return actors.find_directory(pool.name)
+    return actors.find(actors.supervisor_name(pool.name)) if what == "supervisor" else node_store(pool, what)
+
+
+def kill(pool: raykv.KVPool, *what: str) -> None:
+    """SIGKILL these parts, and wait until they are back, or have been replaced."""
+    pids = {name: pid(part(pool, name)) for name in what}
+    for process in pids.values():
+        os.kill(process, signal.SIGKILL)
+    for name, process in pids.items():
+        eventually(lambda name=name, process=process: _answers(pool, name) not in (0, process))  # type: ignore[misc]
+
+
+def _answers(pool: raykv.KVPool, what: str) -> int:
     """Its pid, or 0 where it does not answer now."""
     try:
-        return int(ray.get(actor.ping.remote(), timeout=5))
-    except ray.exceptions.RayError:
+        return int(ray.get(part(pool, what).ping.remote(), timeout=5))
+    except (ValueError, ray.exceptions.RayError):
         return 0
 
 

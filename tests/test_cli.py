@@ -17,8 +17,14 @@ MIB = 1 << 20
 
 
 def command(*args: str, address: str | None = None) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "RAY_ADDRESS": address} if address else {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    return subprocess.run([sys.executable, "-m", "raykv.cli", *args], capture_output=True, text=True, env=env, timeout=280)
+    env = (
+        {**os.environ, "RAY_ADDRESS": address}
+        if address
+        else {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "raykv.cli", *args], capture_output=True, text=True, env=env, timeout=280
+    )
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> Any:

@@ -10,10 +10,10 @@ import ray
 from numpy.typing import NDArray
 from pools import (
     BLOCK,
-    answers,
     come_back,
     eventually,
     keep,
+    kill,
     node_store,
     other_node,
     pid,
@@ -33,14 +33,6 @@ def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
     return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
 
 
-def kill(*targets: Any) -> None:
-    """SIGKILL them, and wait until they are back."""
-    pids = [pid(target) for target in targets]
-    for process in pids:
-        os.kill(process, signal.SIGKILL)
-    eventually(lambda: all(answers(target) not in (0, old) for target, old in zip(targets, pids, strict=True)))
-
-
 def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[NDArray[np.uint8]], list[Any]]:
     """Blocks of both nodes, and a worker on each."""
     cache = a_cache(pool)
@@ -56,9 +48,9 @@ def test_stores_and_directory_killed_under_load(start: Callable[..., raykv.KVPoo
     cache, prompts, workers = on_both(pool)
     epoch = pool.stats()["epoch"]
     load = [there.churn.remote(25.0, seed=i, prompts=4, blocks=20) for i, there in enumerate(workers)]
-    kill(node_store(pool, pool.node_id))
-    kill(actors.find_directory(pool.name))
-    kill(node_store(pool, other_node(pool)))
+    kill(pool, pool.node_id)
+    kill(pool, "directory")
+    kill(pool, other_node(pool))
     for stored, readings, wrong in ray.get(load, timeout=120):
         assert stored and readings and not wrong
     come_back(cache, prompts, workers)
@@ -75,11 +67,7 @@ def test_all_actors_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     cache, prompts, workers = on_both(pool)
     for _ in range(2):
-        kill(
-            actors.find(f"{pool.name}/supervisor"),
-            actors.find_directory(pool.name),
-            *(node_store(pool, node_id) for node_id in (pool.node_id, other_node(pool))),
-        )
+        kill(pool, "supervisor", "directory", pool.node_id, other_node(pool))
         come_back(cache, prompts, workers)
         keep(cache, cache.keys(tokens(200, 8)))
     ray.kill(actors.find_directory(pool.name))  # for good: Ray restarts it no more, the supervisor makes a new one
@@ -141,7 +129,7 @@ def test_a_killed_supervisor_comes_back_and_a_raylet_dies_under_load(
 ) -> None:
     pool = start()
     cache = a_cache(pool)
-    kill(actors.find(f"{pool.name}/supervisor"))
+    kill(pool, "supervisor")
     node = third_node()
     eventually(lambda: served(pool, 3))
     there = worker(pool, node.node_id)

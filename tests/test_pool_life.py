@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,10 +15,10 @@ import ray
 from pools import (
     BLOCK,
     actor_names,
-    answers,
     eventually,
     holds,
-    node_store,
+    kill,
+    other_node,
     pid,
     read,
     served,
@@ -139,14 +138,7 @@ def test_the_secret_and_the_cleared(start: Callable[..., raykv.KVPool], monkeypa
     assert read(cache, forgotten).matched == 0
     assert store(cache, kept) == 10
     epoch = pool.stats()["epoch"]
-    targets = [
-        actors.find_directory(pool.name),
-        *(node_store(pool, node["NodeID"]) for node in ray.nodes() if node["Alive"]),
-    ]
-    pids = [pid(target) for target in targets]
-    for process in pids:
-        os.kill(process, signal.SIGKILL)
-    eventually(lambda: all(answers(target) not in (0, old) for target, old in zip(targets, pids, strict=True)))
+    kill(pool, "directory", pool.node_id, other_node(pool))
     eventually(lambda: holds(cache, kept))
     assert pool.stats()["epoch"] > epoch
     assert read(cache, forgotten).matched == 0

@@ -78,7 +78,7 @@ class Reader:
         return seconds
 
     def socket_read(self) -> float:
-        view, got = memoryview(self.out.reshape(-1)), 0
+        view, got = self.out.reshape(-1).data, 0
         begin = time.perf_counter()
         self.peer.sendall(b"?")
         while got < len(view):
@@ -90,7 +90,9 @@ def run() -> dict[str, float]:
     """GB/s (1e9 bytes), medians. Every read of the pool is of blocks that the reader's node has not seen."""
     import ray
 
-    ours, ray_gets, sockets = [], [], []
+    ours: list[float] = []
+    ray_gets: list[float] = []
+    sockets: list[float] = []
     with local_cluster(2, 1024 * MIB) as (here, there), local_pool(POOL, 1024 * MIB) as pool:
         writer = on_node(Writer, there)
         reader = on_node(Reader, here, writer)

@@ -19,6 +19,8 @@ BATCHES = 24  # 768 MiB: far more than a processor's caches hold
 ROUNDS = 3  # of which the first warms up
 MATCH_KEYS, MATCH_CALLS = 512, 400
 
+Times = tuple[float, float, float]  # of a batch: its copies, all of the call, the floor's copies
+
 
 class Worker:
     """One process with buffers that are not in its caches when their turn comes round again."""
@@ -70,8 +72,7 @@ class Worker:
         assert count == BATCH, f"{count} of {BATCH} blocks read"
         return copying(), total
 
-    def stores(self, first: int) -> list[tuple[float, float, float]]:
-        """(copies, in all, memcpy into other slots) by batch."""
+    def stores(self, first: int) -> list[Times]:
         rows = []
         for batch in range(first, first + BATCHES):
             other = self.slots(first - BATCHES // 2 + batch - first) if first >= BATCHES else None
@@ -80,7 +81,7 @@ class Worker:
             rows.append((*self.store(batch), floor))
         return rows
 
-    def reads(self, first: int, verify: bool) -> list[tuple[float, float, float]]:
+    def reads(self, first: int, verify: bool) -> list[Times]:
         rows = []
         for i in range(BATCHES):
             other = self.slots(first + (i + BATCHES // 2) % BATCHES)
@@ -126,7 +127,9 @@ def run() -> dict[str, float]:
 
     with local_cluster(1) as (node,), local_pool(POOL, 1024 * MIB):
         writer, reader = on_node(Worker, node), on_node(Worker, node)
-        stores, reads, verified = [], [], []
+        stores: list[Times] = []
+        reads: list[Times] = []
+        verified: list[Times] = []
         for turn in range(ROUNDS):
             first = turn * BATCHES
             new_stores = ray.get(writer.stores.remote(first))

@@ -27,6 +27,8 @@ class ObjectStore:
 
         Raises RayError if the peer does not answer in time.
         """
+        order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
+        source, keys, target = source[order], keys[order], target[order]
         answer = peer.read.remote(source.tobytes(), keys.tobytes())
         mask, sums, runs = ray.get(answer, timeout=data_deadline(int(source["bytes"].sum())))
         ok = np.frombuffer(mask, np.bool_)
@@ -34,7 +36,7 @@ class ObjectStore:
         payloads = [block for run in runs for block in run.reshape(-1, int(source["bytes"][0]))]
         written = arena.write(target[ok], keys[ok], payloads, expected=expected)
         verdicts = np.full(len(ok), ALTERED, np.uint8)
-        verdicts[ok] = [
+        verdicts[order[ok]] = [
             PULLED if done else FAILED if xxh3_64_intdigest(payload.data) == total else ALTERED
             for done, payload, total in zip(written, payloads, expected.tolist(), strict=True)
         ]
