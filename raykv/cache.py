@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -19,8 +20,8 @@ from raykv.rows import Rows
 if TYPE_CHECKING:
     from raykv.client import KVPool
 
-PIECE_BYTES = 32 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
-PIECES_AHEAD = 4
+PIECE_BYTES = 64 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
+PIECES_AHEAD = 2
 
 Keys = NDArray[np.uint8]
 Places = NDArray[np.void]
@@ -282,35 +283,48 @@ class _Lease:
 
     def _read_reached(self, at: int, stop: int, rows: Rows, verify: bool) -> int:
         """Read [at, stop), pulling ahead what is on other nodes. Returns how many leading blocks are valid."""
-        start = at
-        local, link = self._pool.local, self._pool.link
+        local = self._pool.local
         if local is None:
             return 0
         away = at + np.flatnonzero(~self._here()[at:stop])
-        target = self.source.copy()
-        target[away] = self.staged[away]
-        pieces = list(_pieces(away, self._block_bytes)) or [away]
-        pulls: list[Any] = []
-        for i, piece in enumerate(pieces):
-            for ahead in pieces[len(pulls) : i + PIECES_AHEAD]:
-                args = self.source[ahead], self.keys[ahead], self.staged[ahead]
-                pulls.append(local.pull(*args) if len(ahead) else None)
-            end = int(pieces[i + 1][0]) if i + 1 < len(pieces) else stop  # with what is on this node in between
-            lost = piece[~self._arrived(pulls[i], piece)]
-            part = slice(at, int(lost[0]) if len(lost) else end)
-            ok = local.arena.read(target[part], self.keys[part], rows[part], verify)
-            if not ok.all():
-                link.bad(target[part][~ok])
-                link.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
-            if _leading(ok) < end - at:
-                return at + _leading(ok) - start
-            at = end
-        return stop - start
+        valid = np.zeros(stop - at, np.bool_)
+        pulls: dict[Any, NDArray[np.intp]] = {}
+        pieces = _pieces(away, self._block_bytes)
+
+        def pull(count: int) -> None:
+            for piece in itertools.islice(pieces, count):
+                pulls[local.pull(self.source[piece], self.keys[piece], self.staged[piece])] = piece
+
+        pull(PIECES_AHEAD)
+        near = np.setdiff1d(np.arange(at, stop), away)
+        valid[near - at] = self._copy(self.source, near, rows, verify)  # while the first pieces are on their way
+        while pulls:
+            answer = local.first(list(pulls))  # in whatever order they arrive
+            piece = pulls.pop(answer)
+            pull(1)
+            came = piece[self._arrived(answer, piece)]
+            valid[came - at] = self._copy(self.staged, came, rows, verify)
+        return _leading(valid)
+
+    def _copy(self, places: Places, which: NDArray[np.intp], rows: Rows, verify: bool) -> NDArray[np.bool_]:
+        """Read these blocks out of slots of this node; which of them are valid."""
+        local, link = self._pool.local, self._pool.link
+        if local is None or not len(which):
+            return np.zeros(len(which), np.bool_)
+        if len(which) == which[-1] - which[0] + 1:
+            out = rows[which[0] : which[-1] + 1]
+        else:
+            out = [rows[i] for i in which.tolist()]
+        ok = local.arena.read(places[which], self.keys[which], out, verify)
+        if not ok.all():
+            link.bad(places[which][~ok])
+            link.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
+        return ok
 
     def _arrived(self, answer: Any, piece: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Which blocks of a piece are in their staging slots now."""
         local, link = self._pool.local, self._pool.link
-        if local is None or not len(piece):
+        if local is None:
             return np.zeros(len(piece), np.bool_)
         target = self.staged[piece]
         verdicts = local.verdicts(answer, target, link)

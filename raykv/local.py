@@ -35,6 +35,11 @@ class Local:
         """Begin to fetch blocks of other nodes; `verdicts` waits for it."""
         return self.store.pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
 
+    def first(self, answers: list[Any]) -> Any:
+        """The first of several pulls to be done, or to be late: `verdicts` tells which."""
+        ready, late = ray.wait(answers, timeout=data_deadline(0))
+        return (ready or late)[0]
+
     def push(self, source: Places, keys: NDArray[np.uint8], target: Places, link: Link) -> NDArray[np.uint8]:
         """Have other nodes fetch blocks from staging slots here; a verdict for each."""
         answer = self.store.push.remote(source.tobytes(), keys.tobytes(), target.tobytes())

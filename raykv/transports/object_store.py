@@ -1,10 +1,13 @@
 """Blocks cross nodes as Ray objects."""
 
+import threading
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError
 from xxhash import xxh3_64_intdigest
 
 from raykv.arena import Arena
@@ -18,7 +21,14 @@ def data_deadline(size: int) -> float:
 
 
 class ObjectStore:
-    """A peer's blocks are what its `read` returns: one copy into Ray's object store there, one out of it here."""
+    """A peer's blocks are what its `read` returns: one copy into Ray's object store there, one out of it here.
+
+    Of one peer's objects one crosses at a time: Ray sends several in turns, chunk by chunk, so that all would arrive at
+    the end, and no copy out of one would overlap the crossing of the next.
+    """
+
+    def __init__(self) -> None:
+        self._turns: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)
 
     def pull(
         self, peer: Any, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
@@ -30,7 +40,14 @@ class ObjectStore:
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
         source, keys, target = source[order], keys[order], target[order]
         answer = peer.read.remote(source.tobytes(), keys.tobytes())
-        mask, sums, runs = ray.get(answer, timeout=data_deadline(int(source["bytes"].sum())))
+        deadline = data_deadline(int(source["bytes"].sum()))
+        turn = self._turns[peer]
+        if not turn.acquire(timeout=deadline):
+            raise GetTimeoutError(f"the objects before this one took {deadline:.1f} s")
+        try:
+            mask, sums, runs = ray.get(answer, timeout=deadline)
+        finally:
+            turn.release()
         ok = np.frombuffer(mask, np.bool_)
         expected = np.frombuffer(sums, np.uint64)[ok]
         payloads = [block for run in runs for block in run.reshape(-1, int(source["bytes"][0]))]
