@@ -50,12 +50,13 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
         for i, each in enumerate(workers)
     ]
     killed: list[str] = []
-    evicted = 0
+    evicted = remote = 0  # sampled before each kill: a directory that dies takes its counters along
 
     def kill(when: float, what: str, process: int) -> None:
-        nonlocal evicted
+        nonlocal evicted, remote
         time.sleep(max(0.0, begin + when * seconds - time.monotonic()))
-        evicted = max(evicted, pool.stats().get("evicted", 0))
+        stats = pool.stats()
+        evicted, remote = max(evicted, stats.get("evicted", 0)), max(remote, stats.get("remote_hits", 0))
         os.kill(process, signal.SIGKILL)
         killed.append(what)
 
@@ -63,7 +64,8 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
     kill(0.35, "node store", pid(node_store(pool, pool.node_id)))
     kill(0.5, "directory", pid(actors.find_directory(pool.name)))
     time.sleep(max(0.0, begin + 0.75 * seconds - time.monotonic()))
-    evicted += pool.stats().get("evicted", 0)
+    stats = pool.stats()
+    evicted, remote = evicted + stats.get("evicted", 0), remote + stats.get("remote_hits", 0)
     cluster.remove_node(second, allow_graceful=False)
     killed.append("raylet")
 
@@ -86,7 +88,7 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
         "stored": sum(result[0] for result in results),
         "read": sum(result[1] for result in results),
         "wrong": sum(result[2] for result in results),
-        "remote": stats["remote_hits"],
+        "remote": remote,
         "evicted": evicted,
         "slots": totals(pool),
         "leases": stats["leases"],
