@@ -76,7 +76,7 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
         except RayError as error:
             if i % 2 == 0:  # the others were killed, or their node was
                 errors.append(f"worker {i}: {error}")
-    eventually(lambda: list(pool.stats()["nodes"]) == [pool.node_id])
+    eventually(lambda: list(pool.stats().get("nodes", ())) == [pool.node_id])
     for each in workers[::2]:
         ray.kill(each)
     eventually(lambda: settled(pool))
