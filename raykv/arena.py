@@ -9,8 +9,8 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,7 @@ from raykv import header, superblock, tiles
 from raykv.errors import ArenaMismatch, CapacityError
 from raykv.locks import Locks, lock
 from raykv.place import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
-
-Row = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
+from raykv.rows import Rows, rows_of
 
 SHM = "/dev/shm"
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
@@ -182,27 +181,27 @@ class Arena:
         self,
         places: NDArray[np.void],
         keys: NDArray[np.uint8],
-        rows: Sequence[Row] | NDArray[np.uint8],
+        rows: Rows | NDArray[np.uint8],
         verify: bool = False,
     ) -> NDArray[np.bool_]:
         """Copy blocks out; (n,) which of the rows now hold their block.
 
-        places: (n,) PLACE. keys: (n, 16) uint8. rows: n destinations of the block's bytes, each a writable contiguous
-        1-D uint8 array or a list of such pieces. An invalid row's content is undefined. `verify`: a row whose bytes do
-        not match the block's checksum is invalid too, and counted in `corrupt`.
+        places: (n,) PLACE. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them. An
+        invalid row's content is undefined. `verify`: a row whose bytes do not match the block's checksum is invalid
+        too, and counted in `corrupt`.
         """
         words, data = self._memory
         spots, names = _arguments(places, keys)
-        pieces = _pieces(rows, spots, writable=True)
+        rows = _fitting(rows, spots, writable=True)
         at, payload = self._locate(words, data, spots)
         ok, sums = np.zeros(len(spots), np.bool_), np.zeros(len(spots), np.int64)
         header.check(words, at, spots, names, sums, ok)
-        jobs = self._jobs(data, spots, payload, pieces, ok)
+        copies = tiles.copies(rows[ok], data.ctypes.data + payload[ok], out=True)
         if verify:
             found = np.zeros(len(spots), np.uint64)
-            found[ok] = tiles.read_summed(jobs)
+            found[ok] = tiles.copy_summed(copies)
         else:
-            tiles.read(jobs)
+            tiles.copy(copies)
         header.recheck(words, at, spots, names, ok)
         if verify:
             wrong = ok & (found != sums.view(np.uint64))
@@ -215,7 +214,7 @@ class Arena:
         self,
         places: NDArray[np.void],
         keys: NDArray[np.uint8],
-        rows: Sequence[Row] | NDArray[np.uint8],
+        rows: Rows | NDArray[np.uint8],
         position: int = 0,
         expected: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.bool_]:
@@ -227,7 +226,7 @@ class Arena:
         """
         words, data = self._memory
         spots, names = _arguments(places, keys)
-        pieces = _pieces(rows, spots, writable=False)
+        rows = _fitting(rows, spots, writable=False)
         at, payload = self._locate(words, data, spots)
         self._format(words, spots, at)
         slots = self._slots(at)
@@ -237,7 +236,7 @@ class Arena:
             ok[list(first.values())] = True  # of two places in one slot, only the first is written
             header.begin(words, at, spots, ok)
             sums = np.zeros(len(spots), np.uint64)
-            sums[ok] = tiles.write_summed(self._jobs(data, spots, payload, pieces, ok))
+            sums[ok] = tiles.copy_summed(tiles.copies(rows[ok], data.ctypes.data + payload[ok], out=False))
             if expected is not None:
                 self.corrupt += int((ok & (sums != expected)).sum())
                 ok &= sums == expected
@@ -358,17 +357,6 @@ class Arena:
     def _now(self) -> int:
         return max(0, int(time.time()) - self._clock_base)
 
-    def _jobs(
-        self,
-        data: tiles.Bytes,
-        spots: header.Words,
-        payload: NDArray[np.int64],
-        pieces: list[list[NDArray[np.uint8]]],
-        ok: NDArray[np.bool_],
-    ) -> list[tiles.Job]:
-        starts, stops = payload.tolist(), (payload + (spots[:, 1] >> 32)).tolist()
-        return [(data[starts[i] : stops[i]], pieces[i]) for i in np.flatnonzero(ok).tolist()]
-
     def _format(self, words: header.Words, spots: header.Words, at: NDArray[np.int64]) -> None:
         """Give slabs the format that grants were made for, where nobody has yet."""
         if header.formatted(words, at, spots):
@@ -468,21 +456,14 @@ def _arguments(places: NDArray[np.void], keys: NDArray[np.uint8]) -> tuple[heade
     return spots.view(np.int64).reshape(-1, 4), names.view(np.int64)
 
 
-def _pieces(rows: Any, spots: header.Words, writable: bool) -> list[list[NDArray[np.uint8]]]:
-    """Each row as its pieces, checked."""
-    sizes = (spots[:, 1] >> 32).tolist()
-    if len(rows) != len(sizes):
-        raise ValueError(f"{len(rows)} rows for {len(sizes)} places")
-    usual = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype == np.uint8 and rows.flags.c_contiguous
-    if usual and (rows.flags.writeable or not writable) and sizes == [rows.shape[1]] * len(sizes):
-        return [[row] for row in rows]  # needs no look at every row
-    pieces = [[row] if isinstance(row, np.ndarray) else list(row) for row in rows]
-    for i, (row, size) in enumerate(zip(pieces, sizes, strict=True)):
-        for piece in row:
-            if piece.dtype != np.uint8 or piece.ndim != 1 or not piece.flags.c_contiguous:
-                raise ValueError(f"row {i}: {piece.dtype} of shape {piece.shape}; give contiguous 1-D uint8 arrays")
-            if writable and not piece.flags.writeable:
-                raise ValueError(f"row {i} is read-only: nothing can be read into it")
-        if sum(map(len, row)) != size:
-            raise ValueError(f"row {i} has {sum(map(len, row))} bytes, its place {size}")
-    return pieces
+def _fitting(given: Rows | NDArray[np.uint8], spots: header.Words, writable: bool) -> Rows:
+    """As Rows; ValueError unless there is one of the right size for every place."""
+    rows = rows_of([given]) if isinstance(given, np.ndarray) else given
+    if len(rows) != len(spots):
+        raise ValueError(f"{len(rows)} rows for {len(spots)} places")
+    sizes = spots[:, 1] >> 32
+    if (sizes != rows.bytes).any():
+        raise ValueError(f"rows of {rows.bytes} bytes, but a place of {sizes[sizes != rows.bytes][0]}")
+    if writable and not rows.writable:
+        raise ValueError("the rows are read-only: nothing can be read into them")
+    return rows

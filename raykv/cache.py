@@ -110,7 +110,7 @@ class KVCache:
             if not len(indices):
                 return 0, granted.covered
             places, staged = np.frombuffer(granted.places, PLACE), np.frombuffer(granted.staged, PLACE)
-            mine = [rows[i - start] for i in indices.tolist()]
+            mine = rows[indices - start]
             written = self._write(places, staged, keys[indices], mine, position + int(indices[0]))
             if not written.all():
                 link.fault("write", f"{int((~written).sum())} of {len(written)} blocks were not written")
@@ -120,9 +120,7 @@ class KVCache:
         finally:
             link.let_go(reservation)
 
-    def _write(
-        self, places: Places, staged: Places, keys: Keys, rows: Sequence[Any], position: int
-    ) -> NDArray[np.bool_]:
+    def _write(self, places: Places, staged: Places, keys: Keys, rows: Rows, position: int) -> NDArray[np.bool_]:
         """Write blocks in place on this node, and others into staging, from which their nodes pull them."""
         local = self._pool.local
         written = np.zeros(len(places), np.bool_)
@@ -311,11 +309,7 @@ class _Lease:
         local, link = self._pool.local, self._pool.link
         if local is None or not len(which):
             return np.zeros(len(which), np.bool_)
-        if len(which) == which[-1] - which[0] + 1:
-            out = rows[which[0] : which[-1] + 1]
-        else:
-            out = [rows[i] for i in which.tolist()]
-        ok = local.arena.read(places[which], self.keys[which], out, verify)
+        ok = local.arena.read(places[which], self.keys[which], rows[which], verify)
         if not ok.all():
             link.bad(places[which][~ok])
             link.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")

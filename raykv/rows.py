@@ -1,6 +1,7 @@
 """What callers hand over, checked before a byte moves: keys, and the rows of memory that blocks come from or go to."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,29 @@ from numpy.typing import NDArray
 
 from raykv.place import KEY_BYTES
 
-Row = NDArray[np.uint8] | list[NDArray[np.uint8]]
-Rows = NDArray[np.uint8] | list[Row]
+
+@dataclass(frozen=True)
+class Rows:
+    """Where n blocks come from or go to, each in `len(lengths)` parts: addresses instead of n objects.
+
+    addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: what keeps the addresses good.
+    """
+
+    addresses: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    memory: object
+    writable: bool
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __getitem__(self, which: slice | NDArray[Any]) -> "Rows":
+        return Rows(self.addresses[which], self.lengths, self.memory, self.writable)
+
+    @property
+    def bytes(self) -> int:
+        """Of one row."""
+        return int(self.lengths.sum())
 
 
 def keys(given: Any) -> NDArray[np.uint8]:
@@ -29,7 +51,7 @@ def count(of: NDArray[np.uint8], start: int) -> int:
     return len(of) - start
 
 
-def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> NDArray[np.uint8]:
+def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> Rows:
     """(rows, block_bytes) uint8, contiguous; of more rows the first, unless they must be `exact`."""
     array = _numpy(name, given)
     fits = array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == block_bytes
@@ -42,33 +64,49 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
         raise ValueError(f"{name} of shape {array.shape} is not contiguous (strides {array.strides})")
     if name == "out" and not array.flags.writeable:
         raise ValueError(f"{name} is read-only")
-    return array[:rows]
+    return rows_of([array])[:rows]
 
 
-def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> list[Row]:
+def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
     """Rows made of row block_ids[i] of each array of paged memory."""
     several = isinstance(given, (list, tuple))
     arrays = [_numpy("paged", part) for part in (given if several else [given])]
     if len(block_ids) != rows:
         raise ValueError(f"{len(block_ids)} block_ids for {rows} blocks")
-    for array in arrays:
-        if array.dtype != np.uint8 or array.ndim != 2 or (array.shape[1] and array.strides[1] != 1):
-            raise ValueError(
-                f"paged: {array.dtype} of shape {array.shape}, strides {array.strides}: give (pages, bytes of a page) "
-                f"uint8 whose rows are contiguous"
-            )
-        if writable and not array.flags.writeable:
-            raise ValueError("paged memory is read-only")
-    total = sum(array.shape[1] for array in arrays)
-    if total != block_bytes:
-        raise ValueError(f"a row of paged memory has {total} bytes in all, a block of the cache {block_bytes}")
+    pages = rows_of(arrays)
+    if writable and not pages.writable:
+        raise ValueError("paged memory is read-only")
+    if pages.bytes != block_bytes:
+        raise ValueError(f"a row of paged memory has {pages.bytes} bytes in all, a block of the cache {block_bytes}")
     ids = np.asarray(block_ids)
     if rows and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
         raise ValueError(f"block_ids: {ids.dtype} of shape {ids.shape}: give one integer a block")
-    pages = min((len(array) for array in arrays), default=0)
-    if rows and (ids.min() < 0 or ids.max() >= pages):
-        raise ValueError(f"block_ids from {ids.min()} to {ids.max()}, but there are {pages} pages")
-    return [[array[i] for array in arrays] for i in ids.tolist()]
+    if rows and (ids.min() < 0 or ids.max() >= len(pages)):
+        raise ValueError(f"block_ids from {ids.min()} to {ids.max()}, but there are {len(pages)} pages")
+    return pages[ids.astype(np.int64)]
+
+
+def rows_of(arrays: Sequence[NDArray[np.uint8]]) -> Rows:
+    """Rows whose parts are the rows of each array. ValueError unless those are uint8 and contiguous."""
+    for array in arrays:
+        if array.dtype != np.uint8 or array.ndim != 2 or (array.size and array.shape[1] > 1 and array.strides[1] != 1):
+            raise ValueError(
+                f"{array.dtype} of shape {array.shape}, strides {array.strides}: give (n, bytes) uint8 whose rows are "
+                f"contiguous"
+            )
+    n = min((len(array) for array in arrays), default=0)
+    addresses = np.empty((n, len(arrays)), np.int64)
+    for part, array in enumerate(arrays):
+        addresses[:, part] = array.ctypes.data + np.arange(n) * array.strides[0]
+    lengths = np.array([array.shape[1] for array in arrays], np.int64)
+    return Rows(addresses, lengths, arrays, all(array.flags.writeable for array in arrays))
+
+
+def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
+    """Rows of `row_bytes` that lie one after another in each of the arrays."""
+    addresses = [array.ctypes.data + np.arange(array.size // row_bytes) * row_bytes for array in arrays]
+    column = np.concatenate([np.zeros(0, np.int64), *addresses])
+    return Rows(column[:, None], np.array([row_bytes]), arrays, all(array.flags.writeable for array in arrays))
 
 
 def _numpy(name: str, given: Any) -> NDArray[Any]:

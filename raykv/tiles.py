@@ -2,19 +2,21 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64
+
+from raykv import native
+from raykv.rows import Rows
 
 Bytes = NDArray[np.uint8]
-Job = tuple[Bytes, list[Bytes]]  # a slot's payload, and the pieces of memory it goes to or comes from
+Copies = NDArray[np.int64]  # (blocks, parts, 3): addresses to and from, and length
 T = TypeVar("T")
 
-TILE = 512 << 10  # stays in a core's cache between copy and checksum; at half of it the calls begin to cost
+TILE = 64 << 10  # stays in a core's cache between copy and checksum
 SEGMENT = 2 << 20  # what a thread takes at a time of a plain copy
 SPLIT = 8 << 20  # copies from here on are shared between threads
 THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -23,61 +25,44 @@ _executor: ThreadPoolExecutor | None = None
 _mutex = threading.Lock()
 
 
-def read(jobs: Sequence[Job]) -> None:
-    """Copy slots out to their pieces."""
-    _run(_copy, [pair for slot, pieces in jobs for pair in _pairs(slot, pieces, SEGMENT)], jobs)
+def copies(rows: Rows, slots: NDArray[np.int64], out: bool) -> Copies:
+    """Copies of blocks between the addresses of their slots and rows: out of the slots, or into them."""
+    ends = np.cumsum(rows.lengths)
+    table = np.empty((*rows.addresses.shape, 3), np.int64)
+    table[..., 0 if out else 1] = rows.addresses
+    table[..., 1 if out else 0] = slots[:, None] + (ends - rows.lengths)
+    table[..., 2] = rows.lengths
+    return table
 
 
-def read_summed(jobs: Sequence[Job]) -> list[int]:
-    """Copy slots out to their pieces; xxh3_64 of what arrived, by job."""
-    return _run(_read_summed, jobs, jobs)
+def copy(table: Copies) -> None:
+    """Do the copies. Their memory must stay as it is until this returns."""
+    _run(native.copy, _segments(table), table)
 
 
-def write_summed(jobs: Sequence[Job]) -> list[int]:
-    """Copy pieces into their slots; xxh3_64 of what arrived, by job."""
-    return _run(_write_summed, jobs, jobs)
+def copy_summed(table: Copies) -> list[int]:
+    """As `copy`; xxh3_64 of what arrived, by block."""
+    return _run(_copy_summed, list(table), table)
 
 
-def _copy(pair: tuple[Bytes, Bytes]) -> None:
-    np.copyto(pair[1], pair[0])
+def _copy_summed(block: NDArray[np.int64]) -> int:
+    return native.copy_summed(block, TILE)
 
 
-def _read_summed(job: Job) -> int:
-    total = xxh3_64()
-    for source, piece in _pairs(*job, TILE):
-        np.copyto(piece, source)
-        total.update(piece.data)
-    return total.intdigest()
+def _segments(table: Copies) -> list[NDArray[np.int64]]:
+    """The same copies in shares for threads: blocks, or where a part is longer than SEGMENT as many pieces of it."""
+    if not table.size or table[0, :, 2].max() <= SEGMENT:
+        return list(table)
+    return [
+        np.array([[to + at, of + at, min(SEGMENT, length - at)]], np.int64)
+        for to, of, length in table.reshape(-1, 3).tolist()
+        for at in range(0, length, SEGMENT)
+    ]
 
 
-def _write_summed(job: Job) -> int:
-    total = xxh3_64()
-    for target, piece in _pairs(*job, TILE):
-        np.copyto(target, piece)
-        total.update(target.data)
-    return total.intdigest()
-
-
-def _pairs(slot: Bytes, pieces: list[Bytes], size: int) -> Iterator[tuple[Bytes, Bytes]]:
-    """(part of the slot, part of a piece), at most `size` bytes each."""
-    if len(pieces) == 1 and len(slot) <= size:
-        yield slot, pieces[0]
-        return
-    at = 0
-    for piece in pieces:
-        length = len(piece)
-        if length <= size:
-            yield slot[at : at + length], piece
-        else:
-            for start in range(0, length, size):
-                stop = min(start + size, length)
-                yield slot[at + start : at + stop], piece[start:stop]
-        at += length
-
-
-def _run(function: Callable[..., T], items: Sequence[object], jobs: Sequence[Job]) -> list[T]:
-    """`function` of every item, over several threads if the jobs are big enough to gain by it."""
-    threads = min(THREADS, len(items)) if sum(len(slot) for slot, _ in jobs) >= SPLIT else 1
+def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copies) -> list[T]:
+    """`function` of every item, over several threads if the table's copies are big enough to gain by it."""
+    threads = min(THREADS, len(items)) if table[..., 2].sum() >= SPLIT else 1
     if threads <= 1:
         return [function(item) for item in items]
     results: list[T | None] = [None] * len(items)

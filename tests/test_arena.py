@@ -18,10 +18,11 @@ import pytest
 from arena_worker import GEN, PRINT, SLAB, block_of, get, key_of, places, put
 from xxhash import xxh3_64_intdigest
 
-from raykv import header, tiles
+from raykv import header, native, tiles
 from raykv.arena import Arena, open_own
 from raykv.errors import ArenaMismatch, CapacityError
 from raykv.place import PLACE
+from raykv.rows import rows_of
 
 
 @pytest.fixture
@@ -81,10 +82,10 @@ def test_pieces(arena: Arena) -> None:
     cuts = [0, 5, 5, 300_000, 1_399_999, size]
     pieces = [source[a:b].copy() for a, b in itertools.pairwise(cuts)]
     where = places([0], [2], size=size)
-    assert arena.write(where, key_of(1), [pieces]).all()
+    assert arena.write(where, key_of(1), rows_of([piece[None] for piece in pieces])).all()
     for verify in (False, True):
         out = [np.zeros(n, np.uint8) for n in (1, 1_000_000, 399_999)]
-        assert arena.read(where, key_of(1), [out], verify=verify).all()
+        assert arena.read(where, key_of(1), rows_of([piece[None] for piece in out]), verify=verify).all()
         assert np.array_equal(np.concatenate(out), source)
 
 
@@ -99,15 +100,28 @@ def test_big_batches_are_shared_between_threads(arena: Arena) -> None:
         assert arena.read(where, keys, out, verify=verify).all() and np.array_equal(out, rows)
 
 
-def test_a_thread_that_fails_fails_the_copy_after_all_have_ended() -> None:
-    blocks = np.zeros((16, 1 << 20), np.uint8)
-    frozen = np.zeros(1 << 20, np.uint8)
-    frozen.flags.writeable = False
-    jobs = [(block, [np.zeros(1 << 20, np.uint8)]) for block in blocks]
-    jobs[9] = (blocks[9], [frozen])
-    with pytest.raises(ValueError, match="read-only"):
-        tiles.read(jobs)
-    assert len(tiles.read_summed([(block, [np.zeros(1 << 20, np.uint8)]) for block in blocks])) == 16
+def test_a_thread_that_fails_fails_the_copy_after_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = np.random.default_rng(3).integers(0, 256, (16, 1 << 20), np.uint8)
+    slots = np.zeros_like(blocks)
+    table = tiles.copies(rows_of([blocks]), slots.ctypes.data + np.arange(16) * slots.shape[1], out=False)
+    original = native.copy
+
+    def fail(part: tiles.Copies) -> None:
+        if part is failing:
+            raise MemoryError
+        original(part)
+
+    shares = list(table)
+    failing = shares[9]
+    monkeypatch.setattr(native, "copy", fail)
+    with pytest.raises(MemoryError):
+        tiles._run(native.copy, shares, table)
+    after = slots.copy()
+    monkeypatch.undo()
+    assert np.array_equal(after, slots), "a thread still copied"
+    assert not slots[9].any()
+    tiles.copy(table)
+    assert np.array_equal(slots, blocks)
 
 
 @pytest.mark.parametrize("change", ["key", "gen", "bytes", "slot", "slab not offered", "slab absent", "slot absent"])
@@ -161,14 +175,14 @@ def test_altered_payload(arena: Arena) -> None:
 
 def test_block_overwritten_during_the_copy(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     assert put(arena, 0, 2) and put(arena, 1, 3)
-    original = tiles.read
+    original = tiles.copy
 
-    def read(jobs: list[tiles.Job]) -> None:
-        original(jobs[:1])
+    def copy(table: tiles.Copies) -> None:
+        original(table[:1])
         assert put(arena, 1, 4)
-        original(jobs[1:])
+        original(table[1:])
 
-    monkeypatch.setattr(tiles, "read", read)
+    monkeypatch.setattr(tiles, "copy", copy)
     keys, out = np.concatenate([key_of(2), key_of(3)]), np.zeros((2, 64 << 10), np.uint8)
     assert client.read(places([0, 1], [2, 3]), keys, out).tolist() == [True, False]
 
@@ -176,14 +190,14 @@ def test_block_overwritten_during_the_copy(arena: Arena, client: Arena, monkeypa
 def test_unreadable_from_the_first_byte_on(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a slot is filled, neither its old block nor its new one is read."""
     assert put(arena, 0, 2)
-    original, seen = tiles.write_summed, []
+    original, seen = tiles.copy_summed, []
 
-    def write(jobs: list[tiles.Job]) -> list[int]:
-        sums = original(jobs)
+    def write(table: tiles.Copies) -> list[int]:
+        sums = original(table)
         seen.append((get(client, 0, 2), get(client, 0, 3)))
         return sums
 
-    monkeypatch.setattr(tiles, "write_summed", write)
+    monkeypatch.setattr(tiles, "copy_summed", write)
     assert put(arena, 0, 3)
     assert seen == [(False, False)] and get(client, 0, 3)
 
@@ -201,11 +215,11 @@ def test_grants_of_the_past_are_refused(arena: Arena, client: Arena) -> None:
 def test_failed_copy_is_never_ready(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     assert put(client, 0, 2)
 
-    def fail(jobs: list[tiles.Job]) -> list[int]:
+    def fail(table: tiles.Copies) -> list[int]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tiles, "write_summed", fail)
+        patch.setattr(tiles, "copy_summed", fail)
         put(client, 0, 3)
     assert not get(arena, 0, 2) and not get(arena, 0, 3)
     assert arena.inventory().busy["slot"].tolist() == [0]
@@ -215,19 +229,19 @@ def test_failed_copy_is_never_ready(arena: Arena, client: Arena, monkeypatch: py
 
 def test_two_threads_of_one_process_on_one_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's locks do not part them: they share the file."""
-    original, inside, go_on = tiles.write_summed, threading.Event(), threading.Event()
+    original, inside, go_on = tiles.copy_summed, threading.Event(), threading.Event()
     first: list[bool] = []
 
-    def write(jobs: list[tiles.Job]) -> list[int]:
+    def write(table: tiles.Copies) -> list[int]:
         inside.set()
         assert go_on.wait(30)
-        return original(jobs)
+        return original(table)
 
-    monkeypatch.setattr(tiles, "write_summed", write)
+    monkeypatch.setattr(tiles, "copy_summed", write)
     thread = threading.Thread(target=lambda: first.append(put(arena, 3, 2)))
     thread.start()
     assert inside.wait(30)
-    monkeypatch.setattr(tiles, "write_summed", original)
+    monkeypatch.setattr(tiles, "copy_summed", original)
     assert not put(arena, 3, 3)
     assert arena.sweep(places([3], [3])).tolist() == [0]
     assert arena.inventory().busy["slot"].tolist() == [3]
@@ -240,15 +254,15 @@ def test_two_threads_of_one_process_on_one_slot(arena: Arena, monkeypatch: pytes
 
 
 def test_close_waits_for_a_copy_under_way(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = tiles.write_summed
+    original = tiles.copy_summed
 
-    def write(jobs: list[tiles.Job]) -> list[int]:
+    def write(table: tiles.Copies) -> list[int]:
         client.close()
         assert arena.sweep(places([0], [2])).tolist() == [0], "still locked"
-        return original(jobs)
+        return original(table)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiles, "write_summed", write)
+        patch.setattr(tiles, "copy_summed", write)
         assert put(client, 0, 2)
     assert get(arena, 0, 2) and arena.sweep(places([0], [2])).tolist() == [2]
     assert not get(client, 0, 2) and not put(client, 1, 3) and client.offered == 0
@@ -303,17 +317,17 @@ def test_the_door(arena: Arena) -> None:
     frozen = block.copy()
     frozen.flags.writeable = False
     wrong: list[Any] = [
-        [],
+        block[:0],
         block[:, :-1],
-        [[block[0], block[0]]],
+        rows_of([block, block]),
         block.view(np.int8),
         np.zeros((1, 128 << 10), np.uint8)[:, ::2],
     ]
-    for rows in wrong:
+    for given in wrong:
         with pytest.raises(ValueError, match="row"):
-            arena.write(where, key, rows)
+            arena.write(where, key, given)
         with pytest.raises(ValueError, match="row"):
-            arena.read(where, key, rows)
+            arena.read(where, key, given)
     with pytest.raises(ValueError, match="read-only"):
         arena.read(where, key, frozen)
     with pytest.raises(ValueError, match="keys"):
@@ -321,7 +335,7 @@ def test_the_door(arena: Arena) -> None:
     with pytest.raises(ValueError, match="places"):
         arena.write(np.zeros(1, np.int64), key, block)
     assert arena.write(where, key, frozen).all()
-    assert len(arena.read(np.zeros(0, PLACE), np.zeros((0, 16), np.uint8), [])) == 0
+    assert len(arena.read(np.zeros(0, PLACE), np.zeros((0, 16), np.uint8), block[:0])) == 0
 
 
 def test_file(arena: Arena, path: str) -> None:

@@ -11,6 +11,7 @@ from arena_worker import GEN, PRINT, SLAB, STEPS, Child, at_step, get, places, p
 
 from raykv import superblock, tiles
 from raykv.arena import Arena
+from raykv.rows import rows_of
 
 
 @pytest.fixture
@@ -251,8 +252,9 @@ def test_forked_child_writes_through_its_parents_arena(arena: Arena) -> None:
     def write() -> None:  # bigger than what one thread copies: the parent's threads are not there
         os._exit(0 if client.write(where, keys[:4], rows[:4]).all() else 1)
 
-    big = [np.zeros(4 << 20, np.uint8) for _ in range(3)]
-    tiles.read([(big[0], [big[1]]), (big[2], [big[1]])])  # the parent has copy threads now
+    big = np.zeros((4, 4 << 20), np.uint8)
+    table = tiles.copies(rows_of([big[:2]]), big.ctypes.data + np.array([2, 3]) * big.shape[1], out=True)
+    tiles.copy(table)  # the parent has copy threads now
     process = w.fork.Process(target=write)
     process.start()
     process.join(30)

@@ -49,17 +49,18 @@ class Unlucky(Worker):
     def store_and_suffer(self, keys: NDArray[np.uint8]) -> int:
         assert self.pool.local
         arena, link = self.pool.local.arena, self.pool.link
-        write, call, copy = arena.write, link.call, tiles.write_summed
+        write, call, copy = arena.write, link.call, tiles.copy_summed
 
         def write_later(*args: Any) -> Any:
             self.strike()
             return write(*args)
 
-        def copy_half(jobs: Any) -> Any:
-            for slot, (piece,) in jobs:
-                slot[: len(slot) // 2] = piece[: len(slot) // 2]
+        def copy_half(table: tiles.Copies) -> Any:
+            half = table.copy()
+            half[..., 2] //= 2
+            tiles.copy(half)
             self.strike()
-            return copy(jobs)
+            return copy(table)
 
         def call_later(method: str, *args: Any) -> Any:
             if method == "commit":
@@ -69,7 +70,7 @@ class Unlucky(Worker):
         if self.when == "granted":
             arena.write = write_later  # type: ignore[assignment,method-assign]
         elif self.when == "half copied":
-            tiles.write_summed = copy_half
+            tiles.copy_summed = copy_half
         else:
             link.call = call_later  # type: ignore[method-assign]
         return self.store(keys)

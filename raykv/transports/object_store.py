@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError
 from xxhash import xxh3_64_intdigest
 
 from raykv.arena import Arena
+from raykv.rows import rows_within
 
 FAILED, PULLED, ALTERED = range(3)  # what became of a block that was to be pulled
 
@@ -50,8 +51,9 @@ class ObjectStore:
             turn.release()
         ok = np.frombuffer(mask, np.bool_)
         expected = np.frombuffer(sums, np.uint64)[ok]
-        payloads = [block for run in runs for block in run.reshape(-1, int(source["bytes"][0]))]
-        written = arena.write(target[ok], keys[ok], payloads, expected=expected)
+        size = int(source["bytes"][0])
+        written = arena.write(target[ok], keys[ok], rows_within(runs, size), expected=expected)
+        payloads = (block for run in runs for block in run.reshape(-1, size))
         verdicts = np.full(len(ok), ALTERED, np.uint8)
         verdicts[order[ok]] = [
             PULLED if done else FAILED if xxh3_64_intdigest(payload.data) == total else ALTERED
