@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from raykv.compile import kernel
 
 Copies = NDArray[np.int64]  # (n, 3): addresses to and from, and length
+PAGE = 4096
 _WORD = ir.IntType(64)
 
 
@@ -56,10 +57,36 @@ def _call(typing_context: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, which need not be valid."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, kind, "llvm.prefetch.p0"
+        )
+        builder.call(function, [builder.inttoptr(args[0], pointer), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@kernel
+def _memcpy(to: int, of: int, length: int, function: int) -> None:
+    """Page by page, the first lines of pages to come on their way: hardware prefetch stops at the end of a page."""
+    for at in range(0, length, PAGE):
+        for line in range(0, 512, 64):
+            _prefetch(of + at + 2 * PAGE + line)
+        _prefetch(to + at + 2 * PAGE)
+        _call(function, to + at, of + at, min(PAGE, length - at))
+
+
 @kernel
 def _copy(table: Copies, functions: NDArray[np.int64]) -> None:
     for i in range(len(table)):
-        _call(functions[_MEMCPY], table[i, 0], table[i, 1], table[i, 2])
+        _memcpy(table[i, 0], table[i, 1], table[i, 2], functions[_MEMCPY])
 
 
 @kernel
@@ -70,7 +97,7 @@ def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64]) -> int:
         to, of, length = table[i, 0], table[i, 1], table[i, 2]
         for at in range(0, length, tile):
             size = min(tile, length - at)
-            _call(functions[_MEMCPY], to + at, of + at, size)
+            _memcpy(to + at, of + at, size, functions[_MEMCPY])
             _call(functions[_UPDATE], state, to + at, size)
     total = _call(functions[_DIGEST], state, 0, 0)
     _call(functions[_FREE], state, 0, 0)

@@ -46,6 +46,10 @@ class ObjectStore:
         if not turn.acquire(timeout=deadline):
             raise GetTimeoutError(f"the objects before this one took {deadline:.1f} s")
         try:
+            # Not by `get`: one that waits keeps the lock of Ray's store client, and who lets go of an object meanwhile
+            # waits for that lock with the GIL in his.
+            if not ray.wait([answer], timeout=deadline)[0]:
+                raise GetTimeoutError(f"{len(source)} blocks did not arrive in {deadline:.1f} s")
             mask, sums, runs = ray.get(answer, timeout=deadline)
         finally:
             turn.release()
