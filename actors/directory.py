@@ -1,5 +1,6 @@
 """The directory as an actor: a thin shell that adds the time."""
 
+import gc
 import os
 import time
 from typing import Any
@@ -17,6 +18,7 @@ class Directory:
         self._pool = pool
         self._directory = raykv.directory.Directory(actors.take_epoch(pool), locality)
         _warm_up()
+        gc.freeze()  # a collection that walks all of numba would hold up every caller
 
     def __repr__(self) -> str:
         return f"Directory(pool={self._pool})"

@@ -99,9 +99,14 @@ class Directory:
         reader = self.nodes.get(node)
         shelf = self._shelf(reader, slot_bytes(block_bytes)) if reader else -1
         k, firsts = self._find(keys)
-        if reader and shelf >= 0 and (reader.spare or len(reader.shelves) > 1) and (firsts[:1] >= 0).any():
-            self._provision(reader, shelf, slot_bytes(block_bytes), 1)  # staging, if it comes to that
-            k, firsts = self._find(keys)  # a slab that was taken away may have held some
+        if (
+            reader
+            and shelf >= 0
+            and (reader.spare or len(reader.shelves) > 1)
+            and (firsts[:1] >= 0).any()
+            and self._provision(reader, shelf, slot_bytes(block_bytes), 1)
+        ):
+            k, firsts = self._find(keys)  # the slab that was taken away for staging may have held some
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
         n, remote = holds.match(self._shelves.c, k, firsts, index_here, shelf, source, staged)
@@ -148,9 +153,8 @@ class Directory:
         shelf = self._shelf(writer, stride) if writer and writer.state == "alive" else -1
         if writer is None or shelf < 0 or not 0 <= start <= len(k):
             return Reserved(self.epoch, start, b"", b"", b"")
-        self._provision(writer, shelf, stride, int(np.count_nonzero(firsts[start:] < 0)))
-        if len(writer.shelves) > 1:
-            k, firsts = self._find(keys)  # a slab that was taken away may have held some
+        if self._provision(writer, shelf, stride, int(np.count_nonzero(firsts[start:] < 0))):
+            k, firsts = self._find(keys)  # the slab that was taken away may have held some
         source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
         others = np.array([s for s in self._shelves.sizes[stride] if s != shelf], np.int64)
         heap = self._shelves.heaps[stride]
@@ -178,12 +182,15 @@ class Directory:
     ) -> tuple[int, int]:
         """Offer the blocks that were `written` (uint8 mask): (epoch, how many are offered). Ends the reservation.
 
+        `call` must still list the reservation as held: what it does not list is let go before anything else is done.
         Idempotent: judged by place, key and generation, whatever became of the reservation.
         """
         client = self._hello(call, now)
         rows, gens = self._shelves.rows_of(np.frombuffer(places, PLACE))
         k = np.frombuffer(keys, np.uint64).reshape(-1, 2)
         done = np.frombuffer(written, np.uint8)
+        if not len(rows) == len(k) == len(done):
+            return self.epoch, 0
         accepted = np.zeros(len(rows), np.uint8)
         hold = client.holds.get(reservation)
         if not done.all():  # a slot that another hold writes is not this one's to give up
@@ -336,15 +343,10 @@ class Directory:
         """What a sweep found: verdicts (uint8) 0 still written, 1 freed, 2 ready as (key, uint64 generation)."""
         self._check(now)
         rows, granted = self._shelves.rows_of(np.frombuffer(places, PLACE))
-        slabs.settle(
-            self._shelves.c,
-            rows,
-            granted,
-            np.frombuffer(verdicts, np.uint8),
-            np.frombuffer(keys, np.uint64).reshape(-1, 2),
-            np.frombuffer(gens, np.uint64).astype(np.int64),
-            self.floor,
-        )
+        states, k = np.frombuffer(verdicts, np.uint8), np.frombuffer(keys, np.uint64).reshape(-1, 2)
+        found = np.frombuffer(gens, np.uint64).astype(np.int64)
+        if len(rows) == len(states) == len(k) == len(found):
+            slabs.settle(self._shelves.c, rows, granted, states, k, found, self.floor)
 
     def remove_node(self, name: str, now: float) -> int:
         """Ray says that a node is dead: its rows go. Returns how many slots it had."""
@@ -393,8 +395,11 @@ class Directory:
             node.shelves[stride] = self._shelves.add(node.index, stride, window, node.state == "alive")
         return node.shelves[stride]
 
-    def _provision(self, writer: Node, shelf: int, stride: int, need: int) -> None:
-        """Give a size spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
+    def _provision(self, writer: Node, shelf: int, stride: int, need: int) -> bool:
+        """Give a size spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes.
+
+        Returns whether it took any of those.
+        """
         others = (n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive")
         for node in (writer, *others):
             s = self._shelf(node, stride)
@@ -402,26 +407,31 @@ class Directory:
                 self._open_slab(node, node.spare[-1], s, stride, self._shelves.next_gen())
             need -= max(0, self._shelves.room(s)) if s >= 0 else 0
             if need <= 0:
-                return
-        if len(writer.shelves) > 1:
-            self._reclaim(writer, shelf, stride, max(0, self._shelves.room(shelf)) + need)
+                return False
+        if len(writer.shelves) == 1:
+            return False
+        return self._reclaim(writer, shelf, stride, max(0, self._shelves.room(shelf)) + need)
 
-    def _reclaim(self, node: Node, shelf: int, stride: int, need: int) -> None:
+    def _reclaim(self, node: Node, shelf: int, stride: int, need: int) -> bool:
         """Take slabs of other sizes: any while this one can evict nothing, else one whose newest block is colder.
 
         That costs a look at all their rows, so it is done once a slab's worth of evictions.
+        Returns whether it took any.
         """
+        took = False
         while self._shelves.room(shelf) < need:
             tick = self._shelves.coldest(shelf)
             evicted = int(self._shelves.c.shelves[shelf]["evicted"])
             if tick >= 0 and evicted - node.checked.get(shelf, 0) < node.slab_bytes // stride:
-                return
+                break
             node.checked[shelf] = evicted
             newest, number = self._coldest_slab(node, shelf)
             if number < 0 or 0 <= tick <= newest:
-                return
+                break
             node.spare.append(self._shelves.close(node.index, node.slabs.pop(number)))
             self._open_slab(node, number, shelf, stride, self._shelves.next_gen())
+            took = True
+        return took
 
     def _coldest_slab(self, node: Node, shelf: int) -> tuple[int, int]:
         """(tick of its newest block, number) of the other sizes' slab that was used longest ago; number -1: none."""

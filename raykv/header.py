@@ -184,14 +184,16 @@ def finish(
 
 @kernel
 def reclaim(words: Words, header: Words, places: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
-    """Under the slots' locks: 2 where the slot was written since the grant, else 1: a late writer will be refused."""
+    """Under the slots' locks: 2 where the slot was written since the grant and not cleared, else 1: a late writer will
+    be refused."""
+    floor = _load(words, FLOOR)
     for i in range(len(places)):
         if ok[i]:
             word, generation, slab = _load(words, header[i]), places[i, 3], places[i, 0] >> 32
             states[i] = 1
             if _load(words, TABLE + 2 * slab) != places[i, 2]:
                 continue  # a slab of another format holds nothing of this grant: its headers are not ours to touch
-            if word & 3 == READY and word >> 2 >= generation:
+            if word & 3 == READY and word >> 2 >= generation and word >> 2 > floor:
                 states[i] = 2
             elif word >> 2 <= generation:
                 _store(words, header[i], generation << 2 | FREE)

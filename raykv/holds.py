@@ -146,7 +146,9 @@ def restage(c, keys, source, gens, node, shelf, staged):  # type: ignore[no-unty
     """Staging for further UNSTAGED blocks of a match, in order, until the window is used up. Returns blocks covered."""
     for i in range(len(source)):
         row = np.int64(source[i])
-        if staged[i] != UNSTAGED or c.rows[row].gen != gens[i] or not present(c.rows[row].state):
+        if staged[i] != UNSTAGED:
+            continue  # on the reader's node, or staged before
+        if row < 0 or c.rows[row].gen != gens[i] or not present(c.rows[row].state):
             return i
         at = probe(c, keys[i, 0], keys[i, 1])
         _, staging = best(c, (c.table[at] & 0xFFFFFFFF) - 1, node)

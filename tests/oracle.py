@@ -128,7 +128,10 @@ class Oracle(Slots):
             hold.staged[i] = None
             hold.unstaged.discard(i)
         end = start
-        while end in hold.unstaged:
+        while end < len(hold.keys):
+            if end not in hold.unstaged:
+                end += 1
+                continue
             item = hold.source[end]
             if item is None or item[0].gen != item[1] or item[0].state not in PRESENT:
                 break

@@ -285,6 +285,13 @@ def test_sweep(arena: Arena) -> None:
     assert arena.sweep(places([1], [9])).tolist() == [2] and get(arena, 1, 10), "swept twice: what came since stays"
 
 
+def test_what_was_cleared_while_it_was_written_is_swept_away(arena: Arena, client: Arena) -> None:
+    assert put(client, 0, 2) and put(client, 1, 4)
+    arena.raise_floor(GEN + 3)
+    assert arena.sweep(places([0, 1], [2, 4])).tolist() == [1, 2]
+    assert not get(client, 0, 2) and get(client, 1, 4)
+
+
 def test_reformat(arena: Arena, client: Arena) -> None:
     small, big = {"size": 8 << 10, "slab_gen": GEN + 10}, {"size": 1 << 20, "slab_gen": GEN + 400}
     assert all(put(client, slot, 2 + slot) for slot in range(SLAB // (64 << 10)))

@@ -109,6 +109,17 @@ def test_a_match_longer_than_the_window_streams_through_it() -> None:
     assert pool.count("staging", "b") == 0
 
 
+def test_streaming_passes_over_blocks_that_are_there() -> None:
+    pool = Pool(slots=16, window=2, nodes="ab")
+    pool.store("b", [KEYS[i] for i in range(1, 9, 2)])
+    pool.store("a", KEYS[:9])
+    pool.store("b", KEYS[100:111])
+    lease, got = pool.match("b", KEYS[:9])
+    assert (blocks(got), staged(got)) == (9, 2), "of blocks 0, 2, 4, 6, 8"
+    more = pool.directory.stream(pool.call("b"), lease, 4, PAGE, pool.now)
+    assert (blocks(more), staged(more)) == (4, 2), "as far as before block 8, in one call"
+
+
 def test_without_staging_a_match_is_shorter() -> None:
     pool = Pool(slots=16, window=2, nodes="ab")
     pool.store("b", KEYS[:2])
@@ -211,6 +222,21 @@ def test_commit_is_idempotent() -> None:
     hold, got = pool.reserve("a", KEYS[:2])
     assert [pool.commit("a", hold, got, KEYS) for _ in range(3)] == [2, 2, 2]
     assert pool.directory.counters["stored"] == 2
+
+
+def test_arrays_of_unequal_length_change_nothing() -> None:
+    pool = Pool()
+    hold, got = pool.reserve("a", KEYS[:2])
+    for places, keys, written in (
+        (got.places, KEYS[0], b"\1\1"),
+        (got.places, KEYS[0] + KEYS[1], b"\1"),
+        (got.places[:32], KEYS[0] + KEYS[1], b"\1\1"),
+    ):
+        call = pool.call("a")
+        assert pool.directory.commit(call, hold, places, keys, written, pool.now)[1] == 0
+    pool.directory.swept(got.places, b"\1\1", bytes(16), bytes(16), pool.now)
+    assert pool.count("writing") == 2
+    assert pool.commit("a", hold, got, KEYS) == 2
 
 
 def test_a_failed_write_waits_for_a_sweep_and_a_forgotten_one_does_not() -> None:
