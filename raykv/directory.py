@@ -117,7 +117,7 @@ class Directory:
             return Matched(self.epoch, b"", b"")
         source, staged = source[:n], staged[:n]
         gens, places = self._shelves.describe(source, block_bytes)
-        staged_gens, staged_places = self._shelves.describe(staged, block_bytes) if remote else (staged, None)
+        staged_gens, staged_places = self._shelves.describe(staged, block_bytes) if remote else (staged.copy(), None)
         client.holds[lease] = Hold(call.seq, index_here, shelf, k[:n], source, gens, staged, staged_gens, writes=False)
         return Matched(self.epoch, places.tobytes(), b"" if staged_places is None else staged_places.tobytes())
 
@@ -132,7 +132,14 @@ class Directory:
         hold.staged[:start] = -1
         rest = slice(start, None)
         n = holds.restage(
-            c, hold.keys[rest], hold.source[rest], hold.gens[rest], hold.node, hold.shelf, hold.staged[rest]
+            c,
+            hold.keys[rest],
+            hold.source[rest],
+            hold.gens[rest],
+            hold.node,
+            hold.shelf,
+            hold.staged[rest],
+            hold.staged_gens[rest],
         )
         rows = slice(start, start + n)
         _, source = self._shelves.describe(hold.source[rows], block_bytes)

@@ -142,14 +142,18 @@ def _cover(c, keys, n, shelf, staged):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def restage(c, keys, source, gens, node, shelf, staged):  # type: ignore[no-untyped-def]
+def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: ignore[no-untyped-def]
     """Staging for further UNSTAGED blocks of a match, in order, until the window is used up. Returns blocks covered."""
     for i in range(len(source)):
         row = np.int64(source[i])
-        if staged[i] != UNSTAGED:
-            continue  # on the reader's node, or staged before
         if row < 0 or c.rows[row].gen != gens[i] or not present(c.rows[row].state):
             return i
+        if staged[i] >= 0 and c.rows[np.int64(staged[i])].gen != staged_gens[i]:
+            return i  # the staging is somebody else's by now,
+        if staged[i] == -1 and node_of(c, row) != node:
+            return i  # or gone with its node
+        if staged[i] != UNSTAGED:
+            continue  # on the reader's node, or staged before
         at = probe(c, keys[i, 0], keys[i, 1])
         _, staging = best(c, (c.table[at] & 0xFFFFFFFF) - 1, node)
         if staging >= 0:

@@ -129,12 +129,15 @@ class Oracle(Slots):
             hold.unstaged.discard(i)
         end = start
         while end < len(hold.keys):
-            if end not in hold.unstaged:
-                end += 1
-                continue
             item = hold.source[end]
             if item is None or item[0].gen != item[1] or item[0].state not in PRESENT:
                 break
+            if end not in hold.unstaged:
+                held = hold.staged[end]
+                if held[0].gen != held[1] if held else item[0].slab.node != hold.node:
+                    break
+                end += 1
+                continue
             _, staging = self.best(hold.keys[end], hold.node)
             staged = self.pin(staging) if staging else self.stage(hold.shelf, hold.keys[end])
             if staged is None:
