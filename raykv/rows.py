@@ -90,10 +90,8 @@ def rows_of(arrays: Sequence[NDArray[np.uint8]]) -> Rows:
     """Rows whose parts are the rows of each array. ValueError unless those are uint8 and contiguous."""
     for array in arrays:
         if array.dtype != np.uint8 or array.ndim != 2 or (array.size and array.shape[1] > 1 and array.strides[1] != 1):
-            raise ValueError(
-                f"{array.dtype} of shape {array.shape}, strides {array.strides}: give (n, bytes) uint8 whose rows are "
-                f"contiguous"
-            )
+            shape = f"{array.dtype} of shape {array.shape}, strides {array.strides}"
+            raise ValueError(f"memory: {shape}: give (n, bytes) uint8 whose rows are contiguous")
     n = min((len(array) for array in arrays), default=0)
     addresses = np.empty((n, len(arrays)), np.int64)
     for part, array in enumerate(arrays):
