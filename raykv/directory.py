@@ -407,6 +407,8 @@ class Directory:
 
         Returns whether it took any of those.
         """
+        if self._shelves.room(shelf) >= need:
+            return False
         others = (n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive")
         for node in (writer, *others):
             s = self._shelf(node, stride)
