@@ -20,7 +20,7 @@ from raykv.rows import Rows
 if TYPE_CHECKING:
     from raykv.client import KVPool
 
-PIECE_BYTES = 64 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
+PIECE_BYTES = 128 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
 PIECES_AHEAD = 2
 
 Keys = NDArray[np.uint8]
