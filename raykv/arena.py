@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import header, superblock, tiles
+from raykv import header, native, superblock, tiles
 from raykv.errors import ArenaMismatch, CapacityError
 from raykv.locks import Locks, lock
 from raykv.place import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
@@ -59,6 +59,7 @@ class Arena:
         self._locks = Locks(fd, first, 8 * header.HEADER_WORDS)
         self._mutex = threading.Lock()
         self._populated: set[int] = set()
+        native.warm()
         header.warm()  # before anybody waits for a kernel or holds a lock
 
     @classmethod

@@ -123,9 +123,8 @@ class KVPool:
         _stop(self.name)
 
     def close(self) -> None:
-        """This process is done with the pool; what it held is let go."""
+        """This process is done with the pool; what it held is let go. Calls that come later find nothing."""
         self.link.close()
-        self._threads.shutdown(wait=False)
         if self.local:
             self.local.arena.close()
 

@@ -5,6 +5,7 @@ block, costs as much as copying 100 KiB.
 """
 
 import ctypes
+import functools
 import importlib
 from typing import Any
 
@@ -112,3 +113,11 @@ def copy(table: Copies) -> None:
 def copy_summed(table: Copies, tile: int) -> int:
     """As `copy`, `tile` bytes at a time; xxh3_64 of all that was copied, in order."""
     return int(_copy_summed(table, tile, _FUNCTIONS)) & (1 << 64) - 1
+
+
+@functools.cache
+def warm() -> None:
+    """Compile both kernels, or load them from numba's cache."""
+    nothing = np.zeros((0, 3), np.int64)
+    copy(nothing)
+    copy_summed(nothing, 1)

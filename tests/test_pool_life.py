@@ -1,5 +1,6 @@
 """Pools that start, stop, grow and restart; who attaches to them, and what they refuse."""
 
+import asyncio
 import gc
 import os
 import subprocess
@@ -173,6 +174,21 @@ def open_things() -> tuple[int, int, int]:
             continue
     maps = Path("/proc/self/maps").read_text().count("/dev/shm/raykv-")
     return files, maps, sum(thread.name.startswith("raykv") for thread in threading.enumerate())
+
+
+def test_after_close_all_is_a_miss(start: Callable[..., raykv.KVPool]) -> None:
+    attached = raykv.attach(start().name)
+    cache = a_cache(attached)
+    keys = cache.keys(tokens(1, 3))
+    assert store(cache, keys) == 3
+    attached.close()
+    assert read(cache, keys)[0] == 0 and store(cache, cache.keys(tokens(2, 3))) == 0
+
+    async def ask() -> int:
+        async with cache.amatch(keys) as match:
+            return match.num_blocks
+
+    assert asyncio.run(ask()) == 0
 
 
 def test_attaching_and_closing_leaves_nothing_open(start: Callable[..., raykv.KVPool]) -> None:
