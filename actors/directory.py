@@ -51,8 +51,10 @@ class Directory:
             actors.take_epoch(self._pool, answer[1])
         return answer
 
-    def adopt(self, name: str, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes) -> None:
-        self._directory.adopt(name, places, keys, positions, stamps, busy, time.monotonic())
+    def adopt(
+        self, name: str, offered: int, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes
+    ) -> None:
+        self._directory.adopt(name, places, keys, positions, stamps, busy, time.monotonic(), offered)
 
     def beat(self, name: str, offered: int) -> tuple[int, int, bytes] | None:
         return self._directory.beat(name, offered, time.monotonic())

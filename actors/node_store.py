@@ -212,11 +212,10 @@ class NodeStore:
         found = arena.inventory()
         found.blocks["node"] = found.busy["node"] = index
         columns = (found.blocks, found.keys, found.positions, found.stamps, found.busy)
-        adopted = directory.adopt.remote(self._node_id, *(column.tobytes() for column in columns))
+        adopted = directory.adopt.remote(self._node_id, arena.offered, *(column.tobytes() for column in columns))
         ray.get(adopted, timeout=JOIN_DEADLINE_S)
         self._peers.clear()
         self._index = index
-        ray.get(directory.beat.remote(self._node_id, arena.offered), timeout=JOIN_DEADLINE_S)
         self._joined.set()
 
     def _sweep(self, directory: Any, places: NDArray[np.void]) -> None:

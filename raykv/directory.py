@@ -288,12 +288,21 @@ class Directory:
         return node.index, self.epoch
 
     def adopt(
-        self, name: str, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes, now: float
+        self,
+        name: str,
+        places: bytes,
+        keys: bytes,
+        positions: bytes,
+        stamps: bytes,
+        busy: bytes,
+        now: float,
+        offered: int = 0,
     ) -> None:
         """What a node store found in its arena: ready blocks, and slots that somebody still writes (`busy`).
 
-        positions, stamps (uint32): of each block in its chain, and of its last use. Where the rows of the node are
-        known they rule, and headers can only veto.
+        positions, stamps (uint32): of each block in its chain, and of its last use. offered: slabs allocated there, or
+        blocks would be evicted for want of room until the next beat. Where the rows of the node are known they rule,
+        and headers can only veto.
         """
         self._check(now)
         node = self.nodes.get(name)
@@ -316,7 +325,12 @@ class Directory:
             other = (mine["gen"] != gens) | (mine["k0"] != k[:, 0]) | (mine["k1"] != k[:, 1])
             vetoed = (rows >= 0) & other & (gens >= mine["gen"])
             slabs.drop(self._shelves.c, rows[vetoed], mine["gen"][vetoed])
+        self._offer(node, offered)
         self._set_state(node, "alive")
+
+    def _offer(self, node: Node, offered: int) -> None:
+        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs]
+        node.offered = max(node.offered, offered)
 
     def _new_index(self) -> int:
         """A node's index: never that of another node, nor one that another directory has given (int32)."""
@@ -340,8 +354,7 @@ class Directory:
         if node is None or node.state == "joining":
             return None
         node.last_beat = now
-        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs]
-        node.offered = max(node.offered, offered)
+        self._offer(node, offered)
         if node.state == "suspect":
             self._set_state(node, "alive")
         return self.epoch, self.floor, self._limbo(node).tobytes()

@@ -335,7 +335,15 @@ class Oracle(Slots):
         return node.index, self.epoch
 
     def adopt(
-        self, name: str, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes, now: float
+        self,
+        name: str,
+        places: bytes,
+        keys: bytes,
+        positions: bytes,
+        stamps: bytes,
+        busy: bytes,
+        now: float,
+        offered: int = 0,
     ) -> None:
         self.check(now)
         node = self.nodes.get(name)
@@ -368,7 +376,12 @@ class Oracle(Slots):
                 row = self.row_of(place)
                 if row and row.state in PRESENT and (place[5], key) != (row.gen, row.key) and place[5] >= row.gen:
                     self.drop(row)
+        self.offer(node, offered)
         self.set_state(node, "alive")
+
+    def offer(self, node: Node, offered: int) -> None:
+        node.spare = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs] + node.spare
+        node.offered = max(node.offered, offered)
 
     def open_found(self, node: Node, places: list[tuple[int, ...]]) -> None:
         for number in sorted({place[1] for place in places}):
@@ -383,8 +396,7 @@ class Oracle(Slots):
         if node is None or node.state == "joining":
             return None
         node.last_beat = now
-        node.spare = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs] + node.spare
-        node.offered = max(node.offered, offered)
+        self.offer(node, offered)
         if node.state == "suspect":
             self.set_state(node, "alive")
         sweep = b""

@@ -6,6 +6,7 @@ from directory_checks import check_invariants
 from directory_pool import KEYS, PAGE, Pool
 from oracle_slots import PLACE, unpack
 
+from raykv.calls import Call
 from raykv.directory import Directory
 
 
@@ -122,6 +123,17 @@ def test_epochs_in_join() -> None:
     assert directory.join("higher", b"3", PAGE, 1, 7, 0.0)[1] == 8
     assert directory.join("new", b"0", PAGE, 1, 9, 0.0)[1] == 10, "also in an arena that it knows"
     assert directory.join("lower", b"4", PAGE, 1, 3, 0.0)[1] == 10
+
+
+def test_what_is_adopted_is_not_evicted_while_the_store_has_slabs_to_spare() -> None:
+    directory = Directory()
+    node, epoch = directory.join("a", b"a", 8 * PAGE, 2, 1, 0.0, PAGE)
+    gen = (epoch - 1 << 40) + 1
+    places = b"".join(PLACE.pack(node, 0, slot, PAGE, gen, gen) for slot in range(8))
+    directory.adopt("a", places, b"".join(KEYS[:8]), bytes(32), bytes(32), b"", 0.0, offered=2)
+    granted = directory.reserve(Call(1, 1), 1, "a", b"".join(KEYS[8:12]), 0, PAGE, 0.0)
+    assert len(granted.indices) // 4 == 4
+    assert directory.stats(0.0)["evicted"] == 0 and directory.stats(0.0)["keys"] == 12
 
 
 def test_a_store_that_joined_offers_nothing_until_it_is_adopted() -> None:

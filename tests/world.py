@@ -376,7 +376,8 @@ class World:
         places, keys = (b"".join(part) for part in zip(*ready, strict=True)) if ready else (b"", b"")
         positions = struct.pack(f"<{len(ready)}I", *(DEPTH.get(key, 0) for _, key in ready))
         stamps = struct.pack(f"<{len(ready)}I", *(rng.randrange(4) for _ in ready))
-        self.do("adopt", name, places, keys, positions, stamps, b"".join(p for p, _ in busy), self.now)
+        writing = b"".join(place for place, _ in busy)
+        self.do("adopt", name, places, keys, positions, stamps, writing, self.now, store.offered)
 
     def beat(self, name: str) -> None:
         rng, store = self.rng, self.stores[name]
