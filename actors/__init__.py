@@ -72,7 +72,7 @@ def forget(pool: str) -> None:
 
 
 def settings(pool: str) -> dict[str, Any] | None:
-    """What a pool was started with: `secret` (hex), `cpu_memory`, `locality`. None if there is no such pool."""
+    """What a pool was started with: `secret` (hex) and all else of PoolConfig. None if there is no such pool."""
     value = get(pool, "settings")
     return json.loads(value) if value else None
 

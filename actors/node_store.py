@@ -18,7 +18,9 @@ from raykv.arena import Arena, left_behind, open_own
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import CapacityError
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.object_store import FAILED, PULLED, ObjectStore, data_deadline
+from raykv.transports.object_store import ObjectStore
+from raykv.transports.tcp import Address, Listener, Tcp
+from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
 # Calls at a time. A push waits for its peer's pull and that for our read: each kind has threads of its own, or stores
@@ -30,13 +32,16 @@ JOIN_DEADLINE_S = 30.0
 class NodeStore:
     """Owns a node's CPU tier."""
 
-    def __init__(self, pool: str, node_id: str, cpu_memory: float | int, secret: bytes) -> None:
+    def __init__(self, pool: str, node_id: str, cpu_memory: float | int, secret: bytes, transport: str) -> None:
         """Raises CapacityError where the node cannot afford `cpu_memory` (see PoolConfig)."""
         self._pool, self._node_id = pool, node_id
         capacity = capacity_bytes(cpu_memory, room.total_bytes())
         slab = slab_bytes(capacity)
         self._arena: Arena = open_own(pool, fingerprint(pool, secret), slab, capacity // slab, room.check)
-        self._transport = ObjectStore()
+        # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, our stream does not.
+        over_tcp = transport == "tcp" and os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false")
+        self._listener = Listener(self._arena, ray.util.get_node_ip_address()) if over_tcp else None
+        self._transport = Tcp() if over_tcp else ObjectStore()
         self._index = -1
         self._peers: dict[int, Any] = {}
         self._pulled = 0
@@ -121,7 +126,7 @@ class NodeStore:
                 verdicts[wanted] = self._transport.pull(peer, at[wanted], keys[wanted], self._arena, to[wanted])
                 with self._lock:
                     self._pulled += int((verdicts[wanted] == PULLED).sum())
-            except (RayError, ValueError, KeyError) as error:
+            except (RayError, OSError, ValueError, KeyError) as error:
                 log.debug("pull from node %d: %r", index, error)
                 self._peers.pop(index, None)
         return verdicts
@@ -134,6 +139,12 @@ class NodeStore:
         return self._peers[index]
 
     # ------------------------------------------------------------------ for other nodes
+
+    def address(self) -> Address:
+        """Where blocks are served over TCP, and the token that is asked for there. ValueError if they are not."""
+        if self._listener is None:
+            raise ValueError(f"{self!r} serves blocks through Ray's object store only")
+        return self._listener.address
 
     @ray.method(concurrency_group="read")
     def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, list[NDArray[np.uint8]]]:
@@ -158,6 +169,8 @@ class NodeStore:
     def stop(self) -> None:
         """Let go of the memory, and of what dead stores of this machine left. The actor is of no use afterwards."""
         self._stopped.set()
+        if self._listener is not None:
+            self._listener.close()
         self._arena.close(unlink=True)
         for path in left_behind(self._pool):
             with contextlib.suppress(FileNotFoundError):  # another store that stops was faster

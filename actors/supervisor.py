@@ -160,10 +160,11 @@ class Supervisor:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
         name = actors.node_store_name(self._pool, node_id)
         options = actors.options(name, node_id, pinned=True, threads=4)
+        secret = bytes.fromhex(settings["secret"])
         return (
             ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
             .options(**options)
-            .remote(self._pool, node_id, settings["cpu_memory"], bytes.fromhex(settings["secret"]))
+            .remote(self._pool, node_id, settings["cpu_memory"], secret, settings["transport"])
         )
 
 

@@ -11,11 +11,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from raykv.config import MIB, PoolConfig
+from raykv.config import MIB, TRANSPORTS, PoolConfig
 from raykv.errors import RayKVError
 
 UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
 NAME = click.option("--name", default="default", show_default=True, help="Name of the pool.")
+TRANSPORT = click.option(
+    "--transport", type=click.Choice(TRANSPORTS), default="tcp", show_default=True, help="How blocks cross nodes."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
 
 
@@ -55,13 +58,16 @@ def main() -> None:
 @NAME
 @click.option("--cpu-memory", type=Memory(), default=0.3, show_default=True, help=Memory.__doc__)
 @click.option("--locality", type=float, default=1.5, show_default=True, help="1 is exact cluster-wide LRU.")
+@TRANSPORT
 @click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
 @JSON
-def start(name: str, cpu_memory: float | int, locality: float, secret_file: str | None, as_json: bool) -> None:
+def start(
+    name: str, cpu_memory: float | int, locality: float, transport: str, secret_file: str | None, as_json: bool
+) -> None:
     """Start a pool on every node of the Ray cluster that runs here."""
     import raykv
 
-    config = PoolConfig(name=name, cpu_memory=cpu_memory, locality=locality, secret=secret_file)
+    config = PoolConfig(name, cpu_memory, locality, transport, secret_file)
     with _spinner(f"starting pool {name}"):
         pool = raykv.start(config)
     _status(pool, as_json)
@@ -128,12 +134,13 @@ def bench_local(as_json: bool) -> None:
 
 
 @bench.command("cross")
+@TRANSPORT
 @JSON
-def bench_cross(as_json: bool) -> None:
+def bench_cross(transport: str, as_json: bool) -> None:
     """Read from another node, against ray.get and a socket."""
     from raykv.bench import cross
 
-    _report(cross.run, as_json)
+    _report(lambda: cross.run(transport), as_json)
 
 
 @bench.command("directory")

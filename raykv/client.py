@@ -188,6 +188,7 @@ def start(config: PoolConfig | None = None) -> KVPool:
             "secret": (secret or secrets.token_bytes(32)).hex(),
             "cpu_memory": config.cpu_memory,
             "locality": config.locality,
+            "transport": config.transport,
         }
         actors.put(config.name, "settings", json.dumps(values).encode(), overwrite=False)
     elif secret is not None and secret.hex() != running["secret"]:

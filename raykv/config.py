@@ -13,6 +13,7 @@ METADATA_DEADLINE_S = 0.25
 HEARTBEAT_S = 1.0
 SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S
 CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
+TRANSPORTS = ("tcp", "object_store")
 KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
 
 
@@ -24,6 +25,8 @@ class PoolConfig:
     cpu_memory: of every node: a fraction of its memory (float in (0, 1]) or bytes (int).
     locality: how much longer than its writer's own coldest block another node's must have been idle before that one
         is evicted for it. 1 is exact cluster-wide LRU.
+    transport: how blocks cross nodes: "tcp", from node store to node store, and through Ray's object store where that
+        fails, or where Ray uses TLS; or "object_store" always, for networks that only Ray may use.
     secret: what keys are derived from: bytes, or the path of a file only its owner can read. Default: the environment's
         RAYKV_SECRET, else a random one kept in Ray's internal KV.
     """
@@ -31,6 +34,7 @@ class PoolConfig:
     name: str = "default"
     cpu_memory: float | int = 0.3
     locality: float = 1.5
+    transport: str = "tcp"
     secret: bytes | str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -44,6 +48,8 @@ class PoolConfig:
             raise ValueError(f"cpu_memory={self.cpu_memory} bytes: the smallest arena is {8 * MIB} (8 MiB)")
         if not self.locality >= 1:
             raise ValueError(f"locality={self.locality}: must be at least 1 (1 is exact cluster-wide LRU)")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r}: use one of {', '.join(TRANSPORTS)}")
 
     def explicit_secret(self) -> bytes | None:
         """The secret that the user gave, or None. Raises ValueError on a file that others can read."""

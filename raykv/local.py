@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from raykv import actors
 from raykv.arena import Arena
 from raykv.link import Link
-from raykv.transports.object_store import ALTERED, PULLED, data_deadline
+from raykv.transports.verdicts import ALTERED, PULLED, data_deadline
 
 HELLO_DEADLINE_S = 60.0
 

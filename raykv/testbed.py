@@ -32,12 +32,12 @@ def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[
 
 
 @contextmanager
-def local_pool(name: str, cpu_memory: int) -> Iterator[Any]:
+def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
     """A pool on that cluster."""
     import raykv
 
     with undisturbed():
-        pool = raykv.start(PoolConfig(name=name, cpu_memory=cpu_memory))
+        pool = raykv.start(PoolConfig(name=name, cpu_memory=cpu_memory, **settings))
     try:
         yield pool
     finally:

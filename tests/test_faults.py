@@ -29,6 +29,7 @@ from ray.exceptions import RayError
 
 import raykv
 from raykv import header, superblock, tiles
+from raykv.config import TRANSPORTS
 
 pytestmark = pytest.mark.usefixtures("patiently")
 
@@ -214,10 +215,10 @@ def alter(pool: raykv.KVPool, place: np.void, payload: bool) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.fixture(scope="module")
-def altered(start_for_module: Callable[..., raykv.KVPool]) -> tuple[raykv.KVPool, Any]:
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def altered(start_for_module: Callable[..., raykv.KVPool], request: Any) -> tuple[raykv.KVPool, Any]:
     """A pool, and a worker on its other node."""
-    pool = start_for_module()
+    pool = start_for_module(transport=request.param)
     return pool, worker(pool, other_node(pool))
 
 

@@ -86,14 +86,14 @@ class Reader:
         return time.perf_counter() - begin
 
 
-def run() -> dict[str, float]:
+def run(transport: str) -> dict[str, float]:
     """GB/s (1e9 bytes), medians. Every read of the pool is of blocks that the reader's node has not seen."""
     import ray
 
     ours: list[float] = []
     ray_gets: list[float] = []
     sockets: list[float] = []
-    with local_cluster(2, 1024 * MIB) as (here, there), local_pool(POOL, 1024 * MIB) as pool:
+    with local_cluster(2, 1024 * MIB) as (here, there), local_pool(POOL, 1024 * MIB, transport=transport) as pool:
         writer = on_node(Writer, there)
         reader = on_node(Reader, here, writer)
         ray.get(reader.connect.remote(ray.get(writer.listen.remote())))

@@ -8,17 +8,10 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError
-from xxhash import xxh3_64_intdigest
 
 from raykv.arena import Arena
 from raykv.rows import rows_within
-
-FAILED, PULLED, ALTERED = range(3)  # what became of a block that was to be pulled
-
-
-def data_deadline(size: int) -> float:
-    """Seconds that `size` bytes may take: a slow link's 100 MB/s, and 2 s for a busy machine."""
-    return 2.0 + size / 100e6
+from raykv.transports.verdicts import ALTERED, data_deadline, judge
 
 
 class ObjectStore:
@@ -59,8 +52,5 @@ class ObjectStore:
         written = arena.write(target[ok], keys[ok], rows_within(runs, size), expected=expected)
         payloads = (block for run in runs for block in run.reshape(-1, size))
         verdicts = np.full(len(ok), ALTERED, np.uint8)
-        verdicts[order[ok]] = [
-            PULLED if done else FAILED if xxh3_64_intdigest(payload.data) == total else ALTERED
-            for done, payload, total in zip(written, payloads, expected.tolist(), strict=True)
-        ]
+        verdicts[order[ok]] = judge(written, payloads, expected)
         return verdicts

@@ -1,0 +1,208 @@
+"""Blocks cross nodes over TCP, out of one store's slots and into the other's.
+
+Measured at three times Ray's object store, which copies into shared memory on both nodes. A connection begins with the
+listener's 32 random bytes, which the peer answers with their HMAC-SHA256 by a token that it got through Ray. Then, as
+often as it likes, it sends n (uint32), n PLACEs and n keys, and gets n uint8 (which of the blocks are there), n uint64
+(their xxh3_64 when they were written) and the bytes of those that are there.
+"""
+
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from raykv.arena import Arena
+from raykv.config import KEYS_PER_CALL, MIB
+from raykv.place import KEY_BYTES, PLACE
+from raykv.transports.object_store import ObjectStore
+from raykv.transports.verdicts import ALTERED, data_deadline, judge
+
+log = logging.getLogger("raykv")
+
+COUNT = struct.Struct("<I")
+WINDOW_BYTES = 2 * MIB  # received at a time: still in a core's cache when it is copied into slots
+HELLO_S = 1.0  # to connect, and to show the token
+RETRY_S = 60.0  # a peer that can't be reached is asked through Ray for so long
+Address = tuple[str, int, bytes]  # host, port, token
+
+
+class Listener:
+    """Serves the blocks of an arena to those who know its token."""
+
+    def __init__(self, arena: Arena, host: str) -> None:
+        """Listen at an address of this node. OSError where that can't be."""
+        self._arena, self._token = arena, secrets.token_bytes(32)
+        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        threading.Thread(target=self._accept_forever, name="raykv-listen", daemon=True).start()
+
+    @property
+    def address(self) -> Address:
+        host, port = self._socket.getsockname()[:2]
+        return host, port, self._token
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # closed before
+            self._socket.shutdown(socket.SHUT_RDWR)  # else the thread that accepts would go on waiting
+        self._socket.close()
+
+    def _accept_forever(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(peer,), name="raykv-serve", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer:
+            try:
+                _prepare(peer)
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a node that vanishes says nothing
+                hello = os.urandom(32)
+                peer.sendall(hello)
+                if hmac.compare_digest(_receive(peer, 32, time.monotonic() + HELLO_S), _answer(self._token, hello)):
+                    while True:
+                        self._send_blocks(peer)
+            except (OSError, ValueError) as error:
+                log.debug("a peer that reads from here: %r", error)
+
+    def _send_blocks(self, peer: socket.socket) -> None:
+        (count,) = COUNT.unpack(_receive(peer, COUNT.size))
+        if count > KEYS_PER_CALL:
+            raise ValueError(f"{count} blocks asked for at a time, of at most {KEYS_PER_CALL}")
+        request = _receive(peer, count * (PLACE.itemsize + KEY_BYTES), time.monotonic() + HELLO_S)
+        at = np.frombuffer(request, PLACE, count)
+        names = np.frombuffer(request, np.uint8, offset=at.nbytes).reshape(-1, KEY_BYTES)
+        sums, ok = self._arena.checksums(at, names)
+        peer.settimeout(data_deadline(int(at["bytes"][ok].sum())))
+        peer.sendall(ok.tobytes() + sums.tobytes())
+        for run in self._arena.views(at[ok]):
+            peer.sendall(run.data)  # unchecked: the reader must verify
+
+
+@dataclass
+class Line:
+    """To one peer. A pull has it for itself: two at a time would both arrive late."""
+
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    connection: socket.socket | None = None
+    retry_at: float = 0.0
+
+
+class Tcp:
+    """Pulls over TCP; through Ray's object store while a peer can't be reached."""
+
+    def __init__(self) -> None:
+        self._lines: defaultdict[Any, Line] = defaultdict(Line)
+        self._object_store = ObjectStore()
+
+    def pull(
+        self, peer: Any, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
+    ) -> NDArray[np.uint8]:
+        """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
+
+        Raises RayError or TimeoutError if the peer does not answer in time.
+        """
+        line = self._lines[peer]
+        seconds = data_deadline(int(source["bytes"].sum()))
+        end = time.monotonic() + seconds
+        if not line.turn.acquire(timeout=seconds):
+            raise TimeoutError(f"the blocks before these took {seconds:.1f} s")
+        try:
+            if self._connected(line, peer):
+                return _pull(line, source, keys, arena, target, end)
+        except TimeoutError:
+            raise
+        except OSError as error:  # its process is another one now
+            log.debug("pull over TCP: %r", error)
+        finally:
+            line.turn.release()
+        return self._object_store.pull(peer, source, keys, arena, target)
+
+    def _connected(self, line: Line, peer: Any) -> bool:
+        if line.connection is None and time.monotonic() >= line.retry_at:
+            host, port, token = ray.get(peer.address.remote(), timeout=HELLO_S)
+            try:
+                line.connection = _connect(host, port, token)
+            except OSError as error:
+                line.retry_at = time.monotonic() + RETRY_S
+                log.warning(
+                    "TCP to %s:%d: %r; blocks go through Ray's object store for %.0f s", host, port, error, RETRY_S
+                )
+        return line.connection is not None
+
+
+def _connect(host: str, port: int, token: bytes) -> socket.socket:
+    peer = socket.create_connection((host, port), HELLO_S)
+    try:
+        _prepare(peer)
+        peer.sendall(_answer(token, _receive(peer, 32, time.monotonic() + HELLO_S)))
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _pull(
+    line: Line, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void], end: float
+) -> NDArray[np.uint8]:
+    peer, line.connection = line.connection, None  # what ends early leaves bytes behind
+    assert peer is not None
+    try:
+        order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent at once
+        peer.settimeout(max(0.001, end - time.monotonic()))
+        peer.sendall(COUNT.pack(len(source)) + source[order].tobytes() + keys[order].tobytes())
+        head = _receive(peer, 9 * len(source), end)
+        ok = np.frombuffer(head, np.bool_, len(source))
+        sums = np.frombuffer(head, np.uint64, offset=len(source))
+        verdicts = np.full(len(source), ALTERED, np.uint8)
+        there, size = np.flatnonzero(ok), int(source["bytes"][0])
+        buffer = np.empty((max(1, min(len(there), WINDOW_BYTES // size)), size), np.uint8)
+        for at in range(0, len(there), len(buffer)):
+            part = there[at : at + len(buffer)]
+            blocks, which = buffer[: len(part)], order[part]
+            _receive_into(peer, blocks.reshape(-1).data, end)
+            written = arena.write(target[which], keys[which], blocks, expected=sums[part])
+            verdicts[which] = judge(written, blocks, sums[part])
+        line.connection = peer
+        return verdicts
+    finally:
+        if line.connection is None:
+            peer.close()
+
+
+def _prepare(peer: socket.socket) -> None:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.settimeout(HELLO_S)
+
+
+def _answer(token: bytes, hello: bytes) -> bytes:
+    return hmac.digest(token, hello, "sha256")
+
+
+def _receive(peer: socket.socket, count: int, end: float | None = None) -> bytes:
+    data = bytearray(count)
+    _receive_into(peer, memoryview(data), end)
+    return bytes(data)
+
+
+def _receive_into(peer: socket.socket, view: memoryview, end: float | None) -> None:
+    """Fill `view`. TimeoutError at the time `end`; ConnectionError if the peer goes before."""
+    while len(view):
+        peer.settimeout(end and max(0.001, end - time.monotonic()))
+        got = peer.recv_into(view)
+        if not got:
+            raise ConnectionError("the peer is gone")
+        view = view[got:]

@@ -1,0 +1,104 @@
+"""Blocks over TCP: who is served, what happens to nonsense, and to a node that can't be reached."""
+
+import hmac
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from pools import BLOCK, eventually, holds, keep, kill, node_store, other_node, places, read, settled, tokens, worker
+
+import raykv
+from raykv.config import KEYS_PER_CALL
+from raykv.transports.tcp import COUNT
+
+pytestmark = pytest.mark.usefixtures("patiently")
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+
+
+@contextmanager
+def connection(address: tuple[str, int, bytes], token: bytes | None = None) -> Iterator[socket.socket]:
+    host, port, right = address
+    with socket.create_connection((host, port), 10.0) as peer:
+        peer.sendall(hmac.digest(token or right, receive(peer, 32), "sha256"))
+        yield peer
+
+
+def receive(peer: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = peer.recv(count - len(data))
+        assert more, f"closed after {len(data)} of {count} bytes"
+        data += more
+    return data
+
+
+def closed(peer: socket.socket) -> bool:
+    try:
+        return not peer.recv(1)
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
+    return start_for_module()
+
+
+def test_a_listener_serves_who_knows_the_token(pool: raykv.KVPool) -> None:
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 5))
+    keep(cache, keys)
+    at = places(pool, cache, keys)
+    address = ray.get(node_store(pool, pool.node_id).address.remote(), timeout=60)
+    request = COUNT.pack(5) + at.tobytes() + keys.tobytes()
+    with connection(address, token=b"guessed") as peer:
+        assert closed(peer)
+    with connection(address) as peer:
+        for _ in range(2):
+            peer.sendall(request)
+            assert receive(peer, 5) == b"\1" * 5
+            receive(peer, 40 + 5 * BLOCK)
+        wrong = np.flip(keys, axis=0)  # the middle one is right
+        peer.sendall(COUNT.pack(5) + at.tobytes() + wrong.tobytes())
+        assert receive(peer, 5) == b"\0\0\1\0\0"
+        receive(peer, 40 + BLOCK)
+        nonsense = np.random.default_rng(0).bytes(at.nbytes + keys.nbytes)
+        peer.sendall(COUNT.pack(5) + nonsense)
+        assert receive(peer, 45)[:5] == b"\0" * 5
+        peer.sendall(COUNT.pack(KEYS_PER_CALL + 1))
+        assert closed(peer)
+    with connection(address) as peer:  # who sends half a request hinders nobody
+        peer.sendall(request[:100])
+        assert holds(cache, keys)
+        assert ray.get(worker(pool, other_node(pool)).holds.remote(keys), timeout=60)
+
+
+def test_a_store_that_came_back_listens_elsewhere(pool: raykv.KVPool) -> None:
+    cache = a_cache(pool)
+    there = worker(pool, other_node(pool))
+    for seed in (2, 3):
+        keys = cache.keys(tokens(seed, 20))
+        keep(cache, keys)
+        eventually(lambda keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
+        kill(pool, pool.node_id)
+    eventually(lambda: settled(pool))
+
+
+def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> None:
+    """As behind a firewall that lets through only Ray."""
+    pool = start()
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 20))
+    keep(cache, keys)
+    ray.get(node_store(pool, pool.node_id).__ray_call__.remote(lambda store: store._listener.close()), timeout=60)
+    found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys), timeout=60)
+    assert found[:3] == (20, 20, 0)
+    assert read(cache, keys).read == 20
+    eventually(lambda: settled(pool))
