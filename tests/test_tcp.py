@@ -1,6 +1,8 @@
 """Blocks over TCP: who is served, what happens to nonsense, and to a node that can't be reached."""
 
 import hmac
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from pools import BLOCK, eventually, holds, keep, kill, node_store, other_node, places, read, settled, tokens, worker
+from pools import (
+    BLOCK,
+    eventually,
+    holds,
+    keep,
+    kill,
+    node_store,
+    other_node,
+    pid,
+    places,
+    read,
+    settled,
+    tokens,
+    worker,
+)
 
 import raykv
 from raykv.config import KEYS_PER_CALL
@@ -101,4 +117,23 @@ def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> N
     found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys), timeout=60)
     assert found[:3] == (20, 20, 0)
     assert read(cache, keys).read == 20
+    eventually(lambda: settled(pool))
+
+
+def test_a_store_that_is_stopped(start: Callable[..., raykv.KVPool]) -> None:
+    """Its connections stay, and its kernel takes new ones."""
+    pool = start()
+    cache = a_cache(pool)
+    there = worker(pool, other_node(pool))
+    prompts = [cache.keys(tokens(seed, 20)) for seed in (1, 2)]
+    for keys in prompts:
+        keep(cache, keys)
+    eventually(lambda: ray.get(there.holds.remote(prompts[0]), timeout=60))
+    stopped = pid(node_store(pool, pool.node_id))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert ray.get(there.read.remote(prompts[1]), timeout=60)[:3] == (20, 0, 0)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    eventually(lambda: ray.get(there.holds.remote(prompts[1]), timeout=60))
     eventually(lambda: settled(pool))
