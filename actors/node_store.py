@@ -117,7 +117,7 @@ class NodeStore:
         return verdicts.tobytes()
 
     def _fetch(self, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
-        _, there = self._arena.checksums(to, keys)  # another reader's pull was faster
+        _, _, there = self._arena.claims(to, keys)  # another reader's pull was faster
         verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
         for index in np.unique(at["node"][~there]).tolist():
             wanted = np.flatnonzero((at["node"] == index) & ~there)
@@ -147,11 +147,11 @@ class NodeStore:
         return self._listener.address
 
     @ray.method(concurrency_group="read")
-    def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, list[NDArray[np.uint8]]]:
-        """(uint8 mask, uint64 checksums, bytes of the masked): not copied here, so the reader must verify."""
+    def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
+        """(uint8 mask, uint64 checksums, uint32 positions, bytes of the masked, not copied here: verify them)."""
         at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-        sums, ok = self._arena.checksums(at, names)
-        return ok.astype(np.uint8).tobytes(), sums.tobytes(), self._arena.views(at[ok])
+        sums, positions, ok = self._arena.claims(at, names)
+        return ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), self._arena.views(at[ok])
 
     # ------------------------------------------------------------------ for the pool
 

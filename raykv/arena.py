@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,8 +195,8 @@ class Arena:
         spots, names = _arguments(places, keys)
         rows = _fitting(rows, spots, writable=True)
         at, payload = self._locate(words, data, spots)
-        ok, sums = np.zeros(len(spots), np.bool_), np.zeros(len(spots), np.int64)
-        header.check(words, at, spots, names, sums, ok)
+        ok, claims = np.zeros(len(spots), np.bool_), np.zeros((len(spots), 2), np.int64)
+        header.check(words, at, spots, names, claims, ok)
         copies = tiles.copies(rows[ok], data.ctypes.data + payload[ok], out=True)
         if verify:
             found = np.zeros(len(spots), np.uint64)
@@ -205,7 +205,7 @@ class Arena:
             tiles.copy(copies)
         header.recheck(words, at, spots, names, ok)
         if verify:
-            wrong = ok & (found != sums.view(np.uint64))
+            wrong = ok & (found != claims[:, 0].view(np.uint64))
             self.corrupt += int(wrong.sum())
             ok &= ~wrong
         header.stamp(words, at, self._now(), ok)
@@ -216,13 +216,13 @@ class Arena:
         places: NDArray[np.void],
         keys: NDArray[np.uint8],
         rows: Rows | NDArray[np.uint8],
-        position: int = 0,
+        positions: NDArray[Any] | None = None,
         expected: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.bool_]:
         """Copy blocks into the slots that were granted for them; (n,) which are ready now.
 
-        As `read`, with sources for destinations. `position`: of the first block in its chain; the others follow it. A
-        block is not written if its grant is of a past epoch, slab format or generation, or if someone writes there.
+        As `read`, with sources for destinations. `positions`: (n,) of the blocks in their chains; by default 0. A block
+        is not written if its grant is of a past epoch, slab format or generation, or if someone writes there.
         `expected`: (n,) xxh3_64; a block with another one never becomes ready, and is counted in `corrupt`.
         """
         words, data = self._memory
@@ -241,20 +241,21 @@ class Arena:
             if expected is not None:
                 self.corrupt += int((ok & (sums != expected)).sum())
                 ok &= sums == expected
-            header.finish(words, at, spots, names, sums.view(np.int64), position, self._now(), ok)
+            where = np.zeros(len(spots), np.int64) if positions is None else np.ascontiguousarray(positions, np.int64)
+            header.finish(words, at, spots, names, sums.view(np.int64), where, self._now(), ok)
         return ok
 
-    def checksums(
+    def claims(
         self, places: NDArray[np.void], keys: NDArray[np.uint8]
-    ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-        """(n,) xxh3_64 that each block had when it was written, and which of the places hold that block."""
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_]]:
+        """(n,) xxh3_64 that each block had when written, (n,) positions, and which of the places hold that block."""
         words, data = self._memory
         spots, names = _arguments(places, keys)
         at, _ = self._locate(words, data, spots)
-        ok, sums = np.zeros(len(spots), np.bool_), np.zeros(len(spots), np.int64)
-        header.check(words, at, spots, names, sums, ok)
+        ok, claims = np.zeros(len(spots), np.bool_), np.zeros((len(spots), 2), np.int64)
+        header.check(words, at, spots, names, claims, ok)
         header.recheck(words, at, spots, names, ok)
-        return sums.view(np.uint64), ok
+        return claims[:, 0].astype(np.uint64), claims[:, 1].astype(np.uint32), ok
 
     def views(self, places: NDArray[np.void]) -> list[NDArray[np.uint8]]:
         """The bytes of slots, in place and unchecked; those of neighbours as one array.

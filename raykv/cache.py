@@ -19,6 +19,7 @@ from raykv.rows import Rows
 
 if TYPE_CHECKING:
     from raykv.client import KVPool
+    from raykv.local import Local
 
 PIECE_BYTES = 128 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
 PIECES_AHEAD = 2
@@ -86,56 +87,93 @@ class KVCache:
     async def astore_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
         return await self._pool.in_thread(self.store_from, keys, paged, block_ids, start)
 
+    def reserve(self, keys: Keys, position: int = 0) -> Reservation:
+        """Slots for those of `keys` that nobody has stored, or is storing: at most KEYS_PER_CALL keys are considered.
+
+        keys: of a run of a chain's blocks, of which the first is at `position`.
+        """
+        return Reservation(self._pool, row_checks.keys(keys)[:KEYS_PER_CALL], 0, position, self.block_bytes)
+
     def _store(self, keys: Keys, rows: Rows, start: int) -> int:
         stored, at = 0, start
         while at < len(keys):
             first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
             batch = keys[first : first + KEYS_PER_CALL]
-            count, covered = self._store_batch(batch, rows[at - start :], at - first, first)
+            with Reservation(self._pool, batch, at - first, first, self.block_bytes) as reservation:
+                reservation.copy_in(rows[at - start :])
+                count = reservation.commit()
             stored += count
-            at = first + covered
-            if covered < len(batch) and not count:
+            at = first + reservation.covered
+            if reservation.covered < len(batch) and not count:
                 break
         return stored
 
-    def _store_batch(self, keys: Keys, rows: Rows, start: int, position: int) -> tuple[int, int]:
-        """(blocks stored, leading keys dealt with). rows[i] belongs to keys[start + i]; keys[0] is at `position`."""
-        pool, link = self._pool, self._pool.link
-        args = pool.node_id, keys.tobytes(), start, self.block_bytes
-        reservation, granted = link.hold("reserve", *args)
-        if granted is None:
-            return 0, start
-        try:
-            indices = np.frombuffer(granted.indices, np.int32)
-            if not len(indices):
-                return 0, granted.covered
-            places, staged = np.frombuffer(granted.places, PLACE), np.frombuffer(granted.staged, PLACE)
-            mine = rows[indices - start]
-            written = self._write(places, staged, keys[indices], mine, position + int(indices[0]))
-            if not written.all():
-                link.fault("write", f"{int((~written).sum())} of {len(written)} blocks were not written")
-            data = places.tobytes(), keys[indices].tobytes(), written.astype(np.uint8).tobytes()
-            answer = link.call("commit", reservation, *data)
-            return (answer[1] if answer else 0), granted.covered
-        finally:
-            link.let_go(reservation)
 
-    def _write(self, places: Places, staged: Places, keys: Keys, rows: Rows, position: int) -> NDArray[np.bool_]:
-        """Write blocks in place on this node, and others into staging, from which their nodes pull them."""
+class Reservation:
+    """Slots that one call granted to a store: `copy_in`, at memory speed, then `commit`. A context manager.
+
+    covered: leading keys that are stored, being written or granted now; the next one found no room.
+    """
+
+    def __init__(self, pool: KVPool, keys: Keys, start: int, position: int, block_bytes: int) -> None:
+        """For what is missing of keys[start:]; the others are their parents. keys[0] is at `position` in its chain."""
+        self._pool, self._block_bytes = pool, block_bytes
+        self._id, granted = pool.link.hold("reserve", pool.node_id, keys.tobytes(), start, block_bytes)
+        self.covered = granted.covered if granted else start
+        indices = np.frombuffer(granted.indices if granted else b"", np.int32)
+        self._rows, self._keys = indices - start, keys[indices]
+        self._positions = position + indices
+        self._places = np.frombuffer(granted.places if granted else b"", PLACE)
+        self._staged = np.frombuffer(granted.staged if granted else b"", PLACE)
+        self._away = self._staged["slab_gen"] > 0
+        self._written = np.zeros(len(indices), np.bool_)
+        if not len(self):
+            self.release()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def copy_in(self, rows: Rows) -> None:
+        """Copy blocks in place on this node, or into staging. rows[i]: of keys[start + i]; only this reads them."""
         local = self._pool.local
-        written = np.zeros(len(places), np.bool_)
-        away = staged["slab_gen"] > 0
-        target = np.where(away, staged, places)
+        target = np.where(self._away, self._staged, self._places)
         if local is None or (target["node"] != local.index).any():
             self._pool.look_again()
-            return written
-        written = local.arena.write(target, keys, rows, position)
-        for piece in _pieces(np.flatnonzero(away & written), self.block_bytes):
-            verdicts = local.push(staged[piece], keys[piece], places[piece], self._pool.link)
-            written[piece] = verdicts == local.PULLED
-            if not written[piece].all():
+        else:
+            self._written = local.arena.write(target, self._keys, rows[self._rows], self._positions)
+
+    def commit(self) -> int:
+        """Have nodes fetch what is theirs, then offer the blocks. Returns how many are new. Ends the reservation."""
+        link = self._pool.link
+        if not len(self):
+            return 0
+        self._push()
+        if not self._written.all():
+            link.fault("write", f"{int((~self._written).sum())} of {len(self)} blocks were not written")
+        written = self._written.astype(np.uint8).tobytes()
+        answer = link.call("commit", self._id, self._places.tobytes(), self._keys.tobytes(), written)
+        self.release()
+        return answer[1] if answer else 0
+
+    def release(self) -> None:
+        """Give up what was not committed. Costs nothing."""
+        self._pool.link.let_go(self._id)
+
+    def _push(self) -> None:
+        local, away = self._pool.local, np.flatnonzero(self._away & self._written)
+        for piece in _pieces(away, self._block_bytes):
+            self._written[piece] = False
+            if local is not None:
+                verdicts = local.push(self._staged[piece], self._keys[piece], self._places[piece], self._pool.link)
+                self._written[piece] = verdicts == local.PULLED
+            if not self._written[piece].all():
                 self._pool.look_again()
-        return written
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
 
 
 class Match:
@@ -190,6 +228,24 @@ class Match:
                 break
         return done
 
+    def fetch(self) -> int:
+        """Bring blocks of other nodes to this one, as far as its staging window goes, without copying any out.
+
+        Returns how many leading blocks are on this node now: what a `read` copies at memory speed.
+        """
+        done = 0
+        for lease in self._leases:
+            count = lease.fetch()
+            done += count
+            if count < len(lease):
+                break
+        return done
+
+    def places(self, blocks: NDArray[np.int64]) -> tuple[Places, Keys]:
+        """PLACEs and keys of blocks, by their numbers in the match: once fetched, to be read from this node's arena."""
+        sources = np.concatenate([lease.source for lease in self._leases])
+        return sources[blocks], np.concatenate([lease.keys for lease in self._leases])[blocks]
+
     def release(self) -> None:
         """Let go; the directory learns of it with the next call. Costs nothing."""
         for lease in self._leases:
@@ -223,6 +279,7 @@ class AsyncMatch:
 
     def _ask(self) -> None:
         self._match = Match(self._cache, self._pool, self._keys)
+        _ = self._match.nodes  # the name of a node is asked for once: here, not on the loop
 
     def _release(self) -> None:
         if self._match is not None:
@@ -235,7 +292,7 @@ class _Lease:
     def __init__(self, pool: KVPool, keys: Keys, block_bytes: int) -> None:
         self._pool, self._block_bytes = pool, block_bytes
         self.id, answer = pool.link.hold("match", pool.node_id, keys.tobytes(), block_bytes)
-        self.source = np.frombuffer(answer.source if answer else b"", PLACE)
+        self.source = np.frombuffer(answer.source if answer else b"", PLACE).copy()
         self.staged = np.zeros(len(self.source), PLACE)
         if answer and answer.staged:
             self.staged[:] = np.frombuffer(answer.staged, PLACE)
@@ -286,6 +343,27 @@ class _Lease:
             return 0
         away = at + np.flatnonzero(~self._here()[at:stop])
         valid = np.zeros(stop - at, np.bool_)
+        arrivals = self._pull(local, away)
+        near = np.setdiff1d(np.arange(at, stop), away)
+        valid[near - at] = self._copy(self.source, near, rows, verify)  # while the first pieces are on their way
+        for came in arrivals:
+            valid[came - at] = self._copy(self.staged, came, rows, verify)
+        return _leading(valid)
+
+    def fetch(self) -> int:
+        """Pull what is on other nodes, as far as staging goes. Returns how many leading blocks are on this node."""
+        local, stop = self._pool.local, self._reach(0)
+        if local is None:
+            return 0
+        away = np.flatnonzero(~self._here()[:stop])
+        there = np.ones(stop, np.bool_)
+        there[away] = False
+        for came in self._pull(local, away):
+            self.source[came], there[came] = self.staged[came], True
+        return _leading(there)
+
+    def _pull(self, local: Local, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+        """Begin to pull blocks into their staging slots. Iterates over those that came, in whatever order they do."""
         pulls: dict[Any, NDArray[np.intp]] = {}
         pieces = _pieces(away, self._block_bytes)
 
@@ -293,16 +371,15 @@ class _Lease:
             for piece in itertools.islice(pieces, count):
                 pulls[local.pull(self.source[piece], self.keys[piece], self.staged[piece])] = piece
 
+        def arrivals() -> Iterator[NDArray[np.intp]]:
+            while pulls:
+                answer = local.first(list(pulls))
+                piece = pulls.pop(answer)
+                pull(1)
+                yield piece[self._arrived(answer, piece)]
+
         pull(PIECES_AHEAD)
-        near = np.setdiff1d(np.arange(at, stop), away)
-        valid[near - at] = self._copy(self.source, near, rows, verify)  # while the first pieces are on their way
-        while pulls:
-            answer = local.first(list(pulls))  # in whatever order they arrive
-            piece = pulls.pop(answer)
-            pull(1)
-            came = piece[self._arrived(answer, piece)]
-            valid[came - at] = self._copy(self.staged, came, rows, verify)
-        return _leading(valid)
+        return arrivals()
 
     def _copy(self, places: Places, which: NDArray[np.intp], rows: Rows, verify: bool) -> NDArray[np.bool_]:
         """Read these blocks out of slots of this node; which of them are valid."""

@@ -36,7 +36,7 @@ class KVPool:
     It survives restarts of the pool's actors. name: the pool's. node_id: of the Ray node that this process is on.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, node_id: str | None = None) -> None:
         """For `start` and `attach`."""
         settings = actors.settings(name)
         if settings is None:
@@ -45,7 +45,7 @@ class KVPool:
                 f"or raykv.start(raykv.PoolConfig(name={name!r}))"
             )
         self.name = name
-        self.node_id: str = ray.get_runtime_context().get_node_id()
+        self.node_id: str = node_id or ray.get_runtime_context().get_node_id()
         self._secret = bytes.fromhex(settings["secret"])
         self.local = self._look()
         self.link = Link(name, lambda: self.local.arena.epoch if self.local else 0)
@@ -209,14 +209,16 @@ def start(config: PoolConfig | None = None) -> KVPool:
     return KVPool(config.name)
 
 
-def attach(name: str = "default") -> KVPool:
+def attach(name: str = "default", *, node_id: str | None = None) -> KVPool:
     """The pool of that name, from any driver, actor, task or Serve deployment of the cluster.
 
+    node_id: the Ray node that this process is on, where Ray can't know: a driver that an actor started joins any raylet
+    of its machine.
     Raises PoolNotFound if none runs, or there is no Ray cluster; ArenaMismatch if this process can't see its node's
     shared memory.
     """
     _connect(name)
-    return KVPool(name)
+    return KVPool(name, node_id)
 
 
 def _connect(name: str) -> None:

@@ -98,8 +98,8 @@ def locate(words: Words, shape: Shape, places: Words, header: Words, payload: Wo
 
 
 @kernel
-def check(words: Words, header: Words, places: Words, keys: Words, sums: Words, ok: Mask) -> None:
-    """Before a copy: which places hold exactly that ready block, and the checksums their headers claim."""
+def check(words: Words, header: Words, places: Words, keys: Words, claims: Words, ok: Mask) -> None:
+    """Before a copy: which places hold exactly that ready block, and the (checksum, position) their headers claim."""
     for i in range(len(places)):
         h = header[i]
         ok[i] = (
@@ -109,7 +109,8 @@ def check(words: Words, header: Words, places: Words, keys: Words, sums: Words, 
             and words[h + KEY + 1] == keys[i, 1]
             and words[h + LENGTH] == places[i, 1] >> 32
         )
-        sums[i] = words[h + CHECKSUM] if ok[i] else 0
+        if ok[i]:
+            claims[i, 0], claims[i, 1] = words[h + CHECKSUM], words[h + POSITION]
 
 
 @kernel
@@ -163,9 +164,9 @@ def begin(words: Words, header: Words, places: Words, ok: Mask) -> None:
 
 @kernel
 def finish(
-    words: Words, header: Words, places: Words, keys: Words, sums: Words, position: int, now: int, ok: Mask
+    words: Words, header: Words, places: Words, keys: Words, sums: Words, positions: Words, now: int, ok: Mask
 ) -> None:
-    """Fill in the headers of copied blocks, `ready` last. Block i has chain position `position + i`.
+    """Fill in the headers of copied blocks, `ready` last.
 
     Where `ok` is no longer true the header stays `writing`, to be swept.
     """
@@ -176,7 +177,7 @@ def finish(
             words[h + KEY] = keys[i, 0]
             words[h + KEY + 1] = keys[i, 1]
             words[h + LENGTH] = places[i, 1] >> 32
-            words[h + POSITION] = position + i
+            words[h + POSITION] = positions[i]
             words[h + STAMP] = now
             words[h + CHECKSUM] = sums[i]
             _store(words, h, places[i, 3] << 2 | READY)
@@ -253,12 +254,12 @@ def warm() -> None:
     none, mask, shape = np.zeros(0, np.int64), np.zeros(0, np.bool_), (ALIGN, TABLE + 2, 0)
     store(words, OFFERED, load(words, OFFERED))
     locate(words, shape, spots, none, none)
-    check(words, none, spots, keys, none, mask)
+    check(words, none, spots, keys, keys, mask)
     recheck(words, none, spots, keys, mask)
     stamp(words, none, 0, mask)
     formatted(words, none, spots)
     begin(words, none, spots, mask)
-    finish(words, none, spots, keys, none, 0, 0, mask)
+    finish(words, none, spots, keys, none, none, 0, mask)
     reclaim(words, none, spots, mask, np.zeros(0, np.uint8))
     identify(words, none, np.zeros((0, 3), np.int64))
     reformat(words, shape, 0, 1, ALIGN)

@@ -61,13 +61,14 @@ def test_round_trip(arena: Arena, client: Arena, size: int) -> None:
     where = places([1, 0, 3], [2, 3, 4], size=size, slab=1)
     keys = np.concatenate([key_of(seed) for seed in range(3)])
     rows = np.random.default_rng(0).integers(0, 256, (3, size), np.uint8)
-    assert client.write(where, keys, rows, position=7).all()
+    assert client.write(where, keys, rows, np.arange(7, 10)).all()
     for verify in (False, True):
         out = np.zeros_like(rows)
         assert arena.read(where, keys, out, verify=verify).all()
         assert np.array_equal(out, rows)
-    sums, ok = arena.checksums(where, keys)
-    assert ok.all() and sums.tolist() == [xxh3_64_intdigest(row.tobytes()) for row in rows]
+    sums, positions, ok = arena.claims(where, keys)
+    assert ok.all() and positions.tolist() == [7, 8, 9]
+    assert sums.tolist() == [xxh3_64_intdigest(row.tobytes()) for row in rows]
     assert arena.views(where[:1])[0].tobytes() == rows[0].tobytes()
     found = client.inventory()
     order = np.argsort(where["slot"])
@@ -141,7 +142,7 @@ def test_a_place_that_is_not_so_is_a_miss(arena: Arena, client: Arena, change: s
         where["slab"] = {"slab not offered": 2, "slab absent": (1 << 32) - 1}.get(change, 0)
     blocks = np.zeros((1, size), np.uint8)
     assert not client.read(where, key, blocks).any()
-    assert not client.checksums(where, key)[1].any()
+    assert not client.claims(where, key)[2].any()
     if change.endswith(("offered", "absent")):
         where["gen"] += 1
         assert not client.write(where, key, blocks).any()

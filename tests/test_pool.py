@@ -15,10 +15,12 @@ from pools import (
     BLOCK,
     Worker,
     eventually,
+    kill,
     node_store,
     other_node,
     payload,
     read,
+    served,
     settled,
     store,
     tokens,
@@ -236,6 +238,19 @@ def test_a_block_is_pulled_to_a_node_once(pool: raykv.KVPool, cache: raykv.KVCac
         assert [future.result() for future in [threads.submit(both) for _ in range(6)]] == [(20, 20, 0)] * 6
     assert ray.get(here.stats.remote())["pulled"] - before == 20
     eventually(lambda: totals(pool)["replica"] == 20)
+
+
+def test_fetched_blocks_are_on_this_node(pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str) -> None:
+    keys = cache.keys(tokens(1, 60))  # 15 MiB, of which 8 MiB can be staged
+    assert store(cache, keys[:10]) == 10 and ray.get(there.store.remote(keys, model=model)) == 50
+    with cache.match(keys) as match:
+        assert (match.num_blocks, match.fetch()) == (60, 42)
+        assert match.nodes == [pool.node_id, other_node(pool)]
+        kill(pool, other_node(pool))
+        out = np.zeros((60, BLOCK), np.uint8)
+        n = match.read(out)
+        assert n >= 42 and (out[:n] == payload(keys[:n], BLOCK)).all()
+    eventually(lambda: served(pool, 2))
 
 
 def test_a_prompt_with_equal_keys_twice(pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str) -> None:

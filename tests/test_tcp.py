@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from numpy.typing import NDArray
 from pools import (
     BLOCK,
     eventually,
@@ -28,8 +29,8 @@ from pools import (
 )
 
 import raykv
-from raykv.config import KEYS_PER_CALL
-from raykv.transports.tcp import COUNT
+from raykv.config import KEYS_PER_CALL, TRANSPORTS
+from raykv.transports.tcp import CLAIM, COUNT
 
 pytestmark = pytest.mark.usefixtures("patiently")
 
@@ -53,6 +54,10 @@ def receive(peer: socket.socket, count: int) -> bytes:
         assert more, f"closed after {len(data)} of {count} bytes"
         data += more
     return data
+
+
+def claims(peer: socket.socket) -> NDArray[np.void]:
+    return np.frombuffer(receive(peer, 5 * CLAIM.itemsize), CLAIM)
 
 
 def closed(peer: socket.socket) -> bool:
@@ -79,15 +84,15 @@ def test_a_listener_serves_who_knows_the_token(pool: raykv.KVPool) -> None:
     with connection(address) as peer:
         for _ in range(2):
             peer.sendall(request)
-            assert receive(peer, 5) == b"\1" * 5
-            receive(peer, 40 + 5 * BLOCK)
+            assert claims(peer)["there"].tolist() == [True] * 5
+            receive(peer, 5 * BLOCK)
         wrong = np.flip(keys, axis=0)  # the middle one is right
         peer.sendall(COUNT.pack(5) + at.tobytes() + wrong.tobytes())
-        assert receive(peer, 5) == b"\0\0\1\0\0"
-        receive(peer, 40 + BLOCK)
+        assert claims(peer)["there"].tolist() == [False, False, True, False, False]
+        receive(peer, BLOCK)
         nonsense = np.random.default_rng(0).bytes(at.nbytes + keys.nbytes)
         peer.sendall(COUNT.pack(5) + nonsense)
-        assert receive(peer, 45)[:5] == b"\0" * 5
+        assert not claims(peer)["there"].any()
         peer.sendall(COUNT.pack(KEYS_PER_CALL + 1))
         assert closed(peer)
     with connection(address) as peer:  # who sends half a request hinders nobody
@@ -137,3 +142,17 @@ def test_a_store_that_is_stopped(start: Callable[..., raykv.KVPool]) -> None:
         os.kill(stopped, signal.SIGCONT)
     eventually(lambda: ray.get(there.holds.remote(prompts[1]), timeout=60))
     eventually(lambda: settled(pool))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_was_pulled_knows_its_place_in_the_chain(start: Callable[..., raykv.KVPool], transport: str) -> None:
+    """Else a restarted directory would let parents go before their children."""
+    pool = start(transport=transport)
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 10))
+    keep(cache, keys)
+    eventually(lambda: ray.get(worker(pool, other_node(pool)).holds.remote(keys), timeout=60))
+    there = node_store(pool, other_node(pool))
+    found = ray.get(there.__ray_call__.remote(lambda store: store._arena.inventory()), timeout=60)
+    positions = dict(zip(map(bytes, found.keys), found.positions.tolist(), strict=True))
+    assert positions == {bytes(key): i for i, key in enumerate(keys)}

@@ -43,13 +43,14 @@ class ObjectStore:
             # waits for that lock with the GIL in his.
             if not ray.wait([answer], timeout=deadline)[0]:
                 raise GetTimeoutError(f"{len(source)} blocks did not arrive in {deadline:.1f} s")
-            mask, sums, runs = ray.get(answer, timeout=deadline)
+            mask, sums, positions, runs = ray.get(answer, timeout=deadline)
         finally:
             turn.release()
         ok = np.frombuffer(mask, np.bool_)
         expected = np.frombuffer(sums, np.uint64)[ok]
         size = int(source["bytes"][0])
-        written = arena.write(target[ok], keys[ok], rows_within(runs, size), expected=expected)
+        where = np.frombuffer(positions, np.uint32)[ok]
+        written = arena.write(target[ok], keys[ok], rows_within(runs, size), where, expected)
         payloads = (block for run in runs for block in run.reshape(-1, size))
         verdicts = np.full(len(ok), ALTERED, np.uint8)
         verdicts[order[ok]] = judge(written, payloads, expected)

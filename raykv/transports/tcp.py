@@ -2,8 +2,8 @@
 
 Measured at three times Ray's object store, which copies into shared memory on both nodes. A connection begins with the
 listener's 32 random bytes, which the peer answers with their HMAC-SHA256 by a token that it got through Ray. Then, as
-often as it likes, it sends n (uint32), n PLACEs and n keys, and gets n uint8 (which of the blocks are there), n uint64
-(their xxh3_64 when they were written) and the bytes of those that are there.
+often as it likes, it sends n (uint32), n PLACEs and n keys, and gets n CLAIMs (whether a block is there, and what its
+header says) and the bytes of those that are there.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from raykv.transports.verdicts import ALTERED, data_deadline, judge
 
 log = logging.getLogger("raykv")
 
+CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])  # sum: xxh3_64 when it was written
 COUNT = struct.Struct("<I")
 WINDOW_BYTES = 2 * MIB  # received at a time: still in a core's cache when it is copied into slots
 HELLO_S = 1.0  # to connect, and to show the token
@@ -85,9 +86,11 @@ class Listener:
         request = _receive(peer, count * (PLACE.itemsize + KEY_BYTES), time.monotonic() + HELLO_S)
         at = np.frombuffer(request, PLACE, count)
         names = np.frombuffer(request, np.uint8, offset=at.nbytes).reshape(-1, KEY_BYTES)
-        sums, ok = self._arena.checksums(at, names)
+        claims = np.zeros(count, CLAIM)
+        claims["sum"], claims["position"], claims["there"] = self._arena.claims(at, names)
+        ok = claims["there"]
         peer.settimeout(data_deadline(int(at["bytes"][ok].sum())))
-        peer.sendall(ok.tobytes() + sums.tobytes())
+        peer.sendall(claims.tobytes())
         for run in self._arena.views(at[ok]):
             peer.sendall(run.data)  # unchecked: the reader must verify
 
@@ -164,18 +167,16 @@ def _pull(
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent at once
         peer.settimeout(max(0.001, end - time.monotonic()))
         peer.sendall(COUNT.pack(len(source)) + source[order].tobytes() + keys[order].tobytes())
-        head = _receive(peer, 9 * len(source), end)
-        ok = np.frombuffer(head, np.bool_, len(source))
-        sums = np.frombuffer(head, np.uint64, offset=len(source))
+        claims = np.frombuffer(_receive(peer, len(source) * CLAIM.itemsize, end), CLAIM)
         verdicts = np.full(len(source), ALTERED, np.uint8)
-        there, size = np.flatnonzero(ok), int(source["bytes"][0])
+        there, size = np.flatnonzero(claims["there"]), int(source["bytes"][0])
         buffer = np.empty((max(1, min(len(there), WINDOW_BYTES // size)), size), np.uint8)
         for at in range(0, len(there), len(buffer)):
             part = there[at : at + len(buffer)]
-            blocks, which = buffer[: len(part)], order[part]
+            blocks, which, sums = buffer[: len(part)], order[part], claims["sum"][part]
             _receive_into(peer, blocks.reshape(-1).data, end)
-            written = arena.write(target[which], keys[which], blocks, expected=sums[part])
-            verdicts[which] = judge(written, blocks, sums[part])
+            written = arena.write(target[which], keys[which], blocks, claims["position"][part], sums)
+            verdicts[which] = judge(written, blocks, sums)
         line.connection = peer
         return verdicts
     finally:

@@ -1,0 +1,233 @@
+"""vLLM engines in actors on two Ray nodes share what they have computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from pools import MIB, eventually, kill, other_node, part, pid, settled
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm_engine import ENVIRONMENT, Engine
+
+from raykv.integrations.vllm import check
+from raykv.integrations.vllm_manager import FAILED, HITS, ChunksToStore
+from raykv.integrations.vllm_worker import RayKVWorker
+
+pytestmark = pytest.mark.timeout(600)
+CHUNK = 128  # tokens: 8 KiB each
+
+
+class Engines(NamedTuple):
+    """Two on this node, of which `small` has room for one long prompt only, and one on another node."""
+
+    pool: raykv.KVPool
+    here: Any
+    small: Any
+    there: Any
+    fault: Path
+
+    def answer(self, engine: Any, *prompts: list[int], **how: Any) -> list[tuple[list[int], int]]:
+        return ray.get(engine.answer.remote(*prompts, **how), timeout=300)  # type: ignore[no-any-return]
+
+    def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], int]:
+        """The same of an engine that has nothing in a cache of its own."""
+        eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
+        return self.answer(engine, prompt)[0]
+
+    def stored(self, prompt: list[int]) -> None:
+        """Have it computed here for the first time, and in the pool: offered again until it is, as after a fault."""
+        before = eventually(lambda: self.pool.stats().get("keys", -1) + 1) - 1
+
+        def there() -> bool:
+            self.answer(self.here, prompt)
+            return bool(self.pool.stats().get("keys", 0) >= before + len(prompt) // CHUNK)
+
+        eventually(there)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def engines(
+    start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    pool = start_for_module(cpu_memory=512 * MIB)
+    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=4096)).save_pretrained(model)
+
+    def engine(node: str, cache_bytes: int) -> Any:
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "scheduling_strategy": pinned,
+            "runtime_env": {"env_vars": ENVIRONMENT},
+        }
+        return ray.remote(Engine).options(**options).remote(pool.name, str(model), cache_bytes, str(fault))
+
+    actors = engine(pool.node_id, 128 * MIB), engine(pool.node_id, 26 * MIB), engine(other_node(pool), 128 * MIB)
+    engines = Engines(pool, *actors, fault)
+    for actor in actors:
+        engines.answer(actor, prompt(0, 40))
+    yield engines
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_engines_share_a_prefix(engines: Engines) -> None:
+    long = prompt(1, 3000)
+    engines.stored(long)
+    cold = engines.answer(engines.here, long, cold=True)[0]
+    hit = engines.answer(engines.here, long)[0]
+    assert cold[1] == 0 and hit == (cold[0], 2976)
+    before = engines.pool.stats()
+    assert engines.answer(engines.small, long)[0] == (hit[0], 2944)
+    assert engines.pool.stats()["remote_hits"] == before["remote_hits"]
+    assert engines.answer(engines.there, long)[0] == (hit[0], 2944)
+    assert engines.pool.stats()["remote_hits"] == before["remote_hits"] + 23
+    eventually(lambda: settled(engines.pool))
+    assert ray.get(engines.there.metrics.remote())[HITS] == 23
+    assert prompt(1, 3000) != prompt(2, 3000) and engines.answer(engines.here, prompt(2, 3000))[0] != hit
+
+
+def test_what_decode_produced_is_stored(engines: Engines) -> None:
+    question = prompt(3, 200)
+    answer = engines.answer(engines.here, question, tokens=100)[0][0]
+    turn = question + answer + prompt(4, 20)
+    right = engines.answer(engines.here, turn, cold=True)[0][0]
+    eventually(lambda: engines.afresh(engines.there, turn) == (right, 256))
+
+
+def test_a_load_that_fails_is_computed(engines: Engines) -> None:
+    known = prompt(5, 1000)
+    engines.stored(known)
+    right = engines.answer(engines.here, known, cold=True)[0][0]
+    failed = ray.get(engines.there.metrics.remote()).get(FAILED, 0.0)
+    engines.fault.touch()
+    try:
+        assert engines.answer(engines.there, known)[0] == (right, 0)
+    finally:
+        engines.fault.unlink()
+    assert engines.afresh(engines.there, known) == (right, 896)
+    assert ray.get(engines.there.metrics.remote())[FAILED] == failed + 1
+    eventually(lambda: settled(engines.pool))
+
+
+def test_aborts_preemptions_and_resets(engines: Engines) -> None:
+    """Prompts with common prefixes, in an engine with room for about four of them."""
+    prompts = [prompt(10 + i % 3, 600) + prompt(20 + i, 50 + 30 * i) for i in range(12)]
+    right = engines.answer(engines.here, *prompts, tokens=60, cold=True)
+    for turn in range(2):
+        assert [a[0] for a in engines.answer(engines.small, *prompts, tokens=60)] == [a[0] for a in right]
+        eventually(lambda: ray.get(engines.small.reset.remote()))
+        for steps in (1, 2, 3, 5):
+            ray.get(engines.small.abort.remote(prompts[steps], steps))
+        ray.get(engines.there.abort.remote(prompts[turn], 1))  # while blocks are pulled
+    eventually(lambda: settled(engines.pool))
+
+
+def test_parts_of_the_pool_die_while_streams_run(engines: Engines) -> None:
+    common = prompt(30, 1000)
+    engines.stored(common)
+    prompts = [common + prompt(40 + i, 100) for i in range(4)]
+    right = engines.answer(engines.here, *prompts, tokens=100, cold=True)
+    for what in ("directory", engines.pool.node_id):
+        ray.get(engines.there.reset.remote())
+        killer = threading.Timer(0.2, kill, (engines.pool, what))
+        killer.start()
+        answers = engines.answer(engines.there, *prompts, tokens=100)
+        killer.join()
+        assert [answer[0] for answer in answers] == [answer[0] for answer in right]
+
+    eventually(lambda: engines.afresh(engines.there, common)[1] == 896)
+    eventually(lambda: settled(engines.pool))
+
+
+def test_other_weights_share_nothing(engines: Engines) -> None:
+    known = prompt(50, 500)
+    engines.stored(known)
+    assert ray.get(engines.small.reset.remote(connector=True))
+    assert engines.answer(engines.small, known)[0][1] == 0
+    eventually(lambda: engines.afresh(engines.small, known)[1] == 384)  # what it stored since is its own
+    eventually(lambda: settled(engines.pool))
+
+
+def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KVPool]) -> None:
+    import os
+    import signal
+
+    pool = start()
+    pages = torch.zeros((8, MIB), dtype=torch.int8)
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=MIB)
+    worker = RayKVWorker(pool, cache, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
+    source = SimpleNamespace(block_ids=np.arange(4), block_indices=[0])
+    stopped = pid(part(pool, "directory"))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert worker.submit_store(1, source, ChunksToStore([cache.keys(np.arange(64)).tobytes()], 0))
+        begin = time.monotonic()
+        worker.wait({1})
+        assert time.monotonic() - begin < 0.2
+        assert [(result.job_id, result.success, result.transfer_size) for result in worker.get_finished()] == [
+            (1, True, 0)
+        ]
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    worker.shutdown()
+
+
+def engine(**other: Any) -> tuple[str, Any, Any]:
+    """Arguments of `check`, of an engine that passes it but for what is given."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    parallel: dict[str, Any] = {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "nnodes": 1,
+        "world_size": 1,
+    }
+    parallel |= {"tensor_parallel_size": 1, "distributed_executor_backend": "mp"}
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=other.get("hashes", "sha256")),
+        parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
+        speculative_config=other.get("speculative"),
+    )
+    groups = [SimpleNamespace(kv_cache_spec=spec)] * other.get("groups", 1)
+    return other.get("version", "0.32.0"), config, SimpleNamespace(kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"version": "0.33.1"}, r"pip install 'vllm==0\.32\.\*'"),
+        ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"nnodes": 2}, "nnodes=2"),
+        ({"world_size": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "backend='mp'"),
+        ({"speculative": object()}, "speculative_config"),
+        ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
+    ],
+)
+def test_what_is_not_supported_is_refused(other: dict[str, Any], said: str) -> None:
+    check(*engine())
+    with pytest.raises(ValueError, match=said):
+        check(*engine(**other))

@@ -1,0 +1,82 @@
+"""A vLLM engine as an actor, for the tests that share a pool between several."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+
+from raykv.integrations.vllm import RayKVConnector, kv_transfer_config
+from raykv.integrations.vllm_manager import ChunksToLoad
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's were cached
+
+
+class FaultyConnector(RayKVConnector):
+    """Loads nothing but garbage while the file `fault` of its configuration is there."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker, fault = self.connector_worker.worker, Path(self._kv_transfer_config.kv_connector_extra_config["fault"])
+        read = worker._read
+
+        def broken(source: ChunksToLoad, target: Any) -> int:
+            if not fault.exists():
+                return int(read(source, target))
+            for pages in worker._pages.memory:
+                pages[target.block_ids] = 7
+            return 0
+
+        worker._read = broken
+
+
+class Engine:
+    """A random model in float32, so that whatever was computed together gives the same tokens."""
+
+    def __init__(self, pool: str, model: str, cache_bytes: int, fault: str) -> None:
+        transfer = kv_transfer_config(pool)
+        transfer |= {"kv_connector": "FaultyConnector", "kv_connector_module_path": __name__}
+        transfer["kv_connector_extra_config"]["fault"] = fault
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=3200,
+            max_num_batched_tokens=4096,
+            block_size=32,
+            enforce_eager=True,
+            disable_log_stats=False,
+            kv_cache_memory_bytes=cache_bytes,
+            kv_transfer_config=transfer,
+        )
+
+    def answer(self, *prompts: list[int], tokens: int = 8, cold: bool = False) -> list[Answer]:
+        """What follows each of these prompts; asked together. cold: computed, whatever is cached."""
+        sampling = SamplingParams(
+            max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, skip_reading_prefix_cache=cold
+        )
+        asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
+
+    def abort(self, prompt: list[int], steps: int) -> None:
+        """Ask, and lose interest after a few steps."""
+        engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=100, detokenize=False, ignore_eos=True)
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(["aborted"])
+
+    def reset(self, connector: bool = False) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
+
+    def metrics(self) -> dict[str, float]:
+        return {metric.name: getattr(metric, "value", 0.0) for metric in self.llm.get_metrics()}
