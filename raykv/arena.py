@@ -72,7 +72,9 @@ class Arena:
         fd = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             lock(fd, 0, ALIGN)
-            os.ftruncate(fd, superblock.layout(slab_bytes, slabs)[2])
+            first, _, size = superblock.layout(slab_bytes, slabs)
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, first)  # what every client writes to, in whatever slab it is
             os.pwrite(fd, words.tobytes(), 0)
             os.link(f"/proc/self/fd/{fd}", path, dst_dir_fd=fd, follow_symlinks=True)  # a dir_fd makes it linkat
         except BaseException:
@@ -255,6 +257,7 @@ class Arena:
         ok, claims = np.zeros(len(spots), np.bool_), np.zeros((len(spots), 2), np.int64)
         header.check(words, at, spots, names, claims, ok)
         header.recheck(words, at, spots, names, ok)
+        header.stamp(words, at, self._now(), ok)  # who asks this is about to read them, for another node
         return claims[:, 0].astype(np.uint64), claims[:, 1].astype(np.uint32), ok
 
     def views(self, places: NDArray[np.void]) -> list[NDArray[np.uint8]]:

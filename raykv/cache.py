@@ -16,6 +16,7 @@ from raykv import rows as row_checks
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.place import PLACE
 from raykv.rows import Rows
+from raykv.transports.verdicts import ALTERED, PULLED
 
 if TYPE_CHECKING:
     from raykv.client import KVPool
@@ -161,13 +162,15 @@ class Reservation:
 
     def _push(self) -> None:
         local, away = self._pool.local, np.flatnonzero(self._away & self._written)
+        self._written[away] = False
+        if local is None:
+            return
         for piece in _pieces(away, self._block_bytes):
-            self._written[piece] = False
-            if local is not None:
-                verdicts = local.push(self._staged[piece], self._keys[piece], self._places[piece], self._pool.link)
-                self._written[piece] = verdicts == local.PULLED
+            verdicts = local.push(self._staged[piece], self._keys[piece], self._places[piece], self._pool.link)
+            self._written[piece] = verdicts == PULLED
             if not self._written[piece].all():
                 self._pool.look_again()
+                break
 
     def __enter__(self) -> Self:
         return self
@@ -373,10 +376,16 @@ class _Lease:
 
         def arrivals() -> Iterator[NDArray[np.intp]]:
             while pulls:
-                answer = local.first(list(pulls))
+                answer = local.first(list(pulls), self._block_bytes * sum(map(len, pulls.values())))
+                if answer is None:
+                    self._pool.link.fault("pull", f"{len(pulls)} pieces are late")
+                    self._pool.look_again()
+                    return
                 piece = pulls.pop(answer)
-                pull(1)
-                yield piece[self._arrived(answer, piece)]
+                arrived = self._arrived(answer, piece)
+                if arrived.all():  # else what follows would be read for nothing
+                    pull(1)
+                yield piece[arrived]
 
         pull(PIECES_AHEAD)
         return arrivals()
@@ -399,11 +408,11 @@ class _Lease:
             return np.zeros(len(piece), np.bool_)
         target = self.staged[piece]
         verdicts = local.verdicts(answer, target, link)
-        if (verdicts != local.PULLED).any():
+        if (verdicts != PULLED).any():
             self._pool.look_again()  # the store may be another actor now
-        link.landed(target[verdicts == local.PULLED])
-        link.bad(self.source[piece][verdicts == local.ALTERED])
-        arrived: NDArray[np.bool_] = verdicts == local.PULLED
+        link.landed(target[verdicts == PULLED])
+        link.bad(self.source[piece][verdicts == ALTERED])
+        arrived: NDArray[np.bool_] = verdicts == PULLED
         return arrived
 
 

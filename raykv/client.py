@@ -201,9 +201,10 @@ def start(config: PoolConfig | None = None) -> KVPool:
     try:
         failed = ray.get(supervisor.ready.remote(), timeout=2 * START_DEADLINE_S)
     except RayError:
-        _stop(config.name)
+        if running is None:
+            _stop(config.name)
         raise
-    if failed:
+    if failed and running is None:  # a pool that runs is not ended for a node that is restarting, or can't join it
         _stop(config.name)
         raise CapacityError("\n".join(f"node {node_id[:16]}: {why}" for node_id, why in failed.items()))
     return KVPool(config.name)

@@ -1,6 +1,7 @@
 """The directory: where every block is, and what stays. A state machine without Ray, clock or I/O."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,11 +103,11 @@ class Directory:
         if (
             reader
             and shelf >= 0
-            and (reader.spare or len(reader.shelves) > 1)
-            and (firsts[:1] >= 0).any()
-            and self._provision(reader, shelf, slot_bytes(block_bytes), 1)
+            and self._shelves.takeable(shelf) == 0
+            and holds.lacks_staging(self._shelves.c, firsts, reader.index)
+            and self._give_slot(reader, shelf, slot_bytes(block_bytes))
         ):
-            k, firsts = self._find(keys)  # the slab that was taken away for staging may have held some
+            k, firsts = self._find(keys)  # the slab that was taken away may have held some
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
         n, remote = holds.match(self._shelves.c, k, firsts, index_here, shelf, source, staged)
@@ -420,8 +421,9 @@ class Directory:
 
         Returns whether it took any of those.
         """
-        if self._shelves.room(shelf) >= need:
+        if need == 0 or self._shelves.room(shelf) >= need:
             return False
+        took = self._give_slot(writer, shelf, stride)  # without one it could not write to other nodes either
         others = (n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive")
         for node in (writer, *others):
             s = self._shelf(node, stride)
@@ -429,19 +431,28 @@ class Directory:
                 self._open_slab(node, node.spare[-1], s, stride, self._shelves.next_gen())
             need -= max(0, self._shelves.room(s)) if s >= 0 else 0
             if need <= 0:
-                return False
-        if len(writer.shelves) == 1:
-            return False
-        return self._reclaim(writer, shelf, stride, max(0, self._shelves.room(shelf)) + need)
+                return took
+        need += max(0, self._shelves.room(shelf))
+        return self._reclaim(writer, shelf, stride, self._shelves.room, need) or took
 
-    def _reclaim(self, node: Node, shelf: int, stride: int, need: int) -> bool:
-        """Take slabs of other sizes: any while this one can evict nothing, else one whose newest block is colder.
+    def _give_slot(self, node: Node, shelf: int, stride: int) -> bool:
+        """See that a size has a slot on a node that costs no block of that size, for staging.
+
+        Returns whether it took a slab of another size.
+        """
+        if self._shelves.takeable(shelf) == 0 and node.spare:
+            self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
+        return self._reclaim(node, shelf, stride, self._shelves.takeable, 1)
+
+    def _reclaim(self, node: Node, shelf: int, stride: int, measure: Callable[[int], int], need: int) -> bool:
+        """Take slabs of other sizes until `measure` says `need`: any while this size can evict nothing, else one whose
+        newest block is colder.
 
         That costs a look at all their rows, so it is done once a slab's worth of evictions.
         Returns whether it took any.
         """
         took = False
-        while self._shelves.room(shelf) < need:
+        while len(node.shelves) > 1 and measure(shelf) < need:
             tick = self._shelves.coldest(shelf)
             evicted = int(self._shelves.c.shelves[shelf]["evicted"])
             if tick >= 0 and evicted - node.checked.get(shelf, 0) < node.slab_bytes // stride:

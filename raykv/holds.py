@@ -60,6 +60,18 @@ def best(c, first, node):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def lacks_staging(c, firsts, node):  # type: ignore[no-untyped-def]
+    """Whether a ready prefix has a block that is on another node than the reader's, and not being pulled here."""
+    for first in firsts:
+        row, staging = best(c, first, node)
+        if row < 0:
+            return False
+        if node_of(c, row) != node and staging < 0:
+            return True
+    return False
+
+
+@kernel
 def match(c, keys, firsts, node, shelf, source, staged):  # type: ignore[no-untyped-def]
     """Pin the longest ready prefix. firsts: what `find` said. node, shelf: the reader's, -1 where it has none.
 

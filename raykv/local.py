@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from raykv import actors
 from raykv.arena import Arena
 from raykv.link import Link
-from raykv.transports.verdicts import ALTERED, PULLED, data_deadline
+from raykv.transports.verdicts import PULLED, data_deadline
 
 HELLO_DEADLINE_S = 60.0
 
@@ -20,8 +20,6 @@ Places = NDArray[np.void]
 
 class Local:
     """The store of this node. Where it is down its memory still serves; only what crosses nodes is missed."""
-
-    PULLED, ALTERED = PULLED, ALTERED
 
     def __init__(self, pool: str, node_id: str) -> None:
         """ValueError where the node has no store; RayError where it does not answer; ArenaMismatch (rule 12)."""
@@ -35,10 +33,10 @@ class Local:
         """Begin to fetch blocks of other nodes; `verdicts` waits for it."""
         return self.store.pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
 
-    def first(self, answers: list[Any]) -> Any:
-        """The first of several pulls to be done, or to be late: `verdicts` tells which."""
-        ready, late = ray.wait(answers, timeout=data_deadline(0))
-        return (ready or late)[0]
+    def first(self, answers: list[Any], size: int) -> Any | None:
+        """The first to be done of several pulls, of `size` bytes in all. None if none is in time."""
+        ready, _ = ray.wait(answers, timeout=data_deadline(size))
+        return ready[0] if ready else None
 
     def push(self, source: Places, keys: NDArray[np.uint8], target: Places, link: Link) -> NDArray[np.uint8]:
         """Have other nodes fetch blocks from staging slots here; a verdict for each."""

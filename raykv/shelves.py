@@ -96,6 +96,10 @@ class Shelves:
         """Blocks that fit without evicting one that is nowhere else."""
         return int(placement.room(self.c, shelf))
 
+    def takeable(self, shelf: int) -> int:
+        """Slots that are free, or hold a replica that nobody reads."""
+        return int(placement.takeable(self.c, shelf))
+
     def coldest(self, shelf: int) -> int:
         """Tick of the last touch of the shelf's next victim; -1 where it has none."""
         row = int(placement.oldest(self.c, shelf))

@@ -6,7 +6,7 @@ directory may evict either: `reserve` is told which by `choices`.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from oracle_slots import (
@@ -60,8 +60,8 @@ class Oracle(Slots):
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
         shelf = self.shelf(reader, stride) if reader else None
-        if reader and shelf and (reader.spare or len(reader.shelves) > 1) and wanted and wanted[0] in self.table:
-            self.provision(reader, shelf, 1)
+        if reader and shelf and self.lacks_staging(wanted, reader.index):
+            self.give_slot(reader, shelf)
         here = reader.index if reader else -1
         hold = Lease(call.seq, False, here, shelf, [], [], [], set())
         for key in wanted:
@@ -92,6 +92,13 @@ class Oracle(Slots):
             return Matched(self.epoch, b"", b"")
         client.holds[lease] = hold
         return Matched(self.epoch, pack(hold.source, block_bytes), pack(hold.staged, block_bytes) if remote else b"")
+
+    def lacks_staging(self, wanted: list[bytes], node: int) -> bool:
+        for key in wanted:
+            row, staging = self.best(key, node)
+            if row is None or (row.slab.node != node and staging is None):
+                return row is not None
+        return False
 
     def read_elsewhere(self, hold: Lease, covered: int) -> bool:
         """Give up the node's own replicas, which may be all of its window, and stream from their primaries."""
@@ -472,6 +479,9 @@ class Oracle(Slots):
 
     def provision(self, writer: Node, shelf: Shelf, need: int) -> None:
         """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
+        if need == 0 or self.room(shelf) >= need:
+            return
+        self.give_slot(writer, shelf)
         others = [n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive"]
         for node in [writer, *others]:
             there = self.shelf(node, shelf.stride)
@@ -482,11 +492,16 @@ class Oracle(Slots):
             need -= max(0, self.room(there))
             if need <= 0:
                 return
-        if len(writer.shelves) > 1:
-            self.reclaim(writer, shelf, max(0, self.room(shelf)) + need)
+        self.reclaim(writer, shelf, self.room, max(0, self.room(shelf)) + need)
 
-    def reclaim(self, node: Node, shelf: Shelf, need: int) -> None:
-        while self.room(shelf) < need:
+    def give_slot(self, node: Node, shelf: Shelf) -> None:
+        """A slab for a size that could not even stage."""
+        if not self.takeable(shelf) and node.spare:
+            self.open(node, node.spare[-1], shelf, self.next_gen())
+        self.reclaim(node, shelf, self.takeable, 1)
+
+    def reclaim(self, node: Node, shelf: Shelf, measure: Callable[[Shelf], int], need: int) -> None:
+        while len(node.shelves) > 1 and measure(shelf) < need:
             tail = self.oldest(shelf)
             if tail and self.evicted[shelf] - node.checked.get(shelf, 0) < node.slab_bytes // shelf.stride:
                 return

@@ -318,6 +318,9 @@ def test_stamps(arena: Arena, client: Arena) -> None:
     client._clock_base -= 100  # as if read 100 s later
     assert get(client, 0, 2) and not get(client, 0, 3)
     assert 100 <= arena.inventory().stamps[0] < 200
+    client._clock_base -= 100
+    client.claims(places([0], [2]), key_of(2))  # asked for before another node reads it
+    assert 200 <= arena.inventory().stamps[0] < 300
 
 
 def test_the_door(arena: Arena) -> None:
@@ -453,6 +456,19 @@ else:
     raise SystemExit("offered what is not there")
 free = os.statvfs(sys.argv[1])
 assert arena.offered == 2 and free.f_bavail * free.f_frsize > 1 << 20, "what it got of the third went back"
+
+import numpy as np
+from raykv.place import COUNTER_BITS, PLACE
+try:
+    with open(sys.argv[1] + "/others", "wb", buffering=0) as others:
+        while others.write(bytes(4096)):
+            pass
+except OSError:
+    pass
+place = np.zeros(2, PLACE)
+place["slab"], place["bytes"], place["slab_gen"], place["gen"] = [0, 1], 4096, 1 << COUNTER_BITS, 2 << COUNTER_BITS
+keys, blocks = np.ones((2, 16), np.uint8), np.ones((2, 4096), np.uint8)
+assert arena.write(place, keys, blocks).all(), "no page that a client touches is yet to be found"
 """
 
 

@@ -202,3 +202,24 @@ def test_what_was_cleared_is_not_found_by_a_sweep() -> None:
     gen = struct.pack("<Q", unpack(got.places)[0][5])
     pool.directory.swept(got.places, bytes([2]), KEYS[0], gen, pool.now)
     assert pool.count("free") == 8 and not any(pool.has(KEYS[:1]))
+
+
+def test_a_size_without_a_slot_gets_one_where_its_writer_is() -> None:
+    """Though another node has room: what goes there is staged here first."""
+    pool = Pool(slots=8, slabs=2, window=1, nodes="ac")
+    pool.store("a", KEYS[:7], size=2 * PAGE)
+    assert pool.store("a", KEYS[100:106]) != [] and pool.read("a", KEYS[100:106]) == 6
+    assert pool.store("c", KEYS[200:206]) == ["c"] * 6 and pool.read("a", KEYS[200:206]) == 6
+
+
+def test_a_match_that_stages_nothing_takes_no_slab() -> None:
+    pool = Pool(slots=8, slabs=2, window=1, nodes="acd")
+    pool.store("a", KEYS[:7])
+    pool.store("a", KEYS[100:103], size=2 * PAGE)
+    for _ in range(3):
+        pool.match("a", KEYS[:7])
+        assert pool.read("a", KEYS[100:103], 2 * PAGE) == 3
+    spare = pool.directory.stats(pool.now)["nodes"]["c"]["spare_slabs"]
+    pool.store("d", KEYS[200:206])
+    pool.read("a", KEYS[200:206])
+    assert pool.directory.stats(pool.now)["nodes"]["c"]["spare_slabs"] == spare, "it reads on another node"

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -61,6 +62,11 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     assert {shown[name] for name in stores} == {
         f"NodeStore(pool={pool.name}, node={node_id[:8]}, cpu=0.1GiB)" for node_id in nodes
     }
+
+    os.kill(pid(actors.find(stores[1])), signal.SIGKILL)
+    raykv.start(raykv.PoolConfig(name=pool.name)).close()  # does not end a pool whose store is just restarting
+    eventually(lambda: served(pool, 2))
+    assert read(cache, keys)[:3] == (5, 5, 0)
 
     again.close()
     assert len(shm_files(pool.name)) == 2

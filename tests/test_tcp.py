@@ -29,6 +29,7 @@ from pools import (
 )
 
 import raykv
+import raykv.cache
 from raykv.config import KEYS_PER_CALL, TRANSPORTS
 from raykv.transports.tcp import CLAIM, COUNT
 
@@ -123,6 +124,27 @@ def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> N
     assert found[:3] == (20, 20, 0)
     assert read(cache, keys).read == 20
     eventually(lambda: settled(pool))
+
+
+def test_a_read_ends_with_the_first_piece_that_does_not_arrive(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.cache, "PIECE_BYTES", 5 * BLOCK)
+    pool = start()
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 30))
+    assert ray.get(worker(pool, other_node(pool)).store.remote(keys), timeout=60) == 30
+    for stopped in (pool.node_id, other_node(pool)):
+        process = pid(node_store(pool, stopped))
+        pool.link.faults.clear()
+        with cache.match(keys) as match:
+            os.kill(process, signal.SIGSTOP)
+            try:
+                assert match.num_blocks == 30 and match.read(np.zeros((30, BLOCK), np.uint8)) == 0
+            finally:
+                os.kill(process, signal.SIGCONT)
+        assert pool.link.faults["pull"] <= raykv.cache.PIECES_AHEAD, "six pieces, of which two were asked for"
+        eventually(lambda: settled(pool))
 
 
 def test_a_store_that_is_stopped(start: Callable[..., raykv.KVPool]) -> None:
