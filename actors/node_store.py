@@ -1,6 +1,5 @@
 """The store of one node: owns its arena, serves its blocks to other nodes and pulls theirs."""
 
-import contextlib
 import logging
 import os
 import threading
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv import actors, room
-from raykv.arena import Arena, left_behind, open_own
+from raykv.arena import Arena, open_own, remove_left_behind
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import CapacityError
 from raykv.place import KEY_BYTES, PLACE
@@ -172,9 +171,7 @@ class NodeStore:
         if self._listener is not None:
             self._listener.close()
         self._arena.close(unlink=True)
-        for path in left_behind(self._pool):
-            with contextlib.suppress(FileNotFoundError):  # another store that stops was faster
-                os.unlink(path)
+        remove_left_behind(self._pool)
 
     def _offer_all(self) -> None:
         try:

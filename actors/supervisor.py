@@ -9,10 +9,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.actors.directory import Directory
 from raykv.actors.node_store import GROUPS, NodeStore
 
 from raykv import actors
+from raykv.arena import remove_left_behind
 from raykv.config import HEARTBEAT_S
 
 log = logging.getLogger("raykv")
@@ -59,14 +61,18 @@ class Supervisor:
         """Let go of every node's memory and end all actors of the pool but this one."""
         self._stopped.set()
         self._thread.join(STOP_DEADLINE_S)  # a look that is under way may start a store
-        stores = []
+        stores = {}
         for node_id in _living():  # not those known here: this process may be a new one
             with contextlib.suppress(ValueError):
-                stores.append(actors.find(actors.node_store_name(self._pool, node_id)))
-        if stores:
-            ray.wait([store.stop.remote() for store in stores], num_returns=len(stores), timeout=STOP_DEADLINE_S)
-        for store in stores:
+                stores[node_id] = actors.find(actors.node_store_name(self._pool, node_id))
+        stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
+        if stops:
+            ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
+        for store in stores.values():
             ray.kill(store)
+        silent = [_clean.options(**_on(node_id)).remote(self._pool) for node_id in stops if not _done(stops[node_id])]
+        if silent:
+            ray.wait(silent, num_returns=len(silent), timeout=STOP_DEADLINE_S)
         with contextlib.suppress(ValueError):
             ray.kill(actors.find_directory(self._pool))
         actors.forget(self._pool)
@@ -166,6 +172,26 @@ class Supervisor:
             .options(**options)
             .remote(self._pool, node_id, settings["cpu_memory"], secret, settings["transport"])
         )
+
+
+@ray.remote(num_cpus=0)
+def _clean(pool: str) -> None:
+    """Remove what a store of this node left that was killed before it could stop."""
+    end = time.monotonic() + STOP_DEADLINE_S / 2
+    while not remove_left_behind(pool) and time.monotonic() < end:  # it may still be dying
+        time.sleep(0.1)
+
+
+def _on(node_id: str) -> dict[str, Any]:
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+
+
+def _done(answer: Any) -> bool:
+    try:
+        ray.get(answer, timeout=0)
+    except RayError:
+        return False
+    return True
 
 
 def _living() -> set[str]:

@@ -1,5 +1,6 @@
 """One node's shared-memory file: slabs of slots that describe themselves."""
 
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -412,6 +413,15 @@ def left_behind(pool: str, folder: str = SHM) -> list[str]:
     ours = re.compile(rf"raykv-{pool}-{os.getuid()}-\d+")
     paths = [entry.path for entry in os.scandir(folder) if ours.fullmatch(entry.name)]
     return [path for path in paths if not _owned(path)]
+
+
+def remove_left_behind(pool: str) -> int:
+    """Remove this user's arenas of a pool that are in no living store's hands. Returns how many there were."""
+    paths = left_behind(pool)
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # another store that stops was faster
+            os.unlink(path)
+    return len(paths)
 
 
 def _owned(path: str) -> bool:

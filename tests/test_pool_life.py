@@ -20,6 +20,7 @@ from pools import (
     eventually,
     holds,
     kill,
+    node_store,
     other_node,
     pid,
     read,
@@ -211,3 +212,10 @@ def test_attaching_and_closing_leaves_nothing_open(start: Callable[..., raykv.KV
         del attached
         eventually(lambda: open_things() == before)
     eventually(lambda: pool.stats()["clients"] == 1)
+
+
+def test_stopping_a_pool_whose_store_does_not_answer(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    os.kill(pid(node_store(pool, other_node(pool))), signal.SIGSTOP)
+    pool.stop()
+    assert not shm_files(pool.name)
