@@ -32,6 +32,9 @@ class Directory:
     def stream(self, call: Call, lease: int, start: int, block_bytes: int) -> Matched:
         return self._directory.stream(call, lease, start, block_bytes, time.monotonic())
 
+    def whereabouts(self, keys: bytes) -> dict[str, int]:
+        return self._directory.whereabouts(keys)
+
     def reserve(self, call: Call, reservation: int, node: str, keys: bytes, start: int, block_bytes: int) -> Reserved:
         return self._directory.reserve(call, reservation, node, keys, start, block_bytes, time.monotonic())
 
@@ -89,6 +92,7 @@ def _warm_up() -> None:
     granted = directory.reserve(Call(1, 1), 1, "a", keys, 0, 4096, 0.0)
     directory.commit(Call(1, 2), 1, granted.places, keys, b"\1\1\1\0", 0.0)
     directory.match(Call(1, 3), 2, "a", keys, 4096, 0.0)
+    directory.whereabouts(keys)
     remote = directory.match(Call(1, 4), 3, "b", keys, 4096, 0.0)
     directory.stream(Call(1, 5, (3).to_bytes(8, "little"), landed=remote.staged), 3, 1, 4096, 0.0)
     directory.beat_client(Call(1, 6, bad=granted.places[: PLACE.itemsize]), 0.0)

@@ -165,6 +165,16 @@ def bench_trace(file: str, nodes: int, capacity: str, as_json: bool) -> None:
     _report(lambda: trace.run(file, nodes, [int(part) for part in capacity.split(",")]), as_json)
 
 
+@bench.command("ttft")
+@click.option("--engine", type=click.Choice(["vllm"]), default="vllm", show_default=True)
+@JSON
+def bench_ttft(engine: str, as_json: bool) -> None:
+    """A prompt's first token with the pool, against the engine's own prefix cache and no pool."""
+    from raykv.bench import ttft
+
+    _report(ttft.run, as_json)
+
+
 def _spinner(text: str) -> Progress:
     progress = Progress(
         SpinnerColumn(),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from raykv import holds, index, placement, slabs
 from raykv.calls import Call, Matched, Reserved
 from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
-from raykv.index import ENTRIES, EPOCH, NODE_BITS
+from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
 from raykv.place import PLACE, slot_bytes
 from raykv.shelves import Places, Rows, Shelves
 
@@ -146,6 +146,16 @@ class Directory:
         _, source = self._shelves.describe(hold.source[rows], block_bytes)
         hold.staged_gens[rows], staged = self._shelves.describe(hold.staged[rows], block_bytes)
         return Matched(self.epoch, source.tobytes(), staged.tobytes())
+
+    def whereabouts(self, keys: bytes) -> dict[str, int]:
+        """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.
+
+        For whoever chooses a reader: nothing is touched, leased or counted.
+        """
+        counts = np.zeros(len(self._shelves.c.grid), np.int64)
+        holds.whereabouts(self._shelves.c, self._find(keys)[1], counts)
+        found = {name: int(counts[node.index & NODE_MASK]) for name, node in self.nodes.items() if node.slabs}
+        return {name: count for name, count in found.items() if count}
 
     # ------------------------------------------------------------------ writers
 

@@ -6,6 +6,7 @@ from raykv.compile import kernel
 from raykv.index import (
     DROPPED,
     LIMBO,
+    NODE_MASK,
     PINS_MAX,
     READY,
     REPLICA,
@@ -69,6 +70,21 @@ def lacks_staging(c, firsts, node):  # type: ignore[no-untyped-def]
         if node_of(c, row) != node and staging < 0:
             return True
     return False
+
+
+@kernel
+def whereabouts(c, firsts, counts):  # type: ignore[no-untyped-def]
+    """counts[node & NODE_MASK]: how many blocks of the longest ready prefix each node has. Nothing is touched."""
+    for first in firsts:
+        row = np.int64(first)
+        ready = False
+        while row >= 0:
+            if present(c.rows[row].state) and c.shelves[shelf_of(c, row)].offered:
+                counts[node_of(c, row) & NODE_MASK] += 1
+                ready = True
+            row = np.int64(c.rows[row].same)
+        if not ready:
+            break
 
 
 @kernel

@@ -9,7 +9,8 @@ import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.path.dirname(__file__), os.environ.get("PYTHONPATH"))))
+ROOTS = (os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__)))  # of helpers, and of examples
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, os.environ.get("PYTHONPATH"))))
 
 if TYPE_CHECKING:
     import raykv
@@ -78,6 +79,15 @@ def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def third_node(cluster: Any) -> Iterator[Callable[[], Any]]:
     """Add a raylet; it is removed after the test, if it is still there."""
+    yield from _add_node(cluster)
+
+
+@pytest.fixture(scope="module")
+def third_node_for_module(cluster: Any) -> Iterator[Callable[[], Any]]:
+    yield from _add_node(cluster)
+
+
+def _add_node(cluster: Any) -> Iterator[Callable[[], Any]]:
     import ray
     from pools import eventually
 

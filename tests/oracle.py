@@ -6,6 +6,7 @@ directory may evict either: `reserve` is told which by `choices`.
 """
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,6 +154,16 @@ class Oracle(Slots):
             hold.unstaged.remove(end)
             end += 1
         return Matched(self.epoch, pack(hold.source[start:end], block_bytes), pack(hold.staged[start:end], block_bytes))
+
+    def whereabouts(self, keys: bytes) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        names = {node.index: name for name, node in self.nodes.items()}
+        for key in split(keys):
+            copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.slab.shelf.offered]
+            if not copies:
+                break
+            counts.update(names[row.slab.node] for row in copies)
+        return counts
 
     # ------------------------------------------------------------------ writers
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -217,6 +218,12 @@ def places(pool: raykv.KVPool, cache: raykv.KVCache, keys: NDArray[np.uint8]) ->
 def actor_names(pool: str) -> list[str]:
     named = ray.util.list_named_actors(all_namespaces=True)
     return sorted(actor["name"] for actor in named if actor["name"].startswith(f"{pool}/"))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def shm_files(pool: str) -> list[str]:

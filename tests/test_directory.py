@@ -16,7 +16,7 @@ SEEDS = (1, 2, 3, 4, 5)
 STEPS = 42_000  # by each seed, at least: 210,000 in all
 OPS = (
     *("match", "reserve", "commit", "stream", "release", "beat_client", "report", "leave", "heartbeats"),
-    *("node_lost", "restart", "wait", "clear"),
+    *("whereabouts", "node_lost", "restart", "wait", "clear"),
 )
 SEEDS_OF_BURSTS = st.integers(0, 1 << 30)
 

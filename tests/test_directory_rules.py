@@ -15,6 +15,35 @@ from raykv import index
 from raykv.calls import Call
 from raykv.directory import staging_window
 
+# ---------------------------------------------------------------------- what is where
+
+
+def test_whereabouts_count_every_copy_of_the_ready_prefix_and_touch_nothing() -> None:
+    pool = Pool(slots=8, window=2, nodes="ab")
+    pool.store("a", KEYS[:3])
+    pool.replicate("b", KEYS[:2])
+    pool.store("b", KEYS[3:5])
+    pool.store("a", KEYS[6:7])  # behind a gap
+    hold, got = pool.reserve("a", KEYS[5:6])  # which is being written
+    before = pool.directory.stats(pool.now)
+    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"a": 3, "b": 4}
+    assert pool.directory.whereabouts(b"".join(KEYS[100:])) == pool.directory.whereabouts(b"") == {}
+    assert pool.directory.stats(pool.now) == before
+    pool.commit("a", hold, got, KEYS[5:6])
+    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"a": 5, "b": 4}
+    pool.tick(4, alive="b")  # a is suspect: its rows are not offered
+    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"b": 2}
+
+
+def test_looking_does_not_make_a_block_younger() -> None:
+    pool = Pool(slots=8, window=1)
+    pool.store("a", KEYS[:4])
+    pool.store("a", KEYS[100:103])
+    pool.directory.whereabouts(b"".join(KEYS[:4]))
+    pool.store("a", KEYS[103:105])
+    assert pool.has(KEYS[:4]) == [True, True, False, False]
+
+
 # ---------------------------------------------------------------------- what goes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
-from pools import MIB, eventually, kill, other_node, part, pid, settled
+from pools import MIB, eventually, kill, part, pid, settled
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
@@ -32,9 +33,10 @@ CHUNK = 128  # tokens: 8 KiB each
 
 
 class Engines(NamedTuple):
-    """Two on this node, of which `small` has room for one long prompt only, and one on another node."""
+    """Two on this node, of which `small` has room for one long prompt only, and one on `node`, that may be killed."""
 
     pool: raykv.KVPool
+    node: Any
     here: Any
     small: Any
     there: Any
@@ -65,8 +67,11 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engines(
-    start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory
+    third_node_for_module: Callable[[], Any],
+    start_for_module: Callable[..., raykv.KVPool],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engines]:
+    node = third_node_for_module()
     pool = start_for_module(cpu_memory=512 * MIB)
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
     torch.manual_seed(0)
@@ -83,12 +88,14 @@ def engines(
         }
         return ray.remote(Engine).options(**options).remote(pool.name, str(model), cache_bytes, str(fault))
 
-    actors = engine(pool.node_id, 128 * MIB), engine(pool.node_id, 26 * MIB), engine(other_node(pool), 128 * MIB)
-    engines = Engines(pool, *actors, fault)
+    actors = engine(pool.node_id, 128 * MIB), engine(pool.node_id, 26 * MIB), engine(node.node_id, 128 * MIB)
+    engines = Engines(pool, node, *actors, fault)
     for actor in actors:
         engines.answer(actor, prompt(0, 40))
     yield engines
     for actor in actors:
+        with contextlib.suppress(ray.exceptions.RayActorError):  # of the node that was killed
+            ray.get(actor.close.remote(), timeout=60)
         ray.kill(actor)
 
 
@@ -131,33 +138,35 @@ def test_a_load_that_fails_is_computed(engines: Engines) -> None:
     eventually(lambda: settled(engines.pool))
 
 
-def test_aborts_preemptions_and_resets(engines: Engines) -> None:
-    """Prompts with common prefixes, in an engine with room for about four of them."""
-    prompts = [prompt(10 + i % 3, 600) + prompt(20 + i, 50 + 30 * i) for i in range(12)]
-    right = engines.answer(engines.here, *prompts, tokens=60, cold=True)
-    for turn in range(2):
-        assert [a[0] for a in engines.answer(engines.small, *prompts, tokens=60)] == [a[0] for a in right]
-        eventually(lambda: ray.get(engines.small.reset.remote()))
-        for steps in (1, 2, 3, 5):
-            ray.get(engines.small.abort.remote(prompts[steps], steps))
-        ray.get(engines.there.abort.remote(prompts[turn], 1))  # while blocks are pulled
-    eventually(lambda: settled(engines.pool))
+def test_a_hit_says_what_the_own_cache_says(engines: Engines) -> None:
+    """Exactly: prompts of which the pool has as many tokens as the engine's own cache, so that the same is computed."""
+    prompts = [prompt(100 + i, CHUNK * (1 + i % 6) + 1 + i) for i in range(20)]
+    for known in prompts:
+        engines.stored(known)
+    for engine in (engines.small, engines.there):
+        for known in prompts:
+            cached = len(known) // CHUNK * CHUNK
+            from_pool, own = (ray.get(engine.spell.remote(known), timeout=60) for _ in range(2))
+            assert from_pool == own and from_pool[2] == cached
 
 
-def test_parts_of_the_pool_die_while_streams_run(engines: Engines) -> None:
-    common = prompt(30, 1000)
-    engines.stored(common)
-    prompts = [common + prompt(40 + i, 100) for i in range(4)]
-    right = engines.answer(engines.here, *prompts, tokens=100, cold=True)
-    for what in ("directory", engines.pool.node_id):
-        ray.get(engines.there.reset.remote())
-        killer = threading.Timer(0.2, kill, (engines.pool, what))
-        killer.start()
-        answers = engines.answer(engines.there, *prompts, tokens=100)
-        killer.join()
-        assert [answer[0] for answer in answers] == [answer[0] for answer in right]
-
-    eventually(lambda: engines.afresh(engines.there, common)[1] == 896)
+def test_500_mixed_requests(engines: Engines) -> None:
+    """Common prefixes, aborts and resets, in an engine with room for a tenth of what is asked at a time."""
+    random = np.random.default_rng(6)
+    common = [prompt(200 + i, 60 + 60 * i) for i in range(5)]
+    prompts = [common[random.integers(5)] + prompt(300 + i, int(random.integers(10, 120))) for i in range(500)]
+    right = [answer[0] for answer in engines.answer(engines.here, *prompts, tokens=20, cold=True)]
+    before = ray.get(engines.small.metrics.remote())
+    finished = 0
+    for first in range(0, 500, 100):
+        engine = engines.there if first == 200 else engines.small  # there its blocks are on another node
+        wave = ray.get(engine.mix.remote(*prompts[first : first + 100], tokens=20), timeout=300)
+        assert wave == {i: right[first + i] for i in wave}
+        finished += len(wave)
+        eventually(lambda engine=engine: ray.get(engine.reset.remote()))  # type: ignore[misc]
+    after = ray.get(engines.small.metrics.remote())
+    assert finished == 5 * 83
+    assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"] and after[HITS] > before[HITS] + 100
     eventually(lambda: settled(engines.pool))
 
 
@@ -168,6 +177,38 @@ def test_other_weights_share_nothing(engines: Engines) -> None:
     assert engines.answer(engines.small, known)[0][1] == 0
     eventually(lambda: engines.afresh(engines.small, known)[1] == 384)  # what it stored since is its own
     eventually(lambda: settled(engines.pool))
+
+
+def test_parts_of_the_pool_die_while_streams_run(engines: Engines, cluster: Any) -> None:
+    pool, here, there = engines.pool, engines.here, engines.there
+    for first, what in ((400, "directory"), (420, pool.node_id)):
+        prompts, right = computed(engines, here, first)
+        assert answers_while(engines, there, prompts, lambda what=what: kill(pool, what)) == right  # type: ignore[misc]
+        eventually(lambda first=first: engines.afresh(there, prompt(first, 1000))[1] == 896)  # type: ignore[misc]
+    prompts, right = computed(engines, there, 440)
+    ray.get(there.close.remote(), timeout=60)  # else the raylet's death leaves files of vLLM in /dev/shm
+    answers = answers_while(engines, here, prompts, lambda: cluster.remove_node(engines.node, allow_graceful=False))
+    assert answers == right
+    eventually(lambda: settled(pool))
+
+
+def computed(engines: Engines, writer: Any, first: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Eight prompts with a common prefix that is in the pool, on the writer's node; and what is to be said to them."""
+    common = prompt(first, 1000)
+    prompts = [common + prompt(first + 1 + i, 100) for i in range(8)]
+    right = engines.answer(writer, *prompts, tokens=100, cold=True)
+    eventually(lambda: engines.afresh(writer, common)[1] == 896)
+    return prompts, [answer[0] for answer in right]
+
+
+def answers_while(engines: Engines, reader: Any, prompts: list[list[int]], end: Callable[[], None]) -> list[list[int]]:
+    """What an engine that has cached nothing says to prompts that it is asked together, while something ends."""
+    eventually(lambda: ray.get(reader.reset.remote()))
+    killer = threading.Timer(0.05, end)
+    killer.start()
+    answers = engines.answer(reader, *prompts, tokens=100)
+    killer.join()
+    return [answer[0] for answer in answers]
 
 
 def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KVPool]) -> None:

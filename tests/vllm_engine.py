@@ -41,7 +41,7 @@ class FaultyConnector(RayKVConnector):
 class Engine:
     """A random model in float32, so that whatever was computed together gives the same tokens."""
 
-    def __init__(self, pool: str, model: str, cache_bytes: int, fault: str) -> None:
+    def __init__(self, pool: str, model: str, cache_bytes: int, fault: str, tensor_parallel_size: int = 1) -> None:
         transfer = kv_transfer_config(pool)
         transfer |= {"kv_connector": "FaultyConnector", "kv_connector_module_path": __name__}
         transfer["kv_connector_extra_config"]["fault"] = fault
@@ -55,6 +55,7 @@ class Engine:
             enforce_eager=True,
             disable_log_stats=False,
             kv_cache_memory_bytes=cache_bytes,
+            tensor_parallel_size=tensor_parallel_size,
             kv_transfer_config=transfer,
         )
 
@@ -67,6 +68,28 @@ class Engine:
         outputs = self.llm.generate(asked, sampling, use_tqdm=False)
         return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
 
+    def spell(self, prompt: list[int]) -> tuple[list[int], list[float], int]:
+        """What follows it; the logprob of each token; and how many of the prompt's were cached."""
+        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
+        asked: Any = {"prompt_token_ids": prompt}
+        output = self.llm.generate(asked, sampling, use_tqdm=False)[0]
+        said: Any = output.outputs[0]
+        logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
+        return list(said.token_ids), logprobs, output.num_cached_tokens or 0
+
+    def mix(self, *prompts: list[int], tokens: int) -> dict[int, list[int]]:
+        """Tokens by prompt, all asked at once. Every sixth is aborted after some more steps of the engine."""
+        engine = self.llm.llm_engine
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
+        done, unwanted = {}, iter(range(0, len(prompts), 6))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                done[int(output.request_id)] = list(output.outputs[0].token_ids)
+            engine.abort_request([str(next(unwanted, ""))])
+        return {i: said for i, said in done.items() if i % 6}
+
     def abort(self, prompt: list[int], steps: int) -> None:
         """Ask, and lose interest after a few steps."""
         engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=100, detokenize=False, ignore_eos=True)
@@ -77,6 +100,10 @@ class Engine:
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
+
+    def close(self) -> None:
+        """End the engine's processes in order: else files of theirs stay in /dev/shm."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     def metrics(self) -> dict[str, float]:
         return {metric.name: getattr(metric, "value", 0.0) for metric in self.llm.get_metrics()}

