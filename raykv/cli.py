@@ -47,6 +47,12 @@ class Commands(click.Group):
             return super().invoke(context)
         except (RayKVError, ImportError, ValueError) as error:
             raise click.ClickException(str(error)) from error
+        except Exception as error:
+            from ray.exceptions import RayError
+
+            if isinstance(error, RayError):
+                raise click.ClickException(f"the pool does not answer, try again: {error}") from error
+            raise
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -98,7 +98,7 @@ class Link:
                     self.directory.bye.remote(self._client)
 
     def _call(self, method: str, args: tuple[Any, ...], deadline: float, hold: int | None = None) -> Any:
-        if not self._up or self._closed.is_set():
+        if not self._up or self._closed.is_set() or not ray.is_initialized():
             self.faults["down"] += 1
             return None
         return self._send(method, args, deadline, hold)
@@ -115,6 +115,10 @@ class Link:
             self._wake.set()
             self.fault("directory", f"{method}: {type(error).__name__}")
             return None
+        except BaseException:  # a signal's: its caller will never know of the hold
+            if hold is not None:
+                self.let_go(hold)
+            raise
         if _epoch(answer) < self._newest_epoch():
             self._up = False
             self._wake.set()

@@ -25,6 +25,7 @@ from pools import (
     pid,
     read,
     served,
+    settled,
     shm_files,
     store,
     tokens,
@@ -219,3 +220,26 @@ def test_stopping_a_pool_whose_store_does_not_answer(start: Callable[..., raykv.
     os.kill(pid(node_store(pool, other_node(pool))), signal.SIGSTOP)
     pool.stop()
     assert not shm_files(pool.name)
+
+
+def test_a_call_that_a_signal_interrupts_leaves_no_lease(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 5))
+    assert store(cache, keys) == 5
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    directory = pid(actors.find_directory(pool.name))
+    os.kill(directory, signal.SIGSTOP)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            cache.match(keys)
+    finally:
+        os.kill(directory, signal.SIGCONT)
+        signal.signal(signal.SIGALRM, before)
+    eventually(lambda: settled(pool))
+    assert read(cache, keys)[:3] == (5, 5, 0)
