@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
+import psutil  # type: ignore[import-untyped]
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.llm import LLMConfig, build_openai_app
@@ -132,6 +133,14 @@ def words(seed: int, count: int) -> str:
     return " ".join(f"t{number}" for number in random.Random(seed).choices(range(3, VOCABULARY), k=count))
 
 
+def shutdown() -> None:
+    """End Serve, then wait for vLLM's own processes: they end after their replicas, and clean up in /dev/shm if let."""
+    replicas = [process for process in psutil.process_iter(["cmdline"]) if "LLMServer" in str(process.info["cmdline"])]
+    engines = [child for replica in replicas for child in replica.children(recursive=True)]
+    serve.shutdown()
+    psutil.wait_procs(engines, timeout=60)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, local_cluster(2), local_pool("default", 512 * MIB) as pool:
         serve.run(build({"model": make_model(Path(folder))}))
@@ -146,7 +155,7 @@ def main() -> None:
         show("one by one", [ask(f"{document} {words(seed, 20)}") for seed in range(2, 6)])
         with ThreadPoolExecutor(12) as threads:
             show("at once", list(threads.map(lambda seed: ask(f"{document} {words(seed, 20)}"), range(6, 18))))
-        serve.shutdown()
+        shutdown()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A Serve app, two replicas on two nodes, that reads and stores: `serve run --working-dir tests serve_app:app`."""
+"""A Serve app, two replicas on two nodes, that reads and stores: `serve run --working-dir . serve_app:app`."""
 
 from typing import Any
 

@@ -42,8 +42,8 @@ def test_ray_up(machines: Machines, tmp_path: Path) -> None:
     stores = eventually(nodes, deadline=180)
     assert all(node["state"] == "alive" for node in stores.values())
 
-    app = f"--working-dir {ROOT}/tests serve_app:app"
-    machines.run(1, f"serve start --http-host 0.0.0.0 && serve run --non-blocking {app}")
+    machines.run(1, "serve start --http-host 0.0.0.0")
+    machines.run(1, f"cd {ROOT}/tests && serve run --non-blocking --working-dir . serve_app:app")
     answers = [answer for machine in (1, 2, 3) if (answer := asked(machines, machine, seed=1))]
     first, second = answers[0], next(answer for answer in answers if answer["node"] != answers[0]["node"])
     assert (first["read"], first["stored"]) == (0, 32)

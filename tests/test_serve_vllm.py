@@ -107,7 +107,7 @@ def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[A
         patch.setattr(serve_vllm, "VLLMPrefixRouter", PatientVLLMRouter)
         serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
     yield App(pool, f"http://127.0.0.1:{port}/")
-    serve.shutdown()
+    serve_vllm.shutdown()
 
 
 def test_requests_follow_their_prefix_and_cross_nodes_only_when_many_come(app: App) -> None:
