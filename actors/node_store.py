@@ -39,7 +39,7 @@ class NodeStore:
         self._arena: Arena = open_own(pool, fingerprint(pool, secret), slab, capacity // slab, room.check)
         # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, our stream does not.
         over_tcp = transport == "tcp" and os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false")
-        self._listener = Listener(self._arena, ray.util.get_node_ip_address()) if over_tcp else None
+        self._listener = _listener(self._arena) if over_tcp else None
         self._transport = Tcp() if over_tcp else ObjectStore()
         self._index = -1
         self._peers: dict[int, Any] = {}
@@ -63,7 +63,7 @@ class NodeStore:
         if not self._joined.wait(JOIN_DEADLINE_S):
             raise TimeoutError(f"{self!r} has not reached the directory in {JOIN_DEADLINE_S:.0f} s")
         arena = self._arena
-        return {"path": arena.path, "nonce": arena.nonce, "index": self._index, "pid": os.getpid()}
+        return {"path": arena.path, "nonce": arena.nonce, "index": self._index}
 
     @ray.method(concurrency_group="pull")
     def pull(self, source: bytes, keys: bytes, target: bytes) -> bytes:
@@ -139,11 +139,9 @@ class NodeStore:
 
     # ------------------------------------------------------------------ for other nodes
 
-    def address(self) -> Address:
-        """Where blocks are served over TCP, and the token that is asked for there. ValueError if they are not."""
-        if self._listener is None:
-            raise ValueError(f"{self!r} serves blocks through Ray's object store only")
-        return self._listener.address
+    def address(self) -> Address | None:
+        """Where blocks are served over TCP, and the token that is asked for there. None if they are not."""
+        return self._listener.address if self._listener else None
 
     @ray.method(concurrency_group="read")
     def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
@@ -158,8 +156,8 @@ class NodeStore:
         return os.getpid()
 
     def stats(self) -> dict[str, int]:
-        """Since this process started: blocks pulled here from other nodes, and blocks found altered on arrival."""
-        return {"pulled": self._pulled, "corrupt": self._arena.corrupt}
+        """Since this process started: blocks pulled here from other nodes."""
+        return {"pulled": self._pulled}
 
     def raise_floor(self, generation: int) -> None:
         """Blocks up to a generation were cleared: a restarted directory must not find them again."""
@@ -232,3 +230,11 @@ class NodeStore:
         verdicts = self._arena.sweep(places)
         keys, gens = self._arena.identify(places)
         directory.swept.remote(places.tobytes(), verdicts.tobytes(), keys.tobytes(), gens.tobytes())
+
+
+def _listener(arena: Arena) -> Listener | None:
+    try:
+        return Listener(arena, ray.util.get_node_ip_address())
+    except OSError as error:
+        log.warning("%s: its blocks go through Ray's object store, since TCP does not listen: %r", arena.path, error)
+        return None

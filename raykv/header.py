@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.compile import kernel
+from raykv.place import ALIGN
 
 if platform.machine() not in ("x86_64", "aarch64") or platform.system() != "Linux":
     raise ImportError(
@@ -33,7 +34,6 @@ SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR = range(6, 13)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
 HEADER_WORDS = 8
 KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
-ALIGN = 4096
 
 
 @intrinsic  # type: ignore[untyped-decorator]

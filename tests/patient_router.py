@@ -1,5 +1,10 @@
-"""Routers that give the directory time: whom they choose is tested, on a machine that may be busy."""
+"""Parts of Serve applications that give the pool time: what they answer is tested, on a machine that may be busy."""
 
+from typing import Any
+
+from pools import patient
+
+from examples import serve_transformers
 from raykv.integrations.serve import PrefixRouter
 
 
@@ -9,3 +14,12 @@ class PatientRouter(PrefixRouter):
 
         raykv.scout.DEADLINE_S = 5.0
         super().initialize_state(model, pool)
+
+
+Engine: Any = serve_transformers.Engine.func_or_class  # type: ignore[attr-defined]
+
+
+class PatientEngine(Engine):  # type: ignore[misc]
+    def __init__(self, *args: Any) -> None:
+        patient()
+        super().__init__(*args)

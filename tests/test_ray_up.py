@@ -1,6 +1,5 @@
-"""`ray up` of our cluster.yaml on three machines, a Serve app on it, and its end."""
+"""`ray up` of our cluster.yaml on three machines, a Serve example on it, and its end."""
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -43,14 +42,17 @@ def test_ray_up(machines: Machines, tmp_path: Path) -> None:
     assert all(node["state"] == "alive" for node in stores.values())
 
     machines.run(1, "serve start --http-host 0.0.0.0")
-    machines.run(1, f"cd {ROOT}/tests && serve run --non-blocking --working-dir . serve_app:app")
-    answers = [answer for machine in (1, 2, 3) if (answer := asked(machines, machine, seed=1))]
-    first, second = answers[0], next(answer for answer in answers if answer["node"] != answers[0]["node"])
-    assert (first["read"], first["stored"]) == (0, 32)
-    assert (second["read"], second["stored"]) == (32, 0)
-    assert set(second["nodes"]) == {first["node"]}
-    assert not any(answer["wrong"] for answer in answers)
-    assert machines.json(1, "raykv status --json")["remote_hits"] >= 32
+    machines.run(1, f"cd {ROOT}/examples && serve run --non-blocking --working-dir . serve_transformers:build")
+    first = asked(machines, 1)[0]
+    assert first["pool_tokens"] == 0 and len(first["tokens"]) == 4
+
+    def crossed() -> bool:
+        answers = asked(machines, 12)
+        assert all(answer["tokens"] == first["tokens"] for answer in answers)
+        return any(answer["node"] != first["node"] and answer["from"] == [first["node"]] for answer in answers)
+
+    eventually(crossed)
+    assert machines.json(1, "raykv status --json")["remote_hits"] >= first["prompt_tokens"] // 16 - 1
 
     machines.run(DESK, f"cd {ROOT} && ray exec {config} 'raykv stop' && ray down -y {config}")
     for machine in (1, 2, 3):
@@ -82,12 +84,6 @@ def filled_in(machines: Machines) -> str:
     return text
 
 
-def asked(machines: Machines, machine: int, seed: int) -> Any:
-    """The answer of the replica that this machine's proxy turns to, the one beside it if any; None without a proxy."""
-    url = f"http://{address(machine)}:8000/?seed={seed}"
-    get = f"import urllib.request as web; print(web.urlopen({url!r}).read().decode())"
-    done = machines.ask(DESK, f'python3 -c "{get}"')
-    if "Connection refused" in done.stderr:
-        return None
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def asked(machines: Machines, times: int) -> Any:
+    """Answers of the application to one prompt, asked so often at once."""
+    return machines.json(DESK, f"python3 {ROOT}/tests/serve_asker.py {address(1)} {times}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from patient_router import PatientRouter
+from patient_router import PatientEngine, PatientRouter
 from pools import BLOCK, eventually, free_port, other_node, part, pid, store, tokens
 from ray import serve
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
@@ -245,6 +245,7 @@ def app(start_for_module: Callable[..., raykv.KVPool]) -> Iterator[App]:
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve_transformers, "PrefixRouter", PatientRouter)
+        patch.setattr(serve_transformers, "Engine", serve_transformers.Engine.options(PatientEngine))  # type: ignore[attr-defined]
         serve.run(serve_transformers.build({"pool": pool.name}))
     yield App(pool, f"http://127.0.0.1:{port}/")
     serve.shutdown()

@@ -14,7 +14,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from patient_vllm_router import PatientVLLMRouter
+from patient_vllm import PatientVLLMRouter, patient_config
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams
@@ -105,6 +105,7 @@ def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[A
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve_vllm, "VLLMPrefixRouter", PatientVLLMRouter)
+        patch.setattr(serve_vllm, "routed_config", patient_config)
         serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
     yield App(pool, f"http://127.0.0.1:{port}/")
     serve_vllm.shutdown()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pools import patient
 from vllm import LLM, SamplingParams
 
 from raykv.integrations.vllm import RayKVConnector, kv_transfer_config
@@ -21,7 +22,11 @@ Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's we
 
 
 class FaultyConnector(RayKVConnector):
-    """Loads nothing but garbage while the file `fault` of its configuration is there."""
+    """Gives the pool time. Loads nothing but garbage while the file `fault` of its configuration is there."""
+
+    def __init__(self, *args: Any) -> None:
+        patient()
+        super().__init__(*args)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)

@@ -114,6 +114,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return
         try:
             keys = np.frombuffer(target.keys[self._part], np.uint8).reshape(-1, KEY_BYTES)
+            if len(source.block_ids) != len(keys) * self._per_chunk:
+                raise ValueError(f"{len(source.block_ids)} blocks for {len(keys)} chunks of {self._per_chunk}")
             reservation = self._cache.reserve(keys, target.position)
             if len(reservation) and self._begin(job):
                 reservation.copy_in(self._rows(source, len(keys)))
@@ -161,7 +163,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return rows.bytes * len(rows)
 
     def _rows(self, spec: Any, chunks: int) -> Rows:
-        """The engine's blocks as rows of chunks. At either end of the run a chunk may be wanted in part."""
+        """The engine's blocks as rows of chunks. A load may want the chunks at either end of the run in part."""
         ids: NDArray[np.int64] = spec.block_ids.astype(np.int64)
         skipped = spec.block_indices[0] % self._per_chunk
         wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), self._spare.ctypes.data)

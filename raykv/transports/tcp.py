@@ -62,8 +62,11 @@ class Listener:
         while True:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._socket.fileno() < 0:  # closed
+                    return
+                time.sleep(0.1)  # no file descriptor was left, say
+                continue
             threading.Thread(target=self._serve, args=(peer,), name="raykv-serve", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
@@ -136,18 +139,20 @@ class Tcp:
 
     def _connected(self, line: Line, peer: Any) -> bool:
         if line.connection is None and time.monotonic() >= line.retry_at:
-            host, port, token = ray.get(peer.address.remote(), timeout=HELLO_S)
+            address = ray.get(peer.address.remote(), timeout=HELLO_S)
             try:
-                line.connection = _connect(host, port, token)
+                line.connection = _connect(address)
             except OSError as error:
                 line.retry_at = time.monotonic() + RETRY_S
-                log.warning(
-                    "TCP to %s:%d: %r; blocks go through Ray's object store for %.0f s", host, port, error, RETRY_S
-                )
+                where = f"{address[0]}:{address[1]}" if address else "a peer"
+                log.warning("TCP to %s: %r; blocks go through Ray's object store for %.0f s", where, error, RETRY_S)
         return line.connection is not None
 
 
-def _connect(host: str, port: int, token: bytes) -> socket.socket:
+def _connect(address: Address | None) -> socket.socket:
+    if address is None:
+        raise ConnectionRefusedError("it does not listen")
+    host, port, token = address
     peer = socket.create_connection((host, port), HELLO_S)
     try:
         _prepare(peer)
