@@ -181,6 +181,15 @@ def bench_ttft(engine: str, as_json: bool) -> None:
     _report(ttft.run, as_json)
 
 
+@bench.command("route")
+@JSON
+def bench_route(as_json: bool) -> None:
+    """What PrefixRouter adds to a request of Ray Serve, against an empty actor call."""
+    from raykv.bench import route
+
+    _report(route.run, as_json)
+
+
 def _spinner(text: str) -> Progress:
     progress = Progress(
         SpinnerColumn(),
