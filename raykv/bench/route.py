@@ -93,7 +93,7 @@ def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def _deploy(name: str, **options: Any) -> Any:
-    return serve.run(Replica.options(name=name, **options).bind(), name=name, route_prefix=None)  # type: ignore[attr-defined]
+    return serve.run(Replica.options(name=name, **options).bind(), name=name, route_prefix=None)
 
 
 def _prompt(seed: int) -> list[int]:
