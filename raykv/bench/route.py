@@ -93,8 +93,8 @@ def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def _deploy(name: str, **options: Any) -> Any:
-    return serve.run(Replica.options(name=name, **options).bind(), name=name, route_prefix=None)
+    return serve.run(Replica.options(name=name, **options).bind(), name=name, route_prefix=None)  # type: ignore[attr-defined]
 
 
 def _prompt(seed: int) -> list[int]:
-    return (np.arange(BLOCKS * BLOCK_TOKENS) + 100_000 * seed).tolist()  # type: ignore[no-any-return]
+    return (np.arange(BLOCKS * BLOCK_TOKENS) + 100_000 * seed).tolist()
