@@ -100,13 +100,7 @@ class Directory:
         reader = self.nodes.get(node)
         shelf = self._shelf(reader, slot_bytes(block_bytes)) if reader else -1
         k, firsts = self._find(keys)
-        if (
-            reader
-            and shelf >= 0
-            and self._shelves.takeable(shelf) == 0
-            and holds.lacks_staging(self._shelves.c, firsts, reader.index)
-            and self._give_slot(reader, shelf, slot_bytes(block_bytes))
-        ):
+        if reader and shelf >= 0 and self._provide_staging(reader, shelf, slot_bytes(block_bytes), firsts):
             k, firsts = self._find(keys)  # the slab that was taken away may have held some
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
@@ -433,7 +427,7 @@ class Directory:
         """
         if need == 0 or self._shelves.room(shelf) >= need:
             return False
-        took = self._give_slot(writer, shelf, stride)  # without one it could not write to other nodes either
+        took = self._give_slots(writer, shelf, stride, 1)  # without one it could not write to other nodes either
         others = (n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive")
         for node in (writer, *others):
             s = self._shelf(node, stride)
@@ -445,12 +439,20 @@ class Directory:
         need += max(0, self._shelves.room(shelf))
         return self._reclaim(writer, shelf, stride, self._shelves.room, need) or took
 
-    def _give_slot(self, node: Node, shelf: int, stride: int) -> bool:
-        """See that a size has a slot on a node that costs no block of that size, for staging.
+    def _provide_staging(self, reader: Node, shelf: int, stride: int, firsts: Rows) -> bool:
+        """See that a prefix can be pulled to its reader, as far as the window goes. Returns as `_give_slots`."""
+        left = self._shelves.window_left(shelf)
+        if self._shelves.takeable(shelf) >= min(len(firsts), left):
+            return False
+        need = min(int(holds.unstaged(self._shelves.c, firsts, reader.index)), left)
+        return need > 0 and self._give_slots(reader, shelf, stride, need)
+
+    def _give_slots(self, node: Node, shelf: int, stride: int, need: int) -> bool:
+        """See that a size has slots on a node that cost no block of that size: one at least, more of spare slabs.
 
         Returns whether it took a slab of another size.
         """
-        if self._shelves.takeable(shelf) == 0 and node.spare:
+        while self._shelves.takeable(shelf) < need and node.spare:
             self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
         return self._reclaim(node, shelf, stride, self._shelves.takeable, 1)
 

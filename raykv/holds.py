@@ -61,15 +61,15 @@ def best(c, first, node):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def lacks_staging(c, firsts, node):  # type: ignore[no-untyped-def]
-    """Whether a ready prefix has a block that is on another node than the reader's, and not being pulled here."""
+def unstaged(c, firsts, node):  # type: ignore[no-untyped-def]
+    """How many blocks of a ready prefix are on other nodes than the reader's, and not being pulled here."""
+    count = 0
     for first in firsts:
         row, staging = best(c, first, node)
         if row < 0:
-            return False
-        if node_of(c, row) != node and staging < 0:
-            return True
-    return False
+            break
+        count += node_of(c, row) != node and staging < 0
+    return count
 
 
 @kernel

@@ -61,8 +61,10 @@ class Oracle(Slots):
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
         shelf = self.shelf(reader, stride) if reader else None
-        if reader and shelf and self.lacks_staging(wanted, reader.index):
-            self.give_slot(reader, shelf)
+        if reader and shelf:
+            need = min(self.unstaged(wanted, reader.index), shelf.window - len(shelf.of("staging")))
+            if need > 0:
+                self.give_slots(reader, shelf, need)
         here = reader.index if reader else -1
         hold = Lease(call.seq, False, here, shelf, [], [], [], set())
         for key in wanted:
@@ -94,12 +96,14 @@ class Oracle(Slots):
         client.holds[lease] = hold
         return Matched(self.epoch, pack(hold.source, block_bytes), pack(hold.staged, block_bytes) if remote else b"")
 
-    def lacks_staging(self, wanted: list[bytes], node: int) -> bool:
+    def unstaged(self, wanted: list[bytes], node: int) -> int:
+        count = 0
         for key in wanted:
             row, staging = self.best(key, node)
-            if row is None or (row.slab.node != node and staging is None):
-                return row is not None
-        return False
+            if row is None:
+                break
+            count += row.slab.node != node and staging is None
+        return count
 
     def read_elsewhere(self, hold: Lease, covered: int) -> bool:
         """Give up the node's own replicas, which may be all of its window, and stream from their primaries."""
@@ -492,7 +496,7 @@ class Oracle(Slots):
         """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
         if need == 0 or self.room(shelf) >= need:
             return
-        self.give_slot(writer, shelf)
+        self.give_slots(writer, shelf, 1)
         others = [n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive"]
         for node in [writer, *others]:
             there = self.shelf(node, shelf.stride)
@@ -505,9 +509,9 @@ class Oracle(Slots):
                 return
         self.reclaim(writer, shelf, self.room, max(0, self.room(shelf)) + need)
 
-    def give_slot(self, node: Node, shelf: Shelf) -> None:
-        """A slab for a size that could not even stage."""
-        if not self.takeable(shelf) and node.spare:
+    def give_slots(self, node: Node, shelf: Shelf, need: int) -> None:
+        """Slabs for a size that could not stage so much."""
+        while self.takeable(shelf) < need and node.spare:
             self.open(node, node.spare[-1], shelf, self.next_gen())
         self.reclaim(node, shelf, self.takeable, 1)
 

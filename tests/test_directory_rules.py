@@ -149,6 +149,15 @@ def test_streaming_passes_over_blocks_that_are_there() -> None:
     assert (blocks(more), staged(more)) == (4, 2), "as far as before block 8, in one call"
 
 
+def test_the_first_match_of_a_node_is_given_slabs_for_all_that_it_stages() -> None:
+    pool = Pool(slots=4, slabs=3, window=5, nodes="ab")
+    pool.store("a", KEYS[:7])
+    assert pool.directory.stats(pool.now)["nodes"]["b"]["spare_slabs"] == 3
+    _, got = pool.match("b", KEYS[:7])
+    assert staged(got) == 5, "the window, which is more than a slab"
+    assert pool.directory.stats(pool.now)["nodes"]["b"]["spare_slabs"] == 1
+
+
 def test_without_staging_a_match_is_shorter() -> None:
     pool = Pool(slots=16, window=2, nodes="ab")
     pool.store("b", KEYS[:2])
