@@ -7,8 +7,11 @@ from typing import Any
 
 import raykv.directory
 from raykv import actors
-from raykv.calls import Call, Matched, Reserved
+from raykv.calls import Call
 from raykv.place import PLACE
+
+News = tuple[int, int, bytes, bytes, bytes]  # a Call
+Answer = tuple[Any, ...]
 
 
 class Directory:
@@ -26,23 +29,25 @@ class Directory:
     def ping(self) -> int:
         return os.getpid()
 
-    def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int) -> Matched:
-        return self._directory.match(call, lease, node, keys, block_bytes, time.monotonic())
+    def match(self, call: News, lease: int, node: str, keys: bytes, block_bytes: int) -> Answer:
+        return tuple(self._directory.match(Call(*call), lease, node, keys, block_bytes, time.monotonic()))
 
-    def stream(self, call: Call, lease: int, start: int, block_bytes: int) -> Matched:
-        return self._directory.stream(call, lease, start, block_bytes, time.monotonic())
+    def stream(self, call: News, lease: int, start: int, block_bytes: int) -> Answer:
+        return tuple(self._directory.stream(Call(*call), lease, start, block_bytes, time.monotonic()))
 
     def whereabouts(self, keys: bytes) -> dict[str, int]:
         return self._directory.whereabouts(keys)
 
-    def reserve(self, call: Call, reservation: int, node: str, keys: bytes, start: int, block_bytes: int) -> Reserved:
-        return self._directory.reserve(call, reservation, node, keys, start, block_bytes, time.monotonic())
+    def reserve(self, call: News, reservation: int, node: str, keys: bytes, start: int, block_bytes: int) -> Answer:
+        return tuple(
+            self._directory.reserve(Call(*call), reservation, node, keys, start, block_bytes, time.monotonic())
+        )
 
-    def commit(self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes) -> tuple[int, int]:
-        return self._directory.commit(call, reservation, places, keys, written, time.monotonic())
+    def commit(self, call: News, reservation: int, places: bytes, keys: bytes, written: bytes) -> tuple[int, int]:
+        return self._directory.commit(Call(*call), reservation, places, keys, written, time.monotonic())
 
-    def beat_client(self, call: Call) -> int:
-        return self._directory.beat_client(call, time.monotonic())
+    def beat_client(self, call: News) -> int:
+        return self._directory.beat_client(Call(*call), time.monotonic())
 
     def bye(self, client: int) -> None:
         self._directory.bye(client, time.monotonic())

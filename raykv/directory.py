@@ -441,10 +441,7 @@ class Directory:
 
     def _provide_staging(self, reader: Node, shelf: int, stride: int, firsts: Rows) -> bool:
         """See that a prefix can be pulled to its reader, as far as the window goes. Returns as `_give_slots`."""
-        left = self._shelves.window_left(shelf)
-        if self._shelves.takeable(shelf) >= min(len(firsts), left):
-            return False
-        need = min(int(holds.unstaged(self._shelves.c, firsts, reader.index)), left)
+        need = int(holds.staging_need(self._shelves.c, firsts, reader.index, shelf))
         return need > 0 and self._give_slots(reader, shelf, stride, need)
 
     def _give_slots(self, node: Node, shelf: int, stride: int, need: int) -> bool:

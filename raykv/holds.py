@@ -23,7 +23,7 @@ from raykv.index import (
     unfinished,
     unpin,
 )
-from raykv.placement import stage
+from raykv.placement import stage, takeable
 
 UNSTAGED = -2  # remote, and no staging row yet
 
@@ -61,15 +61,20 @@ def best(c, first, node):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def unstaged(c, firsts, node):  # type: ignore[no-untyped-def]
-    """How many blocks of a ready prefix are on other nodes than the reader's, and not being pulled here."""
-    count = 0
+def staging_need(c, firsts, node, shelf):  # type: ignore[no-untyped-def]
+    """Slots that a ready prefix takes to be pulled to its reader, as far as the window goes; 0 if there are enough."""
+    left = c.shelves[shelf].window - c.shelves[shelf].staging
+    free = takeable(c, shelf)
+    need = np.int64(0)
+    if free >= min(np.int64(len(firsts)), left):
+        return need
     for first in firsts:
         row, staging = best(c, first, node)
-        if row < 0:
+        if row < 0 or need == left:
             break
-        count += node_of(c, row) != node and staging < 0
-    return count
+        if node_of(c, row) != node and staging < 0:
+            need += 1
+    return need if free < need else np.int64(0)
 
 
 @kernel

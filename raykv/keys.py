@@ -6,6 +6,7 @@ first parent holds the cache's root (and so the pool's secret), the block size, 
 
 import hashlib
 import hmac
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,11 +58,14 @@ def chain(
     named = {"block_tokens": b"%d" % block_tokens}
     named |= {name: _bytes(name, value) for name, value in (("lora", lora), ("salt", salt)) if value is not None}
     parent = _start(root, b"tokens", named)
-    size = 4 * block_tokens
-    data = tokens.tobytes()
-    digests = []
-    for block in range(len(data) // size):
-        parent = hashlib.sha256(parent + data[block * size : (block + 1) * size] + extras.get(block, b"")).digest()
+    size, data = 4 * block_tokens, tokens.tobytes()
+    blocks = [data[at : at + size] for at in range(0, len(data) - size + 1, size)]
+    for block, value in extras.items():
+        if block < len(blocks):
+            blocks[block] += value
+    sha256, digests = hashlib.sha256, []
+    for content in blocks:
+        parent = sha256(parent + content).digest()
         digests.append(parent)
     return _keys(digests)
 
@@ -128,27 +132,29 @@ def _extras(extra: Mapping[int, str | bytes] | Sequence[str | bytes | None] | No
 def _int32(token_ids: Any) -> NDArray[np.int32]:
     """Token ids as little-endian int32, checked, without a Python step a token."""
     if isinstance(token_ids, (list, tuple)):
-        array = _from_ints(token_ids)
-    else:
-        cpu = getattr(token_ids, "cpu", None)  # a torch tensor may lie on a device
-        try:
-            array = np.asarray(token_ids if cpu is None else cpu())
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"token ids of type {type(token_ids).__name__} are no integer array: {error}") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"token ids are {array.dtype}{list(array.shape)}: must be integers in one dimension")
-    if len(array):
-        for value in (int(array.min()), int(array.max())):
+        return _from_ints(token_ids)
+    cpu = getattr(token_ids, "cpu", None)  # a torch tensor may lie on a device
+    try:
+        tokens = np.asarray(token_ids if cpu is None else cpu())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"token ids of type {type(token_ids).__name__} are no integer array: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"token ids are {tokens.dtype}{list(tokens.shape)}: must be integers in one dimension")
+    if len(tokens):
+        for value in (int(tokens.min()), int(tokens.max())):
             if not _INT32.min <= value <= _INT32.max:
                 raise ValueError(f"token id {value} does not fit int32")
-    return array.astype("<i4", copy=False)
+    return tokens.astype("<i4", copy=False)
 
 
-def _from_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int64]:
-    for kind in set(map(type, token_ids)):
-        if not issubclass(kind, (int, np.integer)) or issubclass(kind, bool):
-            raise ValueError(f"token ids hold a {kind.__name__}: must be integers")
+def _from_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int32]:
     try:
-        return np.array(token_ids, np.int64)
-    except OverflowError as error:
-        raise ValueError(f"token id {max(token_ids, key=abs)} does not fit int32") from error
+        tokens = np.frombuffer(struct.pack(f"<{len(token_ids)}i", *token_ids), "<i4")
+    except struct.error:
+        kinds = {type(token).__name__ for token in token_ids if not isinstance(token, (int, np.integer))}
+        if kinds:
+            raise ValueError(f"token ids hold a {min(kinds)}: must be integers") from None
+        raise ValueError(f"token id {max(token_ids, key=abs)} does not fit int32") from None
+    if any(isinstance(token_ids[i], bool) for i in np.flatnonzero((tokens == 0) | (tokens == 1))):
+        raise ValueError("token ids hold a bool: must be integers")
+    return tokens

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.actors import find_directory
-from raykv.calls import Call
+from raykv.calls import ANSWERS, Call
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
 
 log = logging.getLogger("raykv")
@@ -108,7 +108,7 @@ class Link:
             with self._lock:  # calls must arrive in the order in which their lists of held ids were made
                 if hold is not None:
                     self._held.add(hold)
-                ref = getattr(self.directory, method).remote(self._news(), *args)
+                ref = getattr(self.directory, method).remote(tuple(self._news()), *args)
             answer = ray.get(ref, timeout=deadline)
         except RayError as error:
             self._up = False
@@ -124,7 +124,7 @@ class Link:
             self._wake.set()
             self.fault("stale", f"{method}: a directory of epoch {_epoch(answer)} answered")
             return None
-        return answer
+        return ANSWERS[method](*answer) if method in ANSWERS else answer
 
     def _news(self) -> Call:
         self._last_call = time.monotonic()

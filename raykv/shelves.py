@@ -100,10 +100,6 @@ class Shelves:
         """Slots that are free, or hold a replica that nobody reads."""
         return int(placement.takeable(self.c, shelf))
 
-    def window_left(self, shelf: int) -> int:
-        """Slots that may become staging yet."""
-        return int(self.c.shelves[shelf]["window"] - self.c.shelves[shelf]["staging"])
-
     def coldest(self, shelf: int) -> int:
         """Tick of the last touch of the shelf's next victim; -1 where it has none."""
         row = int(placement.oldest(self.c, shelf))

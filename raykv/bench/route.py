@@ -1,12 +1,13 @@
 """`raykv bench route`: what PrefixRouter adds to a request's way to a replica, beside an empty actor call."""
 
+import asyncio
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import ray
 
 try:
     from ray import serve
@@ -15,10 +16,10 @@ except ImportError as error:
     raise ImportError("this needs Ray Serve: pip install 'raykv[serve]'") from error
 
 import raykv
-from raykv import actors
 from raykv.config import MIB
-from raykv.integrations.serve import PrefixRouter, announce
-from raykv.testbed import local_cluster, local_pool
+from raykv.integrations.serve import ASKED, PrefixRouter, announce
+from raykv.place import KEY_BYTES
+from raykv.testbed import local_cluster, local_pool, on_node
 
 POOL, MODEL = "bench-route", "bench"
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 187, 16, 4096  # a prompt of 3,000 tokens
@@ -27,7 +28,7 @@ WARM, ROUNDS = 50, 400
 
 @serve.deployment(num_replicas=2, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0})
 class Replica:
-    """Answers at once. Every replica's node holds the prompt, or offered to."""
+    """Answers at once. Its node holds the prompt, or offered to."""
 
     def __init__(self) -> None:
         cache = raykv.attach(POOL).cache(model=MODEL, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES)
@@ -38,40 +39,65 @@ class Replica:
         pass
 
 
+class Echo:
+    """Answers as the directory does to a router, and does nothing for it."""
+
+    def call(self, keys: bytes) -> dict[str, int]:
+        return {"0" * 56: len(keys)}
+
+
+class Loop:
+    """An event loop in a thread, where routers live."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def seconds(self, actor: Any) -> float:
+        return asyncio.run_coroutine_threadsafe(self._call(actor), self.loop).result()
+
+    async def _call(self, actor: Any) -> float:
+        begin = time.perf_counter()
+        await actor.call.remote(bytes(ASKED * KEY_BYTES))
+        return time.perf_counter() - begin
+
+
 def run() -> dict[str, Any]:
     """Milliseconds and counts: medians over rounds in which every kind of request is sent once, one after another."""
-    with local_cluster(2), local_pool(POOL, 64 * MIB):
+    with local_cluster(2) as (here, _), local_pool(POOL, 64 * MIB):
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         try:
-            return _figures(_times())
+            return _figures(_times(on_node(Echo, here)))
         finally:
             serve.shutdown()
 
 
-def _times() -> dict[str, list[float]]:
+def _times(echo: Any) -> dict[str, list[float]]:
     """Seconds of every kind of call, by round."""
-    router = RequestRouterConfig(
-        request_router_class=PrefixRouter, request_router_kwargs={"pool": POOL, "model": MODEL}
-    )
-    plain = _deploy("plain")
-    routed = _deploy("routed", request_router_config=router)
-    directory, known, unknown = actors.find_directory(POOL), _prompt(0), _prompt(1)
-    calls: dict[str, Callable[[], Any]] = {
-        "empty": lambda: ray.get(directory.ping.remote()),
-        "plain": lambda: plain.remote(token_ids=known).result(),
-        "known": lambda: routed.remote(token_ids=known).result(),
-        "unknown": lambda: routed.remote(token_ids=unknown).result(),
-        "plain_without": lambda: plain.remote().result(),
-        "without": lambda: routed.remote().result(),
+    names = {"pool": POOL, "model": MODEL}
+    router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=names)
+    plain, routed = _deploy("plain"), _deploy("routed", request_router_config=router)
+    known, unknown, loop = _prompt(0), _prompt(1), Loop()
+
+    def request(handle: Any, **prompt: Any) -> Callable[[], float]:
+        return lambda: _seconds(handle, prompt)
+
+    calls: dict[str, Callable[[], float]] = {
+        "empty": lambda: loop.seconds(echo),
+        "plain": request(plain, token_ids=known),
+        "known": request(routed, token_ids=known),
+        "unknown": request(routed, token_ids=unknown),
+        "plain_without": request(plain),
+        "without": request(routed),
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(WARM + ROUNDS):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            if turn >= WARM:
-                times[name].append(time.perf_counter() - begin)
-    return times
+    rounds = [{name: call() for name, call in calls.items()} for _ in range(WARM + ROUNDS)][WARM:]
+    return {name: [seconds[name] for seconds in rounds] for name in calls}
+
+
+def _seconds(handle: Any, prompt: dict[str, Any]) -> float:
+    begin = time.perf_counter()
+    handle.remote(**prompt).result()
+    return time.perf_counter() - begin
 
 
 def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -81,7 +107,7 @@ def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
         return statistics.median(a - b for a, b in zip(times[name], times[without], strict=True))
 
     return {
-        "empty_call_ms": empty * 1e3,
+        "empty_call_ms": empty * 1e3,  # of the same bytes, awaited on an event loop as routers do
         "request_ms": statistics.median(times["plain"]) * 1e3,
         "added_ms": added("known", "plain") * 1e3,
         "added_calls": added("known", "plain") / empty,

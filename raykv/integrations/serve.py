@@ -33,7 +33,6 @@ except ImportError as error:
     raise ImportError("this needs Ray Serve: pip install 'raykv[serve]'") from error
 
 from raykv import keys, scout
-from raykv.config import KEYS_PER_CALL
 
 if TYPE_CHECKING:
     from raykv.cache import KVCache
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("raykv")
 
 WORTH = 4  # waiting requests that a replica may have more than others, and still be the best for a prompt it has whole
+ASKED = 64  # blocks of a prompt that the directory is asked about, evenly spaced: what any prompt costs
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
 
@@ -87,11 +87,11 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return ranked(candidate_replicas, shares, self._queue_lengths(candidate_replicas)) or by_chance
 
     async def _shares(self, request: PendingRequest) -> dict[str, float]:
-        """By node id, how much of the prompt (of its first KEYS_PER_CALL blocks) is there, from 0 to 1."""
+        """By node id, how much of the prompt is there, from 0 to 1."""
         if self.scout.announced is None:
             return {}
         try:
-            prompt = (await self.keys(request, self.scout.announced))[:KEYS_PER_CALL]
+            prompt = await self.keys(request, self.scout.announced)
         except ValueError:  # the replica will say what is wrong with the request
             return {}
         except Exception as error:  # a router that raises would leave the request waiting for good
@@ -101,8 +101,10 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return {}
         if not len(prompt):
             return {}
-        blocks = await self.scout.whereabouts(prompt)
-        return {node: count / len(prompt) for node, count in blocks.items()}
+        every = -(-len(prompt) // ASKED)
+        asked = np.ascontiguousarray(prompt[every - 1 :: every])  # parents outlive their children: the rest is implied
+        blocks = await self.scout.whereabouts(asked)
+        return {node: count / len(asked) for node, count in blocks.items()}
 
     def _queue_lengths(self, replicas: list[RunningReplica]) -> list[int]:
         """As last heard; a replica that was not heard of lately is idle."""
