@@ -14,7 +14,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from patient_vllm import PatientVLLMRouter, patient_config
+from patient_vllm_router import PatientVLLMRouter, patient_config
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams

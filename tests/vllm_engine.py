@@ -1,5 +1,6 @@
 """A vLLM engine as an actor, for the tests that share a pool between several."""
 
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's we
 class FaultyConnector(RayKVConnector):
     """Gives the pool time. Loads nothing but garbage while the file `fault` of its configuration is there."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         patient()
-        super().__init__(*args)
+        super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -109,6 +110,8 @@ class Engine:
     def close(self) -> None:
         """End the engine's processes in order: else files of theirs stay in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()
+        # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
     def metrics(self) -> dict[str, float]:
         return {metric.name: getattr(metric, "value", 0.0) for metric in self.llm.get_metrics()}

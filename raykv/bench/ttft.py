@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,6 +98,8 @@ class Engine:
     def close(self) -> None:
         """End the engine's processes in order: else files of theirs stay in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()
+        # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
     def _seconds(self) -> float:
         files = self.folder.iterdir() if self.folder else ()

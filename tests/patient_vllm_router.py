@@ -1,0 +1,16 @@
+"""As patient_router, for vLLM."""
+
+from typing import Any
+
+from patient_router import PatientRouter
+
+from raykv.integrations.vllm_router import VLLMPrefixRouter, routed_config
+
+
+class PatientVLLMRouter(VLLMPrefixRouter, PatientRouter):
+    pass
+
+
+def patient_config(pool: str) -> dict[str, Any]:
+    own = {"kv_connector": "PatientConnector", "kv_connector_module_path": "patient_connector"}
+    return routed_config(pool) | own
