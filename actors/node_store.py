@@ -156,8 +156,8 @@ class NodeStore:
         return os.getpid()
 
     def stats(self) -> dict[str, int]:
-        """Since this process started: blocks pulled here from other nodes."""
-        return {"pulled": self._pulled}
+        """Since this process started: blocks pulled here from other nodes, and blocks found altered on arrival."""
+        return {"pulled": self._pulled, "corrupt": self._arena.corrupt}
 
     def raise_floor(self, generation: int) -> None:
         """Blocks up to a generation were cleared: a restarted directory must not find them again."""

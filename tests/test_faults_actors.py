@@ -133,7 +133,7 @@ def test_a_killed_supervisor_comes_back_and_a_raylet_dies_under_load(
     node = third_node()
     eventually(lambda: served(pool, 3))
     there = worker(pool, node.node_id)
-    lost, kept = cache.keys(tokens(1, 20)), cache.keys(tokens(2, 20))
+    lost, kept = cache.keys(tokens(400, 20)), cache.keys(tokens(401, 20))  # nothing that the load stores
     assert ray.get(there.store.remote(lost), timeout=120) == 20
     keep(cache, kept)
     near = worker(pool, pool.node_id, be_patient=False)
