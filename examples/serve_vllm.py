@@ -134,11 +134,15 @@ def words(seed: int, count: int) -> str:
 
 
 def shutdown() -> None:
-    """End Serve, then wait for vLLM's own processes: they end after their replicas, and clean up in /dev/shm if let."""
+    """End Serve, wait for vLLM's own processes, which end after their replicas, and remove what they leave behind."""
     replicas = [process for process in psutil.process_iter(["cmdline"]) if "LLMServer" in str(process.info["cmdline"])]
     engines = [child for replica in replicas for child in replica.children(recursive=True)]
+    files = {memory.path for engine in engines for memory in engine.memory_maps()}
     serve.shutdown()
     psutil.wait_procs(engines, timeout=60)
+    for path in files:  # Ray kills the process that would do this
+        if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-")):
+            Path(path).unlink(missing_ok=True)
 
 
 def main() -> None:
