@@ -137,7 +137,7 @@ def shutdown() -> None:
     """End Serve, wait for vLLM's own processes, which end after their replicas, and remove what they leave behind."""
     replicas = [process for process in psutil.process_iter(["cmdline"]) if "LLMServer" in str(process.info["cmdline"])]
     engines = [child for replica in replicas for child in replica.children(recursive=True)]
-    files = {memory.path for engine in engines for memory in engine.memory_maps()}
+    files = {memory.path for process in [*replicas, *engines] for memory in process.memory_maps()}
     serve.shutdown()
     psutil.wait_procs(engines, timeout=60)
     for path in files:  # Ray kills the process that would do this
