@@ -148,13 +148,10 @@ def _int32(token_ids: Any) -> NDArray[np.int32]:
 
 
 def _from_ints(token_ids: list[Any] | tuple[Any, ...]) -> NDArray[np.int32]:
+    for kind in set(map(type, token_ids)):
+        if not issubclass(kind, (int, np.integer)) or issubclass(kind, bool):
+            raise ValueError(f"token ids hold a {kind.__name__}: must be integers")
     try:
-        tokens = np.frombuffer(struct.pack(f"<{len(token_ids)}i", *token_ids), "<i4")
-    except struct.error:
-        kinds = {type(token).__name__ for token in token_ids if not isinstance(token, (int, np.integer))}
-        if kinds:
-            raise ValueError(f"token ids hold a {min(kinds)}: must be integers") from None
-        raise ValueError(f"token id {max(token_ids, key=abs)} does not fit int32") from None
-    if any(isinstance(token_ids[i], bool) for i in np.flatnonzero((tokens == 0) | (tokens == 1))):
-        raise ValueError("token ids hold a bool: must be integers")
-    return tokens
+        return np.frombuffer(struct.pack(f"<{len(token_ids)}i", *token_ids), "<i4")
+    except struct.error as error:
+        raise ValueError(f"token id {max(token_ids, key=abs)} does not fit int32") from error

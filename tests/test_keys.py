@@ -143,6 +143,7 @@ def test_rekey_is_one_to_one_in_every_form(hashes: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
+        ([1, torch.tensor(2)], "hold a Tensor"),  # though it can be packed as one
         ([2**31], "2147483648 does not fit int32"),
         ([0, -(2**31) - 1], "-2147483649 does not fit int32"),
         ([1, 2**70], f"{2**70} does not fit int32"),
