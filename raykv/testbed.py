@@ -45,13 +45,13 @@ def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
             pool.stop()
 
 
-def on_node(actor: type, node_id: str, *args: Any) -> Any:
-    """An actor of this class on that node."""
+def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
+    """An actor of this class on that node. options: further ones of Ray's."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=pinned).remote(*args)
+    return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=pinned, **options).remote(*args)
 
 
 @contextmanager

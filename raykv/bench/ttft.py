@@ -218,10 +218,5 @@ def _model(folder: str) -> str:
 
 
 def _engine(node_id: str, model: str, folder: str = "") -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     own = tempfile.mkdtemp(dir=folder) if folder else ""
-    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": pinned, "runtime_env": {"env_vars": ENVIRONMENT}}
-    return ray.remote(Engine).options(**options).remote(model, own)
+    return on_node(Engine, node_id, model, own, runtime_env={"env_vars": ENVIRONMENT})
