@@ -22,6 +22,7 @@ REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is repl
 RETRY_S = 30.0  # a node that could not afford its store is asked again
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 10.0
+DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
 
 
 class Supervisor:
@@ -72,7 +73,7 @@ class Supervisor:
             ray.kill(store)
         silent = [_clean.options(**_on(node_id)).remote(self._pool) for node_id in stops if not _done(stops[node_id])]
         if silent:
-            ray.wait(silent, num_returns=len(silent), timeout=STOP_DEADLINE_S)
+            ray.wait(silent, num_returns=len(silent), timeout=DEATH_DEADLINE_S)
         with contextlib.suppress(ValueError):
             ray.kill(actors.find_directory(self._pool))
         actors.forget(self._pool)
@@ -177,7 +178,7 @@ class Supervisor:
 @ray.remote(num_cpus=0)
 def _clean(pool: str) -> None:
     """Remove what a store of this node left that was killed before it could stop."""
-    end = time.monotonic() + STOP_DEADLINE_S / 2
+    end = time.monotonic() + DEATH_DEADLINE_S
     while not remove_left_behind(pool) and time.monotonic() < end:  # it may still be dying
         time.sleep(0.1)
 

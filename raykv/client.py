@@ -27,7 +27,7 @@ T = TypeVar("T")
 THREADS = 16  # that serve async callers
 LOOK_AGAIN_S = 1.0
 ADMIN_DEADLINE_S = 10.0
-STOP_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 60.0
 
 
 class KVPool:
