@@ -84,7 +84,13 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ worker
 
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self._computes = forward_context.attn_metadata is not None
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        if not self._computes:
+            self.connector_worker.worker.pause()
         requests = dict(self.connector_worker._load_jobs)
         sent, received = self.get_finished(finished_req_ids)
         failed = {requests[job] for job in self.connector_worker.worker.take_failed()}

@@ -23,6 +23,7 @@ from raykv.rows import Rows, rows_of
 
 log = logging.getLogger("raykv")
 
+PAUSE_S = 0.002  # of an engine that has nothing to compute
 GRACE_S = 0.02  # that an engine waits for the directory when it wants back a block that is still to be stored
 
 
@@ -67,6 +68,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._jobs: dict[int, Job] = {}
         self._mutex = threading.Lock()  # of every job's state
         self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
+        self._some_done = threading.Event()
         self._failed: set[int] = set()
         self._reported: set[int] = set()
 
@@ -80,8 +82,13 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         job.future = self._loads.submit(self._load, job, src_spec, dst_spec)
         return True
 
+    def pause(self) -> None:
+        """For steps that compute nothing: two processes that ask each other for news would take the copy's cores."""
+        self._some_done.wait(PAUSE_S)
+
     def get_finished(self) -> list[TransferResult]:
         results = []
+        self._some_done.clear()
         while not self._done.empty():
             result = self._done.get_nowait()
             del self._jobs[result.job_id]
@@ -187,4 +194,5 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 return False
             job.state = "done"
         self._done.put(TransferResult(job.id, True, size, time.perf_counter() - job.begin))
+        self._some_done.set()
         return True
