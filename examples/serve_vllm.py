@@ -135,7 +135,9 @@ def words(seed: int, count: int) -> str:
 
 def shutdown() -> None:
     """End Serve, wait for vLLM's own processes, which end after their replicas, and remove what they leave behind."""
-    replicas = [process for process in psutil.process_iter(["cmdline"]) if "LLMServer" in str(process.info["cmdline"])]
+    ours = ("LLMServer", "OpenAiIngress", "TelemetryAgent")  # all import vLLM
+    named = [(str(process.info["cmdline"]), process) for process in psutil.process_iter(["cmdline"])]
+    replicas = [process for name, process in named if any(part in name for part in ours)]
     engines = [child for replica in replicas for child in replica.children(recursive=True)]
     files = {memory.path for process in [*replicas, *engines] for memory in process.memory_maps()}
     serve.shutdown()
