@@ -95,13 +95,14 @@ def _warm_up() -> None:
         directory.beat(name, 1, 0.0)
     keys = bytes(range(64))
     granted = directory.reserve(Call(1, 1), 1, "a", keys, 0, 4096, 0.0)
-    directory.commit(Call(1, 2), 1, granted.places, keys, b"\1\1\1\0", 0.0)
+    directory.commit(Call(1, 2, (1).to_bytes(8, "little")), 1, granted.places, keys, b"\1\1\1\0", 0.0)
     directory.match(Call(1, 3), 2, "a", keys, 4096, 0.0)
     directory.whereabouts(keys)
     remote = directory.match(Call(1, 4), 3, "b", keys, 4096, 0.0)
     directory.stream(Call(1, 5, (3).to_bytes(8, "little"), landed=remote.staged), 3, 1, 4096, 0.0)
     directory.beat_client(Call(1, 6, bad=granted.places[: PLACE.itemsize]), 0.0)
     directory.reserve(Call(2, 1), 1, "a", bytes(range(1, 65)), 0, 4096, 0.0)
+    directory.reserve(Call(3, 1), 1, "a", keys, 0, 8192, 0.0)  # another size
     limbo = directory.beat("a", 1, 1e6)  # that client is gone by now
     if limbo is not None:
         n = len(limbo[2]) // PLACE.itemsize
