@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,6 +103,7 @@ class App(NamedTuple):
 @pytest.fixture(scope="module")
 def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[App]:
     pool, port = start_for_module(cpu_memory=512 << 20), free_port()
+    before = semaphores()
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve_vllm, "VLLMPrefixRouter", PatientVLLMRouter)
@@ -109,6 +111,12 @@ def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[A
         serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
     yield App(pool, f"http://127.0.0.1:{port}/")
     serve_vllm.shutdown()
+    for path in semaphores() - before:  # of a process of vLLM that lived too shortly to be seen
+        path.unlink(missing_ok=True)
+
+
+def semaphores() -> set[Path]:
+    return set(Path("/dev/shm").glob("sem.mp-*"))
 
 
 def test_requests_follow_their_prefix_and_cross_nodes_only_when_many_come(app: App) -> None:
