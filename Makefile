@@ -1,5 +1,7 @@
 PYTHON ?= python3
 
+unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
+
 .PHONY: demo test
 
 demo: .venv/.installed

@@ -129,10 +129,10 @@ class Worker:
         self.matches.pop(keys.tobytes()).release()
 
     def churn(self, seconds: float, seed: int, prompts: int, blocks: int) -> tuple[int, int, int]:
-        """Store and read what others do, too: (blocks stored, read, of them wrong)."""
+        """Store and read what others do, so long and until something was read: (blocks stored, read, of them wrong)."""
         cache, random, end = self.cache(), np.random.default_rng(seed), time.monotonic() + seconds
         stored = readings = wrong = 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or not readings:
             keys = cache.keys(tokens(int(random.integers(prompts)), int(random.integers(1, blocks + 1))))
             found = read(cache, keys, verify=bool(random.integers(2)))
             readings, wrong = readings + found.read, wrong + found.wrong
