@@ -1,4 +1,4 @@
-"""One Ray cluster of two nodes for the whole session; a pool of a fresh name for every test that asks for one."""
+"""A Ray cluster of two nodes for each of pytest's workers; a pool of a fresh name for every test that asks for one."""
 
 import itertools
 import os
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 NODE = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 _names = (f"t{os.getpid()}-{i}" for i in itertools.count())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of pytest-xdist's workers each takes a file at a time; vLLM's engines are too large to be there twice."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("vllm" if "vllm" in item.path.name else item.path.name))
 
 
 @pytest.fixture(scope="session")
@@ -71,9 +77,9 @@ def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
 @pytest.fixture
 def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls of this process take long: what they return is tested, on a machine that may be busy."""
-    import raykv.link
+    from pools import PATIENCE_S
 
-    monkeypatch.setattr(raykv.link, "METADATA_DEADLINE_S", 5.0)
+    monkeypatch.setattr("raykv.link.METADATA_DEADLINE_S", PATIENCE_S)
 
 
 @pytest.fixture

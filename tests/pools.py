@@ -20,6 +20,7 @@ from raykv.place import PLACE
 T = TypeVar("T")
 MIB = 1 << 20
 BLOCK = 256 << 10
+PATIENCE_S = 5.0
 
 
 def payload(keys: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint8]:
@@ -44,7 +45,7 @@ def eventually(check: Callable[[], T], deadline: float = 90.0) -> T:
 
 def patient() -> None:
     """From now on calls of this process may take long: what they return is tested, on a machine that may be busy."""
-    raykv.link.METADATA_DEADLINE_S = 5.0  # type: ignore[attr-defined]
+    raykv.link.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]
 
 
 def tokens(seed: int, blocks: int) -> NDArray[np.int64]:
@@ -201,11 +202,17 @@ def settled(pool: raykv.KVPool) -> bool:
 
 
 def served(pool: raykv.KVPool, nodes: int) -> bool:
-    """Whether so many nodes offer all of their memory."""
-    found = pool.stats().get("nodes", {}).values()
+    """Whether so many nodes offer all of their memory, to a client that knows the directory in charge."""
+    stats = pool.stats()
+    found = stats.get("nodes", {})
     assert pool.local
-    whole = [node for node in found if node["slabs"] + node["spare_slabs"] == pool.local.arena.slabs]
-    return len(whole) == nodes and all(node["state"] == "alive" for node in found)
+    whole = [node for node in found.values() if node["slabs"] + node["spare_slabs"] == pool.local.arena.slabs]
+    if len(whole) < nodes or any(node["state"] != "alive" for node in found.values()):
+        return False
+    if pool.local.index != found[pool.node_id]["index"]:
+        pool.look_again()  # a directory that was slow to start was replaced meanwhile
+        return False
+    return bool(pool.local.arena.epoch == stats["epoch"])
 
 
 def places(pool: raykv.KVPool, cache: raykv.KVCache, keys: NDArray[np.uint8]) -> NDArray[np.void]:
