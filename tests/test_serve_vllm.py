@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,11 +113,22 @@ def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[A
     yield App(pool, f"http://127.0.0.1:{port}/")
     serve_vllm.shutdown()
     for path in semaphores() - before:  # of a process of vLLM that lived too shortly to be seen
-        path.unlink(missing_ok=True)
+        if not mapped(path):  # nor of somebody else who runs beside this
+            path.unlink(missing_ok=True)
 
 
 def semaphores() -> set[Path]:
     return set(Path("/dev/shm").glob("sem.mp-*"))
+
+
+def mapped(path: Path) -> bool:
+    """Whether a living process uses a file of shared memory, under whatever name it opened that."""
+    inode = f" {path.stat().st_ino} "
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            if inode in maps.read_text():
+                return True
+    return False
 
 
 def test_requests_follow_their_prefix_and_cross_nodes_only_when_many_come(app: App) -> None:
