@@ -11,7 +11,7 @@ test: .venv/.installed
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/pytest -n 2 --dist loadgroup
+	.venv/bin/pytest
 
 .venv/.installed: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes for each of pytest's workers; a pool of a fresh name for every test that asks for one."""
+"""One Ray cluster of two nodes for the whole session; a pool of a fresh name for every test that asks for one."""
 
 import itertools
 import os
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 NODE = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 _names = (f"t{os.getpid()}-{i}" for i in itertools.count())
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of pytest-xdist's workers each takes a file at a time; vLLM's engines are too large to be there twice."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("vllm" if "vllm" in item.path.name else item.path.name))
 
 
 @pytest.fixture(scope="session")
