@@ -207,7 +207,7 @@ def served(pool: raykv.KVPool, nodes: int) -> bool:
     found = stats.get("nodes", {})
     assert pool.local
     whole = [node for node in found.values() if node["slabs"] + node["spare_slabs"] == pool.local.arena.slabs]
-    if len(whole) < nodes or any(node["state"] != "alive" for node in found.values()):
+    if len(whole) != nodes or any(node["state"] != "alive" for node in found.values()):
         return False
     if pool.local.index != found[pool.node_id]["index"]:
         pool.look_again()  # a directory that was slow to start was replaced meanwhile

@@ -113,8 +113,9 @@ def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[A
     yield App(pool, f"http://127.0.0.1:{port}/")
     serve_vllm.shutdown()
     for path in semaphores() - before:  # of a process of vLLM that lived too shortly to be seen
-        if not mapped(path):  # nor of somebody else who runs beside this
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # its owner was faster
+            if not mapped(path):  # nor of somebody else who runs beside this
+                path.unlink()
 
 
 def semaphores() -> set[Path]:

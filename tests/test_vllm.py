@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
-from pools import MIB, PATIENCE_S, eventually, kill, part, pid, settled
+from pools import MIB, eventually, kill, part, pid, settled
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
@@ -211,7 +211,7 @@ def answers_while(engines: Engines, reader: Any, prompts: list[list[int]], end: 
     return [answer[0] for answer in answers]
 
 
-def test_an_engine_does_not_wait_for_the_directory(patiently: None, start: Callable[..., raykv.KVPool]) -> None:
+def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KVPool]) -> None:
     import os
     import signal
 
@@ -226,7 +226,7 @@ def test_an_engine_does_not_wait_for_the_directory(patiently: None, start: Calla
         assert worker.submit_store(1, source, ChunksToStore([cache.keys(np.arange(64)).tobytes()], 0))
         begin = time.monotonic()
         worker.wait({1})
-        assert time.monotonic() - begin < PATIENCE_S / 2  # it would have waited that long
+        assert time.monotonic() - begin < 0.2
         assert [(result.job_id, result.success, result.transfer_size) for result in worker.get_finished()] == [
             (1, True, 0)
         ]
