@@ -2,7 +2,7 @@ PYTHON ?= python3
 
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
-.PHONY: demo test
+.PHONY: demo test parts clusters
 
 demo: .venv/.installed
 	.venv/bin/raykv demo
@@ -10,8 +10,14 @@ demo: .venv/.installed
 test: .venv/.installed
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	.venv/bin/mypy
-	.venv/bin/pytest
+	$(MAKE) --no-print-directory --jobs=2 parts clusters
+
+parts: .venv/.installed  # beside the clusters, which mostly wait
+	@nice .venv/bin/mypy > .venv/parts.log && nice .venv/bin/pytest -m 'not cluster' >> .venv/parts.log; \
+	status=$$?; cat .venv/parts.log; exit $$status
+
+clusters: .venv/.installed
+	.venv/bin/pytest -m cluster
 
 .venv/.installed: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

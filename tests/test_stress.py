@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SECONDS = 60.0
 
 
+@pytest.mark.cluster
 def test_everything_is_killed_once_under_load() -> None:
     """In a process and a cluster of its own: a raylet dies last."""
     script = Path(__file__).parent / "stress.py"
