@@ -77,7 +77,7 @@ def test_what_a_user_gets_wrong(cluster: Any, tmp_path: Path) -> None:
     assert loose.returncode == 1 and "chmod 600" in loose.stderr
 
 
-@pytest.mark.cluster
+@pytest.mark.own_cluster
 def test_demo() -> None:
     """Cold on engine 0, then from its node on engine 1, then again on engine 0."""
     figures = last_json(command("demo", "--requests", "3", "--json"))

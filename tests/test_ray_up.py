@@ -27,7 +27,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield machines
 
 
-@pytest.mark.cluster
+@pytest.mark.own_cluster
 @pytest.mark.timeout(540)
 def test_ray_up(machines: Machines, tmp_path: Path) -> None:
     """Launch it, see what one replica stored on the other's node, and take it down."""
