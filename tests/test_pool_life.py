@@ -35,6 +35,7 @@ from pools import (
 import raykv
 from raykv import actors
 from raykv import keys as key_chain
+from raykv.config import HEARTBEAT_S
 
 pytestmark = pytest.mark.usefixtures("patiently")
 
@@ -184,6 +185,13 @@ def open_things() -> tuple[int, int, int]:
     return files, maps, sum(thread.name.startswith("raykv") for thread in threading.enumerate())
 
 
+def nothing_ends() -> bool:
+    """Whether all that was closed before is gone: its threads end when they next wake."""
+    before = open_things()
+    time.sleep(2 * HEARTBEAT_S)
+    return open_things() == before
+
+
 def test_after_close_all_is_a_miss(start: Callable[..., raykv.KVPool]) -> None:
     attached = raykv.attach(start().name)
     cache = a_cache(attached)
@@ -203,6 +211,7 @@ def test_attaching_and_closing_leaves_nothing_open(start: Callable[..., raykv.KV
     pool = start()
     keys = a_cache(pool).keys(tokens(1, 3))
     assert store(a_cache(pool), keys) == 3
+    eventually(nothing_ends)
     before = open_things()
     for closes in (True, False):  # or is forgotten
         for _ in range(3):
