@@ -17,9 +17,10 @@ Answer = tuple[Any, ...]
 class Directory:
     """Where every block of a pool is. One actor, synchronous: calls are answered in the order they came."""
 
-    def __init__(self, pool: str, locality: float) -> None:
+    def __init__(self, pool: str, locality: float, share: float, min_hits: int) -> None:
         self._pool = pool
-        self._directory = raykv.directory.Directory(actors.take_epoch(pool), locality)
+        epoch = actors.take_epoch(pool)
+        self._directory = raykv.directory.Directory(epoch, locality, share=share, min_hits=min_hits)
         _warm_up()
         gc.freeze()  # a collection that walks all of numba would hold up every caller
 
@@ -73,9 +74,18 @@ class Directory:
     def remove_node(self, name: str) -> int:
         return self._directory.remove_node(name, time.monotonic())
 
+    def beat_tier(self, name: str, capacity: int, shared: bool, reached: bool, lost: bool) -> tuple[int, bool] | None:
+        return self._directory.beat_tier(name, capacity, shared, reached, lost, time.monotonic())
+
+    def found(self, name: str, keys: bytes, sizes: bytes, last: bool) -> None:
+        self._directory.found(name, keys, sizes, last, time.monotonic())
+
+    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, whole: bool) -> Answer:
+        return tuple(self._directory.sink(name, places, keys, stored, whole, time.monotonic()))
+
     def nodes(self) -> dict[int, str]:
-        """Ray node ids by the index that places carry."""
-        return {node.index: name for name, node in self._directory.nodes.items()}
+        """Ray node ids by the index that places carry, of nodes and of their own tiers."""
+        return self._directory.indices()
 
     def clear(self) -> tuple[int, int]:
         """(generation up to which all is forgotten, keys there were)."""
@@ -107,6 +117,12 @@ def _warm_up() -> None:
     if limbo is not None:
         n = len(limbo[2]) // PLACE.itemsize
         directory.swept(limbo[2], bytes(n), bytes(16 * n), bytes(8 * n), 1e6)
+    directory.beat_tier("a", 1 << 20, False, True, False, 1e6)
+    directory.found("a", keys[:16], (4096).to_bytes(8, "little"), True, 1e6)
+    granted = directory.reserve(Call(4, 1), 1, "a", bytes(range(2, 66)), 0, 4096, 1e6)
+    directory.commit(Call(4, 2, (1).to_bytes(8, "little")), 1, granted.places, bytes(range(2, 66)), b"\1" * 4, 1e6)
+    sunk = directory.sink("a", b"", b"", b"", True, 1e6)
+    directory.sink("a", sunk.target, sunk.keys, bytes(len(sunk.keys) // 16), True, 1e6)
     directory.clear(1e6)
     directory.stats(1e6)
     directory.remove_node("b", 1e6)

@@ -11,6 +11,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
+from raykv.actors.sinking import Sinking, open_external
 
 from raykv import actors, room
 from raykv.arena import Arena, open_own, remove_left_behind
@@ -31,16 +32,25 @@ JOIN_DEADLINE_S = 30.0
 class NodeStore:
     """Owns a node's CPU tier."""
 
-    def __init__(self, pool: str, node_id: str, cpu_memory: float | int, secret: bytes, transport: str) -> None:
-        """Raises CapacityError where the node cannot afford `cpu_memory` (see PoolConfig)."""
+    def __init__(
+        self, pool: str, node_id: str, cpu_memory: float | int, secret: bytes, transport: str, external: str | None
+    ) -> None:
+        """Raises CapacityError where the node cannot afford `cpu_memory`, or what says why `external` can't be used
+        (see PoolConfig).
+        """
         self._pool, self._node_id = pool, node_id
-        capacity = capacity_bytes(cpu_memory, room.total_bytes())
+        capacity, mark = capacity_bytes(cpu_memory, room.total_bytes()), fingerprint(pool, secret)
         slab = slab_bytes(capacity)
-        self._arena: Arena = open_own(pool, fingerprint(pool, secret), slab, capacity // slab, room.check)
+        tier = open_external(pool, mark, external, actors.get(pool, "tier")) if external else None
+        if tier:
+            tier[0].open()
+        self._arena: Arena = open_own(pool, mark, slab, capacity // slab, room.check)
+        self._sinking = Sinking(pool, node_id, self._arena, *tier) if tier else None
         # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, our stream does not.
         over_tcp = transport == "tcp" and os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false")
         self._listener = _listener(self._arena) if over_tcp else None
-        self._transport = Tcp() if over_tcp else ObjectStore()
+        self._object_store = ObjectStore()
+        self._transport = Tcp(self._object_store) if over_tcp else self._object_store
         self._index = -1
         self._peers: dict[int, Any] = {}
         self._pulled = 0
@@ -121,14 +131,21 @@ class NodeStore:
         for index in np.unique(at["node"][~there]).tolist():
             wanted = np.flatnonzero((at["node"] == index) & ~there)
             try:
-                peer = self._peer(index)
-                verdicts[wanted] = self._transport.pull(peer, at[wanted], keys[wanted], self._arena, to[wanted])
+                verdicts[wanted] = self._fetch_from(index, at[wanted], keys[wanted], to[wanted])
                 with self._lock:
                     self._pulled += int((verdicts[wanted] == PULLED).sum())
             except (RayError, OSError, ValueError, KeyError) as error:
                 log.debug("pull from node %d: %r", index, error)
                 self._peers.pop(index, None)
         return verdicts
+
+    def _fetch_from(
+        self, index: int, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]
+    ) -> NDArray[np.uint8]:
+        if self._sinking and index == self._sinking.index:
+            return self._sinking.load(keys, to)
+        transport = self._object_store if index & 1 else self._transport  # odd: another node's own tier
+        return transport.pull(self._peer(index), at, keys, self._arena, to)
 
     def _peer(self, index: int) -> Any:
         """The store of the node that places call `index`. KeyError or ValueError where there is none."""
@@ -145,8 +162,13 @@ class NodeStore:
 
     @ray.method(concurrency_group="read")
     def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
-        """(uint8 mask, uint64 checksums, uint32 positions, bytes of the masked, not copied here: verify them)."""
+        """(uint8 mask, uint64 checksums, uint32 positions, bytes of the masked, not copied here: verify them).
+
+        Of blocks in this node's memory, or in its external tier.
+        """
         at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        if self._sinking and len(at) and at["node"][0] == self._sinking.index:
+            return self._sinking.read(names, int(at["bytes"][0]))
         sums, positions, ok = self._arena.claims(at, names)
         return ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), self._arena.views(at[ok])
 
@@ -156,18 +178,36 @@ class NodeStore:
         return os.getpid()
 
     def stats(self) -> dict[str, int]:
-        """Since this process started: blocks pulled here from other nodes, and blocks found altered on arrival."""
-        return {"pulled": self._pulled, "corrupt": self._arena.corrupt}
+        """Since this process started: blocks pulled here from other nodes or from a tier, blocks found altered on
+        arrival, and what went wrong with the external tier.
+        """
+        tier = self._sinking.external.faults if self._sinking else {}
+        return {
+            "pulled": self._pulled,
+            "corrupt": self._arena.corrupt,
+            **{f"tier_{what}": count for what, count in tier.items()},
+        }
 
-    def raise_floor(self, generation: int) -> None:
-        """Blocks up to a generation were cleared: a restarted directory must not find them again."""
+    def clear(self, generation: int, content: bytes) -> None:
+        """Blocks up to a generation were cleared: a restarted directory must not find them again.
+
+        content: what the external tier's content is called from now on.
+        """
         self._arena.raise_floor(generation)
+        if self._sinking:
+            self._sinking.external.clear(content)
+
+    def flush(self, seconds: float) -> bool:
+        """Bring all blocks down to the external tier. Returns whether that was done in time, if there is one."""
+        return self._sinking is None or self._sinking.flush(seconds)
 
     def stop(self) -> None:
         """Let go of the memory, and of what dead stores of this machine left. The actor is of no use afterwards."""
         self._stopped.set()
         if self._listener is not None:
             self._listener.close()
+        if self._sinking is not None:
+            self._sinking.stop()
         self._arena.close(unlink=True)
         remove_left_behind(self._pool)
 

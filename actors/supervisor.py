@@ -15,7 +15,7 @@ from raykv.actors.node_store import GROUPS, NodeStore
 
 from raykv import actors
 from raykv.arena import remove_left_behind
-from raykv.config import HEARTBEAT_S
+from raykv.config import FLUSH_DEADLINE_S, HEARTBEAT_S, WRITE_SHARES
 
 log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
@@ -66,6 +66,9 @@ class Supervisor:
         for node_id in _living():  # not those known here: this process may be a new one
             with contextlib.suppress(ValueError):
                 stores[node_id] = actors.find(actors.node_store_name(self._pool, node_id))
+        if stores:
+            flushes = [store.flush.remote(FLUSH_DEADLINE_S) for store in stores.values()]
+            ray.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
         stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
         if stops:
             ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
@@ -150,7 +153,7 @@ class Supervisor:
         directory: Any = (
             ray.remote(Directory)
             .options(**actors.options(name, ray.get_runtime_context().get_node_id(), pinned=False))
-            .remote(self._pool, settings["locality"])
+            .remote(self._pool, settings["locality"], WRITE_SHARES[settings["write"]], settings["min_hits"])
         )
         ray.get(directory.ping.remote(), timeout=START_DEADLINE_S)  # compiled, before anybody turns to it
         actors.put(self._pool, "directory", name.encode())
@@ -171,7 +174,7 @@ class Supervisor:
         return (
             ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
             .options(**options)
-            .remote(self._pool, node_id, settings["cpu_memory"], secret, settings["transport"])
+            .remote(self._pool, node_id, settings["cpu_memory"], secret, settings["transport"], settings["external"])
         )
 
 

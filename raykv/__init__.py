@@ -4,6 +4,7 @@ from raykv.cache import KVCache, Match
 from raykv.client import KVPool, attach, start
 from raykv.config import PoolConfig
 from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, RayKVError
+from raykv.tiers import register_tier
 
 __all__ = [
     "ArenaMismatch",
@@ -15,5 +16,6 @@ __all__ = [
     "PoolNotFound",
     "RayKVError",
     "attach",
+    "register_tier",
     "start",
 ]

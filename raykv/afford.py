@@ -1,4 +1,4 @@
-"""Whether every node can afford its arena, asked before anything is started."""
+"""Whether every node can afford its arena, and use its external tier: asked before anything is started."""
 
 import os
 import time
@@ -9,34 +9,49 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import room
+from raykv.actors.sinking import open_external
 from raykv.arena import SHM, left_behind
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
+from raykv.tiers import parse
 
 ASK_DEADLINE_S = 60.0
 
 
-def check_nodes(pool: str, cpu_memory: float | int) -> None:
-    """CapacityError if some node can't; nodes that share a machine's memory are added up."""
+def check_nodes(
+    pool: str, cpu_memory: float | int, external: str | None, fingerprint: bytes, maker: bytes | None
+) -> None:
+    """CapacityError if some node can't afford it; nodes that share a machine's memory are added up.
+
+    ValueError if some node can't use its external tier. maker: see `open_external`.
+    """
     ask = ray.remote(num_cpus=0, max_retries=0)(_ask)
     living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     here = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in living]
-    asked = [ask.options(scheduling_strategy=strategy).remote(pool, cpu_memory) for strategy in here]
+    question = (pool, cpu_memory, external, fingerprint, maker)
+    asked = [ask.options(scheduling_strategy=strategy).remote(*question) for strategy in here]
+    refusals: dict[str, list[str]] = {}  # node ids by what is wrong
     machines: dict[str, list[dict[str, Any]]] = {}
     end = time.monotonic() + ASK_DEADLINE_S
-    for question in asked:
+    for node_id, reference in zip(living, asked, strict=True):
         try:
-            answer = ray.get(question, timeout=max(0.0, end - time.monotonic()))
+            answer = ray.get(reference, timeout=max(0.0, end - time.monotonic()))
         except RayError:  # a node that was lost meanwhile
             continue
         machines.setdefault(answer["machine"], []).append(answer)
+        if answer["tier"]:
+            refusals.setdefault(answer["tier"], []).append(node_id[:16])
+    if refusals:
+        raise ValueError("\n".join(f"{what} (on nodes {', '.join(nodes)})" for what, nodes in refusals.items()))
     for nodes in machines.values():
         wanted = sum(node["asked"] for node in nodes)
         if wanted > nodes[0]["free"]:
             raise CapacityError(room.refusal(wanted, nodes[0]["room"], len(nodes)))
 
 
-def _ask(pool: str, cpu_memory: float | int) -> dict[str, Any]:
+def _ask(
+    pool: str, cpu_memory: float | int, external: str | None, fingerprint: bytes, maker: bytes | None
+) -> dict[str, Any]:
     found = room.free_bytes()
     adoptable = sum(os.stat(path).st_blocks * 512 for path in left_behind(pool))
     with open("/proc/sys/kernel/random/boot_id") as boot_id:
@@ -46,4 +61,19 @@ def _ask(pool: str, cpu_memory: float | int) -> dict[str, Any]:
         "room": found,
         "free": found.free + adoptable,
         "asked": capacity_bytes(cpu_memory, room.total_bytes()),
+        "tier": _refusal(pool, external, fingerprint, maker) if external else "",
     }
+
+
+def _refusal(pool: str, external: str, fingerprint: bytes, maker: bytes | None) -> str:
+    """Why this node can't use its external tier, if it can't."""
+    try:
+        tier, _ = open_external(pool, fingerprint, external, maker)
+        try:
+            tier.check()
+        finally:
+            tier.close()
+    except Exception as error:  # a library's own, too
+        text = str(error)
+        return text if "external=" in text else f"external={parse(external).text}: {text}"
+    return ""

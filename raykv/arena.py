@@ -252,17 +252,30 @@ class Arena:
             header.finish(words, at, spots, names, sums.view(np.int64), where, self._now(), ok)
         return ok
 
+    def measured(self, places: NDArray[np.void]) -> NDArray[np.void]:
+        """The places, whose `bytes` are their slots', with what their headers say that a block has."""
+        words, data = self._memory
+        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        at, _ = self._locate(words, data, spots)
+        lengths = words[np.maximum(at, 0) + header.LENGTH]
+        measured = places.copy()
+        measured["bytes"] = np.where((at >= 0) & (lengths > 0) & (lengths <= places["bytes"]), lengths, places["bytes"])
+        return measured
+
     def claims(
-        self, places: NDArray[np.void], keys: NDArray[np.uint8]
+        self, places: NDArray[np.void], keys: NDArray[np.uint8], used: bool = True
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_]]:
-        """(n,) xxh3_64 that each block had when written, (n,) positions, and which of the places hold that block."""
+        """(n,) xxh3_64 that each block had when written, (n,) positions, and which of the places hold that block.
+
+        used: who asks is about to read them, for another node.
+        """
         words, data = self._memory
         spots, names = _arguments(places, keys)
         at, _ = self._locate(words, data, spots)
         ok, claims = np.zeros(len(spots), np.bool_), np.zeros((len(spots), 2), np.int64)
         header.check(words, at, spots, names, claims, ok)
         header.recheck(words, at, spots, names, ok)
-        header.stamp(words, at, self._now(), ok)  # who asks this is about to read them, for another node
+        header.stamp(words, at, self._now(), ok & used)
         return claims[:, 0].astype(np.uint64), claims[:, 1].astype(np.uint32), ok
 
     def views(self, places: NDArray[np.void]) -> list[NDArray[np.uint8]]:

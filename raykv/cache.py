@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,14 +18,16 @@ from raykv import rows as row_checks
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.place import PLACE
 from raykv.rows import Rows
-from raykv.transports.verdicts import ALTERED, PULLED
+from raykv.transports.verdicts import ALTERED, PULLED, data_deadline
 
 if TYPE_CHECKING:
     from raykv.client import KVPool
     from raykv.local import Local
 
 PIECE_BYTES = 128 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
+TIER_PIECE_BYTES = 32 * MIB  # the same of a tier: what came in time counts
 PIECES_AHEAD = 2
+PATIENCE_S = 0.05  # a read waits for a tier for so long, however fast its tokens could be computed
 
 Keys = NDArray[np.uint8]
 Places = NDArray[np.void]
@@ -36,9 +40,10 @@ class KVCache:
     the cancellation is seen, since they use the caller's memory.
     """
 
-    def __init__(self, pool: KVPool, root: bytes, block_tokens: int, block_bytes: int) -> None:
+    def __init__(self, pool: KVPool, root: bytes, block_tokens: int, block_bytes: int, tokens_per_s: float) -> None:
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
+        self.recompute_tokens_per_s = tokens_per_s
         self._pool = pool
         self._root = root
 
@@ -54,13 +59,28 @@ class KVCache:
         """An engine's own chained block hashes (list of bytes, or (n, k) uint8) as (n, 16) uint8 keys of this cache."""
         return key_chain.rekey(self._root, hashes)
 
-    def match(self, keys: Keys) -> Match:
-        """Lease the longest run of leading keys that is ready in the pool. A pool that is down has none."""
-        return Match(self, self._pool, row_checks.keys(keys))
+    def match(self, keys: Keys, *, prefetch: bool = False) -> Match:
+        """Lease the longest run of leading keys that is ready in the pool. A pool that is down has none.
 
-    def amatch(self, keys: Keys) -> AsyncMatch:
+        Blocks of an external tier are on their way from now on, and reads wait for them no longer than it would take to
+        compute their tokens. prefetch: those of other nodes, too, for a prompt that waits in a queue.
+        """
+        return Match(self, self._pool, row_checks.keys(keys), prefetch)
+
+    def amatch(self, keys: Keys, *, prefetch: bool = False) -> AsyncMatch:
         """`async with cache.amatch(keys) as match`."""
-        return AsyncMatch(self, self._pool, row_checks.keys(keys))
+        return AsyncMatch(self, self._pool, row_checks.keys(keys), prefetch)
+
+    def prefetch(self, keys: Keys) -> Future[int]:
+        """Bring what an external tier has of a prompt into memory, in the background, and hold none of it.
+
+        Its result: how many leading blocks were in memory then.
+        """
+        return self._pool.background(self._promote, row_checks.keys(keys))
+
+    def _promote(self, keys: Keys) -> int:
+        with self.match(keys, prefetch=True) as match:
+            return match.fetch(whole=True)
 
     def store(self, keys: Keys, blocks: Any, start: int = 0) -> int:
         """Offer blocks to the cluster. Returns how many of them are newly stored.
@@ -165,7 +185,7 @@ class Reservation:
         self._written[away] = False
         if local is None:
             return
-        for piece in _pieces(away, self._block_bytes):
+        for piece in _pieces(away, max(1, PIECE_BYTES // self._block_bytes)):
             verdicts = local.push(self._staged[piece], self._keys[piece], self._places[piece], self._pool.link)
             self._written[piece] = verdicts == PULLED
             if not self._written[piece].all():
@@ -185,12 +205,12 @@ class Match:
     num_blocks, num_tokens: how many. nodes: Ray node ids they lie on, in order, each once.
     """
 
-    def __init__(self, cache: KVCache, pool: KVPool, keys: Keys) -> None:
+    def __init__(self, cache: KVCache, pool: KVPool, keys: Keys, prefetch: bool) -> None:
         self._cache, self._pool = cache, pool
         self._leases: list[_Lease] = []
         for first in range(0, len(keys), KEYS_PER_CALL):
             part = keys[first : first + KEYS_PER_CALL]
-            lease = _Lease(pool, part, cache.block_bytes)
+            lease = _Lease(pool, part, cache.block_bytes, cache.block_tokens / cache.recompute_tokens_per_s, prefetch)
             if len(lease):
                 self._leases.append(lease)
             if len(lease) < len(part):
@@ -231,14 +251,16 @@ class Match:
                 break
         return done
 
-    def fetch(self) -> int:
-        """Bring blocks of other nodes to this one, as far as its staging window goes, without copying any out.
+    def fetch(self, *, whole: bool = False) -> int:
+        """Bring blocks of other nodes and of a tier to this node, without copying any out.
+
+        As far as its staging window goes; whole: all of them, through the window, however long a tier takes.
 
         Returns how many leading blocks are on this node now: what a `read` copies at memory speed.
         """
         done = 0
         for lease in self._leases:
-            count = lease.fetch()
+            count = lease.fetch(whole)
             done += count
             if count < len(lease):
                 break
@@ -264,8 +286,8 @@ class Match:
 class AsyncMatch:
     """`async with cache.amatch(keys) as match`: a Match, asked for and released without blocking the loop."""
 
-    def __init__(self, cache: KVCache, pool: KVPool, keys: Keys) -> None:
-        self._cache, self._pool, self._keys = cache, pool, keys
+    def __init__(self, cache: KVCache, pool: KVPool, keys: Keys, prefetch: bool) -> None:
+        self._cache, self._pool, self._keys, self._prefetch = cache, pool, keys, prefetch
         self._match: Match | None = None
 
     async def __aenter__(self) -> Match:
@@ -281,7 +303,7 @@ class AsyncMatch:
         self._release()
 
     def _ask(self) -> None:
-        self._match = Match(self._cache, self._pool, self._keys)
+        self._match = Match(self._cache, self._pool, self._keys, self._prefetch)
         _ = self._match.nodes  # the name of a node is asked for once: here, not on the loop
 
     def _release(self) -> None:
@@ -292,8 +314,10 @@ class AsyncMatch:
 class _Lease:
     """One call's worth of a match."""
 
-    def __init__(self, pool: KVPool, keys: Keys, block_bytes: int) -> None:
+    def __init__(self, pool: KVPool, keys: Keys, block_bytes: int, block_s: float, prefetch: bool) -> None:
+        """block_s: seconds that a block takes to compute."""
         self._pool, self._block_bytes = pool, block_bytes
+        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a piece, and the pull of it
         self.id, answer = pool.link.hold("match", pool.node_id, keys.tobytes(), block_bytes)
         self.source = np.frombuffer(answer.source if answer else b"", PLACE).copy()
         self.staged = np.zeros(len(self.source), PLACE)
@@ -304,8 +328,15 @@ class _Lease:
         if pool.local is None or (ours["node"] != pool.local.index).any():
             pool.look_again()  # the directory calls this node something else
             self.source, self.staged, self.keys = self.source[:0], self.staged[:0], keys[:0]
+        below = self.source["node"] & 1 == 1
+        piece_bytes = TIER_PIECE_BYTES if below.any() else PIECE_BYTES
+        self._piece_blocks = max(1, piece_bytes // block_bytes)
+        self._patience_s = block_s * int(below.sum()) if below.any() else None
+        self._since = time.monotonic()
         if not len(self.source):
             pool.link.let_go(self.id)
+        elif pool.local is not None and (prefetch or below.any()):
+            self._begin(pool.local)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -339,12 +370,33 @@ class _Lease:
         self.staged[at : at + len(staged)] = staged
         return self._reach(at) - at
 
+    def _begin(self, local: Local) -> None:
+        stop = self._reach(0)
+        for piece in itertools.islice(_pieces(self._away(0, stop), self._piece_blocks), PIECES_AHEAD):
+            self._begun[int(piece[0])] = len(piece), self._start(local, piece)
+
+    def _start(self, local: Local, piece: NDArray[np.intp]) -> Any:
+        """The pull of a piece, which may have begun with the match."""
+        blocks, answer = self._begun.pop(int(piece[0]), (0, None))
+        if blocks == len(piece):
+            return answer
+        return local.pull(self.source[piece], self.keys[piece], self.staged[piece])
+
+    def _away(self, at: int, stop: int) -> NDArray[np.intp]:
+        return at + np.flatnonzero(~self._here()[at:stop])
+
+    def _deadline(self, size: int) -> float:
+        """Seconds to wait for `size` bytes: less than their tokens would take to compute, where a tier has them."""
+        if self._patience_s is None:
+            return data_deadline(size)
+        return max(0.0, min(data_deadline(size), self._since + max(PATIENCE_S, self._patience_s) - time.monotonic()))
+
     def _read_reached(self, at: int, stop: int, rows: Rows, verify: bool) -> int:
         """Read [at, stop), pulling ahead what is on other nodes. Returns how many leading blocks are valid."""
         local = self._pool.local
         if local is None:
             return 0
-        away = at + np.flatnonzero(~self._here()[at:stop])
+        away = self._away(at, stop)
         valid = np.zeros(stop - at, np.bool_)
         arrivals = self._pull(local, away)
         near = np.setdiff1d(np.arange(at, stop), away)
@@ -353,30 +405,39 @@ class _Lease:
             valid[came - at] = self._copy(self.staged, came, rows, verify)
         return _leading(valid)
 
-    def fetch(self) -> int:
-        """Pull what is on other nodes, as far as staging goes. Returns how many leading blocks are on this node."""
-        local, stop = self._pool.local, self._reach(0)
-        if local is None:
-            return 0
-        away = np.flatnonzero(~self._here()[:stop])
-        there = np.ones(stop, np.bool_)
-        there[away] = False
-        for came in self._pull(local, away):
-            self.source[came], there[came] = self.staged[came], True
-        return _leading(there)
+    def fetch(self, whole: bool) -> int:
+        """Pull what is elsewhere, as far as staging goes, or all. Returns how many leading blocks came to this node."""
+        local, at = self._pool.local, 0
+        if whole:
+            self._patience_s = None
+        while local is not None and at < len(self):
+            stop = self._reach(at)
+            if stop == at and whole:
+                stop = at + self._stream(at)
+            away = self._away(at, stop)
+            there = np.ones(stop - at, np.bool_)
+            there[away - at] = False
+            for came in self._pull(local, away):
+                there[came - at] = True
+                if not whole:  # else what is behind is given back, and not for this lease to read
+                    self.source[came] = self.staged[came]
+            at += _leading(there)
+            if at < stop or stop == at or not whole:
+                break
+        return at
 
     def _pull(self, local: Local, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
         """Begin to pull blocks into their staging slots. Iterates over those that came, in whatever order they do."""
         pulls: dict[Any, NDArray[np.intp]] = {}
-        pieces = _pieces(away, self._block_bytes)
+        pieces = _pieces(away, self._piece_blocks)
 
         def pull(count: int) -> None:
             for piece in itertools.islice(pieces, count):
-                pulls[local.pull(self.source[piece], self.keys[piece], self.staged[piece])] = piece
+                pulls[self._start(local, piece)] = piece
 
         def arrivals() -> Iterator[NDArray[np.intp]]:
             while pulls:
-                answer = local.first(list(pulls), self._block_bytes * sum(map(len, pulls.values())))
+                answer = local.first(list(pulls), self._deadline(self._block_bytes * sum(map(len, pulls.values()))))
                 if answer is None:
                     self._pool.link.fault("pull", f"{len(pulls)} pieces are late")
                     self._pool.look_again()
@@ -420,7 +481,6 @@ def _leading(ok: NDArray[np.bool_]) -> int:
     return len(ok) if ok.all() else int(np.argmin(ok))
 
 
-def _pieces(indices: NDArray[np.intp], block_bytes: int) -> Iterator[NDArray[np.intp]]:
-    size = max(1, PIECE_BYTES // block_bytes)
-    for first in range(0, len(indices), size):
-        yield indices[first : first + size]
+def _pieces(indices: NDArray[np.intp], blocks: int) -> Iterator[NDArray[np.intp]]:
+    for first in range(0, len(indices), blocks):
+        yield indices[first : first + blocks]

@@ -44,4 +44,16 @@ class Reserved(NamedTuple):
     staged: bytes
 
 
+class Sunk(NamedTuple):
+    """Answer to `sink`: PLACEs of blocks in a node's memory, their keys, PLACEs in its tier, and keys to delete there.
+
+    `bytes` of a source is its slot's: its header says how long the block is. That of a target is 0.
+    """
+
+    source: bytes
+    keys: bytes
+    target: bytes
+    doomed: bytes
+
+
 ANSWERS = {"match": Matched, "stream": Matched, "reserve": Reserved}  # by method of the directory

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -16,16 +16,20 @@ from raykv import actors, keys
 from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
 from raykv.afford import check_nodes
 from raykv.cache import KVCache
-from raykv.config import METADATA_DEADLINE_S, NAMESPACE, PoolConfig
+from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, fingerprint
 from raykv.errors import CapacityError, PoolNotFound
+from raykv.external import CONTENT_BYTES
 from raykv.link import Link
 from raykv.local import Local
+from raykv.tiers import parse
+from raykv.tiers.registry import registered
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS = 16  # that serve async callers
 LOOK_AGAIN_S = 1.0
+RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
 ADMIN_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 60.0
 
@@ -68,14 +72,18 @@ class KVPool:
         parallel: str = "",
         part: int = 0,
         salt: str = "",
+        recompute_tokens_per_s: float = RECOMPUTE_TOKENS_PER_S,
     ) -> KVCache:
         """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes. Equal arguments, equal cache.
 
         Everything that makes KV differ must be in here: model, revision, dtype, layout (of a block's bytes), parallel
         (shape), part (which piece of a model that spans nodes). salt separates tenants that cooperate.
+        recompute_tokens_per_s, of which nothing depends but patience: how fast the engine prefills.
         """
         if not model or block_tokens < 1 or block_bytes < 1:
             raise ValueError(f"model={model!r}, block_tokens={block_tokens}, block_bytes={block_bytes}: all are needed")
+        if not recompute_tokens_per_s > 0:
+            raise ValueError(f"recompute_tokens_per_s={recompute_tokens_per_s}: give the engine's prefill rate")
         if self.local and block_bytes > self.local.arena.slab_bytes:
             raise ValueError(
                 f"block_bytes={block_bytes} is more than a slab of this pool ({self.local.arena.slab_bytes} bytes): "
@@ -93,7 +101,7 @@ class KVPool:
             block_tokens=block_tokens,
             block_bytes=block_bytes,
         )
-        return KVCache(self, root, block_tokens, block_bytes)
+        return KVCache(self, root, block_tokens, block_bytes, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:
         """Counts of the whole pool as the directory has them, and `faults` of this client. Empty while it is down."""
@@ -114,7 +122,8 @@ class KVPool:
         for node_id in ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values():
             with contextlib.suppress(ValueError):  # a node that was lost meanwhile
                 stores.append(actors.find(actors.node_store_name(self.name, node_id)))
-        ray.get([store.raise_floor.remote(floor) for store in stores], timeout=ADMIN_DEADLINE_S)
+        content = secrets.token_bytes(CONTENT_BYTES)
+        ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
     def stop(self) -> None:
@@ -140,6 +149,9 @@ class KVPool:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([running])
             raise
+
+    def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._threads.submit(function, *args, **kwargs)
 
     def look_again(self) -> None:
         """The node store seems to be another one now; at most once a second."""
@@ -176,20 +188,33 @@ def start(config: PoolConfig | None = None) -> KVPool:
 
     Joins the cluster that runs on this machine if this process has no Ray yet. Raises CapacityError where a node can't
     afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a secret
-    that is bad, or is not the running pool's.
+    that is bad, or is not the running pool's, and for an external tier that some node can't use.
     """
     config = config or PoolConfig()
     _connect(config.name)
     secret = config.explicit_secret()
     running = actors.settings(config.name)
     if running is None:
-        check_nodes(config.name, config.cpu_memory)
+        if config.external and secret is None:
+            raise ValueError(
+                "external= outlives the pool, and keys that are derived from a random secret would not be found there "
+                "again: give secret=, or RAYKV_SECRET"
+            )
+        secret = secret or secrets.token_bytes(32)
+        maker = registered(parse(config.external).scheme) if config.external else None
+        tier = ray.cloudpickle.dumps(maker) if maker else None
+        check_nodes(config.name, config.cpu_memory, config.external, fingerprint(config.name, secret), tier)
         values = {
-            "secret": (secret or secrets.token_bytes(32)).hex(),
+            "secret": secret.hex(),
             "cpu_memory": config.cpu_memory,
             "locality": config.locality,
             "transport": config.transport,
+            "external": config.external,
+            "write": config.write,
+            "min_hits": config.min_hits,
         }
+        if tier:
+            actors.put(config.name, "tier", tier)
         actors.put(config.name, "settings", json.dumps(values).encode(), overwrite=False)
     elif secret is not None and secret.hex() != running["secret"]:
         raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
@@ -247,7 +272,7 @@ def _stop(name: str) -> None:
         except ValueError:
             break
         try:
-            ray.get(supervisor.stop.remote(), timeout=STOP_DEADLINE_S)
+            ray.get(supervisor.stop.remote(), timeout=STOP_DEADLINE_S + FLUSH_DEADLINE_S)
             ray.kill(supervisor)
             break
         except RayActorError:

@@ -7,6 +7,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from raykv.tiers import parse, tier_for
+
 MIB = 1 << 20
 NAMESPACE = "raykv"  # of every actor that raykv starts
 METADATA_DEADLINE_S = 0.25
@@ -14,6 +16,10 @@ HEARTBEAT_S = 1.0
 SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S
 CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
 TRANSPORTS = ("tcp", "object_store")
+# Of a node's slots, how many are kept free or copied to its external tier, so that what needs room finds it at once.
+WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
+FLUSH_DEADLINE_S = 300.0  # for what is still to go down when a pool stops
+USES_MAX = 255  # matches of a block that are counted
 KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
 
 
@@ -27,6 +33,12 @@ class PoolConfig:
         is evicted for it. 1 is exact cluster-wide LRU.
     transport: how blocks cross nodes: "tcp", from node store to node store, and through Ray's object store where that
         fails, or where Ray uses TLS; or "object_store" always, for networks that only Ray may use.
+    external: URL of the tier below memory, such as "file:///mnt/nvme/raykv?capacity=200GiB" (every node's own; for a
+        shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (all
+        nodes'). It outlives the pool, so it takes a `secret`.
+    write: what goes down there: "back", a node's oldest blocks before their room is needed; "through", every block soon
+        after it is stored; "never".
+    min_hits: how often a block must have been asked for to go down.
     secret: what keys are derived from: bytes, or the path of a file only its owner can read. Default: the environment's
         RAYKV_SECRET, else a random one kept in Ray's internal KV.
     """
@@ -35,6 +47,9 @@ class PoolConfig:
     cpu_memory: float | int = 0.3
     locality: float = 1.5
     transport: str = "tcp"
+    external: str | None = None
+    write: str = "back"
+    min_hits: int = 0
     secret: bytes | str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -50,6 +65,12 @@ class PoolConfig:
             raise ValueError(f"locality={self.locality}: must be at least 1 (1 is exact cluster-wide LRU)")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport={self.transport!r}: use one of {', '.join(TRANSPORTS)}")
+        if self.write not in WRITE_SHARES:
+            raise ValueError(f"write={self.write!r}: use one of {', '.join(WRITE_SHARES)}")
+        if not 0 <= self.min_hits <= USES_MAX:
+            raise ValueError(f"min_hits={self.min_hits}: must be from 0 to {USES_MAX}")
+        if self.external is not None:
+            tier_for(parse(self.external))
 
     def explicit_secret(self) -> bytes | None:
         """The secret that the user gave, or None. Raises ValueError on a file that others can read."""

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv import holds, index, placement, slabs
-from raykv.calls import Call, Matched, Reserved
+from raykv.below import Below
+from raykv.calls import Call, Matched, Reserved, Sunk
 from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
 from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
 from raykv.place import PLACE, slot_bytes
@@ -17,6 +18,7 @@ from raykv.shelves import Places, Rows, Shelves
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 LIMBO_PER_BEAT = 4096
+COUNTERS = ("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt")
 
 
 @dataclass
@@ -70,14 +72,23 @@ class Directory:
     repeated or confused caller sends. `keys` are (n, 16) uint8 as bytes.
     """
 
-    def __init__(self, epoch: int = 1, locality: float = 1.5, client_ttl: float = CLIENT_TTL_S) -> None:
+    def __init__(
+        self,
+        epoch: int = 1,
+        locality: float = 1.5,
+        client_ttl: float = CLIENT_TTL_S,
+        share: float = 0.25,
+        min_hits: int = 0,
+    ) -> None:
+        """share: of a node's slots, to be free or copied to its external tier; min_hits: of what goes there."""
         self.locality = float(locality)
         self.client_ttl = client_ttl
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
         self.floor = 0  # generations up to this one were cleared
-        self.counters = dict.fromkeys(("lookups", "hits", "remote_hits", "stored", "refused", "corrupt"), 0)
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self._shelves = Shelves(epoch)
+        self._below = Below(self._shelves, share, min_hits)
         self._indices = itertools.count()
         self._stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self._next_check = 0.0
@@ -105,13 +116,15 @@ class Directory:
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
         n, remote = holds.match(self._shelves.c, k, firsts, index_here, shelf, source, staged)
-        self.counters["lookups"] += len(k)
-        self.counters["hits"] += n
-        self.counters["remote_hits"] += remote
-        if n == 0:
-            return Matched(self.epoch, b"", b"")
         source, staged = source[:n], staged[:n]
         gens, places = self._shelves.describe(source, block_bytes)
+        below = int(np.count_nonzero(places["node"] & 1))
+        self.counters["lookups"] += len(k)
+        self.counters["hits"] += n
+        self.counters["remote_hits"] += remote - below
+        self.counters["external_hits"] += below
+        if n == 0:
+            return Matched(self.epoch, b"", b"")
         staged_gens, staged_places = self._shelves.describe(staged, block_bytes) if remote else (staged.copy(), None)
         client.holds[lease] = Hold(call.seq, index_here, shelf, k[:n], source, gens, staged, staged_gens, writes=False)
         return Matched(self.epoch, places.tobytes(), b"" if staged_places is None else staged_places.tobytes())
@@ -165,7 +178,7 @@ class Directory:
         shelf = self._shelf(writer, stride) if writer and writer.state == "alive" else -1
         if writer is None or shelf < 0 or not 0 <= start <= len(k):
             return Reserved(self.epoch, start, b"", b"", b"")
-        if self._provision(writer, shelf, stride, int(np.count_nonzero(firsts[start:] < 0))):
+        if self._provision(writer, shelf, stride, int(placement.missing(self._shelves.c, firsts[start:]))):
             k, firsts = self._find(keys)  # the slab that was taken away may have held some
         source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
         others = np.array([s for s in self._shelves.sizes[stride] if s != shelf], np.int64)
@@ -239,6 +252,7 @@ class Directory:
                 self._end(client, i)
         if call.bad:
             rows, gens = self._shelves.rows_of(np.frombuffer(call.bad, PLACE))
+            self._below.doom(rows, gens)
             self.counters["corrupt"] += int(slabs.drop(self._shelves.c, rows, gens))
         return client
 
@@ -289,7 +303,7 @@ class Directory:
             return known.index, self.epoch
         self.remove_node(name, now)
         window = staging_window(slab_bytes * slab_count) if window is None else window
-        self.nodes[name] = node = Node(name, self._new_index(), nonce, slab_bytes, window, now)
+        self.nodes[name] = node = Node(name, self._new_index(tier=False), nonce, slab_bytes, window, now)
         return node.index, self.epoch
 
     def adopt(
@@ -337,9 +351,9 @@ class Directory:
         node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs]
         node.offered = max(node.offered, offered)
 
-    def _new_index(self) -> int:
-        """A node's index: never that of another node, nor one that another directory has given (int32)."""
-        return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices)
+    def _new_index(self, tier: bool) -> int:
+        """An index: never that of another node, nor one that another directory has given (int32); tiers' are odd."""
+        return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
     def _open_found(self, node: Node, at: Places) -> None:
         for number in np.unique(at["slab"]).tolist():
@@ -385,16 +399,22 @@ class Directory:
             self._shelves.close(node.index, record)
         for stride, shelf in node.shelves.items():
             self._shelves.remove(shelf, stride)
+        self._below.leave(name)
+        self._disown()  # the node may come back with the same generations in the same rows
+        return slots
+
+    def _disown(self) -> None:
+        """Whoever holds rows of slabs that were closed holds nothing there."""
         for client in self.clients.values():
-            for hold in client.holds.values():  # the node may come back with the same generations in the same rows
+            for hold in client.holds.values():
                 self._shelves.disown(hold.source, hold.gens)
                 self._shelves.disown(hold.staged, hold.staged_gens)
-        return slots
 
     def _set_state(self, node: Node, state: str) -> None:
         node.state = state
         for stride, shelf in node.shelves.items():
             self._shelves.offer(shelf, stride, state == "alive")
+        self._below.suspect(node.name, state == "suspect")
 
     def _limbo(self, node: Node) -> Places:
         """Slots of the node to be swept, at most LIMBO_PER_BEAT of each size."""
@@ -408,6 +428,64 @@ class Directory:
                     n = slabs.in_state(self._shelves.c, *self._shelves.span(record), index.LIMBO, rows, n)
             found.append(self._shelves.describe(rows[:n], stride)[1])
         return np.concatenate(found)
+
+    # ------------------------------------------------------------------ external tiers
+
+    def beat_tier(
+        self, name: str, capacity: int, shared: bool, reached: bool, lost: bool, now: float
+    ) -> tuple[int, bool] | None:
+        """A node store has an external tier, which it reaches or not; lost: what was there is gone.
+
+        Returns (index of the tier in places, whether the store is to tell what lies there: `found`); None: it is to
+        `join` first.
+        """
+        self._check(now)
+        if name not in self.nodes:
+            return None
+        if lost:
+            self._below.forget(name)
+            self._disown()
+        return self._below.beat(name, capacity, shared, reached, lambda: self._new_index(tier=True))
+
+    def found(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
+        """What lies in a node's tier from before, oldest first: keys and block_bytes (int64). last: that is all."""
+        self._check(now)
+        k, s = np.frombuffer(keys, np.uint64).reshape(-1, 2), np.frombuffer(sizes, np.int64)
+        if len(k) == len(s):
+            self._below.found(name, k, s, last)
+
+    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, whole: bool, now: float) -> Sunk:
+        """What of a node's blocks goes down to its tier next; whole: in the end, everything.
+
+        places, keys, stored (uint8 mask): what became of earlier answers, as often as it is said.
+        """
+        self._check(now)
+        at = np.frombuffer(places, PLACE)
+        k, done = np.frombuffer(keys, np.uint64).reshape(-1, 2), np.frombuffer(stored, np.uint8)
+        node = self.nodes.get(name)
+        if node is None or node.state == "joining" or not len(at) == len(k) == len(done):
+            return Sunk(b"", b"", b"", b"")
+        if self._below.sunk(name, at, k, done):
+            self._below.look_again(node.shelves.values())
+        share = self._below.share
+        if whole and share > 0.0:
+            share = 1.0
+        elif node.spare and share < 1.0:  # there is room
+            share = 0.0
+        return self._below.sink(name, node.shelves, self._slots(node), share)
+
+    def indices(self) -> dict[int, str]:
+        """Nodes by the index that places carry: their memory's, and their own tier's."""
+        own = {tier.index: name for name, tier in self._below.tiers.items() if tier.owner}
+        return {node.index: name for name, node in self.nodes.items()} | own
+
+    def _slots(self, node: Node) -> dict[int, int]:
+        """A node's slots by size."""
+        slots = dict.fromkeys(node.shelves, 0)
+        strides = {shelf: stride for stride, shelf in node.shelves.items()}
+        for record in node.slabs.values():
+            slots[strides[int(self._shelves.c.slabs[record]["shelf"])]] += self._shelves.span(record)[1]
+        return slots
 
     # ------------------------------------------------------------------ slabs
 
@@ -500,6 +578,7 @@ class Directory:
         for node in self.nodes.values():
             for record in node.slabs.values():
                 slabs.clear_rows(self._shelves.c, *self._shelves.span(record))
+        self._below.clear()
         return keys
 
     def stats(self, now: float) -> dict[str, Any]:
@@ -515,6 +594,7 @@ class Directory:
             "evicted": int(self._shelves.c.shelves["evicted"].sum()),
             **self.counters,
             "nodes": {name: self._node_stats(node, now) for name, node in self.nodes.items()},
+            "tiers": self._below.stats(),
         }
 
     def _node_stats(self, node: Node, now: float) -> dict[str, Any]:

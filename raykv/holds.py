@@ -3,8 +3,10 @@
 import numpy as np
 
 from raykv.compile import kernel
+from raykv.config import USES_MAX
 from raykv.index import (
     DROPPED,
+    EXTERNAL,
     LIMBO,
     NODE_MASK,
     PINS_MAX,
@@ -12,6 +14,9 @@ from raykv.index import (
     REPLICA,
     STAGING,
     WRITING,
+    free,
+    kept,
+    listed,
     node_of,
     pin,
     present,
@@ -23,7 +28,7 @@ from raykv.index import (
     unfinished,
     unpin,
 )
-from raykv.placement import stage, takeable
+from raykv.placement import evict, oldest, room, stage, takeable
 
 UNSTAGED = -2  # remote, and no staging row yet
 
@@ -33,7 +38,7 @@ def warm_neighbours(c, rows):  # type: ignore[no-untyped-def]
     """Bring in what touching will write, so that its cache misses overlap instead of queueing."""
     warm = 0
     for row in rows:
-        if row >= 0 and c.rows[row].listed:
+        if row >= 0 and listed(c, row):
             warm += c.rows[max(0, c.rows[row].prev)].state + c.rows[max(0, c.rows[row].next)].state
     return warm
 
@@ -42,6 +47,7 @@ def warm_neighbours(c, rows):  # type: ignore[no-untyped-def]
 def best(c, first, node):  # type: ignore[no-untyped-def]
     """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none."""
     source = np.int64(-1)
+    below = np.int64(-1)
     staging = np.int64(-1)
     row = np.int64(first)
     while row >= 0:
@@ -56,8 +62,10 @@ def best(c, first, node):  # type: ignore[no-untyped-def]
                     source = row
             elif state == STAGING and here:
                 staging = row
+            elif state == EXTERNAL:
+                below = row
         row = np.int64(c.rows[row].same)
-    return source, staging
+    return source if source >= 0 else below, staging
 
 
 @kernel
@@ -84,7 +92,7 @@ def whereabouts(c, firsts, counts):  # type: ignore[no-untyped-def]
         row = np.int64(first)
         ready = False
         while row >= 0:
-            if present(c.rows[row].state) and c.shelves[shelf_of(c, row)].offered:
+            if kept(c.rows[row].state) and c.shelves[shelf_of(c, row)].offered:
                 counts[node_of(c, row) & NODE_MASK] += 1
                 ready = True
             row = np.int64(c.rows[row].same)
@@ -106,6 +114,7 @@ def match(c, keys, firsts, node, shelf, source, staged):  # type: ignore[no-unty
         if row < 0:
             break
         pin(c, row)  # all pins before the first staging, which may evict replicas
+        _count_use(c, firsts[n])
         source[n] = row
         staged[n] = -1
         if node_of(c, row) != node:
@@ -129,6 +138,15 @@ def match(c, keys, firsts, node, shelf, source, staged):  # type: ignore[no-unty
                 unpin(c, staged[i])
         n = covered
     return n, remote
+
+
+@kernel
+def _count_use(c, first):  # type: ignore[no-untyped-def]
+    """Every copy of a key knows how often it was asked for: whichever is judged by that later."""
+    row = np.int64(first)
+    while row >= 0:
+        c.rows[row].uses = min(USES_MAX, c.rows[row].uses + 1)
+        row = np.int64(c.rows[row].same)
 
 
 @kernel
@@ -179,7 +197,7 @@ def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: i
     """Staging for further UNSTAGED blocks of a match, in order, until the window is used up. Returns blocks covered."""
     for i in range(len(source)):
         row = np.int64(source[i])
-        if row < 0 or c.rows[row].gen != gens[i] or not present(c.rows[row].state):
+        if row < 0 or c.rows[row].gen != gens[i] or not kept(c.rows[row].state):
             return i
         if staged[i] >= 0 and c.rows[np.int64(staged[i])].gen != staged_gens[i]:
             return i  # the staging is somebody else's by now,
@@ -201,12 +219,18 @@ def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: i
 
 @kernel
 def landed(c, rows, gens):  # type: ignore[no-untyped-def]
-    """Staging rows that were pulled: replicas from now on (primaries, where the pulled one is gone)."""
+    """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone or below.
+
+    These come out of the staging window, and the shelf's oldest goes to make up for it.
+    """
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].state == STAGING:
-            c.shelves[shelf_of(c, row)].staging -= 1
+            shelf = shelf_of(c, row)
+            c.shelves[shelf].staging -= 1
             c.rows[row].state = REPLICA if _has_primary(c, row) else READY
+            if c.rows[row].state == READY and room(c, shelf) < 0 and oldest(c, shelf) >= 0:
+                free(c, evict(c, shelf))
 
 
 @kernel
@@ -253,11 +277,11 @@ def _let_go_row(c, row, gen):  # type: ignore[no-untyped-def]
 @kernel
 def abandon(c, rows, gens):  # type: ignore[no-untyped-def]
     """Their holder is gone and may still write: rows it alone held that are not finished, or were forgotten before
-    they were, go to limbo."""
+    they were, go to limbo. Nobody who holds a row of a tier writes there, and nobody would sweep it."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].pins == 1:
             if unfinished(c.rows[row].state):
                 to_limbo(c, row)
-            elif c.rows[row].state == DROPPED:
+            elif c.rows[row].state == DROPPED and not node_of(c, row) & 1:
                 suspend(c, row)

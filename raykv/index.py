@@ -21,8 +21,9 @@ from raykv.compile import kernel
 from raykv.place import COUNTER_BITS
 
 # What a row is. A slot goes FREE -> WRITING -> READY -> (evicted) WRITING ..., or FREE -> STAGING -> REPLICA -> ...
-FREE, WRITING, READY, REPLICA, STAGING, LIMBO, DROPPED, CLOSED = range(8)
-STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped")
+# One of an external tier goes FREE -> SINKING -> EXTERNAL -> (evicted) SINKING ...
+FREE, WRITING, READY, REPLICA, STAGING, LIMBO, DROPPED, SINKING, EXTERNAL, CLOSED = range(10)
+STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
 # LIMBO: its holder is gone and may still be writing; a node store frees it. DROPPED: forgotten, but still held.
 # CLOSED: belongs to no slab.
 
@@ -30,6 +31,7 @@ PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 PINS_MAX = 65535
 NODE_BITS = 20  # of a node's index that count; above them stands the epoch, so that a new directory repeats none
 NODE_MASK = (1 << NODE_BITS) - 1
+NOWHERE = -2  # `prev` of a row that is in no list
 
 ROW = np.dtype(
     [
@@ -37,20 +39,22 @@ ROW = np.dtype(
         ("k1", "<u8"),
         ("gen", "<i8"),
         ("last", "<i8"),  # tick of the last touch
-        ("prev", "<i4"),  # towards the young end
+        ("prev", "<i4"),  # towards the young end; NOWHERE
         ("next", "<i4"),  # towards the old end
         ("same", "<i4"),  # next row of the same key
         ("pins", "<u2"),
         ("state", "u1"),
-        ("listed", "u1"),  # whether it is in the list of its state
+        ("uses", "u1"),  # matches since it was stored
     ]
 )
-LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8")])
+# mark: the youngest row of a run from the old end that an eviction may take without losing anything, because it is in
+# the tier below, on its way there, or not wanted there; -1: there is none. behind: how many these are.
+LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8"), ("mark", "<i8"), ("behind", "<i8")])
 SHELF = np.dtype(  # the slots of one size on one node
     [("node", "<i4"), ("offered", "<i4"), ("window", "<i8"), ("staging", "<i8"), ("limbo", "<i8"), ("evicted", "<i8")]
 )
 SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("shelf", "<i4"), ("number", "<i4"), ("gen", "<i8")])
-LISTS_PER_SHELF = 3  # free rows, READY rows, REPLICA rows
+LISTS_PER_SHELF = 3  # free rows, READY (or EXTERNAL) rows, REPLICA rows
 HEAP = np.dtype([("tick", "<i8"), ("shelf", "<i8")])
 
 CLOCK, COUNTER, EPOCH, ENTRIES = range(4)  # of Columns.state
@@ -204,7 +208,7 @@ def prefetch_entry(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def list_of(c, row, state):  # type: ignore[no-untyped-def]
-    return shelf_of(c, row) * LISTS_PER_SHELF + (0 if state == FREE else 1 if state == READY else 2)
+    return shelf_of(c, row) * LISTS_PER_SHELF + (0 if state == FREE else 2 if state == REPLICA else 1)
 
 
 @kernel
@@ -219,12 +223,14 @@ def link(c, which, row):  # type: ignore[no-untyped-def]
         c.lists[which].tail = row
     c.lists[which].head = row
     c.lists[which].count += 1
-    c.rows[row].listed = 1
 
 
 @kernel
 def unlink(c, which, row):  # type: ignore[no-untyped-def]
-    before, after = c.rows[row].prev, c.rows[row].next
+    before, after, mark = c.rows[row].prev, c.rows[row].next, c.lists[which].mark
+    if mark >= 0 and c.rows[row].last <= c.rows[mark].last:
+        c.lists[which].behind -= 1
+        c.lists[which].mark = after if mark == row else mark
     if before >= 0:
         c.rows[before].next = after
     else:
@@ -234,14 +240,19 @@ def unlink(c, which, row):  # type: ignore[no-untyped-def]
     else:
         c.lists[which].tail = before
     c.lists[which].count -= 1
-    c.rows[row].listed = 0
+    c.rows[row].prev = NOWHERE
+
+
+@kernel
+def listed(c, row):  # type: ignore[no-untyped-def]
+    return c.rows[row].prev != NOWHERE
 
 
 @kernel
 def touch(c, row):  # type: ignore[no-untyped-def]
-    """Make an unheld READY or REPLICA row the youngest of its list."""
+    """Make an unheld row that is kept the youngest of its list."""
     which = list_of(c, row, c.rows[row].state)
-    if c.rows[row].listed:
+    if listed(c, row):
         unlink(c, which, row)
     c.state[CLOCK] += 1
     c.rows[row].last = c.state[CLOCK]
@@ -258,7 +269,7 @@ def free(c, row):  # type: ignore[no-untyped-def]
 @kernel
 def pin(c, row):  # type: ignore[no-untyped-def]
     """Hold a row. Replicas leave their list, whose count says how many may be taken."""
-    if c.rows[row].listed and c.rows[row].state == REPLICA:
+    if listed(c, row) and c.rows[row].state == REPLICA:
         unlink(c, list_of(c, row, REPLICA), row)
     c.rows[row].pins += 1
 
@@ -268,7 +279,7 @@ def unpin(c, row):  # type: ignore[no-untyped-def]
     """End one hold of a row."""
     c.rows[row].pins -= 1
     if c.rows[row].pins == 0:
-        if present(c.rows[row].state):
+        if kept(c.rows[row].state):
             touch(c, row)
         else:
             give_back(c, row)
@@ -328,6 +339,12 @@ def present(state):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def kept(state):  # type: ignore[no-untyped-def]
+    """Whether it holds a block, in memory or below."""
+    return present(state) or state == EXTERNAL
+
+
+@kernel
 def taken(c, k0, k1):  # type: ignore[no-untyped-def]
     """Whether a key is stored or being written."""
     at = probe(c, k0, k1)
@@ -349,7 +366,7 @@ def promote(c, row):  # type: ignore[no-untyped-def]
     while other >= 0 and c.rows[other].state != REPLICA:
         other = np.int64(c.rows[other].same)
     if other >= 0:
-        if c.rows[other].listed:
+        if listed(c, other):
             unlink(c, list_of(c, other, REPLICA), other)
         c.rows[other].state = READY
         if c.rows[other].pins == 0:
@@ -358,8 +375,8 @@ def promote(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def forget(c, row):  # type: ignore[no-untyped-def]
-    """Take a READY or REPLICA row out of table and lists; where it was the primary, a replica takes its place."""
-    if c.rows[row].listed:
+    """Take a row that is kept out of table and lists; where it was the primary, a replica takes its place."""
+    if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
     at = probe(c, c.rows[row].k0, c.rows[row].k1)
     if alone(c, at, row):  # most are: no second probe
@@ -386,6 +403,7 @@ def grant(c, row, k0, k1, state):  # type: ignore[no-untyped-def]
     c.rows[row].gen = c.state[EPOCH] << COUNTER_BITS | c.state[COUNTER]
     c.rows[row].state = state
     c.rows[row].pins = 1
+    c.rows[row].uses = 0
     insert(c, row)
 
 

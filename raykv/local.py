@@ -33,9 +33,9 @@ class Local:
         """Begin to fetch blocks of other nodes; `verdicts` waits for it."""
         return self.store.pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
 
-    def first(self, answers: list[Any], size: int) -> Any | None:
-        """The first to be done of several pulls, of `size` bytes in all. None if none is in time."""
-        ready, _ = ray.wait(answers, timeout=data_deadline(size))
+    def first(self, answers: list[Any], seconds: float) -> Any | None:
+        """The first to be done of several pulls. None if none is in time."""
+        ready, _ = ray.wait(answers, timeout=seconds)
         return ready[0] if ready else None
 
     def push(self, source: Places, keys: NDArray[np.uint8], target: Places, link: Link) -> NDArray[np.uint8]:

@@ -175,6 +175,18 @@ def next_ahead(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def missing(c, firsts):  # type: ignore[no-untyped-def]
+    """How many keys are neither in memory nor being written there. firsts: what `find` said."""
+    count = 0
+    for first in firsts:
+        row = np.int64(first)
+        while row >= 0 and not (present(c.rows[row].state) or c.rows[row].state == WRITING):
+            row = np.int64(c.rows[row].same)
+        count += row < 0
+    return count
+
+
+@kernel
 def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, staged, granted):  # type: ignore[no-untyped-def]
     """Pin what is present of keys[:], then grant slots to what is missing of keys[start:].
 

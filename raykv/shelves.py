@@ -66,15 +66,23 @@ class Shelves:
 
     def add(self, node: int, stride: int, window: int, offered: bool) -> int:
         """A shelf for slots of `stride` bytes, of which `window` may be staging."""
+        shelf = self._add(node, window, offered)
+        self.sizes.setdefault(stride, []).append(shelf)
+        self._reset_heap(stride)
+        return shelf
+
+    def add_below(self, tier: int, offered: bool) -> int:
+        """A shelf of an external tier: nobody writes there, and nothing is evicted there for a writer."""
+        return self._add(tier, 0, offered)
+
+    def _add(self, node: int, window: int, offered: bool) -> int:
         shelf = self._shelf_count
         self._shelf_count += 1
         lists = _grown(self.c.lists, self._shelf_count * LISTS_PER_SHELF)
-        lists[shelf * LISTS_PER_SHELF :][:LISTS_PER_SHELF] = (-1, -1, 0)
+        lists[shelf * LISTS_PER_SHELF :][:LISTS_PER_SHELF] = (-1, -1, 0, -1, 0)
         shelves = _grown(self.c.shelves, self._shelf_count)
         shelves[shelf] = (node, offered, window, 0, 0, 0)
         self.c = self.c._replace(lists=lists, shelves=shelves)
-        self.sizes.setdefault(stride, []).append(shelf)
-        self._reset_heap(stride)
         return shelf
 
     def offer(self, shelf: int, stride: int, offered: bool) -> None:

@@ -13,13 +13,15 @@ from raykv.index import (
     PAGE_BITS,
     READY,
     REPLICA,
+    SINKING,
+    delete,
     forget,
     free,
     insert,
+    kept,
     list_of,
     prefetch,
     prefetch_entry,
-    present,
     shelf_of,
     suspend,
     taken,
@@ -46,17 +48,19 @@ def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
     """Take a slab's rows out of everything, held or not. Holders find another generation."""
     for row in range(base, base + slots):
         ahead = row + AHEAD
-        if ahead < base + slots and present(c.rows[ahead].state):
+        if ahead < base + slots and kept(c.rows[ahead].state):
             prefetch_entry(c, ahead)
             prefetch(c.rows, max(0, np.int64(c.rows[ahead].prev)))
             prefetch(c.rows, max(0, np.int64(c.rows[ahead].next)))
         state = c.rows[row].state
         if state == FREE:
             unlink(c, list_of(c, row, FREE), row)
-        elif present(state):
+        elif kept(state):
             forget(c, row)
         elif unfinished(state):
             withdraw(c, row)
+        elif state == SINKING:
+            delete(c, row)
         elif state == LIMBO:
             c.shelves[shelf_of(c, row)].limbo -= 1
         c.rows[row].state = CLOSED
@@ -70,10 +74,12 @@ def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
     for j in range(slots):
         row = base + slots - 1 - j
         state = c.rows[row].state
-        if present(state):
+        if kept(state):
             forget(c, row)
         elif unfinished(state):
             withdraw(c, row)
+        elif state == SINKING:
+            delete(c, row)
         else:
             continue
         _drop_or_free(c, row)
@@ -95,7 +101,8 @@ def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
         state = c.rows[row].state
         counts[state] += 1
         held |= c.rows[row].pins > 0 or state == LIMBO
-        if present(state):
+        held |= state == SINKING
+        if kept(state):
             newest = max(newest, c.rows[row].last)
     return newest, held
 
@@ -121,6 +128,7 @@ def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
     c.rows[row].k1 = k1
     c.rows[row].gen = gen
     c.rows[row].pins = 0
+    c.rows[row].uses = 0
     c.rows[row].state = REPLICA if taken(c, k0, k1) else READY
     insert(c, row)
     touch(c, row)
@@ -157,7 +165,7 @@ def drop(c, rows, gens):  # type: ignore[no-untyped-def]
     dropped = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
-        if row >= 0 and c.rows[row].gen == gens[i] and present(c.rows[row].state):
+        if row >= 0 and c.rows[row].gen == gens[i] and kept(c.rows[row].state):
             forget(c, row)
             _drop_or_free(c, row)
             dropped += 1

@@ -110,9 +110,10 @@ class Line:
 class Tcp:
     """Pulls over TCP; through Ray's object store while a peer can't be reached."""
 
-    def __init__(self) -> None:
+    def __init__(self, object_store: ObjectStore) -> None:
+        """object_store: for peers that can't be reached."""
         self._lines: defaultdict[Any, Line] = defaultdict(Line)
-        self._object_store = ObjectStore()
+        self._object_store = object_store
 
     def pull(
         self, peer: Any, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]

@@ -1,0 +1,166 @@
+"""A node's blocks on their way to its external tier and back: the part of a node store that knows the tier."""
+
+import logging
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from raykv import actors
+from raykv.arena import Arena
+from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
+from raykv.external import External
+from raykv.place import KEY_BYTES, PLACE
+from raykv.rows import rows_of
+from raykv.tiers import open_tier, parse, register_tier
+from raykv.transports.verdicts import ALTERED, FAILED, judge
+
+log = logging.getLogger("raykv")
+LOOK_S = 0.1  # between looks whether something is to go down
+LIST_AT_A_TIME = 4096
+NOTHING = (b"", b"", b"")  # a report: places, keys and stored of what the directory was not told yet
+
+
+def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[External, int]:
+    """(the tier of an `external=` URL, its capacity in bytes). maker: what was given to `register_tier`, pickled.
+
+    Raises ValueError, OSError, ImportError, or an error of the tier's library, where it can't be used.
+    """
+    parsed = replace(parse(url), pool=pool)
+    if maker is not None:
+        register_tier(parsed.scheme, ray.cloudpickle.loads(maker))
+    return External(open_tier(parsed), fingerprint), parsed.capacity
+
+
+class Sinking:
+    """Asks the directory what goes down, writes it, and says what became of it: one thread, which may wait."""
+
+    def __init__(self, pool: str, node_id: str, arena: Arena, external: External, capacity: int) -> None:
+        self.external = external
+        self.index = -1  # of the tier, in places
+        self._pool, self._node_id, self._arena, self._capacity = pool, node_id, arena, capacity
+        self._report = NOTHING
+        self._lost = False  # what lay in the tier
+        self._told, self._beat_at = False, 0.0  # what the directory knows of it, and since when
+        self._whole = threading.Event()
+        self._idle = threading.Event()  # nothing was left to go down
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="raykv-sink", daemon=True)
+        self._thread.start()
+
+    def flush(self, seconds: float) -> bool:
+        """Bring down all that is not there yet. Returns whether that was done in time."""
+        self._idle.clear()
+        self._whole.set()
+        end = time.monotonic() + seconds
+        while not self._idle.wait(LOOK_S) and self.external.up and time.monotonic() < end:
+            pass
+        return self._idle.is_set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.external.close()
+
+    def load(self, keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
+        """Read blocks into granted slots of this node's arena; verdicts FAILED, PULLED, or ALTERED in the tier."""
+        verdicts = np.full(len(to), FAILED, np.uint8)
+        size = int(to["bytes"][0])
+        for piece, rows, sums, positions, there in self.external.load(keys, size):
+            ok, found = np.flatnonzero(there), verdicts[piece]
+            found[~there] = ALTERED
+            written = self._arena.write(to[piece][ok], keys[piece][ok], rows_of([rows])[ok], positions[ok], sums[ok])
+            found[ok] = judge(written, (rows[i] for i in ok), sums[ok])
+        return verdicts
+
+    def read(self, keys: NDArray[np.uint8], size: int) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
+        """As `NodeStore.read`, for another node."""
+        ok, sums, positions = np.zeros(len(keys), np.uint8), np.zeros(len(keys), np.uint64), np.zeros(len(keys), "<u4")
+        runs = []
+        for piece, rows, totals, depths, there in self.external.load(keys, size):
+            ok[piece], sums[piece], positions[piece] = there, totals, depths
+            runs.append(rows[there].reshape(-1))
+        return ok.tobytes(), sums.tobytes(), positions.tobytes(), runs
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        directory = None
+        while not self._stopped.is_set():
+            sunk = False
+            try:
+                directory = directory or actors.find_directory(self._pool)
+                self._beat(directory)
+                sunk = self.external.up and self.index >= 0 and self._sink(directory)
+            except (RayError, ValueError) as error:  # dead, restarting or replaced
+                log.debug("sinking: %r", error)
+                directory, self._told = None, False
+            except Exception:  # what no longer goes down would be lost when its room is needed
+                log.exception("sinking")
+                directory = None
+            if not sunk:
+                self._stopped.wait(LOOK_S)
+
+    def _beat(self, directory: Any) -> None:
+        """Tell the directory of the tier, and of its state; where it asks, what lies there."""
+        self._lost |= self.external.probe() is False
+        up, now = self.external.up, time.monotonic()
+        if up == self._told and not self._lost and now < self._beat_at + HEARTBEAT_S:
+            return
+        beat = directory.beat_tier.remote(self._node_id, self._capacity, self.external.shared, up, self._lost)
+        answer = ray.get(beat, timeout=2 * HEARTBEAT_S)
+        if answer is None:  # this node has not joined yet
+            self.index = -1
+            return
+        self._told, self._beat_at, self._lost = up, now, False
+        index, wanted = answer
+        if index != self.index:
+            self.index, self._report = index, NOTHING  # a new directory learns it from the list
+        if wanted:
+            self._list(directory)
+
+    def _list(self, directory: Any) -> None:
+        batch: list[tuple[bytes, int]] = []
+        for found in self.external.scan():
+            batch += found
+            while len(batch) >= LIST_AT_A_TIME:
+                self._tell(directory, batch[:LIST_AT_A_TIME], last=False)
+                del batch[:LIST_AT_A_TIME]
+        self._tell(directory, batch, last=True)
+
+    def _tell(self, directory: Any, found: list[tuple[bytes, int]], last: bool) -> None:
+        keys, sizes = b"".join(key for key, _ in found), np.array([size for _, size in found], np.int64)
+        ray.get(directory.found.remote(self._node_id, keys, sizes.tobytes(), last), timeout=2 * HEARTBEAT_S)
+
+    def _sink(self, directory: Any) -> bool:
+        """One batch. Returns whether there was one."""
+        whole = self._whole.is_set()
+        asked = directory.sink.remote(self._node_id, *self._report, whole)
+        source, keys, target, doomed = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
+        self._report = NOTHING
+        if doomed:
+            self.external.delete([doomed[at : at + KEY_BYTES] for at in range(0, len(doomed), KEY_BYTES)])
+        if source:
+            names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+            stored = self._write(np.frombuffer(source, PLACE), names)
+            self._report = target, keys, stored.astype(np.uint8).tobytes()
+        elif whole and not doomed:
+            self._idle.set()
+        return bool(source or doomed)
+
+    def _write(self, at: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Which of the blocks are in the tier now. Their slots may be given away meanwhile: then they are not."""
+        at = self._arena.measured(at)
+        sums, positions, there = self._arena.claims(at, keys, used=False)
+        stored = np.zeros(len(at), np.bool_)
+        which = np.flatnonzero(there)
+        if len(which):
+            bodies = [self._arena.views(at[i : i + 1])[0].data for i in which]
+            stored[which] = self.external.store(keys[which], sums[which], positions[which], bodies)
+            _, _, still = self._arena.claims(at, keys, used=False)
+            stored &= still
+        return stored

@@ -1,0 +1,271 @@
+"""The external tiers below the nodes' memory, as the directory knows them: what lies there, and what goes down."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv import demotion, index, slabs
+from raykv.calls import Sunk
+from raykv.config import KEYS_PER_CALL, MIB, slab_bytes
+from raykv.place import ALIGN, slot_bytes
+from raykv.shelves import Places, Rows, Shelves
+
+Keys = NDArray[np.uint64]
+BATCH_BYTES = 32 * MIB  # go down at a time
+SUSPECT = "suspect"  # in place of a node, of an owner that is
+
+
+@dataclass
+class Tier:
+    """An external tier. owner: the node whose it is; None: all nodes share it."""
+
+    index: int
+    capacity: int
+    owner: str | None
+    spare: list[int]
+    slab_bytes: int
+    shelves: dict[int, int] = field(default_factory=dict)  # by the bytes that a block takes
+    slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
+    doomed: dict[bytes, None] = field(default_factory=dict)  # keys whose bytes are to be deleted, in order
+    unreached: set[str] = field(default_factory=set)  # nodes for which it is out of order: nobody is sent there
+    sinking: dict[str, tuple[Rows, Rows]] = field(default_factory=dict)  # by node, rows and generations on their way
+    lister: str | None = None  # the node that is telling what lies there from before
+    listed: bool = False
+    cleared: bool = False  # before all was told: that is to be deleted too
+    sunk: int = 0  # blocks that went down
+
+
+class Below:
+    """The tiers of a pool. share: of a node's slots, which must be free or lie below too; min_uses: of what goes down.
+
+    Slabs of a tier are pieces of its capacity, so that its blocks are rows like those of memory.
+    """
+
+    def __init__(self, shelves: Shelves, share: float, min_uses: int) -> None:
+        self.share, self.min_uses = share, min_uses
+        self.tiers: dict[str, Tier] = {}
+        self._shelves = shelves
+
+    def tier_of(self, node: str) -> Tier | None:
+        """Where a node's blocks go down to."""
+        return self.tiers.get(node) or self.tiers.get("")
+
+    def beat(
+        self, node: str, capacity: int, shared: bool, reached: bool, new_index: Callable[[], int]
+    ) -> tuple[int, bool]:
+        """A node has a tier, and reaches it or not. Returns (its index, whether the node is to tell what is there)."""
+        name = "" if shared else node
+        tier = self.tiers.get(name)
+        if tier is None:
+            slab = slab_bytes(capacity)
+            spare = list(reversed(range(max(1, capacity // slab))))
+            tier = self.tiers[name] = Tier(new_index(), capacity, None if shared else node, spare, slab)
+        self._reach(tier, node, reached)
+        if reached and tier.lister is None:
+            tier.lister = node
+        return tier.index, not tier.listed and tier.lister == node
+
+    def suspect(self, node: str, suspect: bool) -> None:
+        """A node does not answer, or does again: what only it can read is not offered meanwhile."""
+        if node in self.tiers:
+            self._reach(self.tiers[node], SUSPECT, not suspect)
+
+    def _reach(self, tier: Tier, who: str, reached: bool) -> None:
+        (tier.unreached.discard if reached else tier.unreached.add)(who)
+        for shelf in tier.shelves.values():
+            self._shelves.c.shelves[shelf]["offered"] = not tier.unreached
+
+    def leave(self, node: str) -> None:
+        """A node is gone, and with it what only it could read."""
+        for name, tier in list(self.tiers.items()):
+            self._reach(tier, node, True)
+            self._give_up(tier, node)
+            if tier.lister == node:
+                tier.lister = None
+            if tier.owner == node:
+                self._close(tier)
+                del self.tiers[name]
+
+    def forget(self, node: str) -> None:
+        """What a tier held is gone from there."""
+        if tier := self.tier_of(node):
+            self._close(tier)
+
+    def _close(self, tier: Tier) -> None:
+        for number, record in tier.slabs.items():
+            self._shelves.close(tier.index, record)
+            tier.spare.append(number)
+        tier.slabs.clear()
+        tier.doomed.clear()
+        self.look_again(shelf for shelves in self._shelves.sizes.values() for shelf in shelves)
+
+    def look_again(self, shelves: Iterable[int]) -> None:
+        """Some of what was to go down from these did not, or is no longer there."""
+        for shelf in shelves:
+            demotion.forget_marks(self._shelves.c, shelf)
+
+    def clear(self) -> None:
+        """All that lies below is to be deleted."""
+        for tier in self.tiers.values():
+            tier.cleared = not tier.listed
+            for record in tier.slabs.values():
+                self._doom_slab(tier, record)
+                slabs.clear_rows(self._shelves.c, *self._shelves.span(record))
+
+    def found(self, node: str, keys: Keys, sizes: NDArray[np.int64], last: bool) -> None:
+        """What a node lists of its tier, oldest first: keys and bytes of blocks. What finds no room is deleted."""
+        tier = self.tier_of(node)
+        if tier is None or tier.listed or tier.lister != node:
+            return
+        tier.listed = last
+        for size in np.unique(sizes).tolist():
+            k = keys[sizes == size]
+            shelf = -1 if tier.cleared else self._shelf(tier, slot_bytes(size) + ALIGN)
+            refused = np.ones(len(k), np.bool_)
+            if shelf >= 0:
+                self._give_slots(tier, shelf, len(k))
+                demotion.found(self._shelves.c, shelf, k, refused)
+            for key in _split(k[~refused]) if tier.doomed else ():
+                tier.doomed.pop(key, None)
+            tier.doomed.update(dict.fromkeys(_split(k[refused])))
+
+    def sink(self, node: str, shelves: dict[int, int], slots: dict[int, int], share: float) -> Sunk:
+        """What of a node's blocks goes down next, until `share` of its `slots` (by size) can be had for nothing."""
+        tier = self.tier_of(node)
+        if tier is None or tier.unreached or not tier.listed:
+            return Sunk(b"", b"", b"", b"")
+        source, target, left = [], [np.zeros(0, np.int64)], BATCH_BYTES
+        for stride, shelf in shelves.items():
+            below = self._shelf(tier, stride + ALIGN)
+            want = min(max(left // stride, left == BATCH_BYTES), KEYS_PER_CALL)
+            missing = demotion.short(self._shelves.c, shelf, slots[stride], share)
+            if below < 0 or want <= 0 or missing <= 0:
+                continue
+            self._give_slots(tier, below, min(want, int(missing)))
+            rows, places, gone = np.empty(want, np.int64), np.empty(want, np.int64), np.empty((want, 2), np.uint64)
+            n, evicted = demotion.sink(
+                self._shelves.c, shelf, slots[stride], share, self.min_uses, below, rows, places, gone
+            )
+            tier.doomed.update(dict.fromkeys(_split(gone[:evicted])))
+            source.append(self._shelves.describe(rows[:n], stride)[1].tobytes())
+            target.append(places[:n])
+            left -= n * stride
+        rows = np.concatenate(target)
+        tier.sinking[node] = rows, self._shelves.c.rows["gen"][rows]
+        return self._answer(tier, b"".join(source), rows)
+
+    def sunk(self, node: str, places: Places, keys: Keys, stored: NDArray[np.uint8]) -> bool:
+        """What became of a node's blocks that were to go down. Returns whether some did not.
+
+        Those of which it does not speak did not. What was stored and is not wanted any more is deleted, unless its key
+        went down again since: then those are its bytes.
+        """
+        tier = self.tier_of(node)
+        if tier is None:
+            return False
+        ours = places["node"] == tier.index  # else another directory's: they are listed, or will be
+        (rows, gens), lost = self._shelves.rows_of(places[ours]), np.zeros(int(ours.sum()), np.bool_)
+        tier.sunk += int(demotion.sunk(self._shelves.c, rows, gens, stored[ours], lost))
+        given_up = self._give_up(tier, node)
+        unwanted = keys[ours][lost & (stored[ours] > 0)]
+        there = np.zeros(len(unwanted), np.bool_)
+        demotion.in_tier(self._shelves.c, tier.index, unwanted, there)
+        tier.doomed.update(dict.fromkeys(_split(unwanted[~there])))
+        return given_up or not stored.all()
+
+    def _give_up(self, tier: Tier, node: str) -> bool:
+        rows, gens = tier.sinking.pop(node, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
+        return bool(demotion.give_up(self._shelves.c, rows, gens))
+
+    def _keys(self, rows: Rows) -> Keys:
+        c = self._shelves.c
+        return np.stack([c.rows["k0"][rows], c.rows["k1"][rows]], axis=1)
+
+    def doom(self, rows: Rows, gens: Rows) -> None:
+        """Those of the rows that lie below are about to be dropped: their bytes are of no use."""
+        c = self._shelves.c
+        for row in rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == index.EXTERNAL)]:
+            owner = c.shelves[c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]]["node"]
+            tier = next(tier for tier in self.tiers.values() if tier.index == owner)
+            tier.doomed[c.rows["k0"][row].tobytes() + c.rows["k1"][row].tobytes()] = None
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """By the node that owns a tier, or "" for one that all share."""
+        return {name: self._tier_stats(tier) for name, tier in self.tiers.items()}
+
+    def _tier_stats(self, tier: Tier) -> dict[str, Any]:
+        blocks, used, evicted = 0, 0, 0
+        for stride, shelf in tier.shelves.items():
+            counts = np.zeros(len(index.STATES) + 1, np.int64)
+            for record in tier.slabs.values():
+                if self._shelves.c.slabs[record]["shelf"] == shelf:
+                    self._shelves.census(record, counts)
+            blocks += int(counts[index.EXTERNAL])
+            used += int(counts[index.EXTERNAL] + counts[index.SINKING]) * stride
+            evicted += int(self._shelves.c.shelves[shelf]["evicted"])
+        return {
+            "index": tier.index,
+            "state": "down" if tier.unreached else "up" if tier.listed else "listing",
+            "blocks": blocks,
+            "bytes_used": used,
+            "capacity": tier.capacity,
+            "sunk": tier.sunk,
+            "evicted": evicted,
+            "doomed": len(tier.doomed),
+        }
+
+    def _answer(self, tier: Tier, source: bytes, target: Rows) -> Sunk:
+        keys = self._keys(target)
+        for key in _split(keys) if tier.doomed else ():
+            tier.doomed.pop(key, None)  # it is wanted there again
+        doomed = list(islice(tier.doomed, KEYS_PER_CALL))  # of millions, after `clear`
+        for key in doomed:
+            del tier.doomed[key]
+        return Sunk(source, keys.tobytes(), self._shelves.describe(target, 0)[1].tobytes(), b"".join(doomed))
+
+    # ------------------------------------------------------------------ slabs
+
+    def _shelf(self, tier: Tier, stride: int) -> int:
+        if not ALIGN < stride <= tier.slab_bytes:
+            return -1
+        if stride not in tier.shelves:
+            tier.shelves[stride] = self._shelves.add_below(tier.index, not tier.unreached)
+        return tier.shelves[stride]
+
+    def _give_slots(self, tier: Tier, shelf: int, need: int) -> None:
+        """Spare slabs until `need` blocks fit. A size that has no slot takes the slab that was used longest ago."""
+        stride = next(size for size, there in tier.shelves.items() if there == shelf)
+        while self._shelves.takeable(shelf) < need and tier.spare:
+            self._open_slab(tier, tier.spare.pop(), shelf, stride)
+        if any(self._shelves.c.slabs[record]["shelf"] == shelf for record in tier.slabs.values()):
+            return
+        ages = [
+            (self._shelves.census(record, np.zeros(len(index.STATES) + 1, np.int64)), number)
+            for number, record in tier.slabs.items()
+        ]
+        idle = [(newest, number) for (newest, held), number in ages if not held]
+        if idle:
+            number = min(idle)[1]
+            record = tier.slabs.pop(number)
+            self._doom_slab(tier, record)
+            self._shelves.close(tier.index, record)
+            self._open_slab(tier, number, shelf, stride)
+
+    def _open_slab(self, tier: Tier, number: int, shelf: int, stride: int) -> None:
+        gen = self._shelves.next_gen()
+        tier.slabs[number] = self._shelves.open(tier.index, number, shelf, tier.slab_bytes // stride, gen)
+
+    def _doom_slab(self, tier: Tier, record: int) -> None:
+        base, slots = self._shelves.span(record)
+        rows = np.empty(slots, np.int64)
+        n = slabs.in_state(self._shelves.c, base, slots, index.EXTERNAL, rows, 0)
+        tier.doomed.update(dict.fromkeys(_split(self._keys(rows[:n]))))
+
+
+def _split(keys: Keys) -> list[bytes]:
+    data = keys.tobytes()
+    return [data[at : at + 16] for at in range(0, len(data), 16)]

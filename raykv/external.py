@@ -1,0 +1,238 @@
+"""An external tier as a node store uses it: records that verify themselves, deadlines, and back-off where it fails."""
+
+import logging
+import mmap
+import secrets
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.place import ALIGN, KEY_BYTES
+from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier
+from raykv.transports.verdicts import data_deadline
+
+log = logging.getLogger("raykv")
+T = TypeVar("T")
+
+HEAD = struct.Struct("<8s8s16sQII")  # magic and version, content, key, xxh3_64, length, position in its chain
+MAGIC = b"raykv\0t1"
+CONTENT_BYTES = 8  # what lies there since it was last cleared; nothing from before is read again
+CALL_S = 2.0  # that a call without blocks may take
+PIECE_BYTES = 32 << 20  # asked of a tier at a time
+BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is out of order
+READERS = 4
+Keys = NDArray[np.uint8]
+
+
+class External:
+    """A tier that never keeps anybody waiting past a deadline, and never raises once it is open. Thread-safe.
+
+    A tier that failed, or did not answer in time, is not asked until a `probe` was answered.
+    """
+
+    def __init__(self, tier: Tier, fingerprint: bytes) -> None:
+        """fingerprint: of pool and secret (16 bytes). Takes over `tier`; changes nothing there."""
+        self.shared = tier.shared
+        self.faults: Counter[str] = Counter()
+        self._tier, self._fingerprint = tier, fingerprint
+        self._content = bytes(CONTENT_BYTES)
+        self._up, self._failures, self._retry_at = True, 0, 0.0
+        self._lock = threading.Lock()
+        self._buffers: list[mmap.mmap] = []
+        self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")
+        self._probing: Future[bool] | None = None
+
+    @property
+    def up(self) -> bool:
+        return self._up
+
+    def check(self) -> None:
+        """ValueError if what lies there was written with another secret, by another pool or version."""
+        (head,) = self._tier.get_many([MARKER], [memoryview(bytearray(0))])
+        if head is not None and not self._ours(head):
+            raise ValueError(
+                "what lies there was written by another pool, with another secret or by another version of raykv; it "
+                "was left as it is: give that secret and pool name, or another path or database"
+            )
+
+    def open(self) -> None:
+        """Mark a tier as this pool's. Raises as `check`, and what the tier raises."""
+        self.check()
+        self._take_content()
+
+    # ------------------------------------------------------------------ blocks
+
+    def store(
+        self, keys: Keys, sums: NDArray[np.uint64], positions: NDArray[np.uint32], bodies: Sequence[memoryview]
+    ) -> NDArray[np.bool_]:
+        """Which of the blocks are stored now. Their memory may be read until this returns, or later if that is late."""
+        blocks = [
+            Block(key, self._head(key, int(total), len(body), int(position)), body)
+            for key, total, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
+        ]
+        size = sum(map(len, bodies))
+        done = self._call(self._writes, lambda: self._tier.put_many(blocks), data_deadline(size), "store")
+        stored = np.zeros(len(blocks), np.bool_) if done is None else np.array(done, np.bool_)
+        if done is not None and not stored.all():
+            self._refused(int((~stored).sum()))
+        return stored
+
+    def load(
+        self, keys: Keys, block_bytes: int
+    ) -> Iterator[tuple[slice, NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_]]]:
+        """Blocks of one size, a piece at a time: (which keys, bytes, checksums, positions, which of them are there).
+
+        The bytes are good until the next piece is asked for, and must be verified. Ends early where the tier fails.
+        """
+        step = max(1, PIECE_BYTES // block_bytes)
+        for at in range(0, len(keys), step):
+            part = keys[at : at + step]
+            with_room = self._buffer(len(part), block_bytes)
+            rows = np.frombuffer(with_room, np.uint8)[: len(part) * block_bytes].reshape(len(part), block_bytes)
+            names, out = _split(part), [row.data for row in rows]
+            heads = self._call(
+                self._reads, partial(self._tier.get_many, names, out), data_deadline(rows.nbytes), "load"
+            )
+            if heads is None:  # a late call may still write into the buffer: it is not used again
+                return
+            found = [self._read_head(head, key, block_bytes) for head, key in zip(heads, names, strict=True)]
+            sums = np.array([total for total, _, _ in found], np.uint64)
+            positions = np.array([position for _, position, _ in found], np.uint32)
+            there = np.array([ok for _, _, ok in found], np.bool_)
+            self.faults["missing"] += int((~there).sum())
+            yield slice(at, at + len(part)), rows, sums, positions, there
+            del rows, out
+            self._give_back(with_room)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._call(self._writes, lambda: self._tier.delete_many(keys), CALL_S + len(keys) / 1e3, "delete")
+
+    def scan(self) -> Iterator[list[tuple[bytes, int]]]:
+        """Batches of (key, block_bytes) of what lies there, oldest first. Raises what the tier raises."""
+        return self._tier.scan()
+
+    def usage(self) -> int:
+        """Bytes taken there."""
+        return self._tier.usage()
+
+    def clear(self, content: bytes) -> None:
+        """Forget all that lies there, now and after any restart. content: CONTENT_BYTES, equal for all of a tier."""
+        self._content = content
+        self._call(self._writes, self._mark, CALL_S, "clear")
+
+    def close(self) -> None:
+        self._reads.shutdown(wait=False, cancel_futures=True)
+        self._writes.shutdown(wait=False, cancel_futures=True)
+        self._tier.close()
+
+    # ------------------------------------------------------------------ health
+
+    def probe(self) -> bool | None:
+        """Where the tier is out of order and it is time, see whether it is back.
+
+        None: nothing new. Else it is up again: True if all that lay there is still there, False if it is gone.
+        """
+        if self._up or time.monotonic() < self._retry_at:
+            return None
+        if self._probing is None:
+            self._probing = self._writes.submit(self._take_content)
+        try:
+            same = self._probing.result(CALL_S)
+        except TimeoutError:  # as stuck as it was
+            return None
+        except Exception as error:
+            self._probing = None
+            self._fail("probe", error)
+            return None
+        self._probing = None
+        self._up, self._failures = True, 0
+        log.warning("external tier: it is back%s", "" if same else ", and empty")
+        return same
+
+    def _call(self, threads: ThreadPoolExecutor, call: Callable[[], T], deadline: float, what: str) -> T | None:
+        """The call's answer, or None where the tier is, or turns out to be, out of order."""
+        if not self._up:
+            self.faults["down"] += 1
+            return None
+        try:
+            return threads.submit(call).result(deadline)
+        except TimeoutError as error:
+            self._fail(what, error)
+        except Exception as error:
+            self._fail(what, error)
+        return None
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        with self._lock:
+            if self._up:
+                log.warning("external tier: %s: %s; it is left alone for a while", what, type(error).__name__)
+                log.debug("external tier: %r", error)
+            self.faults[what] += 1
+            self._up = False
+            self._retry_at = time.monotonic() + BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
+            self._failures += 1
+
+    def _refused(self, blocks: int) -> None:
+        """A tier that is full of other things is not asked again at once."""
+        self.faults["refused"] += blocks
+
+    # ------------------------------------------------------------------ records
+
+    def _take_content(self) -> bool:
+        """Learn, or say, what this tier's content is. Returns whether it is what it was."""
+        (head,) = self._tier.get_many([MARKER], [memoryview(bytearray(0))])
+        before = self._content
+        if head is not None and self._ours(head):
+            self._content = head[8:16]
+        else:
+            self._content = secrets.token_bytes(CONTENT_BYTES)
+            self._mark()
+        return before == self._content
+
+    def _mark(self) -> None:
+        head = HEAD.pack(MAGIC, self._content, self._fingerprint, 0, 0, 0).ljust(HEAD_BYTES, b"\0")
+        if not all(self._tier.put_many([Block(MARKER, head, memoryview(b""))])):
+            raise OSError("the external tier has no room for a marker of 64 bytes")
+
+    def _ours(self, head: bytes) -> bool:
+        return head[:8] == MAGIC and head[16:32] == self._fingerprint
+
+    def _head(self, key: bytes, total: int, length: int, position: int) -> bytes:
+        return HEAD.pack(MAGIC, self._content, key, total, length, position).ljust(HEAD_BYTES, b"\0")
+
+    def _read_head(self, head: bytes | None, key: bytes, length: int) -> tuple[int, int, bool]:
+        """(checksum, position, whether this is the head of that block)."""
+        if head is None or len(head) < HEAD.size:
+            return 0, 0, False
+        magic, content, name, total, size, position = HEAD.unpack_from(head)
+        return total, position, (magic, content, name, size) == (MAGIC, self._content, key, length)
+
+    # ------------------------------------------------------------------ buffers
+
+    def _buffer(self, blocks: int, block_bytes: int) -> mmap.mmap:
+        """Page-aligned memory, faulted in where it was used before: for direct I/O."""
+        size = -(-blocks * block_bytes // ALIGN) * ALIGN
+        with self._lock:
+            for i, buffer in enumerate(self._buffers):
+                if len(buffer) >= size:
+                    return self._buffers.pop(i)
+        return mmap.mmap(-1, size)
+
+    def _give_back(self, buffer: mmap.mmap) -> None:
+        with self._lock:
+            if len(self._buffers) < READERS:
+                self._buffers.append(buffer)
+
+
+def _split(keys: Keys) -> list[bytes]:
+    data = keys.tobytes()
+    return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]

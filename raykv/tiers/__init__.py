@@ -1,0 +1,17 @@
+"""Where blocks can lie below the memory of nodes: one small interface, found by URL scheme."""
+
+from raykv.tiers.registry import open_tier, register_tier, tier_for
+from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, Tier, TierUrl
+from raykv.tiers.url import parse
+
+__all__ = [
+    "HEAD_BYTES",
+    "MARKER",
+    "Block",
+    "Tier",
+    "TierUrl",
+    "open_tier",
+    "parse",
+    "register_tier",
+    "tier_for",
+]

@@ -1,0 +1,255 @@
+"""Blocks as files, past the page cache where the file system and the block's address allow.
+
+A block is one file: a page with its head, then its body. It is written under another name and then renamed, so that a
+file that has a block's name is whole, unless the machine lost power: then its length or its checksum tells.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import count
+from typing import TypeVar
+from urllib.parse import unquote
+
+import numpy as np
+
+from raykv.locks import lock
+from raykv.tiers.names import FOLDERS, key_of, path_of
+from raykv.tiers.taken import Taken
+from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, TierUrl
+
+PAGE = 4096  # what direct I/O wants addresses, lengths and offsets to be multiples of
+IN_FLIGHT = 4
+BATCH = 4096  # blocks of a scan
+Row = TypeVar("Row")
+Answer = TypeVar("Answer")
+_TEMPORARY = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}\.[0-9a-f]{16}-\d+")
+
+
+class _Pages(threading.local):
+    """A thread's own. `out` stays zero after the head."""
+
+    def __init__(self) -> None:
+        self.out, self.into = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
+
+
+class FileTier:
+    """A folder of files. Where it isn't shared, each store takes a subfolder for itself, and the same one again."""
+
+    def __init__(self, url: TierUrl) -> None:
+        """ValueError or OSError, saying what to change, where the folder can't be written or the disk is too small."""
+        self.shared = bool(url.shared)
+        self._taken, self._pages = Taken(), _Pages()
+        self._threads = ThreadPoolExecutor(IN_FLIGHT, "raykv-file")
+        self._token = secrets.token_hex(8)
+        self._folder = self._lock = -1
+        try:
+            self._open(url)
+        except OSError as error:
+            self.close()
+            raise OSError(error.errno, f"external={url.text}: {error.strerror}: name a folder to write in") from error
+        except ValueError:
+            self.close()
+            raise
+
+    def _open(self, url: TierUrl) -> None:
+        path = _path(url)
+        os.makedirs(path, 0o700, exist_ok=True)
+        if self.shared:
+            self._folder = _folder(path, "shared")
+        else:
+            self._folder, self._lock = _own_folder(path)
+        for name in FOLDERS:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._folder)
+        self._direct = _direct_flag(self._folder)
+        self._take_stock()
+        disk = os.statvfs(self._folder)
+        room = disk.f_bavail * disk.f_frsize + self._taken.bytes
+        if url.capacity > room:
+            raise ValueError(
+                f"external={url.text}: capacity={url.capacity} bytes, but that disk has {room} free or taken by this "
+                f"pool: lower capacity, or name a folder on another disk"
+            )
+
+    def _take_stock(self) -> None:
+        """Count what is there, and remove what a store that died was writing."""
+        for path, found in self._files():
+            if key_of(path):
+                self._taken.add(found.st_size)
+            elif not self.shared and _TEMPORARY.fullmatch(path):  # in a shared folder, somebody may be at it
+                os.unlink(path, dir_fd=self._folder)
+
+    def put_many(self, blocks: Sequence[Block]) -> list[bool]:
+        return self._each(self._put, blocks)
+
+    def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
+        return self._each(self._get, list(zip(keys, out, strict=True)))
+
+    def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self._size(path_of(key)) is not None for key in keys]
+
+    def delete_many(self, keys: Sequence[bytes]) -> None:
+        for path in map(path_of, keys):
+            with contextlib.suppress(FileNotFoundError):
+                size = self._size(path) or 0
+                os.unlink(path, dir_fd=self._folder)
+                self._taken.add(-size)
+
+    def scan(self) -> Iterator[list[tuple[bytes, int]]]:
+        before = self._taken.bytes
+        found = [(info.st_mtime_ns, key, info.st_size) for path, info in self._files() if (key := key_of(path))]
+        self._taken.add(sum(size for _, _, size in found) - before)
+        blocks = [(key, max(0, size - PAGE)) for _, key, size in sorted(found) if key != MARKER]
+        for at in range(0, len(blocks), BATCH):
+            yield blocks[at : at + BATCH]
+
+    def usage(self) -> int:
+        return self._taken.bytes
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for fd in (self._folder, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._folder = self._lock = -1
+
+    def _each(self, work: Callable[[Row], Answer], rows: Sequence[Row]) -> list[Answer]:
+        if len(rows) == 1:
+            return [work(rows[0])]
+        tasks = [self._threads.submit(work, row) for row in rows]
+        wait(tasks)  # after one that failed, too: others have the caller's memory in hand
+        return [task.result() for task in tasks]
+
+    def _put(self, block: Block) -> bool:
+        try:
+            self._write(block)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return False
+            raise
+        return True
+
+    def _write(self, block: Block) -> None:
+        path, page = path_of(block.key), self._pages.out
+        page[:HEAD_BYTES] = block.head
+        temporary = f"{path}.{self._token}-{threading.get_ident()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flag(block.body)
+        fd = os.open(temporary, flags, 0o600, dir_fd=self._folder)
+        try:
+            try:
+                size = _move(os.pwritev, fd, page, block.body)
+            finally:
+                os.close(fd)
+            replaced = self._size(path) or 0
+            os.rename(temporary, path, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=self._folder)
+            raise
+        self._taken.add(size - replaced)
+
+    def _get(self, row: tuple[bytes, memoryview]) -> bytes | None:
+        key, out = row
+        try:
+            fd = os.open(path_of(key), os.O_RDONLY | self._flag(out), dir_fd=self._folder)
+        except FileNotFoundError:
+            return None
+        try:
+            size, page = PAGE + out.nbytes, self._pages.into
+            if os.fstat(fd).st_size != size or _move(os.preadv, fd, page, out) < size:
+                return None
+            return bytes(page[:HEAD_BYTES])
+        finally:
+            os.close(fd)
+
+    def _flag(self, body: memoryview) -> int:
+        """O_DIRECT where the body can be moved so."""
+        if not body.nbytes:
+            return self._direct
+        address = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
+        return 0 if address % PAGE or body.nbytes % PAGE else self._direct
+
+    def _size(self, path: str) -> int | None:
+        try:
+            return os.stat(path, dir_fd=self._folder).st_size
+        except FileNotFoundError:
+            return None
+
+    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+        for name in FOLDERS:
+            folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._folder)
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
+                            yield f"{name}/{entry.name}", entry.stat(follow_symlinks=False)
+            finally:
+                os.close(folder)
+
+
+def _path(url: TierUrl) -> str:
+    path = unquote(url.parts.path)
+    if url.parts.netloc not in ("", "localhost") or not path.strip("/"):
+        raise ValueError(f"external={url.text}: a file URL has three slashes before its path: file:///mnt/nvme/raykv")
+    return path
+
+
+def _own_folder(path: str) -> tuple[int, int]:
+    """File descriptors of the first subfolder that no other store has, and of the lock that says so."""
+    for number in count():
+        folder = _folder(path, str(number))
+        fd = os.open("lock", os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
+        if lock(fd, 0, 1):
+            return folder, fd
+        os.close(fd)
+        os.close(folder)
+    raise AssertionError
+
+
+def _folder(path: str, name: str) -> int:
+    os.makedirs(os.path.join(path, name), 0o700, exist_ok=True)
+    return os.open(os.path.join(path, name), os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _direct_flag(folder: int) -> int:
+    """O_DIRECT, or 0 where the file system does not take it. Raises OSError where it can't be written at all."""
+    try:
+        _probe(folder, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _probe(folder, 0)
+        return 0
+    return os.O_DIRECT
+
+
+def _probe(folder: int, flag: int) -> None:
+    name = f"probe-{secrets.token_hex(8)}"
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | flag, 0o600, dir_fd=folder)
+        try:
+            os.write(fd, mmap.mmap(-1, PAGE))
+        finally:
+            os.close(fd)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+
+
+def _move(call: Callable[[int, list[memoryview], int], int], fd: int, *views: memoryview) -> int:
+    """Read or write all of them, and tell how many bytes that was: fewer where the file ends before."""
+    done, rest = 0, [view for view in views if view.nbytes]
+    while rest and (moved := call(fd, rest, done)):
+        done += moved
+        while rest and moved >= rest[0].nbytes:
+            moved -= rest.pop(0).nbytes
+        if rest:
+            rest[0] = rest[0][moved:]
+    return done

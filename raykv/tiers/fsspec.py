@@ -1,0 +1,139 @@
+"""Blocks as objects of whatever fsspec opens: s3, gs, abfs and the like. An object is a head and then its body."""
+
+import contextlib
+import errno
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fsspec
+
+from raykv.tiers.names import key_of, path_of
+from raykv.tiers.pieces import pieces
+from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, TierUrl
+
+PIECE_BYTES = 64 << 20  # moved at a time: each object is a request of its own, many in flight
+BATCH = 4096  # blocks of a scan
+NOT_SHARED = ("local", "memory")
+AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # what file systems call it
+
+
+class FsspecTier:
+    """Objects at `<prefix>/ab/abcd...`. fsspec's configuration and the environment say how to reach the store."""
+
+    def __init__(self, url: TierUrl) -> None:
+        """ValueError or OSError, saying what to change, where nothing can be written there."""
+        if url.parts.password is not None:
+            raise ValueError(f"external={url.text}: give the password in fsspec's configuration, not in the URL")
+        self.shared = url.scheme not in NOT_SHARED if url.shared is None else url.shared
+        self._sizes: dict[bytes, int] = {}
+        self._mutex = threading.Lock()
+        where = f"{url.scheme}://{url.parts.netloc}{url.parts.path}"
+        try:
+            self._store, root = _open(where)
+        except Exception as error:  # each file system has errors of its own
+            raise OSError(
+                f"external={url.text}: {error!r}: name a bucket or folder that exists and may be written, and see "
+                f"fsspec's documentation of {url.scheme!r} for how it finds address and credentials"
+            ) from error
+        self._root = root
+
+    def put_many(self, blocks: Sequence[Block]) -> list[bool]:
+        stored = []
+        for part in pieces([block.body for block in blocks], PIECE_BYTES):
+            ok = self._put({self._path(key): b"".join((head, body)) for key, head, body in blocks[part]})
+            with self._mutex:
+                self._sizes.update({block.key: HEAD_BYTES + block.body.nbytes for block in blocks[part] if ok})
+            stored += [ok] * len(blocks[part])
+        return stored
+
+    def _put(self, objects: dict[str, bytes]) -> bool:
+        try:
+            try:
+                self._store.pipe(objects)
+            except FileNotFoundError:  # it has folders, and this one isn't there yet
+                for folder in {path.rpartition("/")[0] for path in objects}:
+                    with contextlib.suppress(FileExistsError):
+                        self._store.mkdir(folder, create_parents=False)
+                self._store.pipe(objects)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._remove(list(objects))  # one of them is cut short
+            return False
+        return True
+
+    def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
+        heads: list[bytes | None] = []
+        for part in pieces(out, PIECE_BYTES):
+            found = self._read(keys[part], None)
+            heads += [_unpack(data, body) for data, body in zip(found, out[part], strict=True)]
+        return heads
+
+    def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
+        return [data is not None for data in self._read(keys, HEAD_BYTES)]
+
+    def _read(self, keys: Sequence[bytes], end: int | None) -> list[bytes | None]:
+        """Objects up to `end`; None: not there."""
+        found: list[Any] = self._store.cat_ranges([self._path(key) for key in keys], None, end)
+        for data in found:
+            if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
+                raise data
+        return [None if isinstance(data, FileNotFoundError) else data for data in found]
+
+    def delete_many(self, keys: Sequence[bytes]) -> None:
+        self._remove([self._path(key) for key in keys])
+        with self._mutex:
+            for key in keys:
+                self._sizes.pop(key, None)
+
+    def _remove(self, paths: list[str]) -> None:
+        try:
+            self._store.rm(paths)
+        except FileNotFoundError:  # which may have kept it from others
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    self._store.rm_file(path)
+
+    def scan(self) -> Iterator[list[tuple[bytes, int]]]:
+        found = self._store.find(self._root, detail=True)
+        ages = sorted((_age(info), key, info["size"]) for path, info in found.items() if (key := key_of(path)))
+        with self._mutex:
+            self._sizes = {key: size for _, key, size in ages}
+        blocks = [(key, max(0, size - HEAD_BYTES)) for _, key, size in ages if key != MARKER]
+        for at in range(0, len(blocks), BATCH):
+            yield blocks[at : at + BATCH]
+
+    def usage(self) -> int:
+        with self._mutex:
+            return sum(self._sizes.values())
+
+    def close(self) -> None:
+        """Its connections belong to fsspec, which closes them when the file system is collected."""
+
+    def _path(self, key: bytes) -> str:
+        return f"{self._root}/{path_of(key)}"
+
+
+def _open(where: str) -> tuple[Any, str]:
+    """The file system, and the path in it, where an object could be written and removed."""
+    # other nodes write too: what was listed before says nothing
+    store, path = fsspec.url_to_fs(where, use_listings_cache=False, skip_instance_cache=True)
+    root = path.rstrip("/")
+    probe = f"{root}/probe-{secrets.token_hex(8)}"
+    store.pipe({probe: b"raykv"})
+    store.rm_file(probe)
+    return store, root
+
+
+def _age(info: dict[str, Any]) -> str:
+    """Sorts by age within one file system: seconds, dates and ISO dates all do as text."""
+    return next((str(info[name]) for name in AGES if name in info), "")
+
+
+def _unpack(data: bytes | None, out: memoryview) -> bytes | None:
+    if data is None or len(data) != HEAD_BYTES + out.nbytes:
+        return None
+    out[:] = memoryview(data)[HEAD_BYTES:]
+    return data[:HEAD_BYTES]

@@ -1,0 +1,59 @@
+"""Reads `external=` URLs: `file:///mnt/nvme/raykv?capacity=200GiB`."""
+
+import re
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from raykv.tiers.registry import registered
+from raykv.tiers.tier import TierUrl
+
+UNITS = {"": 1} | {f"{u}iB": 1 << 10 * i for i, u in enumerate("KMGT", 1)}
+UNITS |= {f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}
+
+
+def parse(url: str) -> TierUrl:
+    """ValueError, which repeats neither password nor query, says what to write instead."""
+    parts = _split(url)
+    text = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    given = parse_qsl(parts.query, keep_blank_values=True)
+    params = dict(given)
+    if len(params) < len(given):
+        raise ValueError(f"external={text}: a parameter is given twice")
+    capacity, shared = _capacity(params.pop("capacity", None), text), _shared(params.pop("shared", None), text)
+    if params and not registered(parts.scheme):
+        names = ", ".join(map(repr, params))
+        raise ValueError(f"external={text}: unknown parameter {names}: there are capacity=200GiB and shared=0 or 1")
+    return TierUrl(parts.scheme, text, parts, capacity, shared, tuple(params.items()))
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        sound = re.match("[A-Za-z]", url) and "://" in url and bool(parts.scheme) and parts.port != 0
+    except ValueError:  # its message may repeat a password
+        sound = False
+    if not sound:
+        raise ValueError(
+            "external= is not a URL such as file:///mnt/nvme/raykv?capacity=200GiB or redis://host:6379?capacity=50GiB "
+            "(in a user's name or password write '/' as %2F, '[' as %5B)"
+        ) from None
+    if parts.fragment or "@" in parts.query or (parts.netloc and "@" in parts.path):
+        raise ValueError(
+            "external=: write '/', '?', '#' and '@' in a user's name, password or path as %2F, %3F, %23 and %40"
+        )
+    return parts
+
+
+def _capacity(value: str | None, text: str) -> int:
+    if value is None:
+        raise ValueError(f"external={text}: it says not how much may be kept there: append ?capacity=200GiB")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?B|)", value)
+    capacity = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if capacity <= 0:
+        raise ValueError(f"external={text}: capacity={value!r}: write bytes, or KiB, MB, GiB and the like: 200GiB")
+    return capacity
+
+
+def _shared(value: str | None, text: str) -> bool | None:
+    if value not in (None, "0", "1"):
+        raise ValueError(f"external={text}: shared={value!r}: write 1 where all nodes see the same content, else 0")
+    return None if value is None else value == "1"

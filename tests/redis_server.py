@@ -1,0 +1,74 @@
+"""A redis server of a test's own."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+START_S = 10.0
+
+
+class RedisServer:
+    """Keeps nothing on disk. `options` are redis-server's own, after its `--`."""
+
+    def __init__(self, folder: Path, **options: str) -> None:
+        self.port = _free_port()
+        self._folder = folder
+        self._options = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "dir": str(folder), **options}
+        self.start()
+
+    def start(self) -> None:
+        """Also after `kill`, on the same port."""
+        options = [word for name, value in self._options.items() for word in (f"--{name}", value)]
+        with open(self._folder / "redis.log", "ab") as log:
+            self._process = subprocess.Popen(["redis-server", *options], stdout=log)
+        end = time.monotonic() + START_S
+        while not self._answers():
+            assert self._process.poll() is None and time.monotonic() < end, (self._folder / "redis.log").read_text()
+            time.sleep(0.01)
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def url(self, login: str = "", database: int = 0) -> str:
+        """login: "user:password@"."""
+        return f"redis://{login}127.0.0.1:{self.port}/{database}?capacity=1GiB"
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def redis_server(folder: Path, **options: str) -> Iterator[RedisServer]:
+    """Runs until the end of the block. Skips the test where there is no redis-server, unless CI is set."""
+    if not shutil.which("redis-server") and not os.environ.get("CI"):
+        pytest.skip("redis-server is not installed")
+    server = RedisServer(folder, **options)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
