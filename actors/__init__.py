@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.config import NAMESPACE
 
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
-# secret), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>` (taken by a directory).
+# secret), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>` (taken by a directory),
+# `<pool>/leaving/<node>` (about to leave), `<pool>/tier` (what was given to `register_tier`, pickled).
 
 
 def supervisor_name(pool: str) -> str:
@@ -65,10 +66,21 @@ def put(pool: str, key: str, value: bytes, overwrite: bool = True) -> bool:
     return overwrite or not existed
 
 
+def drop(pool: str, key: str) -> None:
+    _internal_kv_del(f"{pool}/{key}", namespace=NAMESPACE.encode())
+
+
 def forget(pool: str) -> None:
     """Remove all that is known of a pool."""
     for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
         _internal_kv_del(key, namespace=NAMESPACE.encode())
+
+
+def names(pool: str, folder: str) -> list[str]:
+    """What follows `<pool>/<folder>/` in Ray's internal KV."""
+    prefix = f"{pool}/{folder}/"
+    found = _internal_kv_list(prefix, namespace=NAMESPACE.encode())
+    return [key.decode().removeprefix(prefix) for key in found]
 
 
 def settings(pool: str) -> dict[str, Any] | None:

@@ -47,6 +47,18 @@ class Directory:
     def commit(self, call: News, reservation: int, places: bytes, keys: bytes, written: bytes) -> tuple[int, int]:
         return self._directory.commit(Call(*call), reservation, places, keys, written, time.monotonic())
 
+    def pin(self, call: News, keys: bytes) -> tuple[int, int]:
+        return self._directory.pin(Call(*call), keys, time.monotonic())
+
+    def unpin(self, call: News, keys: bytes) -> int:
+        return self._directory.unpin(Call(*call), keys, time.monotonic())
+
+    def forget(self, call: News, keys: bytes) -> int:
+        return self._directory.forget(Call(*call), keys, time.monotonic())
+
+    def preempted(self, call: News) -> int:
+        return self._directory.preempted(Call(*call), time.monotonic())
+
     def beat_client(self, call: News) -> int:
         return self._directory.beat_client(Call(*call), time.monotonic())
 
@@ -70,6 +82,12 @@ class Directory:
 
     def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes) -> None:
         self._directory.swept(places, verdicts, keys, gens, time.monotonic())
+
+    def leave(self, name: str) -> None:
+        self._directory.leave(name, time.monotonic())
+
+    def departing(self, name: str) -> tuple[bytes, bytes]:
+        return self._directory.departing(name, time.monotonic())
 
     def remove_node(self, name: str) -> int:
         return self._directory.remove_node(name, time.monotonic())
@@ -123,6 +141,10 @@ def _warm_up() -> None:
     directory.commit(Call(4, 2, (1).to_bytes(8, "little")), 1, granted.places, bytes(range(2, 66)), b"\1" * 4, 1e6)
     sunk = directory.sink("a", b"", b"", b"", True, 1e6)
     directory.sink("a", sunk.target, sunk.keys, bytes(len(sunk.keys) // 16), True, 1e6)
+    directory.departing("a", 1e6)
+    directory.pin(Call(4, 3), keys, 1e6)
+    directory.unpin(Call(4, 4), keys, 1e6)
+    directory.forget(Call(4, 5), keys, 1e6)
     directory.clear(1e6)
     directory.stats(1e6)
     directory.remove_node("b", 1e6)

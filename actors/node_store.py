@@ -11,7 +11,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
-from raykv.actors.sinking import Sinking, open_external
+from raykv.actors.sinking import Sinking, open_external, seed
 
 from raykv import actors, room
 from raykv.arena import Arena, open_own, remove_left_behind
@@ -43,7 +43,7 @@ class NodeStore:
         slab = slab_bytes(capacity)
         tier = open_external(pool, mark, external, actors.get(pool, "tier")) if external else None
         if tier:
-            tier[0].open()
+            tier[0].open(seed(pool))
         self._arena: Arena = open_own(pool, mark, slab, capacity // slab, room.check)
         self._sinking = Sinking(pool, node_id, self._arena, *tier) if tier else None
         # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, our stream does not.
@@ -196,6 +196,14 @@ class NodeStore:
         self._arena.raise_floor(generation)
         if self._sinking:
             self._sinking.external.clear(content)
+
+    def go_down(self, seconds: float) -> bool:
+        """As `flush`, to a tier that outlives this node. False if there is none."""
+        return self._sinking is not None and self._sinking.external.shared and self._sinking.flush(seconds)
+
+    def sizes(self, places: bytes) -> bytes:
+        """block_bytes (int64) of blocks, by their headers; of PLACEs whose `bytes` are their slots'."""
+        return self._arena.measured(np.frombuffer(places, PLACE))["bytes"].astype(np.int64).tobytes()
 
     def flush(self, seconds: float) -> bool:
         """Bring all blocks down to the external tier. Returns whether that was done in time, if there is one."""

@@ -1,6 +1,7 @@
 """A node's blocks on their way to its external tier and back: the part of a node store that knows the tier."""
 
 import logging
+import secrets
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ray.exceptions import RayError
 from raykv import actors
 from raykv.arena import Arena
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
-from raykv.external import External
+from raykv.external import CONTENT_BYTES, External
 from raykv.place import KEY_BYTES, PLACE
 from raykv.rows import rows_of
 from raykv.tiers import open_tier, parse, register_tier
@@ -22,6 +23,7 @@ from raykv.transports.verdicts import ALTERED, FAILED, judge
 
 log = logging.getLogger("raykv")
 LOOK_S = 0.1  # between looks whether something is to go down
+REST_S = 1.0  # after a batch of which some found no room below
 LIST_AT_A_TIME = 4096
 NOTHING = (b"", b"", b"")  # a report: places, keys and stored of what the directory was not told yet
 
@@ -35,6 +37,12 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
     if maker is not None:
         register_tier(parsed.scheme, ray.cloudpickle.loads(maker))
     return External(open_tier(parsed), fingerprint), parsed.capacity
+
+
+def seed(pool: str) -> bytes:
+    """What all stores of a pool name the content of a tier after where nothing is there yet."""
+    actors.put(pool, "seed", secrets.token_bytes(CONTENT_BYTES), overwrite=False)
+    return actors.get(pool, "seed") or bytes(CONTENT_BYTES)
 
 
 class Sinking:
@@ -130,7 +138,8 @@ class Sinking:
             while len(batch) >= LIST_AT_A_TIME:
                 self._tell(directory, batch[:LIST_AT_A_TIME], last=False)
                 del batch[:LIST_AT_A_TIME]
-        self._tell(directory, batch, last=True)
+        if self.external.up:  # else it is listed anew when it is back
+            self._tell(directory, batch, last=True)
 
     def _tell(self, directory: Any, found: list[tuple[bytes, int]], last: bool) -> None:
         keys, sizes = b"".join(key for key, _ in found), np.array([size for _, size in found], np.int64)
@@ -146,11 +155,20 @@ class Sinking:
             self.external.delete([doomed[at : at + KEY_BYTES] for at in range(0, len(doomed), KEY_BYTES)])
         if source:
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+            refused = self.external.faults["refused"]
             stored = self._write(np.frombuffer(source, PLACE), names)
             self._report = target, keys, stored.astype(np.uint8).tobytes()
+            if self.external.faults["refused"] > refused:
+                self._rest(whole and not stored.any())
         elif whole and not doomed:
             self._idle.set()
         return bool(source or doomed)
+
+    def _rest(self, in_vain: bool) -> None:
+        """A tier that is full of other things is not asked again at once; in the end, not again at all."""
+        if in_vain:
+            self._idle.set()
+        self._stopped.wait(REST_S)
 
     def _write(self, at: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Which of the blocks are in the tier now. Their slots may be given away meanwhile: then they are not."""

@@ -8,8 +8,10 @@ import time
 from typing import Any
 
 import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from raykv.actors.departure import drain
 from raykv.actors.directory import Directory
 from raykv.actors.node_store import GROUPS, NodeStore
 
@@ -21,6 +23,7 @@ log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
 RETRY_S = 30.0  # a node that could not afford its store is asked again
 START_DEADLINE_S = 120.0
+NOTICE_S = 30.0  # for a node of which Ray does not say when it leaves
 STOP_DEADLINE_S = 10.0
 DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
 
@@ -33,6 +36,7 @@ class Supervisor:
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # of every store, the answer that is due
         self._served: set[str] = set()  # nodes whose store has answered
+        self._draining: set[str] = set()  # nodes that are being emptied, or were
         self._failed: dict[str, tuple[float, str]] = {}  # when and why a node has no store
         self._answered = time.monotonic()
         self._stopped = threading.Event()
@@ -57,6 +61,11 @@ class Supervisor:
                 self._failed[node_id] = (time.monotonic(), str(error))
         living = _living()
         return {node_id: why for node_id, (_, why) in list(self._failed.items()) if node_id in living}
+
+    def drain(self, node_id: str, seconds: float) -> int:
+        """Empty a node that is about to leave; see `departure.drain`."""
+        self._draining.add(node_id)
+        return drain(self._pool, node_id, seconds)
 
     def stop(self) -> None:
         """Let go of every node's memory and end all actors of the pool but this one."""
@@ -103,6 +112,26 @@ class Supervisor:
             self._pings.pop(node_id, None)
         for node_id in set(self._known(directory).values()) - living:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
+        self._look_for_leaving(directory, living)
+
+    def _look_for_leaving(self, directory: Any, living: set[str]) -> None:
+        for node_id in actors.names(self._pool, "leaving"):
+            if node_id in living:
+                ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # it may have restarted meanwhile
+            else:
+                actors.drop(self._pool, f"leaving/{node_id}")
+        for node_id, seconds in _noticed().items():
+            if node_id in self._stores and node_id not in self._draining:
+                self._draining.add(node_id)
+                threading.Thread(target=self._drain, args=(node_id, seconds), name="raykv-drain", daemon=True).start()
+
+    def _drain(self, node_id: str, seconds: float) -> None:
+        try:
+            left = drain(self._pool, node_id, seconds)
+            log.warning("%r: node %s leaves; %d blocks go with it", self, node_id[:8], left)
+        except (RayError, ValueError) as error:  # the next look tries again
+            log.warning("%r: node %s leaves, and is not emptied yet: %r", self, node_id[:8], error)
+            self._draining.discard(node_id)
 
     def _drop_failed(self) -> None:
         """Forget stores that are dead for good, to start others: at once, or later where the constructor raised."""
@@ -196,6 +225,16 @@ def _done(answer: Any) -> bool:
     except RayError:
         return False
     return True
+
+
+def _noticed() -> dict[str, float]:
+    """Nodes that Ray says are about to leave, and in how many seconds."""
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    now = time.time() * 1000
+    return {
+        node_id: (deadline - now) / 1000 if deadline > now else NOTICE_S
+        for node_id, deadline in client.get_draining_nodes().items()
+    }
 
 
 def _living() -> set[str]:

@@ -77,7 +77,7 @@ class Below:
     def _reach(self, tier: Tier, who: str, reached: bool) -> None:
         (tier.unreached.discard if reached else tier.unreached.add)(who)
         for shelf in tier.shelves.values():
-            self._shelves.c.shelves[shelf]["offered"] = not tier.unreached
+            self._shelves.c.shelves[shelf]["offered"] = index.NOT_OFFERED if tier.unreached else index.TO_READERS
 
     def leave(self, node: str) -> None:
         """A node is gone, and with it what only it could read."""
@@ -129,9 +129,14 @@ class Below:
             if shelf >= 0:
                 self._give_slots(tier, shelf, len(k))
                 demotion.found(self._shelves.c, shelf, k, refused)
-            for key in _split(k[~refused]) if tier.doomed else ():
-                tier.doomed.pop(key, None)
-            tier.doomed.update(dict.fromkeys(_split(k[refused])))
+            self._settle_found(tier, k, refused)
+
+    def _settle_found(self, tier: Tier, keys: Keys, refused: NDArray[np.bool_]) -> None:
+        there = np.zeros(len(keys), np.bool_)
+        demotion.in_tier(self._shelves.c, tier.index, keys, there)  # it may have been told with two sizes
+        for key in _split(keys[there]) if tier.doomed else ():
+            tier.doomed.pop(key, None)
+        tier.doomed.update(dict.fromkeys(_split(keys[refused & ~there])))
 
     def sink(self, node: str, shelves: dict[int, int], slots: dict[int, int], share: float) -> Sunk:
         """What of a node's blocks goes down next, until `share` of its `slots` (by size) can be had for nothing."""
@@ -197,6 +202,12 @@ class Below:
         """By the node that owns a tier, or "" for one that all share."""
         return {name: self._tier_stats(tier) for name, tier in self.tiers.items()}
 
+    def usage(self) -> float:
+        """Share of all tiers' capacity that is taken."""
+        stats = self.stats().values()
+        used, capacity = sum(tier["bytes_used"] for tier in stats), sum(tier["capacity"] for tier in stats)
+        return float(used / max(1, capacity))
+
     def _tier_stats(self, tier: Tier) -> dict[str, Any]:
         blocks, used, evicted = 0, 0, 0
         for stride, shelf in tier.shelves.items():
@@ -233,7 +244,9 @@ class Below:
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.shelves:
-            tier.shelves[stride] = self._shelves.add_below(tier.index, not tier.unreached)
+            tier.shelves[stride] = self._shelves.add_below(
+                tier.index, index.NOT_OFFERED if tier.unreached else index.TO_READERS
+            )
         return tier.shelves[stride]
 
     def _give_slots(self, tier: Tier, shelf: int, need: int) -> None:

@@ -18,6 +18,7 @@ from raykv import rows as row_checks
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.place import PLACE
 from raykv.rows import Rows
+from raykv.swap import Swaps
 from raykv.transports.verdicts import ALTERED, PULLED, data_deadline
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class KVCache:
         self.recompute_tokens_per_s = tokens_per_s
         self._pool = pool
         self._root = root
+        self._swaps = Swaps(self, pool)
 
     def keys(self, token_ids: Any, *, lora: Any = None, extra: Any = None, salt: Any = None) -> Keys:
         """(full blocks, 16) uint8. token_ids: 1-D list, numpy array or torch tensor of ints that fit int32.
@@ -91,7 +93,7 @@ class KVCache:
         """
         keys = row_checks.keys(keys)
         count = row_checks.count(keys, start)
-        return self._store(keys, row_checks.dense("blocks", blocks, count, self.block_bytes, exact=True), start)
+        return self.store_rows(keys, row_checks.dense("blocks", blocks, count, self.block_bytes, exact=True), start)
 
     def store_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
         """As `store`, out of paged memory: block keys[start + i] is row block_ids[i] of every array of `paged`.
@@ -100,13 +102,43 @@ class KVCache:
         """
         keys = row_checks.keys(keys)
         count = row_checks.count(keys, start)
-        return self._store(keys, row_checks.paged(paged, block_ids, count, self.block_bytes), start)
+        return self.store_rows(keys, row_checks.paged(paged, block_ids, count, self.block_bytes), start)
 
     async def astore(self, keys: Keys, blocks: Any, start: int = 0) -> int:
         return await self._pool.in_thread(self.store, keys, blocks, start)
 
     async def astore_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
         return await self._pool.in_thread(self.store_from, keys, paged, block_ids, start)
+
+    def swap_out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
+        """Keep the blocks of a preempted request, in the background, until `swap_in` or `swap_drop`; see store_from.
+
+        None of them is evicted meanwhile, unless this process dies. Its result: len(block_ids), or 0 where the pool has
+        no room for all. Until then their memory must stay as it is. What the request id had before is dropped.
+        """
+        return self._swaps.out(paged, block_ids, request_id)
+
+    def swap_in(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
+        """Bring a preempted request's blocks back, in the background, and forget them; see read_into.
+
+        Its result: how many leading ones are valid; 0 for a request that was not swapped out.
+        """
+        return self._swaps.back(paged, block_ids, request_id)
+
+    def swap_drop(self, request_id: str) -> None:
+        """A preempted request will not come back."""
+        self._swaps.drop(request_id)
+
+    def pin(self, keys: Keys) -> int:
+        """Have blocks stay, in memory or below, until `unpin`, `clear` or a restart of the directory.
+
+        Returns how many of the keys are pinned now: those that are not stored can't be.
+        """
+        answer = self._pool.link.call("pin", row_checks.keys(keys).tobytes())
+        return int(answer[1]) if answer else 0
+
+    def unpin(self, keys: Keys) -> None:
+        self._pool.link.call("unpin", row_checks.keys(keys).tobytes())
 
     def reserve(self, keys: Keys, position: int = 0) -> Reservation:
         """Slots for those of `keys` that nobody has stored, or is storing: at most KEYS_PER_CALL keys are considered.
@@ -115,7 +147,8 @@ class KVCache:
         """
         return Reservation(self._pool, row_checks.keys(keys)[:KEYS_PER_CALL], 0, position, self.block_bytes)
 
-    def _store(self, keys: Keys, rows: Rows, start: int) -> int:
+    def store_rows(self, keys: Keys, rows: Rows, start: int = 0) -> int:
+        """As `store`, of arguments that were checked."""
         stored, at = 0, start
         while at < len(keys):
             first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
@@ -229,12 +262,12 @@ class Match:
         out: at least (num_blocks, block_bytes) uint8, contiguous, numpy or torch. verify: check the bytes of this
         node's blocks too (those that cross nodes always are). Reads once; a second read may be shorter.
         """
-        return self._read(row_checks.dense("out", out, self.num_blocks, self._cache.block_bytes), verify)
+        return self.read_rows(row_checks.dense("out", out, self.num_blocks, self._cache.block_bytes), verify)
 
     def read_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
         """As `read`, into paged memory: block i becomes row block_ids[i] of every array of `paged` (see store_from)."""
         rows = row_checks.paged(paged, block_ids, self.num_blocks, self._cache.block_bytes, writable=True)
-        return self._read(rows, verify)
+        return self.read_rows(rows, verify)
 
     async def aread(self, out: Any, *, verify: bool = False) -> int:
         return await self._pool.in_thread(lambda: self.read(out, verify=verify))
@@ -242,7 +275,8 @@ class Match:
     async def aread_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
         return await self._pool.in_thread(lambda: self.read_into(paged, block_ids, verify=verify))
 
-    def _read(self, rows: Rows, verify: bool) -> int:
+    def read_rows(self, rows: Rows, verify: bool = False) -> int:
+        """As `read`, of arguments that were checked."""
         done = 0
         for lease in self._leases:
             count = lease.read(rows[done : done + len(lease)], verify)
@@ -275,6 +309,13 @@ class Match:
         """Let go; the directory learns of it with the next call. Costs nothing."""
         for lease in self._leases:
             self._pool.link.let_go(lease.id)
+
+    def forget(self) -> None:
+        """Let go, and have the pool forget the blocks."""
+        self.release()
+        for lease in self._leases:
+            if len(lease):
+                self._pool.link.call("forget", lease.keys.tobytes())
 
     def __enter__(self) -> Self:
         return self

@@ -126,6 +126,20 @@ class KVPool:
         ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
+    def drain(self, node_id: str, deadline: float = 60.0) -> int:
+        """Empty a node that is about to leave, within so many seconds. Nothing new is stored there from now on.
+
+        What is nowhere else goes to a tier that all nodes share, or to other nodes.
+        Returns how many blocks would still be lost with it. ValueError if no living node has that Ray node id; RayError
+        if the pool's actors do not answer.
+        """
+        living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        if node_id not in living:
+            raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: {', '.join(living)}")
+        supervisor = actors.find(actors.supervisor_name(self.name))
+        left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + STOP_DEADLINE_S)
+        return left
+
     def stop(self) -> None:
         """End the pool on every node and give its memory back."""
         self.close()

@@ -13,12 +13,16 @@ from raykv.below import Below
 from raykv.calls import Call, Matched, Reserved, Sunk
 from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
 from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
-from raykv.place import PLACE, slot_bytes
+from raykv.place import KEY_BYTES, PLACE, slot_bytes
 from raykv.shelves import Places, Rows, Shelves
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 LIMBO_PER_BEAT = 4096
-COUNTERS = ("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt")
+DEPARTING_PER_CALL = 4096  # of each size
+COUNTERS = (
+    *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
+    "num_cumulative_preemption",
+)
 
 
 @dataclass
@@ -53,11 +57,18 @@ class Node:
     window_bytes: int
     last_beat: float
     state: str = "joining"  # then alive <-> suspect
+    leaving: bool = False
     offered: int = 0  # slabs that are allocated
     spare: list[int] = field(default_factory=list)  # of them, those that serve no size; the last is taken first
     shelves: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     checked: dict[int, int] = field(default_factory=dict)  # evictions at the last look for a colder slab, by shelf
+
+    @property
+    def offered_to(self) -> int:
+        if self.state != "alive":
+            return index.NOT_OFFERED
+        return index.TO_READERS if self.leaving else index.TO_ALL
 
 
 def staging_window(capacity: int) -> int:
@@ -85,6 +96,7 @@ class Directory:
         self.client_ttl = client_ttl
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
+        self.pins: dict[bytes, tuple[int, int]] = {}  # by key, the row that is pinned, and its generation
         self.floor = 0  # generations up to this one were cleared
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._shelves = Shelves(epoch)
@@ -175,7 +187,7 @@ class Directory:
         k, firsts = self._find(keys)
         stride = slot_bytes(block_bytes)
         writer = self.nodes.get(node)
-        shelf = self._shelf(writer, stride) if writer and writer.state == "alive" else -1
+        shelf = self._shelf(writer, stride) if writer and writer.offered_to == index.TO_ALL else -1
         if writer is None or shelf < 0 or not 0 <= start <= len(k):
             return Reserved(self.epoch, start, b"", b"", b"")
         if self._provision(writer, shelf, stride, int(placement.missing(self._shelves.c, firsts[start:]))):
@@ -226,6 +238,58 @@ class Directory:
             self.counters["stored"] += int(accepted.sum())
         return self.epoch, int(accepted.sum())
 
+    # ------------------------------------------------------------------ blocks by name
+
+    def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
+        """Have blocks stay until `unpin`: (epoch, how many of the keys are pinned now)."""
+        self._hello(call, now)
+        names = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        return self.epoch, sum(self._pin(name) for name in names)
+
+    def unpin(self, call: Call, keys: bytes, now: float) -> int:
+        """Returns the epoch."""
+        self._hello(call, now)
+        for at in range(0, len(keys), KEY_BYTES):
+            row, gen = self.pins.pop(keys[at : at + KEY_BYTES], (-1, 0))
+            holds.let_go(self._shelves.c, *_one(row, gen), *_one(-1, 0))
+        return self.epoch
+
+    def forget(self, call: Call, keys: bytes, now: float) -> int:
+        """Blocks that nobody will ask for again. What is held stays until it is let go. Returns the epoch."""
+        self._hello(call, now)
+        for row in self._find(keys)[1].tolist():
+            while row >= 0:
+                after, gen = int(self._shelves.c.rows[row]["same"]), int(self._shelves.c.rows[row]["gen"])
+                self._below.doom(*_one(row, gen))
+                slabs.drop(self._shelves.c, *_one(row, gen))
+                row = after
+        self._settle_pins()
+        return self.epoch
+
+    def preempted(self, call: Call, now: float) -> int:
+        """An engine swapped a request out. Returns the epoch."""
+        self._hello(call, now)
+        self.counters["num_cumulative_preemption"] += 1
+        return self.epoch
+
+    def _pin(self, key: bytes) -> bool:
+        if key not in self.pins:
+            row = int(holds.lasting(self._shelves.c, self._find(key)[1][0]))
+            if row < 0:
+                return False
+            index.pin(self._shelves.c, row)
+            self.pins[key] = row, int(self._shelves.c.rows[row]["gen"])
+        return True
+
+    def _settle_pins(self) -> None:
+        """Where a pinned block was dropped, or went with its node, another copy is pinned, if there is one."""
+        rows = self._shelves.c.rows
+        for key, (row, gen) in list(self.pins.items()):
+            if rows[row]["gen"] != gen or rows[row]["state"] == index.DROPPED:
+                holds.let_go(self._shelves.c, *_one(row, gen), *_one(-1, 0))
+                del self.pins[key]
+                self._pin(key)
+
     # ------------------------------------------------------------------ clients
 
     def beat_client(self, call: Call, now: float) -> int:
@@ -245,7 +309,9 @@ class Directory:
         client = self.clients.setdefault(call.client, Client(now))
         client.last_seen = now
         if call.landed:
-            holds.landed(self._shelves.c, *self._shelves.rows_of(np.frombuffer(call.landed, PLACE)))
+            at = np.frombuffer(call.landed, PLACE)
+            if holds.landed(self._shelves.c, *self._shelves.rows_of(at)):
+                self._restore_windows(at)
         if client.holds:
             held = set(np.frombuffer(call.held, np.uint64).tolist())
             for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
@@ -254,6 +320,7 @@ class Directory:
             rows, gens = self._shelves.rows_of(np.frombuffer(call.bad, PLACE))
             self._below.doom(rows, gens)
             self.counters["corrupt"] += int(slabs.drop(self._shelves.c, rows, gens))
+            self._settle_pins()
         return client
 
     def _end(self, client: Client, hold: int) -> None:
@@ -409,11 +476,36 @@ class Directory:
             for hold in client.holds.values():
                 self._shelves.disown(hold.source, hold.gens)
                 self._shelves.disown(hold.staged, hold.staged_gens)
+        self._settle_pins()
+
+    def leave(self, name: str, now: float) -> None:
+        """A node is about to leave: nothing new is stored there, and what it has is `departing`."""
+        self._check(now)
+        if node := self.nodes.get(name):
+            node.leaving = True
+            self._set_state(node, node.state)
+
+    def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
+        """(PLACEs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.
+
+        `bytes` of a place is its slot's.
+        """
+        self._check(now)
+        found, k = [], []
+        node, c = self.nodes.get(name), self._shelves.c
+        shared = self._below.tiers.get("")
+        below = shared.index if shared and not shared.unreached else -1
+        for stride, shelf in node.shelves.items() if node else ():
+            rows = np.empty(DEPARTING_PER_CALL, np.int64)
+            rows = rows[: holds.departing(c, shelf, below, rows, 0)]
+            found.append(self._shelves.describe(rows, stride)[1].tobytes())
+            k.append(np.stack([c.rows["k0"][rows], c.rows["k1"][rows]], axis=1).tobytes())
+        return b"".join(found), b"".join(k)
 
     def _set_state(self, node: Node, state: str) -> None:
         node.state = state
         for stride, shelf in node.shelves.items():
-            self._shelves.offer(shelf, stride, state == "alive")
+            self._shelves.offer(shelf, stride, node.offered_to)
         self._below.suspect(node.name, state == "suspect")
 
     def _limbo(self, node: Node) -> Places:
@@ -440,12 +532,15 @@ class Directory:
         `join` first.
         """
         self._check(now)
-        if name not in self.nodes:
+        node = self.nodes.get(name)
+        if node is None:
             return None
         if lost:
             self._below.forget(name)
             self._disown()
-        return self._below.beat(name, capacity, shared, reached, lambda: self._new_index(tier=True))
+        answer = self._below.beat(name, capacity, shared, reached, lambda: self._new_index(tier=True))
+        self._below.suspect(name, node.state == "suspect")
+        return answer
 
     def found(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
         """What lies in a node's tier from before, oldest first: keys and block_bytes (int64). last: that is all."""
@@ -495,7 +590,7 @@ class Directory:
             return -1
         if stride not in node.shelves:
             window = max(1, node.window_bytes // stride)
-            node.shelves[stride] = self._shelves.add(node.index, stride, window, node.state == "alive")
+            node.shelves[stride] = self._shelves.add(node.index, stride, window, node.offered_to)
         return node.shelves[stride]
 
     def _provision(self, writer: Node, shelf: int, stride: int, need: int) -> bool:
@@ -506,7 +601,7 @@ class Directory:
         if need == 0 or self._shelves.room(shelf) >= need:
             return False
         took = self._give_slots(writer, shelf, stride, 1)  # without one it could not write to other nodes either
-        others = (n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive")
+        others = (n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == index.TO_ALL)
         for node in (writer, *others):
             s = self._shelf(node, stride)
             while s >= 0 and node.spare and self._shelves.room(s) < need:
@@ -530,6 +625,14 @@ class Directory:
         while self._shelves.takeable(shelf) < need and node.spare:
             self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
         return self._reclaim(node, shelf, stride, self._shelves.takeable, 1)
+
+    def _restore_windows(self, at: Places) -> None:
+        """Where primaries came out of staging windows: a spare slab makes up for them, or the oldest blocks go."""
+        for node in [node for node in self.nodes.values() if node.index in at["node"]]:
+            for stride, shelf in node.shelves.items():
+                while node.spare and self._shelves.room(shelf) < 0:
+                    self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
+                placement.restore_window(self._shelves.c, shelf)
 
     def _reclaim(self, node: Node, shelf: int, stride: int, measure: Callable[[int], int], need: int) -> bool:
         """Take slabs of other sizes until `measure` says `need`: any while this size can evict nothing, else one whose
@@ -579,6 +682,7 @@ class Directory:
             for record in node.slabs.values():
                 slabs.clear_rows(self._shelves.c, *self._shelves.span(record))
         self._below.clear()
+        self._settle_pins()
         return keys
 
     def stats(self, now: float) -> dict[str, Any]:
@@ -591,10 +695,12 @@ class Directory:
             "leases": held.count(False),
             "reservations": held.count(True),
             "clients": len(self.clients),
+            "pinned": len(self.pins),
             "evicted": int(self._shelves.c.shelves["evicted"].sum()),
             **self.counters,
             "nodes": {name: self._node_stats(node, now) for name, node in self.nodes.items()},
             "tiers": self._below.stats(),
+            "external_cache_usage": self._below.usage(),
         }
 
     def _node_stats(self, node: Node, now: float) -> dict[str, Any]:
@@ -607,7 +713,7 @@ class Directory:
             used += int(counts.sum() - counts[index.FREE]) * (node.slab_bytes // int(counts.sum()))
         return {
             "index": node.index,
-            "state": node.state,
+            "state": "leaving" if node.leaving and node.state == "alive" else node.state,
             "idle_s": now - node.last_beat,
             "slabs": len(node.slabs),
             "spare_slabs": len(node.spare),
@@ -622,3 +728,8 @@ class Directory:
         firsts = np.empty(len(k), np.int64)
         index.find(self._shelves.c, k, firsts)
         return k, firsts
+
+
+def _one(row: int, gen: int) -> tuple[Rows, Rows]:
+    """A row as kernels take many."""
+    return np.array([row], np.int64), np.array([gen], np.int64)

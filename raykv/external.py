@@ -1,8 +1,8 @@
 """An external tier as a node store uses it: records that verify themselves, deadlines, and back-off where it fails."""
 
+import hashlib
 import logging
 import mmap
-import secrets
 import struct
 import threading
 import time
@@ -28,6 +28,7 @@ CONTENT_BYTES = 8  # what lies there since it was last cleared; nothing from bef
 CALL_S = 2.0  # that a call without blocks may take
 PIECE_BYTES = 32 << 20  # asked of a tier at a time
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is out of order
+CHECK_S = 10.0  # between probes of one that is not
 READERS = 4
 Keys = NDArray[np.uint8]
 
@@ -43,7 +44,7 @@ class External:
         self.shared = tier.shared
         self.faults: Counter[str] = Counter()
         self._tier, self._fingerprint = tier, fingerprint
-        self._content = bytes(CONTENT_BYTES)
+        self._content = self._marked = bytes(CONTENT_BYTES)  # what it is called, and what the tier was seen to say
         self._up, self._failures, self._retry_at = True, 0, 0.0
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
@@ -64,10 +65,15 @@ class External:
                 "was left as it is: give that secret and pool name, or another path or database"
             )
 
-    def open(self) -> None:
-        """Mark a tier as this pool's. Raises as `check`, and what the tier raises."""
+    def open(self, seed: bytes) -> None:
+        """Mark a tier as this pool's. Raises as `check`, and what the tier raises.
+
+        seed: what its content is named after where nothing is there yet; equal for all stores of a shared one.
+        """
         self.check()
+        self._content = self._marked = seed
         self._take_content()
+        self._retry_at = time.monotonic() + CHECK_S
 
     # ------------------------------------------------------------------ blocks
 
@@ -80,10 +86,11 @@ class External:
             for key, total, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
         ]
         size = sum(map(len, bodies))
-        done = self._call(self._writes, lambda: self._tier.put_many(blocks), data_deadline(size), "store")
+        put = partial(_each, len(blocks), self._tier.put_many, blocks)
+        done = self._call(self._writes, put, data_deadline(size), "store")
         stored = np.zeros(len(blocks), np.bool_) if done is None else np.array(done, np.bool_)
-        if done is not None and not stored.all():
-            self._refused(int((~stored).sum()))
+        if done is not None:
+            self.faults["refused"] += int((~stored).sum())
         return stored
 
     def load(
@@ -99,9 +106,8 @@ class External:
             with_room = self._buffer(len(part), block_bytes)
             rows = np.frombuffer(with_room, np.uint8)[: len(part) * block_bytes].reshape(len(part), block_bytes)
             names, out = _split(part), [row.data for row in rows]
-            heads = self._call(
-                self._reads, partial(self._tier.get_many, names, out), data_deadline(rows.nbytes), "load"
-            )
+            get = partial(_each, len(names), self._tier.get_many, names, out)
+            heads = self._call(self._reads, get, data_deadline(rows.nbytes), "load")
             if heads is None:  # a late call may still write into the buffer: it is not used again
                 return
             found = [self._read_head(head, key, block_bytes) for head, key in zip(heads, names, strict=True)]
@@ -117,8 +123,14 @@ class External:
         self._call(self._writes, lambda: self._tier.delete_many(keys), CALL_S + len(keys) / 1e3, "delete")
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        """Batches of (key, block_bytes) of what lies there, oldest first. Raises what the tier raises."""
-        return self._tier.scan()
+        """Batches of (key, block_bytes) of what lies there, oldest first. Ends early where the tier fails: `up` tells.
+
+        Takes as long as the tier takes.
+        """
+        try:
+            yield from self._tier.scan()
+        except Exception as error:
+            self._fail("scan", error)
 
     def usage(self) -> int:
         """Bytes taken there."""
@@ -127,7 +139,7 @@ class External:
     def clear(self, content: bytes) -> None:
         """Forget all that lies there, now and after any restart. content: CONTENT_BYTES, equal for all of a tier."""
         self._content = content
-        self._call(self._writes, self._mark, CALL_S, "clear")
+        self._call(self._writes, self._mark_cleared, CALL_S, "clear")  # else by the next probe
 
     def close(self) -> None:
         self._reads.shutdown(wait=False, cancel_futures=True)
@@ -137,12 +149,15 @@ class External:
     # ------------------------------------------------------------------ health
 
     def probe(self) -> bool | None:
-        """Where the tier is out of order and it is time, see whether it is back.
+        """Where it is time, see whether a tier that is out of order is back, and that another still has its content.
 
-        None: nothing new. Else it is up again: True if all that lay there is still there, False if it is gone.
+        None: nothing new. True: it is up again, with all that lay there. False: it is up, and that is gone.
         """
-        if self._up or time.monotonic() < self._retry_at:
+        if time.monotonic() < self._retry_at:
             return None
+        if self._up:
+            self._retry_at = time.monotonic() + CHECK_S
+            return None if self._call(self._writes, self._take_content, CALL_S, "probe") in (None, True) else False
         if self._probing is None:
             self._probing = self._writes.submit(self._take_content)
         try:
@@ -154,6 +169,7 @@ class External:
             self._fail("probe", error)
             return None
         self._probing = None
+        self._retry_at = time.monotonic() + CHECK_S
         self._up, self._failures = True, 0
         log.warning("external tier: it is back%s", "" if same else ", and empty")
         return same
@@ -163,11 +179,11 @@ class External:
         if not self._up:
             self.faults["down"] += 1
             return None
+        asked = threads.submit(call)
         try:
-            return threads.submit(call).result(deadline)
-        except TimeoutError as error:
-            self._fail(what, error)
+            return asked.result(deadline)
         except Exception as error:
+            asked.cancel()  # one that waits behind others is not to begin when nobody wants it any more
             self._fail(what, error)
         return None
 
@@ -181,27 +197,36 @@ class External:
             self._retry_at = time.monotonic() + BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
             self._failures += 1
 
-    def _refused(self, blocks: int) -> None:
-        """A tier that is full of other things is not asked again at once."""
-        self.faults["refused"] += blocks
-
     # ------------------------------------------------------------------ records
 
     def _take_content(self) -> bool:
         """Learn, or say, what this tier's content is. Returns whether it is what it was."""
-        (head,) = self._tier.get_many([MARKER], [memoryview(bytearray(0))])
-        before = self._content
-        if head is not None and self._ours(head):
-            self._content = head[8:16]
-        else:
-            self._content = secrets.token_bytes(CONTENT_BYTES)
+        (head,) = _each(1, self._tier.get_many, [MARKER], [memoryview(bytearray(0))])
+        found = head[8:16] if head is not None and self._ours(head) else None
+        same = found in (self._marked, self._content)
+        if self._content != self._marked:  # cleared while it was out of order
+            self._mark_cleared()
+        elif found is None:  # all stores of a shared tier call it the same, whichever comes first
+            self._content = hashlib.sha256(b"raykv content\0" + self._content).digest()[:CONTENT_BYTES]
             self._mark()
-        return before == self._content
+        else:
+            self._content = self._marked = found
+        return same
 
     def _mark(self) -> None:
-        head = HEAD.pack(MAGIC, self._content, self._fingerprint, 0, 0, 0).ljust(HEAD_BYTES, b"\0")
+        content = self._content
+        head = HEAD.pack(MAGIC, content, self._fingerprint, 0, 0, 0).ljust(HEAD_BYTES, b"\0")
         if not all(self._tier.put_many([Block(MARKER, head, memoryview(b""))])):
             raise OSError("the external tier has no room for a marker of 64 bytes")
+        self._marked = content
+
+    def _mark_cleared(self) -> None:
+        """All that is there is void: some of it goes now, where there is no room else."""
+        try:
+            self._mark()
+        except OSError:
+            self._tier.delete_many([key for key, _ in next(filter(None, self._tier.scan()), [])])
+            self._mark()
 
     def _ours(self, head: bytes) -> bool:
         return head[:8] == MAGIC and head[16:32] == self._fingerprint
@@ -211,7 +236,7 @@ class External:
 
     def _read_head(self, head: bytes | None, key: bytes, length: int) -> tuple[int, int, bool]:
         """(checksum, position, whether this is the head of that block)."""
-        if head is None or len(head) < HEAD.size:
+        if not isinstance(head, bytes) or len(head) < HEAD.size:
             return 0, 0, False
         magic, content, name, total, size, position = HEAD.unpack_from(head)
         return total, position, (magic, content, name, size) == (MAGIC, self._content, key, length)
@@ -231,6 +256,14 @@ class External:
         with self._lock:
             if len(self._buffers) < READERS:
                 self._buffers.append(buffer)
+
+
+def _each(count: int, call: Callable[..., Sequence[T]], *args: object) -> Sequence[T]:
+    """The answer of a tier that anybody may have written: one for each block."""
+    answers = call(*args)
+    if len(answers) != count:
+        raise TypeError(f"{len(answers)} answers of the tier for {count} blocks")
+    return answers
 
 
 def _split(keys: Keys) -> list[bytes]:

@@ -8,14 +8,16 @@ from raykv.index import (
     DROPPED,
     EXTERNAL,
     LIMBO,
+    LISTS_PER_SHELF,
     NODE_MASK,
     PINS_MAX,
     READY,
     REPLICA,
     STAGING,
+    TO_READERS,
     WRITING,
-    free,
     kept,
+    list_of,
     listed,
     node_of,
     pin,
@@ -26,9 +28,10 @@ from raykv.index import (
     to_limbo,
     touch,
     unfinished,
+    unlink,
     unpin,
 )
-from raykv.placement import evict, oldest, room, stage, takeable
+from raykv.placement import stage, takeable
 
 UNSTAGED = -2  # remote, and no staging row yet
 
@@ -219,28 +222,90 @@ def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: i
 
 @kernel
 def landed(c, rows, gens):  # type: ignore[no-untyped-def]
-    """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone or below.
+    """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone, leaving or below.
 
-    These come out of the staging window, and the shelf's oldest goes to make up for it.
+    Returns how many primaries: those have come out of the staging window.
     """
+    primaries = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].state == STAGING:
             shelf = shelf_of(c, row)
             c.shelves[shelf].staging -= 1
             c.rows[row].state = REPLICA if _has_primary(c, row) else READY
-            if c.rows[row].state == READY and room(c, shelf) < 0 and oldest(c, shelf) >= 0:
-                free(c, evict(c, shelf))
+            if c.rows[row].state == READY:
+                _succeed(c, row)
+                primaries += 1
+    return primaries
 
 
 @kernel
 def _has_primary(c, row):  # type: ignore[no-untyped-def]
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
-        if c.rows[other].state == READY or c.rows[other].state == WRITING:
+        if c.rows[other].state == WRITING or (c.rows[other].state == READY and not leaving(c, other)):
             return True
         other = np.int64(c.rows[other].same)
     return False
+
+
+@kernel
+def leaving(c, row):  # type: ignore[no-untyped-def]
+    """Whether a row's node is about to leave."""
+    return c.shelves[shelf_of(c, row)].offered == TO_READERS
+
+
+@kernel
+def _succeed(c, row):  # type: ignore[no-untyped-def]
+    """Where a key's primary is on a node that leaves, a new one takes its place."""
+    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    while other >= 0:
+        if other != row and c.rows[other].state == READY:
+            if listed(c, other):
+                unlink(c, list_of(c, other, READY), other)
+            c.rows[other].state = REPLICA
+            if c.rows[other].pins == 0:
+                touch(c, other)
+        other = np.int64(c.rows[other].same)
+
+
+@kernel
+def departing(c, shelf, below, out, n):  # type: ignore[no-untyped-def]
+    """Append the shelf's primaries that are on no other node that stays, youngest first, to out[n:]; the new n.
+
+    below: index of a tier that outlives the node, -1 if there is none.
+    """
+    row = np.int64(c.lists[shelf * LISTS_PER_SHELF + 1].head)
+    while row >= 0 and n < len(out):
+        if _alone_there(c, row, below):
+            out[n] = row
+            n += 1
+        row = np.int64(c.rows[row].next)
+    return n
+
+
+@kernel
+def lasting(c, first):  # type: ignore[no-untyped-def]
+    """Of a key's rows the one to keep: its primary, else what is below, else -1."""
+    found = np.int64(-1)
+    row = np.int64(first)
+    while row >= 0:
+        state = c.rows[row].state
+        if c.rows[row].pins < PINS_MAX and (state == READY or (state == EXTERNAL and found < 0)):
+            found = row
+        row = np.int64(c.rows[row].same)
+    return found
+
+
+@kernel
+def _alone_there(c, row, below):  # type: ignore[no-untyped-def]
+    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    while other >= 0:
+        state = c.rows[other].state
+        if (present(state) and not leaving(c, other)) or (state == EXTERNAL and node_of(c, other) == below):
+            return False
+        other = np.int64(c.rows[other].same)
+    return True
 
 
 @kernel

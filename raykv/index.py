@@ -29,6 +29,7 @@ STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", 
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 PINS_MAX = 65535
+NOT_OFFERED, TO_READERS, TO_ALL = range(3)  # who is sent to a shelf; a leaving node's is for readers only
 NODE_BITS = 20  # of a node's index that count; above them stands the epoch, so that a new directory repeats none
 NODE_MASK = (1 << NODE_BITS) - 1
 NOWHERE = -2  # `prev` of a row that is in no list

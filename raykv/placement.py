@@ -10,6 +10,7 @@ from raykv.index import (
     READY,
     REPLICA,
     STAGING,
+    TO_ALL,
     WRITING,
     alone,
     delete,
@@ -91,7 +92,7 @@ def coldest(c, heap):  # type: ignore[no-untyped-def]
     while True:
         shelf = heap[0].shelf
         tail = oldest(c, shelf)
-        true = c.rows[tail].last if tail >= 0 and c.shelves[shelf].offered else clock + 1
+        true = c.rows[tail].last if tail >= 0 and c.shelves[shelf].offered == TO_ALL else clock + 1
         if heap[0].tick == true:
             return shelf if true <= clock else np.int64(-1)
         i = 0
@@ -151,6 +152,13 @@ def evict(c, shelf):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def restore_window(c, shelf):  # type: ignore[no-untyped-def]
+    """Free as many slots as the staging window lacks."""
+    while room(c, shelf) < 0 and oldest(c, shelf) >= 0:
+        free(c, evict(c, shelf))
+
+
+@kernel
 def victim_ahead(c, shelf, steps):  # type: ignore[no-untyped-def]
     """The row that the shelf evicts `steps` evictions from now, or -1; all up to there are asked for."""
     row = np.int64(c.lists[shelf * LISTS_PER_SHELF + 1].tail)
@@ -182,7 +190,8 @@ def missing(c, firsts):  # type: ignore[no-untyped-def]
         row = np.int64(first)
         while row >= 0 and not (present(c.rows[row].state) or c.rows[row].state == WRITING):
             row = np.int64(c.rows[row].same)
-        count += row < 0
+        if row < 0:
+            count += 1
     return count
 
 
@@ -217,7 +226,7 @@ def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, stage
         if room(c, shelf) > 0:
             target = np.int64(shelf)
         while target < 0 and may_leave and spill < len(others):
-            if c.shelves[others[spill]].offered and room(c, others[spill]) > 0:
+            if c.shelves[others[spill]].offered == TO_ALL and room(c, others[spill]) > 0:
                 target = np.int64(others[spill])
             else:
                 spill += 1

@@ -64,18 +64,18 @@ class Shelves:
 
     # ------------------------------------------------------------------ shelves
 
-    def add(self, node: int, stride: int, window: int, offered: bool) -> int:
+    def add(self, node: int, stride: int, window: int, offered: int) -> int:
         """A shelf for slots of `stride` bytes, of which `window` may be staging."""
         shelf = self._add(node, window, offered)
         self.sizes.setdefault(stride, []).append(shelf)
         self._reset_heap(stride)
         return shelf
 
-    def add_below(self, tier: int, offered: bool) -> int:
+    def add_below(self, tier: int, offered: int) -> int:
         """A shelf of an external tier: nobody writes there, and nothing is evicted there for a writer."""
         return self._add(tier, 0, offered)
 
-    def _add(self, node: int, window: int, offered: bool) -> int:
+    def _add(self, node: int, window: int, offered: int) -> int:
         shelf = self._shelf_count
         self._shelf_count += 1
         lists = _grown(self.c.lists, self._shelf_count * LISTS_PER_SHELF)
@@ -85,8 +85,8 @@ class Shelves:
         self.c = self.c._replace(lists=lists, shelves=shelves)
         return shelf
 
-    def offer(self, shelf: int, stride: int, offered: bool) -> None:
-        """Whether readers and writers are sent there."""
+    def offer(self, shelf: int, stride: int, offered: int) -> None:
+        """Who is sent there: NOT_OFFERED, TO_READERS or TO_ALL."""
         self.c.shelves[shelf]["offered"] = offered
         self._reset_heap(stride)
 

@@ -5,40 +5,49 @@ from typing import Any
 
 import numpy as np
 from oracle import Oracle
+from oracle_slots import KEPT, LIVE
 
 from raykv import index
 from raykv.directory import Directory
+
+
+def _all(directory: Directory) -> list[Any]:
+    """What has slabs."""
+    return [*directory.nodes.values(), *directory._below.tiers.values()]
 
 
 def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[Any, ...]]:
     """State of every slot, and its turn to be taken."""
     out = {}
     c = directory._shelves.c
-    for node in directory.nodes.values():
-        for number, record in node.slabs.items():
+    for there in _all(directory):
+        for number, record in there.slabs.items():
             base, slots = directory._shelves.span(record)
             for slot, row in enumerate(c.rows[base : base + slots].tolist()):
-                k0, k1, gen, last, _, _, _, pins, state, _ = row
-                out[node.index, number, slot] = _row(
-                    index.STATES[state], struct.pack("<QQ", k0, k1), gen, last, pins, int(c.slabs[record]["gen"])
+                k0, k1, gen, last, _, _, _, pins, state, uses = row
+                out[there.index, number, slot] = _row(
+                    index.STATES[state], struct.pack("<QQ", k0, k1), gen, last, pins, uses, int(c.slabs[record]["gen"])
                 )
     return out
 
 
 def rows_of_oracle(oracle: Oracle) -> dict[tuple[int, int, int], tuple[Any, ...]]:
     return {
-        (row.slab.node, row.slab.number, row.slot): _row(row.state, row.key, row.gen, row.last, row.pins, row.slab.gen)
+        (row.slab.node, row.slab.number, row.slot): _row(
+            row.state, row.key, row.gen, row.last, row.pins, row.uses, row.slab.gen
+        )
         for row in oracle.rows()
     }
 
 
-def _row(state: str, key: bytes, gen: int, last: int, pins: int, slab_gen: int) -> tuple[Any, ...]:
+def _row(state: str, key: bytes, gen: int, last: int, pins: int, uses: int, slab_gen: int) -> tuple[Any, ...]:
     return (
         state,
-        key if state in ("writing", "ready", "replica", "staging") else None,
+        key if state in LIVE else None,
         gen if state != "free" else None,
-        last if state in ("ready", "replica") and not pins else None,
+        last if state in KEPT and not pins else None,
         pins,
+        uses if state in LIVE else None,
         slab_gen,
     )
 
@@ -74,7 +83,7 @@ def chains_of(directory: Directory) -> dict[bytes, list[tuple[int, int, int]]]:
 
 def check_invariants(directory: Directory) -> None:
     c = directory._shelves.c
-    spans = [directory._shelves.span(record) for node in directory.nodes.values() for record in node.slabs.values()]
+    spans = [directory._shelves.span(record) for there in _all(directory) for record in there.slabs.values()]
     live = np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)])
     assert len(set(live.tolist())) == len(live), "slabs overlap"
     rows = c.rows
@@ -86,38 +95,44 @@ def check_invariants(directory: Directory) -> None:
     _check_lists(directory, live)
     _check_table(directory, live)
     _check_holds(directory, live)
+    _check_tiers(directory)
 
 
 def _check_lists(directory: Directory, live: Any) -> None:
     c = directory._shelves.c
     rows = c.rows.tolist()
-    shelves = {shelf for node in directory.nodes.values() for shelf in node.shelves.values()}
+    shelves = {shelf: index.READY for node in directory.nodes.values() for shelf in node.shelves.values()}
+    shelves |= {shelf: index.EXTERNAL for tier in directory._below.tiers.values() for shelf in tier.shelves.values()}
     seen = set()
-    for shelf in shelves:
-        for which, of in enumerate((index.FREE, index.READY, index.REPLICA)):
-            head, tail, count = c.lists[shelf * index.LISTS_PER_SHELF + which].tolist()
-            before, row, length, last = -1, head, 0, 1 << 62
+    for shelf, kept in shelves.items():
+        for which, of in enumerate((index.FREE, kept, index.REPLICA)):
+            head, tail, count, mark, behind = c.lists[shelf * index.LISTS_PER_SHELF + which].tolist()
+            assert which == 1 or (mark, behind) == (-1, 0)
+            before, row, length, last, marked = -1, head, 0, 1 << 62, 0
             while row >= 0:
                 length += 1
                 assert length <= count and row not in seen
                 seen.add(row)
-                assert rows[row][4] == before and rows[row][8] == of and rows[row][9] == 1
+                assert rows[row][4] == before and rows[row][8] == of
+                marked += marked > 0 or row == mark
                 assert int(c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]) == shelf
-                if of != index.FREE and rows[row][7] == 0:
+                if of != index.FREE:
                     assert rows[row][3] < last, "not in the order of use"
                     last = rows[row][3]
                 before, row = row, rows[row][5]
             assert (length, before) == (count, tail)
+            assert marked == behind and (behind > 0) == (mark >= 0), "rows from the mark to the old end"
         staging = [r for r in live.tolist() if rows[r][8] == index.STAGING and _shelf_of(directory, r) == shelf]
         assert len(staging) == c.shelves[shelf]["staging"] <= c.shelves[shelf]["window"]
         limbo = [r for r in live.tolist() if rows[r][8] == index.LIMBO and _shelf_of(directory, r) == shelf]
         assert len(limbo) == c.shelves[shelf]["limbo"]
     for row in live.tolist():
-        _, _, _, _, _, _, _, pins, state, listed = rows[row]
+        _, _, _, _, before, _, _, pins, state, _ = rows[row]
+        listed = before != index.NOWHERE
         assert listed == (row in seen)
-        unheld = pins == 0 and state in (index.FREE, index.READY, index.REPLICA)
+        unheld = pins == 0 and state in (index.FREE, index.READY, index.REPLICA, index.EXTERNAL)
         assert listed or not unheld, "an unheld slot that nobody can take"
-        assert not listed or unheld or state == index.READY
+        assert not listed or unheld or state in (index.READY, index.EXTERNAL)
         assert pins > 0 or state not in (index.WRITING, index.STAGING, index.DROPPED)
         assert pins == 0 or state not in (index.FREE, index.LIMBO)
 
@@ -133,7 +148,7 @@ def _check_table(directory: Directory, live: Any) -> None:
     assert len(chains) == c.state[index.ENTRIES]
     in_table = [(key, row) for key in chains for row in chain_of(directory, key)]
     assert all(struct.pack("<QQ", *c.rows[row].tolist()[:2]) == key for key, row in in_table)
-    wanted = (index.WRITING, index.READY, index.REPLICA, index.STAGING)
+    wanted = [index.STATES.index(state) for state in LIVE]
     assert sorted(row for _, row in in_table) == sorted(live[np.isin(c.rows["state"][live], wanted)].tolist())
     for key in chains:
         states = [int(c.rows[row]["state"]) for row in chain_of(directory, key)]
@@ -152,3 +167,31 @@ def _check_holds(directory: Directory, live: Any) -> None:
                 np.add.at(pins, held[mine], 1)
                 assert (rows["gen"][held[mine]] == gens[mine]).all(), "a held block was given away"
     assert (pins == rows["pins"]).all(), "pins are not what is held"
+
+
+def _check_tiers(directory: Directory) -> None:
+    """Rows are of memory or of a tier; each key lies once in a tier, and what lies there is not to be deleted."""
+    rows = directory._shelves.c.rows
+    for node in directory.nodes.values():
+        states = rows["state"][_rows_in(directory, node)]
+        assert not np.isin(states, (index.SINKING, index.EXTERNAL)).any()
+    for tier in directory._below.tiers.values():
+        mine = _rows_in(directory, tier)
+        assert np.isin(rows["state"][mine], (index.FREE, index.SINKING, index.EXTERNAL, index.DROPPED)).all()
+        below = mine[np.isin(rows["state"][mine], (index.SINKING, index.EXTERNAL))]
+        keys = [struct.pack("<QQ", *rows[row].tolist()[:2]) for row in below.tolist()]
+        assert len(set(keys)) == len(keys), "a key twice in a tier"
+        external = {key for key, row in zip(keys, below.tolist(), strict=True) if rows[row]["state"] == index.EXTERNAL}
+        assert not external & tier.doomed.keys(), "what lies there is about to be deleted"
+        sinking = [
+            (r, g) for at, gens in tier.sinking.values() for r, g in zip(at.tolist(), gens.tolist(), strict=True)
+        ]
+        on_their_way = [r for r, g in sinking if rows[r]["gen"] == g and rows[r]["state"] == index.SINKING]
+        assert sorted(on_their_way) == below[rows["state"][below] == index.SINKING].tolist()
+        stats = directory.stats(0.0)["tiers"][tier.owner or ""]
+        assert stats["blocks"] == len(external) and stats["bytes_used"] <= max(stats["capacity"], tier.slab_bytes)
+
+
+def _rows_in(directory: Directory, there: Any) -> Any:
+    spans = [directory._shelves.span(record) for record in there.slabs.values()]
+    return np.sort(np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)]))

@@ -10,17 +10,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from oracle_below import Tiers
 from oracle_slots import (
+    KEPT,
     LIVE,
     PINS_MAX,
     PRESENT,
+    USES_MAX,
     Client,
     Lease,
     Node,
     Row,
     Shelf,
     Slab,
-    Slots,
     pack,
     split,
     unpack,
@@ -28,24 +30,31 @@ from oracle_slots import (
 
 from raykv.calls import Call, Matched, Reserved
 
+COUNTERS = ("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt")
+STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
 
-class Oracle(Slots):
-    def __init__(self, epoch: int = 1, locality: float = 1.5, client_ttl: float = 10.0) -> None:
-        super().__init__(epoch)
+
+class Oracle(Tiers):
+    def __init__(
+        self,
+        epoch: int = 1,
+        locality: float = 1.5,
+        client_ttl: float = 10.0,
+        share: float = 0.25,
+        min_hits: int = 0,
+    ) -> None:
+        super().__init__(epoch, share, min_hits)
         self.locality, self.client_ttl = locality, client_ttl
-        self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
-        self.floor = self.indices = 0
-        self.counters = dict.fromkeys(("lookups", "hits", "remote_hits", "stored", "refused", "corrupt"), 0)
+        self.floor = 0
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self.stamped: set[bytes] = set()
         self.next_check = 0.0
-        self.sizes: dict[int, list[Shelf]] = {}
-        self.by_index: dict[int, Node] = {}
 
     # ------------------------------------------------------------------ readers
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
-        """(the copy to read: the node's own, else the primary, else any; the one being staged there)."""
+        """(the copy to read: the node's own, else the primary, else any, else below; the one being staged there)."""
         offered = [r for r in self.table.get(key, ()) if r.slab.shelf.offered and r.pins < PINS_MAX]
         present = [r for r in offered if r.state in PRESENT]
         here = [r for r in present if r.slab.node == node]
@@ -53,7 +62,9 @@ class Oracle(Slots):
             return here[0], None
         primary = [r for r in present if r.state == "ready"]
         staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
-        return (primary[-1] if primary else present[0] if present else None), staging[-1] if staging else None
+        below = [r for r in offered if r.state == "external"]
+        source = primary[-1:] or present[:1] or below[-1:]
+        return source[0] if source else None, staging[-1] if staging else None
 
     def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
         client = self.hello(call, now)
@@ -73,6 +84,8 @@ class Oracle(Slots):
                 break
             if row.slab.node != here and not staging:
                 hold.unstaged.add(len(hold.keys))
+            for copy in self.table[key]:
+                copy.uses = min(USES_MAX, copy.uses + 1)
             hold.keys.append(key)
             hold.source.append(self.pin(row))
             hold.staged.append(self.pin(staging) if staging else None)
@@ -90,7 +103,9 @@ class Oracle(Slots):
         remote = sum(item is not None and item[0].slab.node != here for item in hold.source)
         self.counters["lookups"] += len(wanted)
         self.counters["hits"] += len(hold.keys)
-        self.counters["remote_hits"] += remote
+        external = sum(item is not None and item[0].state == "external" for item in hold.source)
+        self.counters["remote_hits"] += remote - external
+        self.counters["external_hits"] += external
         if not hold.keys:
             return Matched(self.epoch, b"", b"")
         client.holds[lease] = hold
@@ -142,7 +157,7 @@ class Oracle(Slots):
         end = start
         while end < len(hold.keys):
             item = hold.source[end]
-            if item is None or item[0].gen != item[1] or item[0].state not in PRESENT:
+            if item is None or item[0].gen != item[1] or item[0].state not in KEPT:
                 break
             if end not in hold.unstaged:
                 held = hold.staged[end]
@@ -163,10 +178,10 @@ class Oracle(Slots):
         counts: Counter[str] = Counter()
         names = {node.index: name for name, node in self.nodes.items()}
         for key in split(keys):
-            copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.slab.shelf.offered]
+            copies = [r for r in self.table.get(key, ()) if r.state in KEPT and r.slab.shelf.offered]
             if not copies:
                 break
-            counts.update(names[row.slab.node] for row in copies)
+            counts.update(names[row.slab.node] for row in copies if row.state != "external")
         return counts
 
     # ------------------------------------------------------------------ writers
@@ -190,7 +205,7 @@ class Oracle(Slots):
         shelf = self.shelf(writer, stride) if writer and writer.state == "alive" else None
         if writer is None or shelf is None or not 0 <= start <= len(wanted):
             return Reserved(self.epoch, start, b"", b"", b"")
-        self.provision(writer, shelf, sum(key not in self.table for key in wanted[start:]))
+        self.provision(writer, shelf, sum(not self.taken(key) for key in wanted[start:]))
         hold = Lease(call.seq, True, writer.index, shelf, wanted, [], [None] * len(wanted), set())
         for key in wanted:
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.pins < PINS_MAX]
@@ -295,12 +310,17 @@ class Oracle(Slots):
                 row.state = "replica"
                 if not any(r.state in ("ready", "writing") for r in self.table[row.key]):
                     row.state = "ready"
+                    if self.room(row.slab.shelf) < 0 and self.oldest(row.slab.shelf):
+                        self.free(self.evict(row.slab.shelf))  # in the staging window's place
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
             self.end(client, i)
-        for place in unpack(call.bad):
-            row = self.row_of(place)
-            if row and row.gen == place[5] and row.state in PRESENT:
+        altered = [(place[5], self.row_of(place)) for place in unpack(call.bad)]
+        for gen, row in altered:
+            if row and row.gen == gen and row.state == "external":
+                self.tier_at(row).doomed.setdefault(row.key)
+        for gen, row in altered:
+            if row and row.gen == gen and row.state in KEPT:
                 self.drop(row)
                 self.counters["corrupt"] += 1
         return client
@@ -351,9 +371,8 @@ class Oracle(Slots):
         capacity = slab_bytes * slab_count
         if window is None:
             window = min(max(capacity // 50, 256 << 20), capacity // 8)
-        node = Node(self.epoch % 2048 * 2**20 + self.indices, nonce, slab_bytes, window, now)
+        node = Node(self.new_index(tier=False), nonce, slab_bytes, window, now)
         self.nodes[name] = self.by_index[node.index] = node
-        self.indices += 1
         return node.index, self.epoch
 
     def adopt(
@@ -451,17 +470,15 @@ class Oracle(Slots):
         for stride, shelf in node.shelves.items():
             self.sizes[stride].remove(shelf)
         del self.by_index[node.index]
+        self.leave(name)
         return slots
 
     def set_state(self, node: Node, state: str) -> None:
         node.state = state
         for shelf in node.shelves.values():
             shelf.offered = state == "alive"
-
-    def row_of(self, place: tuple[int, ...]) -> Row | None:
-        node = self.by_index.get(place[0])
-        slab = node.slabs.get(place[1]) if node else None
-        return slab.rows[place[2]] if slab and slab.gen == place[4] and place[2] < len(slab.rows) else None
+        if node in self.nodes.values():
+            self.judge_tiers()
 
     # ------------------------------------------------------------------ slabs
 
@@ -482,15 +499,6 @@ class Oracle(Slots):
         slab.rows = [Row(slab, slot) for slot in range(node.slab_bytes // shelf.stride)]
         shelf.rows += slab.rows
         shelf.free += reversed(slab.rows)  # slot 0 is taken first
-
-    def close(self, slab: Slab) -> None:
-        for row in slab.rows:
-            if row.state == "free":
-                slab.shelf.free.remove(row)
-            elif row.state in LIVE:
-                self.forget(row)
-            row.state, row.gen, row.pins = "closed", 0, 0
-            slab.shelf.rows.remove(row)
 
     def provision(self, writer: Node, shelf: Shelf, need: int) -> None:
         """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
@@ -540,6 +548,8 @@ class Oracle(Slots):
         for node in self.nodes.values():
             for slab in node.slabs.values():
                 yield from slab.rows
+        for tier in self.tiers.values():
+            yield from tier.rows()
 
     def clear(self, now: float) -> int:
         self.check(now)
@@ -550,6 +560,7 @@ class Oracle(Slots):
                 for row in reversed(slab.rows):
                     if row.state in LIVE:
                         self.drop(row)
+        self.clear_tiers()
         return keys
 
     def stats(self, now: float) -> dict[str, Any]:
@@ -564,6 +575,7 @@ class Oracle(Slots):
             "evicted": sum(self.evicted.values()),
             **self.counters,
             "nodes": {name: self.node_stats(node, now) for name, node in self.nodes.items()},
+            "tiers": {name: self.tier_stats(tier) for name, tier in self.tiers.items()},
         }
 
     def node_stats(self, node: Node, now: float) -> dict[str, Any]:
@@ -580,5 +592,5 @@ class Oracle(Slots):
                 for slab in node.slabs.values()
             ),
             "slots": len(states),
-            **{s: states.count(s) for s in ("free", "writing", "ready", "replica", "staging", "limbo", "dropped")},
+            **{s: states.count(s) for s in STATES},
         }

@@ -3,8 +3,10 @@
 import struct
 from dataclasses import dataclass, field
 
-LIVE = ("writing", "ready", "replica", "staging")  # in the table
 PRESENT = ("ready", "replica")
+KEPT = (*PRESENT, "external")
+LIVE = (*KEPT, "writing", "staging", "sinking")  # in the table
+USES_MAX = 255
 PINS_MAX = 65535
 PLACE = struct.Struct("<IIIIQQ")
 
@@ -20,6 +22,9 @@ class Row:
     gen: int = 0
     last: int = 0
     pins: int = 0
+    uses: int = 0  # matches since it was stored
+    aged: bool = False  # it was let go since it was stored, or became primary: `last` tells its age
+    passed: bool = False  # looked at for what goes down, and not used since
 
 
 @dataclass(eq=False)
@@ -35,6 +40,11 @@ class Shelf:
 
     def of(self, state: str) -> list[Row]:
         return [row for row in self.rows if row.state == state]
+
+    def line(self) -> list[Row]:
+        """Primaries by age, the next victim first; those held that would be before it are out of turn."""
+        rows = sorted((row for row in self.of("ready") if row.aged), key=lambda row: row.last)
+        return rows[next((i for i, row in enumerate(rows) if not row.pins), len(rows)) :]
 
 
 @dataclass(eq=False)
@@ -81,6 +91,34 @@ class Node:
     checked: dict[Shelf, int] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class Tier:
+    """What lies below memory. owner: the node whose it is; None: all share it."""
+
+    index: int
+    capacity: int
+    slab_bytes: int
+    owner: str | None
+    spare: list[int]
+    shelves: dict[int, Shelf] = field(default_factory=dict)
+    slabs: dict[int, Slab] = field(default_factory=dict)
+    doomed: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
+    unreached: set[str] = field(default_factory=set)  # by which nodes
+    suspect: bool = False
+    sinking: dict[str, list[tuple[Row, int]]] = field(default_factory=dict)  # the last answer to each node
+    lister: str | None = None
+    listed: bool = False
+    cleared: bool = False
+    sunk: int = 0
+
+    @property
+    def down(self) -> bool:
+        return bool(self.unreached) or self.suspect
+
+    def rows(self) -> list[Row]:
+        return [row for slab in self.slabs.values() for row in slab.rows]
+
+
 def split(keys: bytes) -> list[bytes]:
     return [keys[i : i + 16] for i in range(0, len(keys), 16)]
 
@@ -114,16 +152,18 @@ class Slots:
     def touch(self, row: Row) -> None:
         self.clock += 1
         row.last = self.clock
+        row.aged, row.passed = True, False
 
     def enter(self, row: Row, key: bytes, gen: int) -> None:
         """A block that was found in a slot: the first copy of a key is primary."""
         row.state = "replica" if self.taken(key) else "ready"
-        row.key, row.gen, row.pins = key, gen, 0
+        row.key, row.gen, row.pins, row.uses = key, gen, 0, 0
         self.table.setdefault(key, []).append(row)
         self.touch(row)
 
     def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
         row.key, row.gen, row.state, row.pins = key, self.next_gen(), state, 1
+        row.uses, row.aged, row.passed = 0, False, False
         self.table.setdefault(key, []).append(row)
         return row, row.gen
 
@@ -165,6 +205,8 @@ class Slots:
 
     def pin(self, row: Row) -> tuple[Row, int]:
         row.pins += 1
+        if row.state == "replica":
+            row.aged = False  # as a primary, it is as old as when it is let go
         return row, row.gen
 
     def let_go_row(self, item: tuple[Row, int] | None) -> None:
@@ -172,7 +214,7 @@ class Slots:
             return
         row = item[0]
         row.pins -= 1
-        if row.pins == 0 and row.state in PRESENT:
+        if row.pins == 0 and row.state in KEPT:
             self.touch(row)
         elif row.pins == 0:
             if row.state in LIVE:
@@ -188,8 +230,10 @@ class Slots:
                     self.touch(row)
 
     def abandon_row(self, item: tuple[Row, int] | None) -> None:
-        """Its only holder is gone, and may still write."""
-        if item and item[0].gen == item[1] and item[0].pins == 1 and item[0].state in ("writing", "staging", "dropped"):
+        """Its only holder is gone, and may still write; but nobody ever wrote to a tier's."""
+        if item is None or item[0].gen != item[1] or item[0].pins != 1 or item[0].slab.node % 2:
+            return
+        if item[0].state in ("writing", "staging", "dropped"):
             self.limbo(item[0])
 
     def taken(self, key: bytes) -> bool:
@@ -222,5 +266,5 @@ class Slots:
             return None
         return self.grant(self.take(shelf), key, "staging")
 
-    def oldest(self, shelf: Shelf) -> Row | None:
-        return min((r for r in shelf.of("ready") if r.pins == 0), key=lambda r: r.last, default=None)
+    def oldest(self, shelf: Shelf, state: str = "ready") -> Row | None:
+        return min((r for r in shelf.of(state) if r.pins == 0), key=lambda r: r.last, default=None)

@@ -16,17 +16,21 @@ START_S = 10.0
 
 
 class RedisServer:
-    """Keeps nothing on disk. `options` are redis-server's own, after its `--`."""
+    """Keeps nothing on disk. `options` are redis-server's own, `_` for `-`, with their words as one string."""
 
-    def __init__(self, folder: Path, **options: str) -> None:
+    def __init__(self, folder: Path, scheme: str = "redis", **options: str) -> None:
         self.port = _free_port()
         self._folder = folder
-        self._options = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "dir": str(folder), **options}
+        self._scheme = scheme
+        ports = {"port": "0", "tls-port": str(self.port)} if scheme == "rediss" else {"port": str(self.port)}
+        own = {**ports, "bind": "127.0.0.1", "dir": str(folder)}
+        self._options = [("save", [""])]
+        self._options += [(name.replace("_", "-"), value.split()) for name, value in {**own, **options}.items()]
         self.start()
 
     def start(self) -> None:
         """Also after `kill`, on the same port."""
-        options = [word for name, value in self._options.items() for word in (f"--{name}", value)]
+        options = [word for name, value in self._options for word in (f"--{name}", *value)]
         with open(self._folder / "redis.log", "ab") as log:
             self._process = subprocess.Popen(["redis-server", *options], stdout=log)
         end = time.monotonic() + START_S
@@ -43,7 +47,7 @@ class RedisServer:
 
     def url(self, login: str = "", database: int = 0) -> str:
         """login: "user:password@"."""
-        return f"redis://{login}127.0.0.1:{self.port}/{database}?capacity=1GiB"
+        return f"{self._scheme}://{login}127.0.0.1:{self.port}/{database}?capacity=1GiB"
 
     def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -57,11 +61,11 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(folder: Path, **options: str) -> Iterator[RedisServer]:
+def redis_server(folder: Path, scheme: str = "redis", **options: str) -> Iterator[RedisServer]:
     """Runs until the end of the block. Skips the test where there is no redis-server, unless CI is set."""
     if not shutil.which("redis-server") and not os.environ.get("CI"):
         pytest.skip("redis-server is not installed")
-    server = RedisServer(folder, **options)
+    server = RedisServer(folder, scheme, **options)
     try:
         yield server
     finally:

@@ -20,6 +20,7 @@ STEPS = 42_000  # by each seed, at least: 210,000 in all
 OPS = (
     *("match", "reserve", "commit", "stream", "release", "beat_client", "report", "leave", "heartbeats"),
     *("whereabouts", "node_lost", "restart", "wait", "clear"),
+    *("beat_tier", "found", "sink", "sink"),
 )
 SEEDS_OF_BURSTS = st.integers(0, 1 << 30)
 

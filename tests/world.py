@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 from directory_checks import chain_of, chains_of, check_invariants, rows_of_directory, rows_of_oracle
 from oracle import Oracle
+from oracle_below import BATCH_BYTES, KEYS_PER_CALL, SLAB_BELOW
 from oracle_slots import PLACE, unpack
 
-from raykv import index
-from raykv.calls import Call
+from raykv import below, index
+from raykv.calls import Call, Sunk
 from raykv.directory import Directory
 from raykv.place import slot_bytes
 
@@ -78,6 +79,7 @@ class Store:
     offered: int = 0
     index: int = -1
     headers: dict[tuple[int, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
+    sunk: list[Sunk] = field(default_factory=list)  # what it was told to bring down, the last last
 
     def write(self, place: tuple[int, ...], key: bytes) -> None:
         old = self.headers.get((place[1], place[2]))
@@ -106,6 +108,11 @@ class World:
         self.log: list[tuple[str, tuple[Any, ...]]] = []  # since the directory started
         self.workers = [self._worker() for _ in range(4)]
         self.stores = {name: Store(rng.randbytes(16), rng.randint(2, 8)) for name in self.names}
+        self.tiers = rng.choice(["none", "own", "own", "shared"])
+        self.tiered = [name for name in self.names if self.tiers != "none" and rng.random() < 0.9]
+        self.capacity = rng.choice([1, 2, 3, 6]) * SLAB_BELOW + rng.choice([0, 4096])
+        self.share, self.min_hits = rng.choice([0.0, 0.25, 0.5, 1.0]), rng.choice([0, 0, 0, 1, 2])
+        self.below: dict[str, dict[bytes, None]] = {}  # by tier: what it holds, the oldest first
         self._new_directory()
 
     def _worker(self) -> Worker:
@@ -113,14 +120,21 @@ class World:
         return Worker(self.ids, self.rng.choice([*self.names, *self.names, "nowhere"]))
 
     def _new_directory(self) -> None:
-        self.real = Directory(locality=self.locality, client_ttl=TTL)
-        self.model = Oracle(locality=self.locality, client_ttl=TTL)
+        self.real, self.model = self._pair()
         self.log.clear()
         for name in self.names:
             if self.rng.random() < 0.9:
                 self.join(name)
                 self.adopt(name)
                 self.beat(name)
+        for name in self.tiered:
+            if self.rng.random() < 0.8:
+                self.beat_tier(name)
+
+    def _pair(self) -> tuple[Directory, Oracle]:
+        how: dict[str, Any] = {"locality": self.locality, "client_ttl": TTL}
+        how |= {"share": self.share, "min_hits": self.min_hits}
+        return Directory(**how), Oracle(**how)
 
     # ------------------------------------------------------------------ both at once
 
@@ -132,7 +146,8 @@ class World:
             return self._ask(self.real, self.model, name, args)
 
     def _ask(self, directory: Directory, oracle: Oracle, name: str, args: tuple[Any, ...]) -> Any:
-        real = getattr(directory, name)(*args)
+        with _small_tiers():
+            real = getattr(directory, name)(*args)
         if self.with_oracle:
             more = {"choices": self._choices(real)} if name == "reserve" else {}
             model = getattr(oracle, name)(*args, **more)
@@ -149,8 +164,11 @@ class World:
                 self.failed = True
                 calls, last = self._shrunk()
                 text = "\n".join(f"    {name}{tuple(map(_short, args))}" for name, args in calls)
-                error.add_note(f"{len(calls)} calls are enough (locality {self.locality}):\n{text}\n    -> {last!r}")
+                error.add_note(f"{len(calls)} calls are enough ({self._settings()}):\n{text}\n    -> {last!r}")
             raise
+
+    def _settings(self) -> str:
+        return f"locality {self.locality}, share {self.share}, min_hits {self.min_hits}"
 
     def _shrunk(self) -> tuple[list[tuple[str, tuple[Any, ...]]], Exception | None]:
         calls, piece = list(self.log), len(self.log)
@@ -167,8 +185,7 @@ class World:
         return calls, last
 
     def _replay(self, calls: list[tuple[str, tuple[Any, ...]]]) -> Exception | None:
-        real = Directory(locality=self.locality, client_ttl=TTL)
-        model = Oracle(locality=self.locality, client_ttl=TTL)
+        real, model = self._pair()
         try:
             for name, args in calls:
                 self._ask(real, model, name, args)
@@ -196,6 +213,7 @@ class World:
             real, model = rows_of_directory(directory), rows_of_oracle(oracle)
             differ = {at: (real.get(at), model.get(at)) for at in real | model if real.get(at) != model.get(at)}
             assert not differ, differ
+            assert directory.indices() == oracle.owners()
             assert chains_of(directory) == {
                 key: [(row.slab.node, row.slab.number, row.slot) for row in rows] for key, rows in oracle.table.items()
             }
@@ -275,7 +293,7 @@ class World:
         reservation = self.new_id(worker)
         call = self.call(worker)
         stored = []
-        if self.with_oracle and start >= 0 and not call.bad:
+        if self.with_oracle and start >= 0 and not call.bad and not call.landed:
             stored = [key for key in keys if self._present(key)]
         got = self.do("reserve", call, reservation, worker.node, b"".join(keys), start, size, self.now)
         assert all(self._present(key) for key in stored), "a batch evicted its own keys"
@@ -432,6 +450,68 @@ class World:
             if rng.random() < 0.9:
                 self.adopt(name)
 
+    # ------------------------------------------------------------------ external tiers
+
+    def lies(self, name: str) -> dict[bytes, None]:
+        """What a node's tier holds."""
+        return self.below.setdefault("" if self.tiers == "shared" else name, {})
+
+    def beat_tier(self, name: str = "") -> None:
+        rng = self.rng
+        if not self.tiered:
+            return
+        name = name or rng.choice(self.tiered)
+        capacity, shared = self.capacity, self.tiers == "shared"
+        if not self.with_oracle:
+            capacity, shared = rng.choice([capacity, capacity, 0]), shared ^ (rng.random() < 0.1)
+        lost = rng.random() < 0.04
+        if lost:
+            self.lies(name).clear()
+        answer = self.do("beat_tier", name, capacity, shared, rng.random() < 0.92, lost, self.now)
+        if answer and answer[1] and rng.random() < 0.8:
+            self.found(name)
+
+    def found(self, name: str = "") -> None:
+        """A node lists its tier, in pieces, of which one may be late, or lost."""
+        rng = self.rng
+        name = name or rng.choice(self.names)
+        keys = list(self.lies(name))
+        keys += rng.choices([*keys, *DEPTH], k=rng.choice([0, 0, 1, 8]))
+        pieces = [keys[at : at + 5] for at in range(0, len(keys), 5)] or [[]]
+        for number, piece in enumerate(pieces):
+            if rng.random() < 0.1:
+                self.rng.choice([World.clear, World.match, World.reserve, World.commit])(self)
+            sizes = [SIZE_OF[key] if rng.random() < 0.97 else rng.choice([-5000, 0, 4096, 1 << 20]) for key in piece]
+            last = number == len(pieces) - 1 and rng.random() < 0.9
+            self.do("found", name, b"".join(piece), struct.pack(f"<{len(sizes)}q", *sizes), last, self.now)
+
+    def sink(self) -> None:
+        """A node says what became of what it was told, or of other things, and is told more."""
+        rng = self.rng
+        name = rng.choice(self.tiered or self.names)
+        store = self.stores[name]
+        answers = store.sunk[-1:] if rng.random() < 0.8 else []
+        if rng.random() < 0.15:  # said again, or late
+            answers = answers + rng.choices(store.sunk[-4:] or [Sunk(b"", b"", b"", b"")], k=1)
+        if rng.random() < 0.03:
+            answers = answers + [s.sunk[-1] for s in self.stores.values() if s.sunk]
+        pairs = [pair for a in answers for pair in zip(_split(a.target), _keys(a.keys), strict=True)]
+        if rng.random() < 0.15:
+            pairs = [pair for pair in pairs if rng.random() < 0.6]
+        if not self.with_oracle:
+            pairs += [(_garbled(rng, place), key) for place, key in pairs] + self._stale(self.workers[0])
+        failing = rng.choice([0.0, 0.0, 0.2, 1.0])
+        stored = bytes(rng.random() >= failing for _ in pairs)
+        for (_, key), done in zip(pairs, stored, strict=True):
+            if done and key in SIZE_OF:
+                self.lies(name)[key] = None
+        places, keys = b"".join(place for place, _ in pairs), b"".join(key for _, key in pairs)
+        got = self.do("sink", name, places, keys, stored, rng.random() < 0.15, self.now)
+        if rng.random() < 0.9:
+            store.sunk.append(got)
+            for key in _keys(got.doomed):
+                self.lies(name).pop(key, None)
+
     def restart(self) -> None:
         """The directory dies; a new one asks every node store."""
         for store in self.stores.values():
@@ -470,29 +550,53 @@ class World:
             if answer := self.do("beat", name, 0, self.now):
                 n = len(answer[2]) // PLACE.size
                 self.do("swept", answer[2], bytes([1]) * n, bytes(16 * n), bytes(8 * n), self.now)
+        for name in list(self.real.nodes):
+            self.do("sink", name, b"", b"", b"", False, self.now)  # what it was told before, it never heard of
+            self.do("beat_tier", name, self.capacity, self.tiers == "shared", False, False, self.now)
+            self.do("sink", name, b"", b"", b"", False, self.now)
         self.check()
         rows = self.real._shelves.c.rows
         assert not rows["pins"].any()
-        assert np.isin(rows["state"], (index.FREE, index.READY, index.REPLICA, index.CLOSED)).all()
+        resting = (index.FREE, index.READY, index.REPLICA, index.EXTERNAL, index.CLOSED)
+        assert np.isin(rows["state"], resting).all()
         stats = self.do("stats", self.now)
         assert (stats["clients"], stats["leases"], stats["reservations"]) == (0, 0, 0)
 
 
 _USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, World.release: 9, World.beat_client: 2}
 _USE[World.whereabouts] = 2
-_CARE = {World.heartbeats: 4, World.report: 1, World.wait: 1, World.leave: 1}
+_BELOW = {World.beat_tier: 2, World.sink: 6}
+_USE |= _BELOW
+_CARE = {World.heartbeats: 4, World.found: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
 World.MIXES = {
     "all": {**_USE, **_CARE, World.node_lost: 1, World.clear: 0.2, World.restart: 0.2},
     "use": {**_USE, World.heartbeats: 1},
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
     "read": {World.match: 6, World.stream: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
+    "below": {**_USE, World.sink: 20, World.beat_tier: 4, World.heartbeats: 3, World.clear: 0.1, World.node_lost: 0.3},
     "leave": {**_USE, World.leave: 4, World.wait: 3, World.heartbeats: 4},
 }
 
 
 def _split(places: bytes) -> list[bytes]:
     return [places[i : i + PLACE.size] for i in range(0, len(places), PLACE.size)]
+
+
+def _keys(keys: bytes) -> list[bytes]:
+    return [keys[i : i + 16] for i in range(0, len(keys), 16)]
+
+
+@contextmanager
+def _small_tiers() -> Iterator[None]:
+    """A directory in which a tier holds, and a call brings down, a few blocks."""
+    before = {name: getattr(below, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
+    small = {"slab_bytes": lambda _: SLAB_BELOW, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
+    try:
+        vars(below).update(small)
+        yield
+    finally:
+        vars(below).update(before)
 
 
 def _short(value: Any) -> Any:

@@ -72,7 +72,7 @@ class FileTier:
         self._take_stock()
         disk = os.statvfs(self._folder)
         room = disk.f_bavail * disk.f_frsize + self._taken.bytes
-        if url.capacity > room:
+        if disk.f_blocks and url.capacity > room:  # some file systems don't say
             raise ValueError(
                 f"external={url.text}: capacity={url.capacity} bytes, but that disk has {room} free or taken by this "
                 f"pool: lower capacity, or name a folder on another disk"
@@ -239,7 +239,7 @@ def _probe(folder: int, flag: int) -> None:
         finally:
             os.close(fd)
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=folder)
 
 

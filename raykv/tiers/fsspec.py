@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,10 @@ AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # what 
 
 
 class FsspecTier:
-    """Objects at `<prefix>/ab/abcd...`. fsspec's configuration and the environment say how to reach the store."""
+    """Objects at `<prefix>/ab/abcd...`. fsspec's configuration and the environment say how to reach the store.
+
+    Where these are plain files (local, sftp), a block that is put again may be missed meanwhile.
+    """
 
     def __init__(self, url: TierUrl) -> None:
         """ValueError or OSError, saying what to change, where nothing can be written there."""
@@ -31,13 +35,12 @@ class FsspecTier:
         self._mutex = threading.Lock()
         where = f"{url.scheme}://{url.parts.netloc}{url.parts.path}"
         try:
-            self._store, root = _open(where)
+            self._store, self._root = _open(where)
         except Exception as error:  # each file system has errors of its own
             raise OSError(
                 f"external={url.text}: {error!r}: name a bucket or folder that exists and may be written, and see "
                 f"fsspec's documentation of {url.scheme!r} for how it finds address and credentials"
             ) from error
-        self._root = root
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
         stored = []
@@ -67,16 +70,18 @@ class FsspecTier:
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         heads: list[bytes | None] = []
         for part in pieces(out, PIECE_BYTES):
-            found = self._read(keys[part], None)
+            # a byte too many tells of a longer one
+            found = self._read(keys[part], [HEAD_BYTES + body.nbytes + 1 for body in out[part]])
             heads += [_unpack(data, body) for data, body in zip(found, out[part], strict=True)]
         return heads
 
     def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
-        return [data is not None for data in self._read(keys, HEAD_BYTES)]
+        return [data is not None for data in self._read(keys, [HEAD_BYTES] * len(keys))]
 
-    def _read(self, keys: Sequence[bytes], end: int | None) -> list[bytes | None]:
-        """Objects up to `end`; None: not there."""
-        found: list[Any] = self._store.cat_ranges([self._path(key) for key in keys], None, end)
+    def _read(self, keys: Sequence[bytes], lengths: list[int]) -> list[bytes | None]:
+        """So many bytes of each object, or as many as it has; None: not there."""
+        # a range, even of all: s3fs asks for the size first otherwise
+        found: list[Any] = self._store.cat_ranges([self._path(key) for key in keys], 0, lengths)
         for data in found:
             if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
                 raise data
@@ -119,8 +124,10 @@ class FsspecTier:
 def _open(where: str) -> tuple[Any, str]:
     """The file system, and the path in it, where an object could be written and removed."""
     # other nodes write too: what was listed before says nothing
-    store, path = fsspec.url_to_fs(where, use_listings_cache=False, skip_instance_cache=True)
+    store, path = fsspec.url_to_fs(where, skip_instance_cache=True)
     root = path.rstrip("/")
+    if glob.has_magic(root):
+        raise ValueError("fsspec would take '*' and '[' for patterns")
     probe = f"{root}/probe-{secrets.token_hex(8)}"
     store.pipe({probe: b"raykv"})
     store.rm_file(probe)

@@ -37,7 +37,7 @@ class RedisTier:
                 f"RAYKV_REDIS_PASSWORD"
             ) from error
         except RedisError as error:
-            raise OSError(f"external={url.text}: {error}: is this the server, and does it run?") from error
+            raise OSError(f"external={url.text}: {error}: does a server run there that this user may use?") from error
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
         stored = []
@@ -87,10 +87,10 @@ class RedisTier:
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """In no order; a block may come twice."""
         before, found = self._taken.bytes, 0
-        names: list[Any]
         cursor: int | None = None
         while cursor != 0:
-            cursor, names = self._client.scan(cursor or 0, self._prefix + 32 * b"[0-9a-f]", BATCH)
+            page: Any = self._client.scan(cursor or 0, self._prefix + 32 * b"[0-9a-f]", BATCH)
+            cursor, names = page
             sizes = self._sizes(names)
             found += sum(HEAD_BYTES + size for size in sizes)
             keys = [bytes.fromhex(name[-32:].decode()) for name in names]

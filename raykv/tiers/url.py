@@ -6,6 +6,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from raykv.tiers.registry import registered
 from raykv.tiers.tier import TierUrl
 
+LOCAL = ("file", "local")  # no credentials in these
 UNITS = {"": 1} | {f"{u}iB": 1 << 10 * i for i, u in enumerate("KMGT", 1)}
 UNITS |= {f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}
 
@@ -28,15 +29,15 @@ def parse(url: str) -> TierUrl:
 def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        sound = re.match("[A-Za-z]", url) and "://" in url and bool(parts.scheme) and parts.port != 0
-    except ValueError:  # its message may repeat a password
+        sound = url.lower().startswith(f"{parts.scheme}://") and bool(parts.scheme) and parts.port != 0
+    except ValueError:  # of an address or a port, and repeats it: it may be half a password
         sound = False
     if not sound:
         raise ValueError(
             "external= is not a URL such as file:///mnt/nvme/raykv?capacity=200GiB or redis://host:6379?capacity=50GiB "
-            "(in a user's name or password write '/' as %2F, '[' as %5B)"
-        ) from None
-    if parts.fragment or "@" in parts.query or (parts.netloc and "@" in parts.path):
+            "(in a user's name or password, write '/' as %2F and '[' as %5B)"
+        )
+    if parts.fragment or "@" in parts.query or ("@" in parts.path and parts.scheme not in LOCAL):
         raise ValueError(
             "external=: write '/', '?', '#' and '@' in a user's name, password or path as %2F, %3F, %23 and %40"
         )
@@ -45,7 +46,7 @@ def _split(url: str) -> SplitResult:
 
 def _capacity(value: str | None, text: str) -> int:
     if value is None:
-        raise ValueError(f"external={text}: it says not how much may be kept there: append ?capacity=200GiB")
+        raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?B|)", value)
     capacity = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if capacity <= 0:
