@@ -102,11 +102,11 @@ class Supervisor:
 
     def _look(self) -> None:
         living = _living()
-        directory = self._directory()
         self._drop_failed()
         for node_id in living - self._stores.keys():
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
                 self._stores[node_id] = self._start_store(node_id)
+        directory = self._directory()  # while the stores start, which wait for it
         for node_id in self._stores.keys() - living:  # a pinned actor never comes back once its node is dead
             ray.kill(self._stores.pop(node_id))
             self._pings.pop(node_id, None)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from raykv.config import MIB, TRANSPORTS, PoolConfig
+from raykv.config import MIB, TRANSPORTS, WRITE_SHARES, PoolConfig
 from raykv.errors import RayKVError
 
 UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
@@ -65,15 +65,18 @@ def main() -> None:
 @click.option("--cpu-memory", type=Memory(), default=0.3, show_default=True, help=Memory.__doc__)
 @click.option("--locality", type=float, default=1.5, show_default=True, help="1 is exact cluster-wide LRU.")
 @TRANSPORT
+@click.option("--external", help="Tier below memory: file:///mnt/nvme/raykv?capacity=200GiB, redis://..., s3://...")
+@click.option(
+    "--write", type=click.Choice(list(WRITE_SHARES)), default="back", show_default=True, help="What goes there."
+)
+@click.option("--min-hits", default=0, show_default=True, help="How often it must have been asked for to go there.")
 @click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
 @JSON
-def start(
-    name: str, cpu_memory: float | int, locality: float, transport: str, secret_file: str | None, as_json: bool
-) -> None:
+def start(name: str, secret_file: str | None, as_json: bool, **settings: Any) -> None:
     """Start a pool on every node of the Ray cluster that runs here."""
     import raykv
 
-    config = PoolConfig(name, cpu_memory, locality, transport, secret_file)
+    config = PoolConfig(name, secret=secret_file, **settings)
     with _spinner(f"starting pool {name}"):
         pool = raykv.start(config)
     _status(pool, as_json)
@@ -108,6 +111,20 @@ def clear(name: str, as_json: bool) -> None:
 
     keys = raykv.attach(name).clear()
     click.echo(json.dumps({"cleared": keys}) if as_json else f"{keys} blocks forgotten")
+
+
+@main.command()
+@click.argument("node")
+@click.option("--deadline", default=60.0, show_default=True, help="Seconds.")
+@NAME
+@JSON
+def drain(node: str, deadline: float, name: str, as_json: bool) -> None:
+    """Empty a node (its Ray node id) that is about to leave."""
+    import raykv
+
+    with _spinner(f"draining node {node[:16]}"):
+        left = raykv.attach(name).drain(node, deadline)
+    click.echo(json.dumps({"left": left}) if as_json else f"{left} blocks are on no other node")
 
 
 @main.command()
@@ -240,13 +257,16 @@ def _status(pool: Any, as_json: bool) -> None:
         fill = node["bytes_used"] / size if size else 0.0
         counts = (str(node[state]) for state in ("ready", "replica", "staging", "writing"))
         table.add_row(name[:16], node["state"], "cpu", f"{size / (1 << 30):.2f} GiB", f"{fill:.0%}", *counts)
+    for name, tier in stats["tiers"].items():
+        size, fill = f"{tier['capacity'] / (1 << 30):.2f} GiB", f"{tier['bytes_used'] / tier['capacity']:.0%}"
+        table.add_row(name[:16] or "all", tier["state"], "external", size, fill, str(tier["blocks"]), "", "", "")
     console = Console()
     console.print(table)
     hits, lookups = stats["hits"], stats["lookups"]
     console.print(
         f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
-        f"{stats['remote_hits']} on another node), {stats['leases']} leases, {stats['reservations']} reservations, "
-        f"{stats['evicted']} evicted, {stats['clients']} clients"
+        f"{stats['remote_hits']} on another node, {stats['external_hits']} below), {stats['leases']} leases, "
+        f"{stats['reservations']} reservations, {stats['evicted']} evicted, {stats['clients']} clients"
     )
 
 

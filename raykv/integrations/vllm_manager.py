@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,6 +88,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._asks: dict[str, Ask] = {}
         self._refused: set[str] = set()  # requests whose load failed: asked again, they would find the same
         self._counts: Counter[str] = Counter()
+        self._computing: dict[str, float] = {}  # since when requests compute what the pool does not have
+        self._rate = 0.0  # tokens a second that requests got computed, lately
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -105,6 +108,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if not ask.counted:
             ask.counted = True
             self._counts[HITS] += found.chunks
+            self._computing[request] = time.monotonic()
         return LookupResult.HIT if ask.numbers.get(key, NOT_ASKED) < found.chunks else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
@@ -122,6 +126,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Whatever is offered goes to the workers: what is stored already is sorted out there, beside the loop."""
         keys = list(keys)
+        self._learn_rate(req_context.req_id, len(keys) * self._caches[0].block_tokens)
         end = req_context.get_offload_key_position(keys[0]) if keys else None
         position = end // self._caches[0].block_tokens - 1 if end else 0
         names = [name.tobytes() for name in _names(self._caches, keys)]
@@ -129,6 +134,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         self._refused.discard(req_context.req_id)
+        self._computing.pop(req_context.req_id, None)
         self.settle(req_context.req_id)
 
     def settle(self, request: str) -> None:
@@ -136,6 +142,15 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks.get(request)
         if ask is not None and not ask.loading:
             self._forget(request)
+
+    def _learn_rate(self, request: str, tokens: int) -> None:
+        """How fast this engine computes says how long it waits for blocks of an external tier."""
+        if (since := self._computing.pop(request, None)) is None:
+            return
+        rate = tokens / max(1e-3, time.monotonic() - since)
+        self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
+        for cache in self._caches:
+            cache.recompute_tokens_per_s = self._rate
 
     def refuse(self, request: str) -> None:
         """The request's load failed: from now on it is to be computed."""
