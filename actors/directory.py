@@ -73,12 +73,27 @@ class Directory:
         return answer
 
     def adopt(
-        self, name: str, offered: int, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes
+        self,
+        name: str,
+        offered: int,
+        limit: int,
+        given_back: bytes,
+        places: bytes,
+        keys: bytes,
+        positions: bytes,
+        stamps: bytes,
+        busy: bytes,
     ) -> None:
+        self._directory.fit(name, limit, given_back, time.monotonic())
         self._directory.adopt(name, places, keys, positions, stamps, busy, time.monotonic(), offered)
 
-    def beat(self, name: str, offered: int) -> tuple[int, int, bytes] | None:
-        return self._directory.beat(name, offered, time.monotonic())
+    def beat(
+        self, name: str, offered: int, limit: int, given_back: bytes
+    ) -> tuple[tuple[int, int, bytes], tuple[int, bytes]] | None:
+        """Answers of `beat` and `fit`."""
+        fitting = self._directory.fit(name, limit, given_back, time.monotonic())
+        answer = self._directory.beat(name, offered, time.monotonic())
+        return answer and (answer, fitting)
 
     def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes) -> None:
         self._directory.swept(places, verdicts, keys, gens, time.monotonic())
@@ -142,6 +157,8 @@ def _warm_up() -> None:
     sunk = directory.sink("a", b"", b"", b"", True, 1e6)
     directory.sink("a", sunk.target, sunk.keys, bytes(len(sunk.keys) // 16), True, 1e6)
     directory.departing("a", 1e6)
+    directory.fit("a", 0, b"", 1e6)
+    directory.fit("a", 1, b"", 1e6)
     directory.pin(Call(4, 3), keys, 1e6)
     directory.unpin(Call(4, 4), keys, 1e6)
     directory.forget(Call(4, 5), keys, 1e6)

@@ -55,19 +55,26 @@ class Sinking:
         self._report = NOTHING
         self._lost = False  # what lay in the tier
         self._told, self._beat_at = False, 0.0  # what the directory knows of it, and since when
-        self._whole = threading.Event()
+        self.steady = threading.Lock()  # held while slots that nobody leased are read
+        self._whole: set[object] = set()  # who wants all brought down
         self._idle = threading.Event()  # nothing was left to go down
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="raykv-sink", daemon=True)
         self._thread.start()
 
-    def flush(self, seconds: float) -> bool:
-        """Bring down all that is not there yet. Returns whether that was done in time."""
+    def flush(self, seconds: float, lasting: bool = True) -> bool:
+        """Bring down all that is not there yet. Returns whether that was done in time.
+
+        lasting: what comes later goes down too.
+        """
         self._idle.clear()
-        self._whole.set()
+        wish = object()
+        self._whole.add(wish)
         end = time.monotonic() + seconds
         while not self._idle.wait(LOOK_S) and self.external.up and time.monotonic() < end:
             pass
+        if not lasting:
+            self._whole.discard(wish)
         return self._idle.is_set()
 
     def stop(self) -> None:
@@ -147,7 +154,7 @@ class Sinking:
 
     def _sink(self, directory: Any) -> bool:
         """One batch. Returns whether there was one."""
-        whole = self._whole.is_set()
+        whole = bool(self._whole)
         asked = directory.sink.remote(self._node_id, *self._report, whole)
         source, keys, target, doomed = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
         self._report = NOTHING
@@ -156,7 +163,8 @@ class Sinking:
         if source:
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
             refused = self.external.faults["refused"]
-            stored = self._write(np.frombuffer(source, PLACE), names)
+            with self.steady:
+                stored = self._write(np.frombuffer(source, PLACE), names)
             self._report = target, keys, stored.astype(np.uint8).tobytes()
             if self.external.faults["refused"] > refused:
                 self._rest(whole and not stored.any())

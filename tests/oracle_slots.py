@@ -83,6 +83,7 @@ class Node:
     slab_bytes: int
     window_bytes: int
     last_beat: float
+    limit: int
     state: str = "joining"
     offered: int = 0
     spare: list[int] = field(default_factory=list)
