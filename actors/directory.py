@@ -156,6 +156,7 @@ def _warm_up() -> None:
     directory.commit(Call(4, 2, (1).to_bytes(8, "little")), 1, granted.places, bytes(range(2, 66)), b"\1" * 4, 1e6)
     sunk = directory.sink("a", b"", b"", b"", True, 1e6)
     directory.sink("a", sunk.target, sunk.keys, bytes(len(sunk.keys) // 16), True, 1e6)
+    directory.leave("a", 1e6)
     directory.departing("a", 1e6)
     directory.fit("a", 0, b"", 1e6)
     directory.fit("a", 1, b"", 1e6)

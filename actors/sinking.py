@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import ray
@@ -33,9 +34,9 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
 
     Raises ValueError, OSError, ImportError, or an error of the tier's library, where it can't be used.
     """
+    if maker is not None:  # first: what may stand in the URL depends on it
+        register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
     parsed = replace(parse(url), pool=pool)
-    if maker is not None:
-        register_tier(parsed.scheme, ray.cloudpickle.loads(maker))
     return External(open_tier(parsed), fingerprint), parsed.capacity
 
 

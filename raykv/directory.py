@@ -315,7 +315,7 @@ class Directory:
         if call.landed:
             at = np.frombuffer(call.landed, PLACE)
             if holds.landed(self._shelves.c, *self._shelves.rows_of(at)):
-                self._restore_windows(at)
+                self._restore_windows([node for node in self.nodes.values() if node.index in at["node"]])
         if client.holds:
             held = set(np.frombuffer(call.held, np.uint64).tolist())
             for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
@@ -558,12 +558,22 @@ class Directory:
         node, c = self.nodes.get(name), self._shelves.c
         shared = self._below.tiers.get("")
         below = shared.index if shared and not shared.unreached else -1
+        if node and node.leaving:
+            self._hand_over(node)
         for stride, shelf in node.shelves.items() if node else ():
             rows = np.empty(DEPARTING_PER_CALL, np.int64)
-            rows = rows[: holds.departing(c, shelf, below, rows, 0)]
-            found.append(self._shelves.describe(rows, stride)[1].tobytes())
-            k.append(np.stack([c.rows["k0"][rows], c.rows["k1"][rows]], axis=1).tobytes())
+            n = holds.departing(c, shelf, below, rows, 0)
+            for record in node.slabs.values() if node else ():
+                if c.slabs[record]["shelf"] == shelf:
+                    n = holds.held_there(c, *self._shelves.span(record), below, rows, n)
+            found.append(self._shelves.describe(rows[:n], stride)[1].tobytes())
+            k.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
         return b"".join(found), b"".join(k)
+
+    def _hand_over(self, node: Node) -> None:
+        """What stays as a replica elsewhere is to stay for good."""
+        if sum(holds.hand_over(self._shelves.c, *self._shelves.span(record)) for record in node.slabs.values()):
+            self._restore_windows(list(self.nodes.values()))
 
     def _set_state(self, node: Node, state: str) -> None:
         node.state = state
@@ -689,9 +699,9 @@ class Directory:
             self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
         return self._reclaim(node, shelf, stride, self._shelves.takeable, 1)
 
-    def _restore_windows(self, at: Places) -> None:
+    def _restore_windows(self, nodes: list[Node]) -> None:
         """Where primaries came out of staging windows: a spare slab makes up for them, or the oldest blocks go."""
-        for node in [node for node in self.nodes.values() if node.index in at["node"]]:
+        for node in nodes:
             for stride, shelf in node.shelves.items():
                 while node.spare and self._shelves.room(shelf) < 0:
                     self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())

@@ -270,6 +270,40 @@ def _succeed(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def hand_over(c, base, slots):  # type: ignore[no-untyped-def]
+    """Make replicas on nodes that stay the primaries of keys whose primary is in a slab of one that leaves.
+
+    Returns how many: they are out of their staging windows now.
+    """
+    count = 0
+    for row in range(base, base + slots):
+        if c.rows[row].state != READY:
+            continue
+        other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+        while other >= 0 and (c.rows[other].state != REPLICA or leaving(c, other)):
+            other = np.int64(c.rows[other].same)
+        if other >= 0:
+            if listed(c, other):
+                unlink(c, list_of(c, other, REPLICA), other)
+            c.rows[other].state = READY
+            if c.rows[other].pins == 0:
+                touch(c, other)
+            _succeed(c, other)
+            count += 1
+    return count
+
+
+@kernel
+def held_there(c, base, slots, below, out, n):  # type: ignore[no-untyped-def]
+    """As `departing`, of a slab's primaries that are in no list since somebody holds them."""
+    for row in range(base, base + slots):
+        if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _alone_there(c, row, below):
+            out[n] = row
+            n += 1
+    return n
+
+
+@kernel
 def departing(c, shelf, below, out, n):  # type: ignore[no-untyped-def]
     """Append the shelf's primaries that are on no other node that stays, youngest first, to out[n:]; the new n.
 

@@ -1,7 +1,8 @@
 """Blocks as files, past the page cache where the file system and the block's address allow.
 
 A block is one file: a page with its head, then its body. It is written under another name and then renamed, so that a
-file that has a block's name is whole, unless the machine lost power: then its length or its checksum tells.
+file that has a block's name is whole, unless the machine lost power: then its length or its checksum tells. In a tier
+that is full, what is written takes the place of what was deleted.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import re
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
@@ -26,6 +28,7 @@ from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, TierUrl
 
 PAGE = 4096  # what direct I/O wants addresses, lengths and offsets to be multiples of
 IN_FLIGHT = 4
+SPARE_BYTES = 128 << 20  # of deleted files that are kept: to write over one costs a file system less than a new one
 BATCH = 4096  # blocks of a scan
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")
@@ -46,6 +49,8 @@ class FileTier:
         """ValueError or OSError, saying what to change, where the folder can't be written or the disk is too small."""
         self.shared = bool(url.shared)
         self._taken, self._pages = Taken(), _Pages()
+        self._spare: deque[tuple[str, int]] = deque()  # paths and sizes
+        self._spare_bytes, self._numbers = Taken(), count()
         self._threads = ThreadPoolExecutor(IN_FLIGHT, "raykv-file")
         self._token = secrets.token_hex(8)
         self._folder = self._lock = -1
@@ -99,7 +104,7 @@ class FileTier:
         for path in map(path_of, keys):
             with contextlib.suppress(FileNotFoundError):
                 size = self._size(path) or 0
-                os.unlink(path, dir_fd=self._folder)
+                self._remove(path, size)
                 self._taken.add(-size)
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
@@ -115,6 +120,7 @@ class FileTier:
 
     def close(self) -> None:
         self._threads.shutdown()
+        self._remove_spare()
         for fd in (self._folder, self._lock):
             if fd >= 0:
                 os.close(fd)
@@ -131,20 +137,20 @@ class FileTier:
         try:
             self._write(block)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return False
-            raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return self._remove_spare() and self._put(block)
         return True
 
     def _write(self, block: Block) -> None:
         path, page = path_of(block.key), self._pages.out
         page[:HEAD_BYTES] = block.head
-        temporary = f"{path}.{self._token}-{threading.get_ident()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flag(block.body)
-        fd = os.open(temporary, flags, 0o600, dir_fd=self._folder)
+        temporary, fd = self._blank(path, os.O_WRONLY | self._flag(block.body))
         try:
             try:
                 size = _move(os.pwritev, fd, page, block.body)
+                if os.fstat(fd).st_size > size:
+                    os.ftruncate(fd, size)
             finally:
                 os.close(fd)
             replaced = self._size(path) or 0
@@ -154,6 +160,39 @@ class FileTier:
                 os.unlink(temporary, dir_fd=self._folder)
             raise
         self._taken.add(size - replaced)
+
+    def _blank(self, path: str, flags: int) -> tuple[str, int]:
+        """Path and file descriptor of a file to write what is to become `path`."""
+        with contextlib.suppress(IndexError, FileNotFoundError):
+            spare, size = self._spare.pop()
+            self._spare_bytes.add(-size)
+            return spare, os.open(spare, flags, dir_fd=self._folder)
+        temporary = self._temporary(path)
+        return temporary, os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
+
+    def _remove(self, path: str, size: int) -> None:
+        """Whoever is reading it may read what is written over it: its caller notices."""
+        if self.shared or self._spare_bytes.bytes + size > SPARE_BYTES:
+            os.unlink(path, dir_fd=self._folder)
+            return
+        spare = self._temporary(path)
+        os.rename(path, spare, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self._spare_bytes.add(size)
+        self._spare.append((spare, size))
+
+    def _remove_spare(self) -> bool:
+        """Returns whether there were any."""
+        removed = False
+        while self._spare:
+            with contextlib.suppress(IndexError, OSError):
+                spare, size = self._spare.pop()
+                self._spare_bytes.add(-size)
+                os.unlink(spare, dir_fd=self._folder)
+                removed = True
+        return removed
+
+    def _temporary(self, path: str) -> str:
+        return f"{path}.{self._token}-{next(self._numbers)}"
 
     def _get(self, row: tuple[bytes, memoryview]) -> bytes | None:
         key, out = row

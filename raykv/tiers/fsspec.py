@@ -124,7 +124,7 @@ class FsspecTier:
 def _open(where: str) -> tuple[Any, str]:
     """The file system, and the path in it, where an object could be written and removed."""
     # other nodes write too: what was listed before says nothing
-    store, path = fsspec.url_to_fs(where, skip_instance_cache=True)
+    store, path = fsspec.url_to_fs(where, use_listings_cache=False, skip_instance_cache=True)
     root = path.rstrip("/")
     if glob.has_magic(root):
         raise ValueError("fsspec would take '*' and '[' for patterns")

@@ -1,4 +1,4 @@
-"""Blocks in a redis or valkey server: a hash each, so that a body is sent out of the caller's memory, uncopied."""
+"""Blocks in a redis or valkey server: a string each, head and body, since the server copies what goes into a hash."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, TierUrl
 
 TIMEOUT_S = 2.0  # to connect, and for each answer
 READ_BYTES = 1 << 20
-PIECE_BYTES = 16 << 20  # of a pipeline
+PIECE_BYTES = 8 << 20  # of a pipeline: redis-py reads longer answers more slowly
 BATCH = 1000  # keys of a scan
 
 
@@ -42,28 +42,32 @@ class RedisTier:
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
         stored = []
         for part in pieces([block.body for block in blocks], PIECE_BYTES):
-            with self._client.pipeline(transaction=False) as pipe:
-                for block in blocks[part]:
-                    pipe.hset(self._name(block.key), items=["h", block.head, "b", block.body])
-                answers = pipe.execute(raise_on_error=False)
-            stored += [self._stored(block, answer) for block, answer in zip(blocks[part], answers, strict=True)]
+            chunks = [chunk for block in blocks[part] for chunk in _commands(self._name(block.key), block)]
+            answers = self._send(chunks, 2 * len(blocks[part]))
+            for block, before, done in zip(blocks[part], answers[::2], answers[1::2], strict=True):
+                stored.append(done is not None)
+                if stored[-1]:
+                    self._taken.add(HEAD_BYTES + block.body.nbytes - before)
         return stored
 
-    def _stored(self, block: Block, answer: Any) -> bool:
-        if isinstance(answer, OutOfMemoryError):
-            return False
-        if isinstance(answer, Exception):
-            raise answer
-        if answer:  # fields that are new
-            self._taken.add(HEAD_BYTES + block.body.nbytes)
-        return True
+    def _send(self, chunks: list[bytes | memoryview], count: int) -> list[Any]:
+        """Answers to commands that are packed already; None for what the server has no room for."""
+        connection: Any = self._client.connection_pool.get_connection()
+        try:
+            connection.send_packed_command(chunks)
+            return [_answer(connection) for _ in range(count)]
+        except BaseException:
+            connection.disconnect()  # the rest of its answers would be taken for others'
+            raise
+        finally:
+            self._client.connection_pool.release(connection)
 
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         heads: list[bytes | None] = []
         for part in pieces(out, PIECE_BYTES):
             with self._client.pipeline(transaction=False) as pipe:
                 for key in keys[part]:
-                    pipe.hmget(self._name(key), "h", "b")
+                    pipe.get(self._name(key))
                 answers = pipe.execute()
             heads += [_unpack(answer, body) for answer, body in zip(answers, out[part], strict=True)]
         return heads
@@ -77,12 +81,10 @@ class RedisTier:
     def delete_many(self, keys: Sequence[bytes]) -> None:
         with self._client.pipeline(transaction=False) as pipe:
             for name in map(self._name, keys):
-                pipe.hstrlen(name, "b")
+                pipe.strlen(name)
                 pipe.unlink(name)
-            answers = pipe.execute()
-        for size, gone in zip(answers[::2], answers[1::2], strict=True):
-            if gone:
-                self._taken.add(-HEAD_BYTES - size)
+            sizes = pipe.execute()[::2]
+        self._taken.add(-sum(sizes))
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """In no order; a block may come twice."""
@@ -92,9 +94,10 @@ class RedisTier:
             page: Any = self._client.scan(cursor or 0, self._prefix + 32 * b"[0-9a-f]", BATCH)
             cursor, names = page
             sizes = self._sizes(names)
-            found += sum(HEAD_BYTES + size for size in sizes)
+            found += sum(sizes)
             keys = [bytes.fromhex(name[-32:].decode()) for name in names]
-            batch = [(key, size) for key, size in zip(keys, sizes, strict=True) if size and key != MARKER]
+            there = [(key, size - HEAD_BYTES) for key, size in zip(keys, sizes, strict=True) if size > HEAD_BYTES]
+            batch = [(key, size) for key, size in there if key != MARKER]
             if batch:
                 yield batch
         self._taken.add(found - before)
@@ -102,7 +105,7 @@ class RedisTier:
     def _sizes(self, names: Sequence[bytes]) -> list[int]:
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
-                pipe.hstrlen(name, "b")
+                pipe.strlen(name)
             return list(map(int, pipe.execute()))
 
     def usage(self) -> int:
@@ -137,9 +140,22 @@ def _client(url: TierUrl) -> redis.Redis:
     )
 
 
-def _unpack(answer: list[bytes | None], out: memoryview) -> bytes | None:
-    head, body = answer
-    if head is None or body is None or len(body) != out.nbytes:
+def _commands(name: bytes, block: Block) -> tuple[bytes, memoryview, bytes]:
+    """STRLEN and SET as they are sent. redis-py would join head and body first."""
+    key = b"$%d\r\n%s\r\n" % (len(name), name)
+    value = b"$%d\r\n%s" % (HEAD_BYTES + block.body.nbytes, block.head)
+    return b"*2\r\n$6\r\nSTRLEN\r\n%s*3\r\n$3\r\nSET\r\n%s%s" % (key, key, value), block.body, b"\r\n"
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except OutOfMemoryError:
         return None
-    out[:] = body
-    return head
+
+
+def _unpack(answer: bytes | None, out: memoryview) -> bytes | None:
+    if answer is None or len(answer) != HEAD_BYTES + out.nbytes:
+        return None
+    out[:] = memoryview(answer)[HEAD_BYTES:]
+    return answer[:HEAD_BYTES]
