@@ -450,7 +450,8 @@ class Directory:
             node.limit, node.window_bytes = limit, staging_window(node.slab_bytes * limit)
         for stride, shelf in node.shelves.items():
             self._shelves.resize_window(shelf, max(1, node.window_bytes // stride))
-        self._settle_withdrawn(node, set(np.frombuffer(given_back, np.int32).tolist()))
+        if (gone := set(np.frombuffer(given_back, np.int32).tolist())) != node.withdrawn:
+            self._settle_withdrawn(node, gone)
         numbers = self._withdraw(node) if node.state != "joining" else []
         return self._shelves.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes()
 
