@@ -146,7 +146,7 @@ class Below:
         source, target, left = [], [np.zeros(0, np.int64)], BATCH_BYTES
         for stride, shelf in shelves.items():
             below = self._shelf(tier, stride + ALIGN)
-            want = min(max(left // stride, left == BATCH_BYTES), KEYS_PER_CALL)
+            want = min(max(left // stride, int(left == BATCH_BYTES)), KEYS_PER_CALL)
             missing = demotion.short(self._shelves.c, shelf, slots[stride], share)
             if below < 0 or want <= 0 or missing <= 0:
                 continue
@@ -166,8 +166,8 @@ class Below:
     def sunk(self, node: str, places: Places, keys: Keys, stored: NDArray[np.uint8]) -> bool:
         """What became of a node's blocks that were to go down. Returns whether some did not.
 
-        Those of which it does not speak did not. What was stored and is not wanted any more is deleted, unless its key
-        went down again since: then those are its bytes.
+        Those of which it does not speak did not. What did not, or is not wanted any more, may lie there in part or from
+        before, and is deleted, unless its key went down again since: then those are its bytes.
         """
         tier = self.tier_of(node)
         if tier is None:
@@ -176,7 +176,7 @@ class Below:
         (rows, gens), lost = self._shelves.rows_of(places[ours]), np.zeros(int(ours.sum()), np.bool_)
         tier.sunk += int(demotion.sunk(self._shelves.c, rows, gens, stored[ours], lost))
         given_up = self._give_up(tier, node)
-        unwanted = keys[ours][lost & (stored[ours] > 0)]
+        unwanted = keys[ours][lost == (stored[ours] > 0)]
         there = np.zeros(len(unwanted), np.bool_)
         demotion.in_tier(self._shelves.c, tier.index, unwanted, there)
         tier.doomed.update(dict.fromkeys(_split(unwanted[~there])))
@@ -184,7 +184,11 @@ class Below:
 
     def _give_up(self, tier: Tier, node: str) -> bool:
         rows, gens = tier.sinking.pop(node, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
-        return bool(demotion.give_up(self._shelves.c, rows, gens))
+        c = self._shelves.c
+        rows = rows[(c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == index.SINKING)]
+        tier.doomed.update(dict.fromkeys(_split(self._keys(rows))))  # the node may have written them before it died
+        demotion.give_up(c, rows)
+        return len(rows) > 0
 
     def _keys(self, rows: Rows) -> Keys:
         c = self._shelves.c
@@ -274,8 +278,9 @@ class Below:
 
     def _doom_slab(self, tier: Tier, record: int) -> None:
         base, slots = self._shelves.span(record)
-        rows = np.empty(slots, np.int64)
-        n = slabs.in_state(self._shelves.c, base, slots, index.EXTERNAL, rows, 0)
+        rows, n = np.empty(slots, np.int64), 0
+        for state in (index.EXTERNAL, index.SINKING):
+            n = slabs.in_state(self._shelves.c, base, slots, state, rows, n)
         tier.doomed.update(dict.fromkeys(_split(self._keys(rows[:n]))))
 
 

@@ -166,6 +166,8 @@ def _check_holds(directory: Directory, live: Any) -> None:
                 mine = held >= 0
                 np.add.at(pins, held[mine], 1)
                 assert (rows["gen"][held[mine]] == gens[mine]).all(), "a held block was given away"
+    for row, gen in directory.pins.values():
+        pins[row] += rows["gen"][row] == gen
     assert (pins == rows["pins"]).all(), "pins are not what is held"
 
 
