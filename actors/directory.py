@@ -113,8 +113,8 @@ class Directory:
     def found(self, name: str, keys: bytes, sizes: bytes, last: bool) -> None:
         self._directory.found(name, keys, sizes, last, time.monotonic())
 
-    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, whole: bool) -> Answer:
-        return tuple(self._directory.sink(name, places, keys, stored, whole, time.monotonic()))
+    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, seen: int, whole: bool) -> Answer:
+        return tuple(self._directory.sink(name, places, keys, stored, seen, whole, time.monotonic()))
 
     def nodes(self) -> dict[int, str]:
         """Ray node ids by the index that places carry, of nodes and of their own tiers."""
@@ -154,8 +154,8 @@ def _warm_up() -> None:
     directory.found("a", keys[:16], (4096).to_bytes(8, "little"), True, 1e6)
     granted = directory.reserve(Call(4, 1), 1, "a", bytes(range(2, 66)), 0, 4096, 1e6)
     directory.commit(Call(4, 2, (1).to_bytes(8, "little")), 1, granted.places, bytes(range(2, 66)), b"\1" * 4, 1e6)
-    sunk = directory.sink("a", b"", b"", b"", True, 1e6)
-    directory.sink("a", sunk.target, sunk.keys, bytes(len(sunk.keys) // 16), True, 1e6)
+    sunk = directory.sink("a", b"", b"", b"", 0, True, 1e6)
+    directory.sink("a", sunk.target, sunk.keys, bytes(len(sunk.keys) // 16), 0, True, 1e6)
     directory.leave("a", 1e6)
     directory.departing("a", 1e6)
     directory.fit("a", 0, b"", 1e6)

@@ -24,8 +24,8 @@ from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
 # Calls at a time. A push waits for its peer's pull and that for our read: each kind has threads of its own, or stores
-# that are busy with each other would wait for good.
-GROUPS = {"push": 8, "pull": 16, "read": 8, "resize": 4}
+# that are busy with each other would wait for good. So have pulls from a tier, and reads of it: memory waits for none.
+GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "lift": 8, "resize": 4}
 JOIN_DEADLINE_S = 30.0
 
 
@@ -35,16 +35,17 @@ class NodeStore:
     def __init__(
         self, pool: str, node_id: str, cpu_memory: float | int, secret: bytes, transport: str, external: str | None
     ) -> None:
-        """Raises CapacityError where the node cannot afford `cpu_memory`, or what says why `external` can't be used
-        (see PoolConfig).
+        """Raises CapacityError where the node cannot afford `cpu_memory`. Serves without `external` while that can't be
+        used (see PoolConfig).
         """
         self._pool, self._node_id = pool, node_id
         total, mark = room.total_bytes(), fingerprint(pool, secret)
         slab = slab_bytes(capacity_bytes(cpu_memory, total))
         limit = max(1, capacity_bytes(size_of(pool, node_id, cpu_memory), total) // slab)
+        self._size = limit * slab
         tier = open_external(pool, mark, external, actors.get(pool, "tier")) if external else None
-        if tier:
-            tier[0].open(seed(pool))
+        if tier and not tier[0].open(seed(pool)):
+            log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
         # Laid out for all of the node's memory: what is not offered takes none.
         self._arena: Arena = open_own(pool, mark, slab, max(total // slab, limit), room.check, limit=limit)
         self._sinking = Sinking(pool, node_id, self._arena, *tier) if tier else None
@@ -64,8 +65,7 @@ class NodeStore:
         threading.Thread(target=self._beat_forever, name="raykv-beat", daemon=True).start()
 
     def __repr__(self) -> str:
-        size = self._sizing.limit * self._arena.slab_bytes / (1 << 30)
-        return f"NodeStore(pool={self._pool}, node={self._node_id[:8]}, cpu={size:.1f}GiB)"
+        return f"NodeStore(pool={self._pool}, node={self._node_id[:8]}, cpu={self._size / (1 << 30):.1f}GiB)"
 
     # ------------------------------------------------------------------ for clients of this node
 
@@ -205,7 +205,7 @@ class NodeStore:
 
     def go_down(self, seconds: float) -> bool:
         """As `flush`, to a tier that outlives this node. False if there is none."""
-        return self._sinking is not None and self._sinking.external.shared and self._sinking.flush(seconds)
+        return self._sinking is not None and self._sinking.external.shared is True and self._sinking.flush(seconds)
 
     def sizes(self, places: bytes) -> bytes:
         """block_bytes (int64) of blocks, by their headers; of PLACEs whose `bytes` are their slots'."""

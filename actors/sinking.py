@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,27 +18,25 @@ from raykv import actors
 from raykv.arena import Arena
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
 from raykv.external import CONTENT_BYTES, External
-from raykv.place import KEY_BYTES, PLACE
+from raykv.place import ALIGN, KEY_BYTES, PLACE
 from raykv.rows import rows_of
 from raykv.tiers import open_tier, parse, register_tier
 from raykv.transports.verdicts import ALTERED, FAILED, judge
 
 log = logging.getLogger("raykv")
-LOOK_S = 0.1  # between looks whether something is to go down
+LOOK_S = 0.1
+IDLE_LOOK_S = 0.5  # between looks whether something is to go down, where nothing was
 REST_S = 1.0  # after a batch of which some found no room below
 LIST_AT_A_TIME = 4096
 NOTHING = (b"", b"", b"")  # a report: places, keys and stored of what the directory was not told yet
 
 
 def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[External, int]:
-    """(the tier of an `external=` URL, its capacity in bytes). maker: what was given to `register_tier`, pickled.
-
-    Raises ValueError, OSError, ImportError, or an error of the tier's library, where it can't be used.
-    """
+    """(the tier of an `external=` URL, unopened; its capacity in bytes). maker: what `register_tier` got, pickled."""
     if maker is not None:  # first: what may stand in the URL depends on it
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
     parsed = replace(parse(url), pool=pool)
-    return External(open_tier(parsed), fingerprint), parsed.capacity
+    return External(partial(open_tier, parsed), fingerprint), parsed.capacity
 
 
 def seed(pool: str) -> bytes:
@@ -53,13 +52,13 @@ class Sinking:
         self.external = external
         self.index = -1  # of the tier, in places
         self._pool, self._node_id, self._arena, self._capacity = pool, node_id, arena, capacity
-        self._report = NOTHING
+        self._report, self._seen = NOTHING, 0  # seen: the last answer whose deletions were carried out
         self._lost = False  # what lay in the tier
         self._told, self._beat_at = False, 0.0  # what the directory knows of it, and since when
         self.steady = threading.Lock()  # held while slots that nobody leased are read
         self._whole: set[object] = set()  # who wants all brought down
         self._idle = threading.Event()  # nothing was left to go down
-        self._stopped = threading.Event()
+        self._stopped, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="raykv-sink", daemon=True)
         self._thread.start()
 
@@ -71,6 +70,7 @@ class Sinking:
         self._idle.clear()
         wish = object()
         self._whole.add(wish)
+        self._wake.set()
         end = time.monotonic() + seconds
         while not self._idle.wait(LOOK_S) and self.external.up and time.monotonic() < end:
             pass
@@ -80,6 +80,7 @@ class Sinking:
 
     def stop(self) -> None:
         self._stopped.set()
+        self._wake.set()
         self.external.close()
 
     def load(self, keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
@@ -105,7 +106,7 @@ class Sinking:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        directory = None
+        directory, pause = None, 0.0
         while not self._stopped.is_set():
             sunk = False
             try:
@@ -118,13 +119,16 @@ class Sinking:
             except Exception:  # what no longer goes down would be lost when its room is needed
                 log.exception("sinking")
                 directory = None
-            if not sunk:
-                self._stopped.wait(LOOK_S)
+            pause = 0.0 if sunk else min(2 * pause + LOOK_S / 4, IDLE_LOOK_S)
+            self._wake.wait(pause)
+            self._wake.clear()
 
     def _beat(self, directory: Any) -> None:
         """Tell the directory of the tier, and of its state; where it asks, what lies there."""
         self._lost |= self.external.probe() is False
         up, now = self.external.up, time.monotonic()
+        if self.external.shared is None:  # whose it is nobody knows yet
+            return
         if up == self._told and not self._lost and now < self._beat_at + HEARTBEAT_S:
             return
         beat = directory.beat_tier.remote(self._node_id, self._capacity, self.external.shared, up, self._lost)
@@ -140,14 +144,15 @@ class Sinking:
             self._list(directory)
 
     def _list(self, directory: Any) -> None:
-        batch: list[tuple[bytes, int]] = []
-        for found in self.external.scan():
-            batch += found
-            while len(batch) >= LIST_AT_A_TIME:
-                self._tell(directory, batch[:LIST_AT_A_TIME], last=False)
-                del batch[:LIST_AT_A_TIME]
-        if self.external.up:  # else it is listed anew when it is back
-            self._tell(directory, batch, last=True)
+        found = [block for batch in self.external.scan() for block in batch]
+        if not self.external.up:  # it is listed anew when it is back
+            return
+        taken = np.cumsum([size + ALIGN for _, size in reversed(found)])
+        kept = int(np.searchsorted(taken, self._capacity, side="right"))  # of more than there is room for the newest
+        self.external.delete([key for key, _ in found[: len(found) - kept]])
+        found = found[len(found) - kept :]
+        for at in range(0, max(1, len(found)), LIST_AT_A_TIME):
+            self._tell(directory, found[at : at + LIST_AT_A_TIME], last=at + LIST_AT_A_TIME >= len(found))
 
     def _tell(self, directory: Any, found: list[tuple[bytes, int]], last: bool) -> None:
         keys, sizes = b"".join(key for key, _ in found), np.array([size for _, size in found], np.int64)
@@ -156,11 +161,11 @@ class Sinking:
     def _sink(self, directory: Any) -> bool:
         """One batch. Returns whether there was one."""
         whole = bool(self._whole)
-        asked = directory.sink.remote(self._node_id, *self._report, whole)
-        source, keys, target, doomed = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
+        asked = directory.sink.remote(self._node_id, *self._report, self._seen, whole)
+        source, keys, target, doomed, number = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
         self._report = NOTHING
-        if doomed:
-            self.external.delete([doomed[at : at + KEY_BYTES] for at in range(0, len(doomed), KEY_BYTES)])
+        if self.external.delete([doomed[at : at + KEY_BYTES] for at in range(0, len(doomed), KEY_BYTES)]):
+            self._seen = number
         if source:
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
             refused = self.external.faults["refused"]

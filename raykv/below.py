@@ -16,6 +16,7 @@ from raykv.shelves import Places, Rows, Shelves
 
 Keys = NDArray[np.uint64]
 BATCH_BYTES = 32 * MIB  # go down at a time
+NOTHING = Sunk(b"", b"", b"", b"", 0)
 SUSPECT = "suspect"  # in place of a node, of an owner that is
 
 
@@ -36,6 +37,8 @@ class Tier:
     lister: str | None = None  # the node that is telling what lies there from before
     listed: bool = False
     cleared: bool = False  # before all was told: that is to be deleted too
+    deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # by node: answer, keys it was told
+    answers: int = 0
     sunk: int = 0  # blocks that went down
 
 
@@ -84,6 +87,7 @@ class Below:
         for name, tier in list(self.tiers.items()):
             self._reach(tier, node, True)
             self._give_up(tier, node)
+            self._still_doomed(tier, node, -1)
             if tier.lister == node:
                 tier.lister = None
             if tier.owner == node:
@@ -101,6 +105,7 @@ class Below:
             tier.spare.append(number)
         tier.slabs.clear()
         tier.doomed.clear()
+        tier.deleting.clear()
         self.look_again(shelf for shelves in self._shelves.sizes.values() for shelf in shelves)
 
     def look_again(self, shelves: Iterable[int]) -> None:
@@ -142,11 +147,11 @@ class Below:
         """What of a node's blocks goes down next, until `share` of its `slots` (by size) can be had for nothing."""
         tier = self.tier_of(node)
         if tier is None or tier.unreached or not tier.listed:
-            return Sunk(b"", b"", b"", b"")
+            return NOTHING
         source, target, left = [], [np.zeros(0, np.int64)], BATCH_BYTES
         for stride, shelf in shelves.items():
             below = self._shelf(tier, stride + ALIGN)
-            want = min(max(left // stride, left == BATCH_BYTES), KEYS_PER_CALL)
+            want = min(max(left // stride, int(left == BATCH_BYTES)), KEYS_PER_CALL)
             missing = demotion.short(self._shelves.c, shelf, slots[stride], share)
             if below < 0 or want <= 0 or missing <= 0:
                 continue
@@ -161,13 +166,14 @@ class Below:
             left -= n * stride
         rows = np.concatenate(target)
         tier.sinking[node] = rows, self._shelves.c.rows["gen"][rows]
-        return self._answer(tier, b"".join(source), rows)
+        return self._answer(tier, node, b"".join(source), rows)
 
-    def sunk(self, node: str, places: Places, keys: Keys, stored: NDArray[np.uint8]) -> bool:
+    def sunk(self, node: str, places: Places, keys: Keys, stored: NDArray[np.uint8], seen: int) -> bool:
         """What became of a node's blocks that were to go down. Returns whether some did not.
 
-        Those of which it does not speak did not. What was stored and is not wanted any more is deleted, unless its key
-        went down again since: then those are its bytes.
+        Those of which it does not speak did not. What did not, or is not wanted any more, may lie there in part or from
+        before, and is deleted, unless its key went down again since: then those are its bytes. seen: the answer whose
+        deletions it has carried out.
         """
         tier = self.tier_of(node)
         if tier is None:
@@ -176,15 +182,29 @@ class Below:
         (rows, gens), lost = self._shelves.rows_of(places[ours]), np.zeros(int(ours.sum()), np.bool_)
         tier.sunk += int(demotion.sunk(self._shelves.c, rows, gens, stored[ours], lost))
         given_up = self._give_up(tier, node)
-        unwanted = keys[ours][lost & (stored[ours] > 0)]
-        there = np.zeros(len(unwanted), np.bool_)
-        demotion.in_tier(self._shelves.c, tier.index, unwanted, there)
-        tier.doomed.update(dict.fromkeys(_split(unwanted[~there])))
+        self._doom(tier, keys[ours][lost == (stored[ours] > 0)])
+        self._still_doomed(tier, node, seen)
         return given_up or not stored.all()
+
+    def _still_doomed(self, tier: Tier, node: str, seen: int) -> None:
+        """What a node was told to delete, unless it says that it did."""
+        number, keys = tier.deleting.pop(node, (seen, []))
+        if number != seen:
+            self._doom(tier, np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2))
+
+    def _doom(self, tier: Tier, keys: Keys) -> None:
+        """Have keys deleted, but for those that lie there, or are about to."""
+        there = np.zeros(len(keys), np.bool_)
+        demotion.in_tier(self._shelves.c, tier.index, keys, there)
+        tier.doomed.update(dict.fromkeys(_split(keys[~there])))
 
     def _give_up(self, tier: Tier, node: str) -> bool:
         rows, gens = tier.sinking.pop(node, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
-        return bool(demotion.give_up(self._shelves.c, rows, gens))
+        c = self._shelves.c
+        rows = rows[(c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == index.SINKING)]
+        tier.doomed.update(dict.fromkeys(_split(self._keys(rows))))  # the node may have written them before it died
+        demotion.give_up(c, rows)
+        return len(rows) > 0
 
     def _keys(self, rows: Rows) -> Keys:
         c = self._shelves.c
@@ -201,12 +221,6 @@ class Below:
     def stats(self) -> dict[str, dict[str, Any]]:
         """By the node that owns a tier, or "" for one that all share."""
         return {name: self._tier_stats(tier) for name, tier in self.tiers.items()}
-
-    def usage(self) -> float:
-        """Share of all tiers' capacity that is taken."""
-        stats = self.stats().values()
-        used, capacity = sum(tier["bytes_used"] for tier in stats), sum(tier["capacity"] for tier in stats)
-        return float(used / max(1, capacity))
 
     def _tier_stats(self, tier: Tier) -> dict[str, Any]:
         blocks, used, evicted = 0, 0, 0
@@ -229,14 +243,17 @@ class Below:
             "doomed": len(tier.doomed),
         }
 
-    def _answer(self, tier: Tier, source: bytes, target: Rows) -> Sunk:
+    def _answer(self, tier: Tier, node: str, source: bytes, target: Rows) -> Sunk:
         keys = self._keys(target)
         for key in _split(keys) if tier.doomed else ():
             tier.doomed.pop(key, None)  # it is wanted there again
         doomed = list(islice(tier.doomed, KEYS_PER_CALL))  # of millions, after `clear`
         for key in doomed:
             del tier.doomed[key]
-        return Sunk(source, keys.tobytes(), self._shelves.describe(target, 0)[1].tobytes(), b"".join(doomed))
+        tier.answers += 1
+        tier.deleting[node] = tier.answers, doomed
+        places = self._shelves.describe(target, 0)[1].tobytes()
+        return Sunk(source, keys.tobytes(), places, b"".join(doomed), tier.answers)
 
     # ------------------------------------------------------------------ slabs
 
@@ -274,8 +291,9 @@ class Below:
 
     def _doom_slab(self, tier: Tier, record: int) -> None:
         base, slots = self._shelves.span(record)
-        rows = np.empty(slots, np.int64)
-        n = slabs.in_state(self._shelves.c, base, slots, index.EXTERNAL, rows, 0)
+        rows, n = np.empty(slots, np.int64), 0
+        for state in (index.EXTERNAL, index.SINKING):
+            n = slabs.in_state(self._shelves.c, base, slots, state, rows, n)
         tier.doomed.update(dict.fromkeys(_split(self._keys(rows[:n]))))
 
 

@@ -47,6 +47,7 @@ class Reserved(NamedTuple):
 class Sunk(NamedTuple):
     """Answer to `sink`: PLACEs of blocks in a node's memory, their keys, PLACEs in its tier, and keys to delete there.
 
+    number: of this answer; the next question says that it was seen, and carried out.
     `bytes` of a source is its slot's: its header says how long the block is. That of a target is 0.
     """
 
@@ -54,6 +55,7 @@ class Sunk(NamedTuple):
     keys: bytes
     target: bytes
     doomed: bytes
+    number: int
 
 
 ANSWERS = {"match": Matched, "stream": Matched, "reserve": Reserved}  # by method of the directory

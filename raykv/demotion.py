@@ -135,16 +135,12 @@ def sunk(c, rows, gens, stored, lost):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def give_up(c, rows, gens):  # type: ignore[no-untyped-def]
-    """Free those rows that are still SINKING. Returns how many."""
-    given_up = 0
+def give_up(c, rows):  # type: ignore[no-untyped-def]
+    """Free SINKING rows."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
-        if c.rows[row].gen == gens[i] and c.rows[row].state == SINKING:
-            delete(c, row)
-            free(c, row)
-            given_up += 1
-    return given_up
+        delete(c, row)
+        free(c, row)
 
 
 @kernel

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv import holds, index, placement, slabs
-from raykv.below import Below
+from raykv.below import NOTHING, Below
 from raykv.calls import Call, Matched, Reserved, Sunk
 from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
 from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
@@ -314,8 +314,9 @@ class Directory:
         client.last_seen = now
         if call.landed:
             at = np.frombuffer(call.landed, PLACE)
-            if holds.landed(self._shelves.c, *self._shelves.rows_of(at)):
-                self._restore_windows([node for node in self.nodes.values() if node.index in at["node"]])
+            came = np.zeros(len(self._shelves.c.shelves), np.int64)
+            holds.landed(self._shelves.c, *self._shelves.rows_of(at), came)
+            self._restore_windows(came)
         if client.holds:
             held = set(np.frombuffer(call.held, np.uint64).tolist())
             for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
@@ -573,8 +574,10 @@ class Directory:
 
     def _hand_over(self, node: Node) -> None:
         """What stays as a replica elsewhere is to stay for good."""
-        if sum(holds.hand_over(self._shelves.c, *self._shelves.span(record)) for record in node.slabs.values()):
-            self._restore_windows(list(self.nodes.values()))
+        came = np.zeros(len(self._shelves.c.shelves), np.int64)
+        for record in node.slabs.values():
+            holds.hand_over(self._shelves.c, *self._shelves.span(record), came)
+        self._restore_windows(came)
 
     def _set_state(self, node: Node, state: str) -> None:
         node.state = state
@@ -623,18 +626,19 @@ class Directory:
         if len(k) == len(s):
             self._below.found(name, k, s, last)
 
-    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, whole: bool, now: float) -> Sunk:
+    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float) -> Sunk:
         """What of a node's blocks goes down to its tier next; whole: in the end, everything.
 
-        places, keys, stored (uint8 mask): what became of earlier answers, as often as it is said.
+        places, keys, stored (uint8 mask): what became of earlier answers, as often as it is said. seen: number of the
+        last answer whose deletions were carried out.
         """
         self._check(now)
         at = np.frombuffer(places, PLACE)
         k, done = np.frombuffer(keys, np.uint64).reshape(-1, 2), np.frombuffer(stored, np.uint8)
         node = self.nodes.get(name)
         if node is None or node.state == "joining" or not len(at) == len(k) == len(done):
-            return Sunk(b"", b"", b"", b"")
-        if self._below.sunk(name, at, k, done):
+            return NOTHING
+        if self._below.sunk(name, at, k, done, seen):
             self._below.look_again(node.shelves.values())
         share = self._below.share
         if whole and share > 0.0:
@@ -700,13 +704,14 @@ class Directory:
             self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
         return self._reclaim(node, shelf, stride, self._shelves.takeable, 1)
 
-    def _restore_windows(self, nodes: list[Node]) -> None:
-        """Where primaries came out of staging windows: a spare slab makes up for them, or the oldest blocks go."""
-        for node in nodes:
-            for stride, shelf in node.shelves.items():
-                while node.spare and self._shelves.room(shelf) < 0:
-                    self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
-                placement.restore_window(self._shelves.c, shelf)
+    def _restore_windows(self, came: Rows) -> None:
+        """Primaries came out of staging windows, by shelf: spare slabs make up for it, or as many of the oldest go."""
+        for shelf in np.flatnonzero(came).tolist():
+            node = next(node for node in self.nodes.values() if shelf in node.shelves.values())
+            stride = next(stride for stride, there in node.shelves.items() if there == shelf)
+            while node.spare and self._shelves.room(shelf) < 0:
+                self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
+            placement.restore_window(self._shelves.c, shelf, came[shelf])
 
     def _reclaim(self, node: Node, shelf: int, stride: int, measure: Callable[[int], int], need: int) -> bool:
         """Take slabs of other sizes until `measure` says `need`: any while this size can evict nothing, else one whose
@@ -763,6 +768,8 @@ class Directory:
         """Slots by node and state, holds, and totals since start."""
         self._check(now)
         held = [hold.writes for client in self.clients.values() for hold in client.holds.values()]
+        tiers = self._below.stats()
+        used = sum(tier["bytes_used"] for tier in tiers.values())
         return {
             "epoch": self.epoch,
             "keys": int(self._shelves.c.state[ENTRIES]),
@@ -773,8 +780,8 @@ class Directory:
             "evicted": int(self._shelves.c.shelves["evicted"].sum()),
             **self.counters,
             "nodes": {name: self._node_stats(node, now) for name, node in self.nodes.items()},
-            "tiers": self._below.stats(),
-            "external_cache_usage": self._below.usage(),
+            "tiers": tiers,
+            "external_cache_usage": used / max(1, sum(tier["capacity"] for tier in tiers.values())),
         }
 
     def _node_stats(self, node: Node, now: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import mmap
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -34,18 +34,19 @@ Keys = NDArray[np.uint8]
 
 
 class External:
-    """A tier that never keeps anybody waiting past a deadline, and never raises once it is open. Thread-safe.
+    """A tier that never keeps anybody waiting past a deadline, and never raises. Thread-safe.
 
-    A tier that failed, or did not answer in time, is not asked until a `probe` was answered.
+    A tier that failed, or did not answer in time, is not asked until a `probe` was answered. It may be out of order
+    from the beginning: then it is opened when it is found to be there.
     """
 
-    def __init__(self, tier: Tier, fingerprint: bytes) -> None:
-        """fingerprint: of pool and secret (16 bytes). Takes over `tier`; changes nothing there."""
-        self.shared = tier.shared
+    def __init__(self, make: Callable[[], Tier], fingerprint: bytes) -> None:
+        """make: opens the tier. fingerprint: of pool and secret (16 bytes)."""
         self.faults: Counter[str] = Counter()
-        self._tier, self._fingerprint = tier, fingerprint
+        self._make, self._fingerprint = make, fingerprint
+        self._opened: Tier | None = None
         self._content = self._marked = bytes(CONTENT_BYTES)  # what it is called, and what the tier was seen to say
-        self._up, self._failures, self._retry_at = True, 0, 0.0
+        self._up, self._failures, self._retry_at = False, 0, 0.0
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
@@ -56,24 +57,29 @@ class External:
     def up(self) -> bool:
         return self._up
 
-    def check(self) -> None:
-        """ValueError if what lies there was written with another secret, by another pool or version."""
-        (head,) = self._tier.get_many([MARKER], [memoryview(bytearray(0))])
-        if head is not None and not self._ours(head):
-            raise ValueError(
-                "what lies there was written by another pool, with another secret or by another version of raykv; it "
-                "was left as it is: give that secret and pool name, or another path or database"
-            )
+    @property
+    def shared(self) -> bool | None:
+        """Whether all nodes see one content. None: it could not be opened yet."""
+        return self._opened.shared if self._opened else None
 
-    def open(self, seed: bytes) -> None:
-        """Mark a tier as this pool's. Raises as `check`, and what the tier raises.
+    @property
+    def _tier(self) -> Tier:
+        if self._opened is None:
+            self._opened = self._make()
+        return self._opened
+
+    def check(self) -> None:
+        """Raises where it can't be opened, and ValueError if another secret, pool or version wrote what lies there."""
+        self._read_marker()
+
+    def open(self, seed: bytes) -> bool:
+        """Mark a tier as this pool's. Returns whether it is up; else `probe` says when it is.
 
         seed: what its content is named after where nothing is there yet; equal for all stores of a shared one.
         """
-        self.check()
         self._content = self._marked = seed
-        self._take_content()
-        self._retry_at = time.monotonic() + CHECK_S
+        self.probe()
+        return self._up
 
     # ------------------------------------------------------------------ blocks
 
@@ -86,8 +92,9 @@ class External:
             for key, total, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
         ]
         size = sum(map(len, bodies))
-        put = partial(_each, len(blocks), self._tier.put_many, blocks)
-        done = self._call(self._writes, put, data_deadline(size), "store")
+        done = self._call(
+            self._writes, lambda: _each(len(blocks), self._tier.put_many, blocks), data_deadline(size), "store"
+        )
         stored = np.zeros(len(blocks), np.bool_) if done is None else np.array(done, np.bool_)
         if done is not None:
             self.faults["refused"] += int((~stored).sum())
@@ -101,26 +108,39 @@ class External:
         The bytes are good until the next piece is asked for, and must be verified. Ends early where the tier fails.
         """
         step = max(1, PIECE_BYTES // block_bytes)
-        for at in range(0, len(keys), step):
-            part = keys[at : at + step]
-            with_room = self._buffer(len(part), block_bytes)
-            rows = np.frombuffer(with_room, np.uint8)[: len(part) * block_bytes].reshape(len(part), block_bytes)
-            names, out = _split(part), [row.data for row in rows]
-            get = partial(_each, len(names), self._tier.get_many, names, out)
-            heads = self._call(self._reads, get, data_deadline(rows.nbytes), "load")
+        parts = [slice(at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
+        reading = deque(self._begin(keys[part], block_bytes) for part in parts[:1])
+        for part, after in zip(parts, [*parts[1:], None], strict=True):
+            if after is not None:  # it is read while the caller has this one
+                reading.append(self._begin(keys[after], block_bytes))
+            asked, with_room = reading.popleft()
+            heads = self._answer(asked, data_deadline((part.stop - part.start) * block_bytes), "load")
             if heads is None:  # a late call may still write into the buffer: it is not used again
+                for ahead, _ in reading:
+                    if ahead:
+                        ahead.cancel()
                 return
+            names = _split(keys[part])
             found = [self._read_head(head, key, block_bytes) for head, key in zip(heads, names, strict=True)]
             sums = np.array([total for total, _, _ in found], np.uint64)
             positions = np.array([position for _, position, _ in found], np.uint32)
             there = np.array([ok for _, _, ok in found], np.bool_)
             self.faults["missing"] += int((~there).sum())
-            yield slice(at, at + len(part)), rows, sums, positions, there
-            del rows, out
+            yield part, _rows(with_room, len(found), block_bytes), sums, positions, there
             self._give_back(with_room)
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        self._call(self._writes, lambda: self._tier.delete_many(keys), CALL_S + len(keys) / 1e3, "delete")
+    def _begin(self, keys: Keys, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
+        """Ask for a piece, and for what buffer."""
+        with_room, names = self._buffer(len(keys), block_bytes), _split(keys)
+        out = [row.data for row in _rows(with_room, len(keys), block_bytes)]
+        return self._ask(self._reads, lambda: _each(len(names), self._tier.get_many, names, out)), with_room
+
+    def delete(self, keys: Sequence[bytes]) -> bool:
+        """Returns whether none of the keys is there any more."""
+        if not keys:
+            return True
+        delete = partial(_done, self._tier.delete_many, keys)
+        return bool(self._call(self._writes, delete, CALL_S + len(keys) / 1e3, "delete"))
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """Batches of (key, block_bytes) of what lies there, oldest first. Ends early where the tier fails: `up` tells.
@@ -128,7 +148,7 @@ class External:
         Takes as long as the tier takes.
         """
         try:
-            yield from self._tier.scan()
+            yield from self._tier.scan() if self._up else ()
         except Exception as error:
             self._fail("scan", error)
 
@@ -144,7 +164,8 @@ class External:
     def close(self) -> None:
         self._reads.shutdown(wait=False, cancel_futures=True)
         self._writes.shutdown(wait=False, cancel_futures=True)
-        self._tier.close()
+        if self._opened:
+            self._opened.close()
 
     # ------------------------------------------------------------------ health
 
@@ -169,17 +190,25 @@ class External:
             self._fail("probe", error)
             return None
         self._probing = None
+        if self.faults:
+            log.warning("external tier: it is back%s", "" if same else ", and empty")
         self._retry_at = time.monotonic() + CHECK_S
         self._up, self._failures = True, 0
-        log.warning("external tier: it is back%s", "" if same else ", and empty")
         return same
 
     def _call(self, threads: ThreadPoolExecutor, call: Callable[[], T], deadline: float, what: str) -> T | None:
         """The call's answer, or None where the tier is, or turns out to be, out of order."""
+        return self._answer(self._ask(threads, call), deadline, what)
+
+    def _ask(self, threads: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T] | None:
         if not self._up:
             self.faults["down"] += 1
             return None
-        asked = threads.submit(call)
+        return threads.submit(call)
+
+    def _answer(self, asked: Future[T] | None, deadline: float, what: str) -> T | None:
+        if asked is None:
+            return None
         try:
             return asked.result(deadline)
         except Exception as error:
@@ -189,7 +218,7 @@ class External:
 
     def _fail(self, what: str, error: BaseException) -> None:
         with self._lock:
-            if self._up:
+            if self._up or not self._failures:
                 log.warning("external tier: %s: %s; it is left alone for a while", what, type(error).__name__)
                 log.debug("external tier: %r", error)
             self.faults[what] += 1
@@ -201,8 +230,8 @@ class External:
 
     def _take_content(self) -> bool:
         """Learn, or say, what this tier's content is. Returns whether it is what it was."""
-        (head,) = _each(1, self._tier.get_many, [MARKER], [memoryview(bytearray(0))])
-        found = head[8:16] if head is not None and self._ours(head) else None
+        head = self._read_marker()
+        found = head[8:16] if head is not None else None
         same = found in (self._marked, self._content)
         if self._content != self._marked:  # cleared while it was out of order
             self._mark_cleared()
@@ -216,7 +245,7 @@ class External:
     def _mark(self) -> None:
         content = self._content
         head = HEAD.pack(MAGIC, content, self._fingerprint, 0, 0, 0).ljust(HEAD_BYTES, b"\0")
-        if not all(self._tier.put_many([Block(MARKER, head, memoryview(b""))])):
+        if not all(_each(1, self._tier.put_many, [Block(MARKER, head, memoryview(b""))])):
             raise OSError("the external tier has no room for a marker of 64 bytes")
         self._marked = content
 
@@ -228,8 +257,14 @@ class External:
             self._tier.delete_many([key for key, _ in next(filter(None, self._tier.scan()), [])])
             self._mark()
 
-    def _ours(self, head: bytes) -> bool:
-        return head[:8] == MAGIC and head[16:32] == self._fingerprint
+    def _read_marker(self) -> bytes | None:
+        (head,) = _each(1, self._tier.get_many, [MARKER], [memoryview(bytearray(0))])
+        if head is not None and (head[:8] != MAGIC or head[16:32] != self._fingerprint):
+            raise ValueError(
+                "what lies there was written by another pool, with another secret or by another version of raykv; it "
+                "was left as it is: give that secret and pool name, or another path or database"
+            )
+        return head
 
     def _head(self, key: bytes, total: int, length: int, position: int) -> bytes:
         return HEAD.pack(MAGIC, self._content, key, total, length, position).ljust(HEAD_BYTES, b"\0")
@@ -264,6 +299,15 @@ def _each(count: int, call: Callable[..., Sequence[T]], *args: object) -> Sequen
     if len(answers) != count:
         raise TypeError(f"{len(answers)} answers of the tier for {count} blocks")
     return answers
+
+
+def _done(call: Callable[..., None], *args: object) -> bool:
+    call(*args)
+    return True
+
+
+def _rows(memory: mmap.mmap, count: int, block_bytes: int) -> NDArray[np.uint8]:
+    return np.frombuffer(memory, np.uint8)[: count * block_bytes].reshape(count, block_bytes)
 
 
 def _split(keys: Keys) -> list[bytes]:

@@ -221,12 +221,11 @@ def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: i
 
 
 @kernel
-def landed(c, rows, gens):  # type: ignore[no-untyped-def]
+def landed(c, rows, gens, came):  # type: ignore[no-untyped-def]
     """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone, leaving or below.
 
-    Returns how many primaries: those have come out of the staging window.
+    came[shelf]: how many primaries came out of its staging window is added.
     """
-    primaries = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].state == STAGING:
@@ -235,8 +234,7 @@ def landed(c, rows, gens):  # type: ignore[no-untyped-def]
             c.rows[row].state = REPLICA if _has_primary(c, row) else READY
             if c.rows[row].state == READY:
                 _succeed(c, row)
-                primaries += 1
-    return primaries
+                came[shelf] += 1
 
 
 @kernel
@@ -270,12 +268,11 @@ def _succeed(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def hand_over(c, base, slots):  # type: ignore[no-untyped-def]
+def hand_over(c, base, slots, came):  # type: ignore[no-untyped-def]
     """Make replicas on nodes that stay the primaries of keys whose primary is in a slab of one that leaves.
 
-    Returns how many: they are out of their staging windows now.
+    came: see `landed`.
     """
-    count = 0
     for row in range(base, base + slots):
         if c.rows[row].state != READY:
             continue
@@ -289,8 +286,7 @@ def hand_over(c, base, slots):  # type: ignore[no-untyped-def]
             if c.rows[other].pins == 0:
                 touch(c, other)
             _succeed(c, other)
-            count += 1
-    return count
+            came[shelf_of(c, other)] += 1
 
 
 @kernel

@@ -152,10 +152,11 @@ def evict(c, shelf):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def restore_window(c, shelf):  # type: ignore[no-untyped-def]
-    """Free as many slots as the staging window lacks."""
-    while room(c, shelf) < 0 and oldest(c, shelf) >= 0:
+def restore_window(c, shelf, slots):  # type: ignore[no-untyped-def]
+    """Free as many slots as the staging window lacks, at most `slots`."""
+    while slots > 0 and room(c, shelf) < 0 and oldest(c, shelf) >= 0:
         free(c, evict(c, shelf))
+        slots -= 1
 
 
 @kernel

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from directory_checks import chain_of, check_invariants
-from oracle_slots import PLACE, unpack
+from oracle_slots import PLACE, split, unpack
 
 from raykv import index
-from raykv.calls import Call, Matched, Reserved
+from raykv.calls import Call, Matched, Reserved, Sunk
 from raykv.directory import Directory
 
 PAGE = 4096
@@ -24,9 +24,11 @@ class Pool:
     window: int = 1  # pages of staging
     nodes: str = "a"
     locality: float = 1.5
+    share: float = 0.25
+    min_hits: int = 0
 
     def __post_init__(self) -> None:
-        self.directory = Directory(locality=self.locality)
+        self.directory = Directory(locality=self.locality, share=self.share, min_hits=self.min_hits)
         self.now = 0.0
         self.id = 0
         self.seq = 0
@@ -90,6 +92,22 @@ class Pool:
         lease, got = self.match(node, keys)
         self.beat(node, landed=got.staged)
         self.release(node, lease)
+
+    def sink(self, node: str, told: Sunk | None = None, stored: bytes | None = None, whole: bool = False) -> Sunk:
+        """What goes down next. told: an earlier answer; stored: what became of its blocks, all by default."""
+        places, keys = (told.target, told.keys) if told else (b"", b"")
+        done = bytes([1]) * (len(keys) // 16) if stored is None else stored
+        return self.directory.sink(node, places, keys, done, whole, self.now)
+
+    def bring_down(self, node: str, whole: bool = False) -> list[bytes]:
+        """All that is to go down does, in that order."""
+        down: list[bytes] = []
+        got = self.sink(node, whole=whole)
+        while got.keys:
+            down += split(got.keys)
+            got = self.sink(node, got, whole=whole)
+        check_invariants(self.directory)
+        return down
 
     def name(self, number: int) -> str:
         return next(name for name, node in self.directory.nodes.items() if node.index == number)

@@ -30,7 +30,10 @@ from oracle_slots import (
 
 from raykv.calls import Call, Matched, Reserved
 
-COUNTERS = ("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt")
+COUNTERS = (
+    *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
+    "num_cumulative_preemption",
+)
 STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
 
 
@@ -304,14 +307,21 @@ class Oracle(Tiers):
         self.check(now)
         client = self.clients.setdefault(call.client, Client(now))
         client.last_seen = now
+        promoted = False
         for place in unpack(call.landed):
             row = self.row_of(place)
             if row and row.gen == place[5] and row.state == "staging":
                 row.state = "replica"
                 if not any(r.state in ("ready", "writing") for r in self.table[row.key]):
                     row.state = "ready"
-                    if self.room(row.slab.shelf) < 0 and self.oldest(row.slab.shelf):
-                        self.free(self.evict(row.slab.shelf))  # in the staging window's place
+                    promoted = True
+        for node in self.nodes.values() if promoted else ():  # their slots were of the staging window
+            if any(node.index == place[0] for place in unpack(call.landed)):
+                for shelf in node.shelves.values():
+                    while node.spare and self.room(shelf) < 0:
+                        self.open(node, node.spare[-1], shelf, self.next_gen())
+                    while self.room(shelf) < 0 and self.oldest(shelf):
+                        self.free(self.evict(shelf))
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
             self.end(client, i)
@@ -576,6 +586,8 @@ class Oracle(Tiers):
             **self.counters,
             "nodes": {name: self.node_stats(node, now) for name, node in self.nodes.items()},
             "tiers": {name: self.tier_stats(tier) for name, tier in self.tiers.items()},
+            "external_cache_usage": self.usage(),
+            "pinned": 0,
         }
 
     def node_stats(self, node: Node, now: float) -> dict[str, Any]:

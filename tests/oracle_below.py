@@ -126,9 +126,10 @@ class Tiers(Slots):
                         self.drop(row)
 
     def doom(self, tier: Tier, slab: Slab) -> None:
-        for row in slab.rows:
-            if row.state == "external":
-                tier.doomed.setdefault(row.key)
+        for state in ("external", "sinking"):
+            for row in slab.rows:
+                if row.state == state:
+                    tier.doomed.setdefault(row.key)
 
     # ------------------------------------------------------------------ what lies there from before
 
@@ -203,6 +204,7 @@ class Tiers(Slots):
                 tier.sunk += 1
             elif row.state == "sinking":
                 self.drop(row)
+                unwanted.append(key)  # nobody knows what lies there
         given_up = self.give_up(tier, node)
         for key in unwanted:
             if not self.lies_in(tier, key):
@@ -213,6 +215,7 @@ class Tiers(Slots):
         late = [row for row, gen in tier.sinking.pop(node, []) if row.gen == gen and row.state == "sinking"]
         for row in late:
             self.drop(row)
+            tier.doomed.setdefault(row.key)
         return bool(late)
 
     def choose(self, tier: Tier, shelf: Shelf, share: float, left: int) -> list[tuple[Row, Row]]:
@@ -301,6 +304,11 @@ class Tiers(Slots):
         slab.rows = [Row(slab, slot) for slot in range(tier.slab_bytes // shelf.stride)]
         shelf.rows += slab.rows
         shelf.free += reversed(slab.rows)
+
+    def usage(self) -> float:
+        """Share of all tiers that is taken."""
+        tiers = [self.tier_stats(tier) for tier in self.tiers.values()]
+        return float(sum(t["bytes_used"] for t in tiers) / max(1, sum(t["capacity"] for t in tiers)))
 
     def tier_stats(self, tier: Tier) -> dict[str, Any]:
         rows = tier.rows()

@@ -147,6 +147,24 @@ def test_reader_in_the_middle_of_a_copy(arena: Arena, client: Arena, monkeypatch
     assert not get(client, 0, 2000, slab=1, slab_gen=NEWER + 1)
 
 
+def test_headers_go_before_what_they_speak_of(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who copies while the memory is not gone yet knows already that it is about to be."""
+    sizes = {"size": 8 << 10, "slab": 1}
+    slots = (0, 1, 77, SLAB // (8 << 10) - 1)
+    assert all(put(arena, slot, 2 + slot, **sizes) for slot in slots)
+    original = tiles.copy
+
+    def copy(table: tiles.Copies) -> None:
+        arena.give_back(1, NEWER)
+        original(table)
+
+    monkeypatch.setattr(arena, "_discard", lambda slab: None)
+    monkeypatch.setattr(tiles, "copy", copy)
+    where, keys = places(slots, [2 + slot for slot in slots], **sizes), [key_of(2 + slot) for slot in slots]
+    rows = np.zeros((len(slots), 8 << 10), np.uint8)
+    assert not client.read(where, np.concatenate(keys), rows).any() and rows.any()
+
+
 def test_reader_of_another_process_in_the_middle_of_a_copy(arena: Arena) -> None:
     assert put(arena, 0, 2, slab=1)
 

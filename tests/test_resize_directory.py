@@ -184,26 +184,29 @@ def test_an_abandoned_writer_holds_its_slab_until_it_was_swept() -> None:
     fill(pool, 1)
     pool.now += 20.0
     _, got = pool.reserve("a", KEYS[100 : 100 + PART])
-    pool.match("a", KEYS[:1])
+    writing = {place[1] for place in unpack(got.places)}
     pool.now += 20.0  # that client is gone
     answer = pool.directory.beat("a", 2, pool.now)
     assert answer and len(answer[2]) == len(got.places)
-    pool.match("a", KEYS[:1])
-    writing = {place[1] for place in unpack(got.places)}
-    gone = fit(pool, 1, [])
-    assert not {*gone} & writing
+    _, got = pool.match("a", KEYS[:1])
+    assert blocks(got) == 1 and fit(pool, 1, []) == [], "the other is leased"
+    assert pool.directory.nodes["a"].closing == writing and pool.count("limbo") == PART
     n = len(unpack(answer[2]))
     pool.directory.swept(answer[2], bytes([1] * n), bytes(16 * n), bytes(8 * n), pool.now)
-    assert fit(pool, 1, gone) == ([] if gone else sorted(writing)[:1])
+    assert fit(pool, 1, []) == [*writing]
 
 
 def test_pinned_blocks_keep_their_slab() -> None:
-    pool = pool_of(3)
-    parts = fill(pool, 3)
+    """With all that is in it, for its memory can't be given back."""
+    pool = pool_of(4)
+    parts = fill(pool, 4)
     numbers = [slab_of(pool, part[0]) for part in parts]
-    assert pool.directory.pin(pool.call("a"), parts[0][0], pool.now)[1] == 1
-    assert fit(pool, 1, []) == numbers[1:]
+    assert pool.directory.pin(pool.call("a"), parts[0][0] + parts[2][0], pool.now)[1] == 2
+    gone = fit(pool, 1, [])
+    assert sorted(gone) == sorted([numbers[1], numbers[3]])
+    assert fit(pool, 1, gone) == [] and all(pool.has(parts[0] + parts[2]))
     pool.directory.unpin(pool.call("a"), parts[0][0], pool.now)
+    assert fit(pool, 1, gone) == [numbers[0]]
 
 
 def test_a_block_that_is_also_elsewhere_stays_there() -> None:

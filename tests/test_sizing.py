@@ -162,7 +162,30 @@ def test_a_directory_that_restarts_in_the_middle(node: Node) -> None:
     assert all(node.store(100 + i, 60) for i in range(5))
 
 
-def test_bigger_again_before_anything_was_given_back(node: Node) -> None:
+def test_nobody_writes_where_the_memory_is_about_to_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(node.store(i, 60) for i in range(5))
+    original, asked, go_on = node.arena.give_back, threading.Event(), threading.Event()
+
+    def give_back(slab: int, generation: int) -> bool:
+        asked.set()
+        assert go_on.wait(60)
+        return original(slab, generation)
+
+    monkeypatch.setattr(node.arena, "give_back", give_back)
+    node.sizing.limit = 3
+    node.beat()
+    assert asked.wait(60)
+    for i in range(4):
+        node.beat()
+        assert node.store(100 + i, 60)
+        assert len(node.directory.nodes["n"].withdrawn) == 3
+    go_on.set()
+    node.settle(3)
+    assert all(node.store(200 + i, 60) for i in range(4))
+
+
+def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.arena, "give_back", pytest.fail)
     node.sizing.limit = 3
     report = node.sizing.report()
     closed = node.directory.fit("n", 3, report[2], 0.0)

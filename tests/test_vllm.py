@@ -21,8 +21,7 @@ import raykv
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from vllm_engine import ENVIRONMENT, Engine
+from vllm_engine import ENVIRONMENT, Engine, save_model
 
 from raykv.integrations.vllm import check
 from raykv.integrations.vllm_manager import FAILED, HITS, ChunksToStore
@@ -74,10 +73,7 @@ def engines(
     node = third_node_for_module()
     pool = start_for_module(cpu_memory=512 * MIB)
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.2}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=4096)).save_pretrained(model)
+    save_model(model)
 
     def engine(node: str, cache_bytes: int) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node, soft=False)

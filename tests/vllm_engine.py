@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pools import patient
+from pools import PATIENCE_S, patient
+from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
+import raykv.cache
 from raykv.integrations.vllm import RayKVConnector, kv_transfer_config
 from raykv.integrations.vllm_manager import ChunksToLoad
 
@@ -19,6 +21,15 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+
+def save_model(folder: Path) -> None:
+    """A small Llama of random weights."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=4096)).save_pretrained(folder)
+
+
 Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's were cached
 
 
@@ -27,6 +38,7 @@ class FaultyConnector(RayKVConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         patient()
+        raykv.cache.PATIENCE_S = PATIENCE_S  # so small a model computes faster than a disk reads
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -110,8 +110,8 @@ class World:
         self.stores = {name: Store(rng.randbytes(16), rng.randint(2, 8)) for name in self.names}
         self.tiers = rng.choice(["none", "own", "own", "shared"])
         self.tiered = [name for name in self.names if self.tiers != "none" and rng.random() < 0.9]
-        self.capacity = rng.choice([1, 2, 3, 6]) * SLAB_BELOW + rng.choice([0, 4096])
-        self.share, self.min_hits = rng.choice([0.0, 0.25, 0.5, 1.0]), rng.choice([0, 0, 0, 1, 2])
+        self.capacity = rng.choice([1, 2, 6, 6, 30]) * SLAB_BELOW + rng.choice([0, 4096])
+        self.share, self.min_hits = rng.choice([0.0, 0.25, 0.5, 1.0, 1.0]), rng.choice([0, 0, 0, 0, 1, 2])
         self.below: dict[str, dict[bytes, None]] = {}  # by tier: what it holds, the oldest first
         self._new_directory()
 
@@ -431,6 +431,8 @@ class World:
         for name in self.names:
             if not quiet or self.rng.random() < 0.5:
                 self.beat(name)
+                if name in self.tiered and self.rng.random() < 0.4:
+                    self.beat_tier(name)
 
     def node_lost(self) -> None:
         """A node dies, or its store restarts, with the same arena or a new one."""
@@ -464,10 +466,10 @@ class World:
         capacity, shared = self.capacity, self.tiers == "shared"
         if not self.with_oracle:
             capacity, shared = rng.choice([capacity, capacity, 0]), shared ^ (rng.random() < 0.1)
-        lost = rng.random() < 0.04
+        lost = rng.random() < 0.02
         if lost:
             self.lies(name).clear()
-        answer = self.do("beat_tier", name, capacity, shared, rng.random() < 0.92, lost, self.now)
+        answer = self.do("beat_tier", name, capacity, shared, rng.random() < 0.95, lost, self.now)
         if answer and answer[1] and rng.random() < 0.8:
             self.found(name)
 
@@ -500,13 +502,13 @@ class World:
             pairs = [pair for pair in pairs if rng.random() < 0.6]
         if not self.with_oracle:
             pairs += [(_garbled(rng, place), key) for place, key in pairs] + self._stale(self.workers[0])
-        failing = rng.choice([0.0, 0.0, 0.2, 1.0])
+        failing = rng.choice([0.0, 0.0, 0.0, 0.2, 1.0])
         stored = bytes(rng.random() >= failing for _ in pairs)
         for (_, key), done in zip(pairs, stored, strict=True):
             if done and key in SIZE_OF:
                 self.lies(name)[key] = None
         places, keys = b"".join(place for place, _ in pairs), b"".join(key for _, key in pairs)
-        got = self.do("sink", name, places, keys, stored, rng.random() < 0.15, self.now)
+        got = self.do("sink", name, places, keys, stored, rng.random() < 0.5, self.now)
         if rng.random() < 0.9:
             store.sunk.append(got)
             for key in _keys(got.doomed):
@@ -557,15 +559,20 @@ class World:
         self.check()
         rows = self.real._shelves.c.rows
         assert not rows["pins"].any()
-        resting = (index.FREE, index.READY, index.REPLICA, index.EXTERNAL, index.CLOSED)
+        resting = [index.FREE, index.READY, index.REPLICA, index.EXTERNAL, index.CLOSED]
+        resting += [] if self.with_oracle else [index.SINKING]  # a node may have turned to another tier
         assert np.isin(rows["state"], resting).all()
         stats = self.do("stats", self.now)
         assert (stats["clients"], stats["leases"], stats["reservations"]) == (0, 0, 0)
+        for name in list(self.real.nodes):
+            self.do("remove_node", name, self.now)
+        self.check()
+        assert np.isin(self.real._shelves.c.rows["state"], (index.FREE, index.EXTERNAL, index.CLOSED)).all()
 
 
 _USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, World.release: 9, World.beat_client: 2}
 _USE[World.whereabouts] = 2
-_BELOW = {World.beat_tier: 2, World.sink: 6}
+_BELOW = {World.beat_tier: 1, World.sink: 12}
 _USE |= _BELOW
 _CARE = {World.heartbeats: 4, World.found: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
 World.MIXES = {
@@ -574,7 +581,7 @@ World.MIXES = {
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
     "read": {World.match: 6, World.stream: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
-    "below": {**_USE, World.sink: 20, World.beat_tier: 4, World.heartbeats: 3, World.clear: 0.1, World.node_lost: 0.3},
+    "below": {**_USE, World.sink: 20, World.beat_tier: 4, World.heartbeats: 3, World.report: 1, World.node_lost: 0.3},
     "leave": {**_USE, World.leave: 4, World.wait: 3, World.heartbeats: 4},
 }
 
