@@ -479,8 +479,8 @@ class Directory:
         node.closing = closing & node.slabs.keys()
         node.spare = [number for number in node.spare if number not in numbers]
         node.withdrawn.update(numbers)
-        for shelf in node.shelves.values() if closing else ():
-            placement.restore_window(self._shelves.c, shelf)  # the free slots were the first to go
+        for shelf in node.shelves.values() if closing else ():  # the free slots were the first to go
+            placement.restore_window(self._shelves.c, shelf, self._shelves.c.shelves[shelf]["window"])
         return numbers
 
     def _to_close(self, node: Node, count: int) -> set[int]:
