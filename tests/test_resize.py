@@ -218,6 +218,7 @@ def test_with_a_tier_below_nothing_is_lost(start: Callable[..., raykv.KVPool], t
     prompts = [cache.keys(tokens(i, 16)) for i in range(10)]
     for keys in prompts:
         keep(cache, keys)
+    eventually(lambda: pool.stats()["tiers"].get(pool.node_id, {}).get("state") == "up")
     assert pool.stats()["tiers"][pool.node_id]["blocks"] < 160, "some are in memory only"
     assert pool.resize(pool.node_id, 8 * MIB) == 8 * MIB == has(pool)
     for keys in prompts:
