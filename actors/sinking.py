@@ -26,7 +26,9 @@ from raykv.transports.verdicts import ALTERED, FAILED, judge
 log = logging.getLogger("raykv")
 LOOK_S = 0.1
 IDLE_LOOK_S = 0.5  # between looks whether something is to go down, where nothing was
+COMES_BACK_S = 5.0  # a tier that is down for so long when all is to go down is given up
 REST_S = 1.0  # after a batch of which some found no room below
+PAUSE = 1.0  # after every batch, for so many times as long as it took: at full speed, memory would serve a fifth less
 LIST_AT_A_TIME = 4096
 NOTHING = (b"", b"", b"")  # a report: places, keys and stored of what the directory was not told yet
 
@@ -71,9 +73,11 @@ class Sinking:
         wish = object()
         self._whole.add(wish)
         self._wake.set()
-        end = time.monotonic() + seconds
-        while not self._idle.wait(LOOK_S) and self.external.up and time.monotonic() < end:
-            pass
+        now = time.monotonic()
+        end, up = now + seconds, now
+        while not self._idle.wait(LOOK_S) and now < min(end, up + COMES_BACK_S):
+            now = time.monotonic()
+            up = now if self.external.up else up
         if not lasting:
             self._whole.discard(wish)
         return self._idle.is_set()
@@ -169,8 +173,11 @@ class Sinking:
         if source:
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
             refused = self.external.faults["refused"]
+            begin = time.monotonic()
             with self.steady:
                 stored = self._write(np.frombuffer(source, PLACE), names)
+            if not whole:
+                self._stopped.wait(PAUSE * (time.monotonic() - begin))
             self._report = target, keys, stored.astype(np.uint8).tobytes()
             if self.external.faults["refused"] > refused:
                 self._rest(whole and not stored.any())

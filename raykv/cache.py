@@ -369,7 +369,7 @@ class _Lease:
         if pool.local is None or (ours["node"] != pool.local.index).any():
             pool.look_again()  # the directory calls this node something else
             self.source, self.staged, self.keys = self.source[:0], self.staged[:0], keys[:0]
-        below = self.source["node"] & 1 == 1
+        self._below = below = self.source["node"] & 1 == 1
         piece_bytes = TIER_PIECE_BYTES if below.any() else PIECE_BYTES
         self._piece_blocks = max(1, piece_bytes // block_bytes)
         self._patience_s = block_s * int(below.sum()) if below.any() else None
@@ -413,22 +413,29 @@ class _Lease:
 
     def _begin(self, local: Local) -> None:
         stop = self._reach(0)
-        for piece in itertools.islice(_pieces(self._away(0, stop), self._piece_blocks), PIECES_AHEAD):
+        for piece in itertools.islice(self._cut(self._away(0, stop)), PIECES_AHEAD):
             self._begun[int(piece[0])] = len(piece), self._start(local, piece)
+
+    def _cut(self, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+        """Pieces to pull: first those of other nodes' memory, which is not to wait for a tier."""
+        below = self._below[away]
+        return itertools.chain(*(_pieces(part, self._piece_blocks) for part in (away[~below], away[below])))
 
     def _start(self, local: Local, piece: NDArray[np.intp]) -> Any:
         """The pull of a piece, which may have begun with the match."""
         blocks, answer = self._begun.pop(int(piece[0]), (0, None))
         if blocks == len(piece):
             return answer
-        return local.pull(self.source[piece], self.keys[piece], self.staged[piece])
+        below = bool(self._below[piece[0]])
+        return local.pull(self.source[piece], self.keys[piece], self.staged[piece], below)
 
     def _away(self, at: int, stop: int) -> NDArray[np.intp]:
         return at + np.flatnonzero(~self._here()[at:stop])
 
-    def _deadline(self, size: int) -> float:
-        """Seconds to wait for `size` bytes: less than their tokens would take to compute, where a tier has them."""
-        if self._patience_s is None:
+    def _deadline(self, pieces: list[NDArray[np.intp]]) -> float:
+        """Seconds to wait for pieces: less than their tokens would take to compute, where only a tier has them."""
+        size = self._block_bytes * sum(map(len, pieces))
+        if self._patience_s is None or not all(self._below[piece[0]] for piece in pieces):
             return data_deadline(size)
         return max(0.0, min(data_deadline(size), self._since + max(PATIENCE_S, self._patience_s) - time.monotonic()))
 
@@ -470,7 +477,7 @@ class _Lease:
     def _pull(self, local: Local, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
         """Begin to pull blocks into their staging slots. Iterates over those that came, in whatever order they do."""
         pulls: dict[Any, NDArray[np.intp]] = {}
-        pieces = _pieces(away, self._piece_blocks)
+        pieces = self._cut(away)
 
         def pull(count: int) -> None:
             for piece in itertools.islice(pieces, count):
@@ -478,7 +485,7 @@ class _Lease:
 
         def arrivals() -> Iterator[NDArray[np.intp]]:
             while pulls:
-                answer = local.first(list(pulls), self._deadline(self._block_bytes * sum(map(len, pulls.values()))))
+                answer = local.first(list(pulls), self._deadline(list(pulls.values())))
                 if answer is None:
                     self._pool.link.fault("pull", f"{len(pulls)} pieces are late")
                     self._pool.look_again()

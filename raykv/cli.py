@@ -195,12 +195,33 @@ def bench_directory(entries: int, as_json: bool) -> None:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @click.option("--nodes", default=8, show_default=True)
 @click.option("--capacity", default="5000,10000,30000", show_default=True, help="Blocks of all nodes together.")
+@click.option("--external", default=0, help="Blocks of external tiers below them.")
 @JSON
-def bench_trace(file: str, nodes: int, capacity: str, as_json: bool) -> None:
+def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bool) -> None:
     """Hit rate on a trace in Mooncake's format, against exact LRU and isolated caches."""
     from raykv.bench import trace
 
-    _report(lambda: trace.run(file, nodes, [int(part) for part in capacity.split(",")]), as_json)
+    _report(lambda: trace.run(file, nodes, [int(part) for part in capacity.split(",")], external), as_json)
+
+
+@bench.command("tiers")
+@click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
+@JSON
+def bench_tiers(directory: str, as_json: bool) -> None:
+    """Store to and load from external tiers, against bare direct I/O and redis-py."""
+    from raykv.bench import tiers
+
+    _report(lambda: tiers.run(directory), as_json)
+
+
+@bench.command("demotion")
+@click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
+@JSON
+def bench_demotion(directory: str, as_json: bool) -> None:
+    """Store, read and match in memory while blocks go down to a disk, against the same while none does."""
+    from raykv.bench import demotion
+
+    _report(lambda: demotion.run(directory), as_json)
 
 
 @bench.command("ttft")

@@ -416,6 +416,7 @@ class Directory:
             other = (mine["gen"] != gens) | (mine["k0"] != k[:, 0]) | (mine["k1"] != k[:, 1])
             vetoed = (rows >= 0) & other & (gens >= mine["gen"])
             slabs.drop(self._shelves.c, rows[vetoed], mine["gen"][vetoed])
+            self._settle_pins()
         self._offer(node, offered)
         self._set_state(node, "alive")
 
@@ -557,11 +558,11 @@ class Directory:
         """
         self._check(now)
         found, k = [], []
-        node, c = self.nodes.get(name), self._shelves.c
-        shared = self._below.tiers.get("")
+        node, shared = self.nodes.get(name), self._below.tiers.get("")
         below = shared.index if shared and not shared.unreached else -1
         if node and node.leaving:
             self._hand_over(node)
+        c = self._shelves.c  # not before: a slab that is opened may replace the columns
         for stride, shelf in node.shelves.items() if node else ():
             rows = np.empty(DEPARTING_PER_CALL, np.int64)
             n = holds.departing(c, shelf, below, rows, 0)

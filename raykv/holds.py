@@ -31,7 +31,7 @@ from raykv.index import (
     unlink,
     unpin,
 )
-from raykv.placement import stage, takeable
+from raykv.placement import oldest, stage, takeable
 
 UNSTAGED = -2  # remote, and no staging row yet
 
@@ -305,6 +305,7 @@ def departing(c, shelf, below, out, n):  # type: ignore[no-untyped-def]
 
     below: index of a tier that outlives the node, -1 if there is none.
     """
+    oldest(c, shelf)  # what is held at the old end is in no list, whether or not an eviction met it
     row = np.int64(c.lists[shelf * LISTS_PER_SHELF + 1].head)
     while row >= 0 and n < len(out):
         if _alone_there(c, row, below):

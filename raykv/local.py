@@ -29,9 +29,10 @@ class Local:
         self.arena = Arena.attach(hello["path"], hello["nonce"])
         weakref.finalize(self, self.arena.close).atexit = False
 
-    def pull(self, source: Places, keys: NDArray[np.uint8], target: Places) -> Any:
-        """Begin to fetch blocks of other nodes; `verdicts` waits for it."""
-        return self.store.pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
+    def pull(self, source: Places, keys: NDArray[np.uint8], target: Places, below: bool = False) -> Any:
+        """Begin to fetch blocks of other nodes, or what is `below`; `verdicts` waits for it."""
+        pull = self.store.pull.options(concurrency_group="promote") if below else self.store.pull
+        return pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
 
     def first(self, answers: list[Any], seconds: float) -> Any | None:
         """The first to be done of several pulls. None if none is in time."""

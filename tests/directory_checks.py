@@ -81,6 +81,14 @@ def chains_of(directory: Directory) -> dict[bytes, list[tuple[int, int, int]]]:
     return out
 
 
+def pins_of_directory(directory: Directory) -> list[Any]:
+    return [(key, _where(directory, row), gen) for key, (row, gen) in directory.pins.items()]
+
+
+def pins_of_oracle(oracle: Oracle) -> list[Any]:
+    return [(key, (row.slab.node, row.slab.number, row.slot), gen) for key, (row, gen) in oracle.pins.items()]
+
+
 def check_invariants(directory: Directory) -> None:
     c = directory._shelves.c
     spans = [directory._shelves.span(record) for there in _all(directory) for record in there.slabs.values()]
@@ -173,8 +181,10 @@ def _check_holds(directory: Directory, live: Any) -> None:
                 mine = held >= 0
                 np.add.at(pins, held[mine], 1)
                 assert (rows["gen"][held[mine]] == gens[mine]).all(), "a held block was given away"
-    for row, gen in directory.pins.values():
-        pins[row] += rows["gen"][row] == gen
+    for key, (row, gen) in directory.pins.items():
+        pins[row] += 1
+        assert row in chain_of(directory, key) and rows["gen"][row] == gen, "a pin of what is gone"
+        assert index.STATES[rows["state"][row]] in KEPT
     assert (pins == rows["pins"]).all(), "pins are not what is held"
 
 

@@ -33,6 +33,7 @@ class Pool:
         self.id = 0
         self.seq = 0
         self.held: dict[str, list[int]] = {}
+        self.seen: dict[str, int] = {}  # by node, the last answer to `sink` that it got
         for name in self.nodes:
             self.add(name)
 
@@ -93,11 +94,24 @@ class Pool:
         self.beat(node, landed=got.staged)
         self.release(node, lease)
 
-    def sink(self, node: str, told: Sunk | None = None, stored: bytes | None = None, whole: bool = False) -> Sunk:
-        """What goes down next. told: an earlier answer; stored: what became of its blocks, all by default."""
+    def sink(
+        self,
+        node: str,
+        told: Sunk | None = None,
+        stored: bytes | None = None,
+        whole: bool = False,
+        lost: bool = False,
+    ) -> Sunk:
+        """What goes down next. told: an earlier answer; stored: what became of its blocks, all by default.
+
+        lost: the node does not get the answer; else it deletes what it is told to.
+        """
         places, keys = (told.target, told.keys) if told else (b"", b"")
         done = bytes([1]) * (len(keys) // 16) if stored is None else stored
-        return self.directory.sink(node, places, keys, done, whole, self.now)
+        got = self.directory.sink(node, places, keys, done, self.seen.get(node, 0), whole, self.now)
+        if not lost:
+            self.seen[node] = got.number
+        return got
 
     def bring_down(self, node: str, whole: bool = False) -> list[bytes]:
         """All that is to go down does, in that order."""

@@ -23,6 +23,7 @@ from oracle_slots import (
     Row,
     Shelf,
     Slab,
+    Tier,
     pack,
     split,
     unpack,
@@ -34,6 +35,7 @@ COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
     "num_cumulative_preemption",
 )
+DEPARTING_PER_CALL = 6  # of each size
 STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
 
 
@@ -49,6 +51,7 @@ class Oracle(Tiers):
         super().__init__(epoch, share, min_hits)
         self.locality, self.client_ttl = locality, client_ttl
         self.clients: dict[int, Client] = {}
+        self.pins: dict[bytes, tuple[Row, int]] = {}
         self.floor = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.stamped: set[bytes] = set()
@@ -90,8 +93,8 @@ class Oracle(Tiers):
             for copy in self.table[key]:
                 copy.uses = min(USES_MAX, copy.uses + 1)
             hold.keys.append(key)
-            hold.source.append(self.pin(row))
-            hold.staged.append(self.pin(staging) if staging else None)
+            hold.source.append(self.hold(row))
+            hold.staged.append(self.hold(staging) if staging else None)
         self.cover(hold, 0)
         covered = min(hold.unstaged, default=len(hold.keys))
         if not any(hold.staged[:covered]) and self.read_elsewhere(hold, covered):
@@ -133,7 +136,7 @@ class Oracle(Tiers):
             copies = self.table[hold.keys[i]]
             primaries = [r for r in copies if r.state == "ready" and r.pins < PINS_MAX and r.slab.shelf.offered]
             if primaries and primaries[0].slab.node != hold.node:
-                hold.source[i] = self.pin(primaries[0])
+                hold.source[i] = self.hold(primaries[0])
                 self.let_go_row(item)
                 hold.unstaged.add(i)
                 moved = True
@@ -169,7 +172,7 @@ class Oracle(Tiers):
                 end += 1
                 continue
             _, staging = self.best(hold.keys[end], hold.node)
-            staged = self.pin(staging) if staging else self.stage(hold.shelf, hold.keys[end])
+            staged = self.hold(staging) if staging else self.stage(hold.shelf, hold.keys[end])
             if staged is None:
                 break
             hold.staged[end] = staged
@@ -205,14 +208,14 @@ class Oracle(Tiers):
         self.end(client, reservation)
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         writer = self.nodes.get(node)
-        shelf = self.shelf(writer, stride) if writer and writer.state == "alive" else None
+        shelf = self.shelf(writer, stride) if writer and self.stores(writer) else None
         if writer is None or shelf is None or not 0 <= start <= len(wanted):
             return Reserved(self.epoch, start, b"", b"", b"")
         self.provision(writer, shelf, sum(not self.taken(key) for key in wanted[start:]))
         hold = Lease(call.seq, True, writer.index, shelf, wanted, [], [None] * len(wanted), set())
         for key in wanted:
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.pins < PINS_MAX]
-            hold.source.append(self.pin(copies[0]) if copies else None)
+            hold.source.append(self.hold(copies[0]) if copies else None)
         covered, granted, away = len(wanted), [], False
         for i in range(start, len(wanted)):
             if hold.source[i] or self.taken(wanted[i]):
@@ -246,7 +249,7 @@ class Oracle(Tiers):
         tail = self.oldest(shelf)
         if not can_leave and not away:
             return (shelf if tail else None), False
-        others = [s for s in self.sizes[shelf.stride] if s.offered]
+        others = [s for s in self.sizes[shelf.stride] if s.stays]
         for other in others:
             if self.room(other) > 0:
                 return other, True
@@ -267,7 +270,7 @@ class Oracle(Tiers):
         assert row is not None
         for other in [r for r in self.table[row.key] if r.state == "replica" and r.pins == 0]:
             self.drop(other)
-        self.forget(row)
+        self.take_out(row)
         self.evicted[shelf] += 1
         return row
 
@@ -291,6 +294,49 @@ class Oracle(Tiers):
             self.counters["stored"] += accepted
         return self.epoch, accepted
 
+    # ------------------------------------------------------------------ blocks by name
+
+    def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
+        self.hello(call, now)
+        return self.epoch, sum([self.pin_key(key) for key in split(keys)])
+
+    def pin_key(self, key: bytes) -> bool:
+        """Hold the copy that is to stay: the primary, else what lies below."""
+        copies = [row for row in self.table.get(key, ()) if row.pins < PINS_MAX]
+        lasting = [row for row in copies if row.state == "ready"] + [row for row in copies if row.state == "external"]
+        if key not in self.pins and lasting:
+            self.pins[key] = self.hold(lasting[0])
+        return key in self.pins
+
+    def unpin(self, call: Call, keys: bytes, now: float) -> int:
+        self.hello(call, now)
+        for key in split(keys):
+            self.let_go_read(self.pins.pop(key, None))
+        return self.epoch
+
+    def settle_pins(self) -> None:
+        """Pins of what is gone are of another copy from now on, if there is one."""
+        for key, (row, gen) in list(self.pins.items()):
+            if row.gen != gen or row.state == "dropped":
+                self.let_go_row(self.pins.pop(key))
+                self.pin_key(key)
+
+    def forget(self, call: Call, keys: bytes, now: float) -> int:
+        self.hello(call, now)
+        for key in split(keys):
+            for row in list(self.table.get(key, ())):
+                if row.state == "external":
+                    self.tier_at(row).doomed.setdefault(key)
+                if row.state in KEPT:
+                    self.drop(row)
+        self.settle_pins()
+        return self.epoch
+
+    def preempted(self, call: Call, now: float) -> int:
+        self.hello(call, now)
+        self.counters["num_cumulative_preemption"] += 1
+        return self.epoch
+
     # ------------------------------------------------------------------ clients
 
     def beat_client(self, call: Call, now: float) -> int:
@@ -307,21 +353,15 @@ class Oracle(Tiers):
         self.check(now)
         client = self.clients.setdefault(call.client, Client(now))
         client.last_seen = now
-        promoted = False
+        came: Counter[Shelf] = Counter()
         for place in unpack(call.landed):
             row = self.row_of(place)
             if row and row.gen == place[5] and row.state == "staging":
                 row.state = "replica"
-                if not any(r.state in ("ready", "writing") for r in self.table[row.key]):
-                    row.state = "ready"
-                    promoted = True
-        for node in self.nodes.values() if promoted else ():  # their slots were of the staging window
-            if any(node.index == place[0] for place in unpack(call.landed)):
-                for shelf in node.shelves.values():
-                    while node.spare and self.room(shelf) < 0:
-                        self.open(node, node.spare[-1], shelf, self.next_gen())
-                    while self.room(shelf) < 0 and self.oldest(shelf):
-                        self.free(self.evict(shelf))
+                if not any(r.state == "writing" or (r.state == "ready" and not r.leaving) for r in self.table[row.key]):
+                    self.succeed(row)
+                    came[row.slab.shelf] += 1
+        self.restore_windows(came)
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
             self.end(client, i)
@@ -333,7 +373,20 @@ class Oracle(Tiers):
             if row and row.gen == gen and row.state in KEPT:
                 self.drop(row)
                 self.counters["corrupt"] += 1
+        if altered:
+            self.settle_pins()
         return client
+
+    def restore_windows(self, came: Counter[Shelf]) -> None:
+        """So many primaries have slots that were for staging: spare slabs make up for it, else as many others go."""
+        for shelf in [shelf for shelf in self.evicted if came[shelf]]:
+            node = self.by_index[shelf.node]
+            assert isinstance(node, Node)
+            while node.spare and self.room(shelf) < 0:
+                self.open(node, node.spare[-1], shelf, self.next_gen())
+            for _ in range(came[shelf]):
+                if self.room(shelf) < 0 and self.oldest(shelf):
+                    self.free(self.evict(shelf))
 
     def end(self, client: Client, hold: int) -> None:
         if hold in client.holds:
@@ -427,6 +480,7 @@ class Oracle(Tiers):
                 row = self.row_of(place)
                 if row and row.state in PRESENT and (place[5], key) != (row.gen, row.key) and place[5] >= row.gen:
                     self.drop(row)
+            self.settle_pins()
         self.offer(node, offered)
         self.set_state(node, "alive")
 
@@ -480,13 +534,59 @@ class Oracle(Tiers):
         for stride, shelf in node.shelves.items():
             self.sizes[stride].remove(shelf)
         del self.by_index[node.index]
-        self.leave(name)
+        self.leave_tiers(name)
+        self.settle_pins()
         return slots
+
+    def leave(self, name: str, now: float) -> None:
+        self.check(now)
+        if node := self.nodes.get(name):
+            node.leaving = True
+            self.set_state(node, node.state)
+
+    def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
+        self.check(now)
+        node, shared = self.nodes.get(name), self.tiers.get("")
+        if node is None:
+            return b"", b""
+        if node.leaving:
+            self.hand_over(node)
+        places, keys = b"", b""
+        for shelf in node.shelves.values():
+            line = shelf.line()
+            slabs = [slab for slab in node.slabs.values() if slab.shelf is shelf]
+            held = [row for slab in slabs for row in slab.rows if row.state == "ready" and row not in line]
+            alone = [row for row in line[::-1] + held if not self.outlives(row.key, shared)][:DEPARTING_PER_CALL]
+            places += pack([(row, row.gen) for row in alone], shelf.stride)
+            keys += b"".join(row.key for row in alone)
+        return places, keys
+
+    def outlives(self, key: bytes, shared: Tier | None) -> bool:
+        """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""
+        copies = self.table[key]
+        below = shared and not shared.down and any(r.state == "external" and self.tier_at(r) is shared for r in copies)
+        return bool(below) or any(row.state in PRESENT and not row.leaving for row in copies)
+
+    def hand_over(self, node: Node) -> None:
+        """Where a primary would go with its node, a copy on one that stays is the primary from now on."""
+        came: Counter[Shelf] = Counter()
+        for row in [row for slab in node.slabs.values() for row in slab.rows]:
+            heirs = [r for r in self.table.get(row.key, ()) if r.state == "replica" and not r.leaving]
+            if row.state == "ready" and heirs:
+                self.turn(heirs[0], "ready")
+                self.succeed(heirs[0])
+                came[heirs[0].slab.shelf] += 1
+        self.restore_windows(came)
+
+    @staticmethod
+    def stores(node: Node) -> bool:
+        """Whether anything new is stored on a node."""
+        return node.state == "alive" and not node.leaving
 
     def set_state(self, node: Node, state: str) -> None:
         node.state = state
         for shelf in node.shelves.values():
-            shelf.offered = state == "alive"
+            shelf.offered, shelf.leaving = state == "alive", state == "alive" and node.leaving
         if node in self.nodes.values():
             self.judge_tiers()
 
@@ -497,7 +597,8 @@ class Oracle(Tiers):
             return None
         if stride not in node.shelves:
             window = max(1, node.window_bytes // stride)
-            shelf = node.shelves[stride] = Shelf(node.index, stride, window, node.state == "alive")
+            shelf = Shelf(node.index, stride, window, node.state == "alive", node.state == "alive" and node.leaving)
+            node.shelves[stride] = shelf
             self.sizes.setdefault(stride, []).append(shelf)
             self.evicted[shelf] = 0
         return node.shelves[stride]
@@ -515,7 +616,7 @@ class Oracle(Tiers):
         if need == 0 or self.room(shelf) >= need:
             return
         self.give_slots(writer, shelf, 1)
-        others = [n for n in self.nodes.values() if n is not writer and n.spare and n.state == "alive"]
+        others = [n for n in self.nodes.values() if n is not writer and n.spare and self.stores(n)]
         for node in [writer, *others]:
             there = self.shelf(node, shelf.stride)
             if there is None:
@@ -571,6 +672,7 @@ class Oracle(Tiers):
                     if row.state in LIVE:
                         self.drop(row)
         self.clear_tiers()
+        self.settle_pins()
         return keys
 
     def stats(self, now: float) -> dict[str, Any]:
@@ -587,14 +689,14 @@ class Oracle(Tiers):
             "nodes": {name: self.node_stats(node, now) for name, node in self.nodes.items()},
             "tiers": {name: self.tier_stats(tier) for name, tier in self.tiers.items()},
             "external_cache_usage": self.usage(),
-            "pinned": 0,
+            "pinned": len(self.pins),
         }
 
     def node_stats(self, node: Node, now: float) -> dict[str, Any]:
         states = [row.state for slab in node.slabs.values() for row in slab.rows]
         return {
             "index": node.index,
-            "state": node.state,
+            "state": "leaving" if node.leaving and node.state == "alive" else node.state,
             "idle_s": now - node.last_beat,
             "slabs": len(node.slabs),
             "spare_slabs": len(node.spare),

@@ -14,7 +14,7 @@ SLAB_BELOW = 6 * 4096
 BATCH_BYTES = 5 * 4096
 KEYS_PER_CALL = 4
 CHANCES = 8
-NOTHING = Sunk(b"", b"", b"", b"")
+NOTHING = Sunk(b"", b"", b"", b"", 0)
 
 
 class Tiers(Slots):
@@ -28,6 +28,9 @@ class Tiers(Slots):
         self.joins = 0
 
     def check(self, now: float) -> None:
+        raise NotImplementedError
+
+    def settle_pins(self) -> None:
         raise NotImplementedError
 
     def new_index(self, tier: bool) -> int:
@@ -44,7 +47,7 @@ class Tiers(Slots):
             if row.state == "free":
                 slab.shelf.free.remove(row)
             elif row.state in LIVE:
-                self.forget(row)
+                self.take_out(row)
             row.state, row.gen, row.pins = "closed", 0, 0
             slab.shelf.rows.remove(row)
 
@@ -70,6 +73,7 @@ class Tiers(Slots):
             return None
         if lost and (tier := self.tier_of(name)):
             self.empty(tier)
+            self.settle_pins()
         whose = "" if shared else name
         if whose not in self.tiers:
             spare = list(range(max(1, capacity // SLAB_BELOW)))[::-1]
@@ -89,11 +93,12 @@ class Tiers(Slots):
             for shelf in tier.shelves.values():
                 shelf.offered = not tier.down
 
-    def leave(self, node: str) -> None:
+    def leave_tiers(self, node: str) -> None:
         """A node is gone: so is what it was doing, and what only it could read."""
         for name, tier in list(self.tiers.items()):
             tier.unreached.discard(node)
             self.give_up(tier, node)
+            self.still_doomed(tier, node, -1)
             if tier.lister == node:
                 tier.lister = None
             if tier.owner == node:
@@ -108,6 +113,7 @@ class Tiers(Slots):
             tier.spare.append(number)
         tier.slabs.clear()
         tier.doomed.clear()
+        tier.deleting.clear()
         for shelves in self.sizes.values():
             self.look_again(shelves)
 
@@ -164,7 +170,7 @@ class Tiers(Slots):
 
     # ------------------------------------------------------------------ what goes down
 
-    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, whole: bool, now: float) -> Sunk:
+    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float) -> Sunk:
         self.check(now)
         node, tier = self.nodes.get(name), self.tier_of(name)
         if node is None or node.state == "joining" or not len(places) // 32 == len(keys) // 16 == len(stored):
@@ -173,6 +179,7 @@ class Tiers(Slots):
             return NOTHING
         if self.settle_sunk(tier, name, places, keys, stored) or not all(stored):
             self.look_again(list(node.shelves.values()))
+        self.still_doomed(tier, name, seen)
         if tier.down or not tier.listed:
             return NOTHING
         share = self.share
@@ -187,7 +194,7 @@ class Tiers(Slots):
             left -= len(pairs) * shelf.stride
             chosen += [(place, place.gen) for _, place in pairs]
         tier.sinking[name] = chosen
-        return self.answer(tier, source, chosen)
+        return self.answer(tier, name, source, chosen)
 
     def settle_sunk(self, tier: Tier, node: str, places: bytes, keys: bytes, stored: bytes) -> bool:
         """Returns whether anything was given up that the node didn't speak of."""
@@ -206,10 +213,20 @@ class Tiers(Slots):
                 self.drop(row)
                 unwanted.append(key)  # nobody knows what lies there
         given_up = self.give_up(tier, node)
-        for key in unwanted:
+        self.doom_keys(tier, unwanted)
+        return given_up
+
+    def still_doomed(self, tier: Tier, node: str, seen: int) -> None:
+        """A node was told to delete keys, and has not if `seen` is another answer's number."""
+        number, keys = tier.deleting.pop(node, (seen, []))
+        if number != seen:
+            self.doom_keys(tier, keys)
+
+    def doom_keys(self, tier: Tier, keys: list[bytes]) -> None:
+        """Delete what is not wanted there by now."""
+        for key in keys:
             if not self.lies_in(tier, key):
                 tier.doomed.setdefault(key)
-        return given_up
 
     def give_up(self, tier: Tier, node: str) -> bool:
         late = [row for row, gen in tier.sinking.pop(node, []) if row.gen == gen and row.state == "sinking"]
@@ -258,17 +275,20 @@ class Tiers(Slots):
         row = self.oldest(shelf, "external")
         if row:
             tier.doomed.setdefault(row.key)
-            self.forget(row)
+            self.take_out(row)
             self.evicted[shelf] += 1
         return row
 
-    def answer(self, tier: Tier, source: bytes, target: list[tuple[Row, int]]) -> Sunk:
+    def answer(self, tier: Tier, node: str, source: bytes, target: list[tuple[Row, int]]) -> Sunk:
         for row, _ in target:
             tier.doomed.pop(row.key, None)
         doomed = list(tier.doomed)[:KEYS_PER_CALL]
         for key in doomed:
             del tier.doomed[key]
-        return Sunk(source, b"".join(row.key for row, _ in target), pack([*target], 0), b"".join(doomed))
+        tier.answers += 1
+        tier.deleting[node] = tier.answers, doomed
+        keys = b"".join(row.key for row, _ in target)
+        return Sunk(source, keys, pack([*target], 0), b"".join(doomed), tier.answers)
 
     # ------------------------------------------------------------------ slabs
 

@@ -26,6 +26,10 @@ class Row:
     aged: bool = False  # it was let go since it was stored, or became primary: `last` tells its age
     passed: bool = False  # looked at for what goes down, and not used since
 
+    @property
+    def leaving(self) -> bool:
+        return self.slab.shelf.leaving
+
 
 @dataclass(eq=False)
 class Shelf:
@@ -34,12 +38,17 @@ class Shelf:
     node: int
     stride: int
     window: int
-    offered: bool
+    offered: bool  # to readers
+    leaving: bool = False  # it is offered, but its node is about to leave: nothing is stored there
     rows: list[Row] = field(default_factory=list)
     free: list[Row] = field(default_factory=list)  # the last is taken first
 
     def of(self, state: str) -> list[Row]:
         return [row for row in self.rows if row.state == state]
+
+    @property
+    def stays(self) -> bool:
+        return self.offered and not self.leaving
 
     def line(self) -> list[Row]:
         """Primaries by age, the next victim first; those held that would be before it are out of turn."""
@@ -85,6 +94,7 @@ class Node:
     last_beat: float
     limit: int
     state: str = "joining"
+    leaving: bool = False
     offered: int = 0
     spare: list[int] = field(default_factory=list)
     shelves: dict[int, Shelf] = field(default_factory=dict)
@@ -110,6 +120,8 @@ class Tier:
     lister: str | None = None
     listed: bool = False
     cleared: bool = False
+    deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # last told to each node: answer, keys
+    answers: int = 0
     sunk: int = 0
 
     @property
@@ -175,17 +187,28 @@ class Slots:
     def last_gen(self) -> int:
         return self.epoch << 40 | self.counter
 
-    def forget(self, row: Row) -> None:
+    def take_out(self, row: Row) -> None:
         """Out of the table. Where that was the key's primary (to be), its first replica is from now on."""
         copies = self.table[row.key]
         replicas = [other for other in copies if other.state == "replica"]
         if row.state in ("ready", "writing") and replicas:
-            replicas[0].state = "ready"
-            if not replicas[0].pins:
-                self.touch(replicas[0])
+            self.turn(replicas[0], "ready")
         copies.remove(row)
         if not copies:
             del self.table[row.key]
+
+    def turn(self, row: Row, state: str) -> None:
+        """A replica is the primary from now on, or the other way round: as one, it is as old as when it is let go."""
+        row.state, row.aged, row.passed = state, False, False
+        if not row.pins:
+            self.touch(row)
+
+    def succeed(self, row: Row) -> None:
+        """A primary whose node stays, in the place of one whose node leaves."""
+        row.state = "ready"
+        for other in self.table[row.key]:
+            if other.state == "ready" and other is not row:
+                self.turn(other, "replica")
 
     def free(self, row: Row) -> None:
         row.state, row.pins = "free", 0
@@ -193,18 +216,18 @@ class Slots:
 
     def limbo(self, row: Row) -> None:
         if row.state in LIVE:
-            self.forget(row)
+            self.take_out(row)
         row.state, row.pins = "limbo", 0
 
     def drop(self, row: Row) -> None:
         """Forget a block; its slot is free once nobody holds it."""
-        self.forget(row)
+        self.take_out(row)
         if row.pins:
             row.state = "dropped"
         else:
             self.free(row)
 
-    def pin(self, row: Row) -> tuple[Row, int]:
+    def hold(self, row: Row) -> tuple[Row, int]:
         row.pins += 1
         if row.state == "replica":
             row.aged = False  # as a primary, it is as old as when it is let go
@@ -219,7 +242,7 @@ class Slots:
             self.touch(row)
         elif row.pins == 0:
             if row.state in LIVE:
-                self.forget(row)
+                self.take_out(row)
             self.free(row)
 
     def let_go_read(self, item: tuple[Row, int] | None) -> None:
@@ -259,7 +282,7 @@ class Slots:
         if shelf.free:
             return shelf.free.pop()
         row = min(self.replicas(shelf), key=lambda r: r.last)
-        self.forget(row)
+        self.take_out(row)
         return row
 
     def stage(self, shelf: Shelf | None, key: bytes) -> tuple[Row, int] | None:

@@ -167,7 +167,7 @@ def test_an_answer_that_got_lost_is_given_up_at_the_next_call_and_tried_again() 
     lost = pool.sink("a")
     got = pool.sink("a")
     assert got.keys == lost.keys and got.target != lost.target
-    part = Sunk(got.source[:32], got.keys[:16], got.target[:32], b"")
+    part = Sunk(got.source[:32], got.keys[:16], got.target[:32], b"", got.number)
     assert pool.sink("a", part).keys == got.keys[16:], "what it does not speak of was not stored"
     check_invariants(pool.directory)
 
@@ -176,7 +176,7 @@ def test_a_report_may_come_twice() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
     got = pool.sink("a")
-    assert [pool.sink("a", got) for _ in range(3)] == [Sunk(b"", b"", b"", b"")] * 3
+    assert not any(part for _ in range(3) for part in pool.sink("a", got)[:4])
     assert tier(pool)["sunk"] == tier(pool)["blocks"] == 3
 
 
@@ -253,6 +253,25 @@ def test_a_block_that_came_up_is_a_primary_and_stays_below() -> None:
     assert pool.has(KEYS[:1]) == [True] and tier(pool)["blocks"] == 1
     assert pool.match("a", KEYS[:1])[1].staged == b""
     assert KEYS[0] not in pool.bring_down("a", whole=True), "it is clean"
+
+
+def test_a_size_with_fewer_slots_than_its_window_loses_one_block_for_each_that_comes_up() -> None:
+    pool = Pool(slots=4, window=8)
+    beat(pool)
+    tell(pool, KEYS[:4])
+    pool.replicate("a", KEYS[:2])
+    assert pool.has(KEYS[:2]) == [True, True]
+    pool.replicate("a", KEYS[2:3])
+    assert pool.has(KEYS[:3]) == [True, False, True], "and not all, though none is beside the window"
+
+
+def test_what_comes_up_costs_nothing_while_a_slab_is_spare() -> None:
+    pool = Pool(slots=4, slabs=2, window=2)
+    beat(pool)
+    tell(pool, KEYS[:4])
+    pool.store("a", KEYS[10:12])
+    pool.replicate("a", KEYS[:1])
+    assert pool.has([KEYS[0], *KEYS[10:12]]) == [True] * 3 and pool.count("free") == 5
 
 
 def test_a_block_below_is_stored_again_by_who_did_not_get_it() -> None:
@@ -431,6 +450,32 @@ def test_clear_dooms_all_that_lies_below_and_what_is_told_later() -> None:
     assert pool.bring_down("b") == [KEYS[13], KEYS[12]], "from now on it is as ever"
 
 
+def test_deletions_of_a_lost_answer_are_told_again_unless_they_went_down_meanwhile() -> None:
+    pool = Pool(share=1.0)
+    beat(pool)
+    tell(pool, KEYS[:3])
+    pool.directory.clear(pool.now)
+    assert sorted(split(pool.sink("a", lost=True).doomed)) == KEYS[:3]
+    again = pool.sink("a", lost=True)
+    assert sorted(split(again.doomed)) == KEYS[:3], "for as long as nobody carries them out"
+    pool.store("a", KEYS[:1])
+    got = pool.sink("a", lost=True)
+    assert split(got.keys) == KEYS[:1] and sorted(split(got.doomed)) == KEYS[1:3], "the first goes down again"
+    got = pool.sink("a", got)  # which brings it down, but does not say that it deleted anything
+    assert all(lie_below(pool, KEYS[:1])) and sorted(split(got.doomed)) == KEYS[1:3]
+    assert not pool.sink("a").doomed, "and each is told once that is heard"
+
+
+def test_what_a_node_was_deleting_in_a_shared_tier_when_it_left_another_one_deletes() -> None:
+    pool = Pool(nodes="ab")
+    assert beat(pool, "a", shared=True) and not beat(pool, "b", shared=True)
+    tell(pool, KEYS[:3])
+    pool.directory.clear(pool.now)
+    assert len(split(pool.sink("a", lost=True).doomed)) == 3 and not pool.sink("b").doomed
+    pool.directory.remove_node("a", pool.now)
+    assert sorted(split(pool.sink("b").doomed)) == KEYS[:3]
+
+
 def test_few_keys_to_delete_are_told_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     beat(pool)
@@ -529,7 +574,8 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
     beat(pool, slabs=slabs)
     tell(pool, [])
     lying: set[bytes] = set()  # what the tier holds
-    told, stored = Sunk(b"", b"", b"", b""), b""
+    nothing = Sunk(b"", b"", b"", b"", 0)
+    told, stored = nothing, b""
     documents = DOCUMENTS[4096]
     every = set().union(*documents)
     for _ in range(400):
@@ -544,13 +590,17 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
                 pool.beat("a", landed=got.staged if rng.random() < 0.8 else b"")
                 pool.release("a", lease)
             case "sink":
-                told = pool.sink("a", told, stored, whole=rng.random() < 0.3)
+                lost = rng.random() < 0.1
+                answer = pool.sink("a", told, stored, whole=rng.random() < 0.3, lost=lost)
+                if lost:
+                    continue
+                told = answer
                 lying -= set(split(told.doomed))
                 stored = bytes(rng.random() < 0.9 for _ in split(told.keys))
                 written = [done or rng.random() < 0.5 for done in stored]  # what failed may lie there all the same
                 lying |= {key for key, done in zip(split(told.keys), written, strict=True) if done}
                 if rng.random() < 0.05:  # the store restarts
-                    told, stored = Sunk(b"", b"", b"", b""), b""
+                    told, stored = nothing, b""
             case "clear":
                 pool.directory.clear(pool.now)
             case "bad":
@@ -561,7 +611,9 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
                 pool.tick(4.0)
         known = {key for key in every if lie_below(pool, [key])[0]}
         on_their_way = {key for key in every if lie_below(pool, [key], index.SINKING)[0]}
-        assert known <= lying <= known | on_their_way | pool.directory._below.tiers["a"].doomed.keys()
+        there = pool.directory._below.tiers["a"]
+        deleting = {key for _, keys in there.deleting.values() for key in keys}  # once that answer is there
+        assert known <= lying <= known | on_their_way | there.doomed.keys() | deleting
     check_invariants(pool.directory)
     assert tier(pool)["sunk"] and pool.directory.counters["external_hits"]
 
@@ -572,10 +624,10 @@ def test_calls_of_nodes_that_are_not_there_change_nothing() -> None:
     assert directory.beat_tier("x", SLAB, False, True, False, 0.0) is None
     directory.found("x", KEYS[0], bytes(8), True, 0.0)
     directory.found("a", KEYS[0], bytes(8), True, 0.0)  # which has no tier
-    assert directory.sink("x", b"", b"", b"", True, 0.0) == directory.sink("a", b"", b"", b"", True, 0.0)
-    assert directory.sink("a", bytes(32), KEYS[0], b"", True, 0.0) == Sunk(b"", b"", b"", b"")
+    assert directory.sink("x", b"", b"", b"", 0, True, 0.0) == directory.sink("a", b"", b"", b"", 0, True, 0.0)
+    assert directory.sink("a", bytes(32), KEYS[0], b"", 0, True, 0.0) == Sunk(b"", b"", b"", b"", 0)
     directory.join("new", b"new", SLAB, 1, 0, 0.0)
     assert directory.beat_tier("new", SLAB, False, True, False, 0.0)
-    assert directory.sink("new", b"", b"", b"", True, 0.0) == Sunk(b"", b"", b"", b"")
+    assert directory.sink("new", b"", b"", b"", 0, True, 0.0) == Sunk(b"", b"", b"", b"", 0)
     directory.beat_client(Call(1, 1), 0.0)
     check_invariants(directory)

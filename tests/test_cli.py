@@ -90,3 +90,32 @@ def test_demo() -> None:
 def test_bench_directory() -> None:
     figures = last_json(command("bench", "directory", "--entries", "200000", "--json"))
     assert figures["bytes_per_entry"] > 0
+
+
+def test_bench_trace_with_external_tiers(tmp_path: Path) -> None:
+    """Prompts of 10 blocks each, asked for in turn: twice as many as memory holds, all of which tiers do."""
+    trace = tmp_path / "trace.jsonl"
+    requests = [list(range(10 * i, 10 * i + 10)) for i in range(40)] * 3
+    trace.write_text("".join(json.dumps({"hash_ids": ids, "input_length": 5120}) + "\n" for ids in requests))
+    sizes = ("--nodes", "2", "--capacity", "200", "--external", "480")
+    (row,) = last_json(command("bench", "trace", str(trace), *sizes, "--json"))["results"]
+    assert row["pool"] == row["exact_lru"] == 0.0
+    assert row["exact_lru_external"] == row["pool_shared_tier"] == row["pool_own_tiers"] == 66.67
+    refused = command("bench", "trace", str(trace), "--nodes", "2", "--capacity", "200", "--external", "1")
+    assert refused.returncode == 1 and "every node needs a block" in refused.stderr
+
+
+def test_bench_tiers(tmp_path: Path) -> None:
+    figures = last_json(command("bench", "tiers", "--directory", str(tmp_path), "--json"))
+    assert figures["file_store_ratio"] > 0 and figures["file_load_ratio"] > 0
+    assert "left out" in figures["redis"] if "redis" in figures else figures["redis_load_ratio"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.own_cluster
+def test_bench_demotion(tmp_path: Path) -> None:
+    """One pair of it: what goes down meanwhile is counted."""
+    one = "from raykv.bench import demotion as d; import json; d.WARM, d.PAIRS = 0, 1; "
+    run = [sys.executable, "-c", one + f"print(json.dumps(d.run({str(tmp_path)!r})))"]
+    figures = last_json(subprocess.run(run, capture_output=True, text=True, timeout=280))
+    assert {"store_ratio", "read_ratio", "match_ratio"} <= figures.keys() and figures["down_gbps"] > 0

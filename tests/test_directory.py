@@ -21,6 +21,7 @@ OPS = (
     *("match", "reserve", "commit", "stream", "release", "beat_client", "report", "leave", "heartbeats"),
     *("whereabouts", "node_lost", "restart", "wait", "clear"),
     *("beat_tier", "found", "sink", "sink"),
+    *("pin", "unpin", "forget", "preempted", "depart", "departing"),
 )
 SEEDS_OF_BURSTS = st.integers(0, 1 << 30)
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -442,6 +443,24 @@ def test_half_written_files_are_removed_when_nobody_can_be_at_it(tmp_path: Path,
     assert half.exists() == shared and foreign.exists()
     assert listed(again) == [(stored.key, PAGE)] and again.usage() == 2 * PAGE
     again.close()
+
+
+def test_what_was_deleted_is_written_over(tmp_path: Path) -> None:
+    """By blocks of any length. Nothing of it is listed, counted or left behind; a shared folder keeps nothing."""
+    for shared in (False, True):
+        tier, folder = open_file(tmp_path, shared), tmp_path / ("shared" if shared else "0")
+        blocks = [block(key_at(i), length) for i, length in enumerate((2 * PAGE, 2 * PAGE, PAGE, 3 * PAGE + 1))]
+        for before, after in itertools.pairwise(blocks):
+            assert tier.put_many([before]) == [True]
+            number = file_of(folder, before.key).stat().st_ino
+            tier.delete_many([before.key])
+            assert not listed(tier) and tier.usage() == 0 and there(tier, [before]) == [False]
+            assert tier.put_many([after]) == [True] == there(tier, [after])
+            assert (file_of(folder, after.key).stat().st_ino == number) or shared
+            assert listed(tier) == [(after.key, len(after.body))] and tier.usage() == PAGE + len(after.body)
+        tier.delete_many([blocks[-1].key])
+        tier.close()
+        assert [name for _, _, names in os.walk(folder) for name in names] == ([] if shared else ["lock"])
 
 
 @contextlib.contextmanager

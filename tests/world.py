@@ -13,12 +13,20 @@ from random import Random
 from typing import Any, ClassVar
 
 import numpy as np
-from directory_checks import chain_of, chains_of, check_invariants, rows_of_directory, rows_of_oracle
-from oracle import Oracle
+from directory_checks import (
+    chain_of,
+    chains_of,
+    check_invariants,
+    pins_of_directory,
+    pins_of_oracle,
+    rows_of_directory,
+    rows_of_oracle,
+)
+from oracle import DEPARTING_PER_CALL, Oracle
 from oracle_below import BATCH_BYTES, KEYS_PER_CALL, SLAB_BELOW
 from oracle_slots import PLACE, unpack
 
-from raykv import below, index
+from raykv import below, directory, index
 from raykv.calls import Call, Sunk
 from raykv.directory import Directory
 from raykv.place import slot_bytes
@@ -80,6 +88,7 @@ class Store:
     index: int = -1
     headers: dict[tuple[int, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
     sunk: list[Sunk] = field(default_factory=list)  # what it was told to bring down, the last last
+    seen: int = 0  # number of the last answer whose deletions it carried out
 
     def write(self, place: tuple[int, ...], key: bytes) -> None:
         old = self.headers.get((place[1], place[2]))
@@ -146,7 +155,7 @@ class World:
             return self._ask(self.real, self.model, name, args)
 
     def _ask(self, directory: Directory, oracle: Oracle, name: str, args: tuple[Any, ...]) -> Any:
-        with _small_tiers():
+        with _small_calls():
             real = getattr(directory, name)(*args)
         if self.with_oracle:
             more = {"choices": self._choices(real)} if name == "reserve" else {}
@@ -214,6 +223,7 @@ class World:
             differ = {at: (real.get(at), model.get(at)) for at in real | model if real.get(at) != model.get(at)}
             assert not differ, differ
             assert directory.indices() == oracle.owners()
+            assert pins_of_directory(directory) == pins_of_oracle(oracle)
             assert chains_of(directory) == {
                 key: [(row.slab.node, row.slab.number, row.slot) for row in rows] for key, rows in oracle.table.items()
             }
@@ -256,8 +266,9 @@ class World:
         return self.ids
 
     def match(self) -> None:
-        worker = self.rng.choice(self.workers)
-        size, keys = self.keys()
+        self._match(self.rng.choice(self.workers), *self.keys())
+
+    def _match(self, worker: Worker, size: int, keys: list[bytes]) -> int:
         lease = self.new_id(worker)
         got = self.do("match", self.call(worker), lease, worker.node, b"".join(keys), size, self.now)
         worker.holds.pop(lease, None)
@@ -266,6 +277,7 @@ class World:
             staged = _split(got.staged)
             worker.holds[lease] = Held(False, size, keys[: len(places)], places, staged)
             self.grants.update({p: k for p, k in zip(staged, keys, strict=False) if any(p)})
+        return lease
 
     def whereabouts(self) -> None:
         self.do("whereabouts", b"".join(self.keys()[1]))
@@ -356,6 +368,21 @@ class World:
         worker = self.rng.choice(self.workers)
         worker.bad += [p for h in worker.holds.values() for p in h.places if self.rng.random() < 0.2]
         worker.landed += [place for place, _ in self._stale(worker)]
+
+    def pin(self) -> None:
+        keys = self.keys()[1][: self.rng.choice([1, 1, 3, LONGEST])]
+        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now)
+
+    def unpin(self) -> None:
+        rng = self.rng
+        keys = [key for key in self.real.pins if rng.random() < 0.5] + rng.sample(list(DEPTH), rng.randint(0, 1))
+        self.do("unpin", self.call(rng.choice(self.workers)), b"".join(keys), self.now)
+
+    def forget(self) -> None:
+        self.do("forget", self.call(self.rng.choice(self.workers)), b"".join(self.keys()[1]), self.now)
+
+    def preempted(self) -> None:
+        self.do("preempted", self.call(self.rng.choice(self.workers)), self.now)
 
     def leave(self) -> None:
         i = self.rng.randrange(len(self.workers))
@@ -452,6 +479,37 @@ class World:
             if rng.random() < 0.9:
                 self.adopt(name)
 
+    def depart(self) -> None:
+        """A node is told that it will leave; most often others stay, and have copies of some of its blocks."""
+        rng = self.rng
+        name = rng.choice(self.names)
+        if any(not node.leaving for other, node in self.real.nodes.items() if other != name) or rng.random() < 0.1:
+            for _ in range(rng.choice([0, 2, 4])):
+                self._pull(rng.choice(self.workers), *self.keys())
+            self.do("leave", name, self.now)
+
+    def departing(self) -> None:
+        """What goes with a node is asked for, and pulled by somebody."""
+        rng = self.rng
+        leaving = [name for name, node in self.real.nodes.items() if node.leaving]
+        name = rng.choice(leaving or self.names)
+        _, found = self.do("departing", name, self.now)
+        size = rng.choice(self.sizes)
+        keys = [key for key in _keys(found) if SIZE_OF.get(key) == size][: rng.randint(1, 6)]
+        if keys and rng.random() < 0.7:
+            self._pull(
+                rng.choice([worker for worker in self.workers if worker.node != name] or self.workers), size, keys
+            )
+
+    def _pull(self, worker: Worker, size: int, keys: list[bytes]) -> None:
+        lease = self._match(worker, size, keys)
+        if held := worker.holds.get(lease):
+            worker.landed += [place for place in held.staged if any(place) and self.rng.random() < 0.9]
+            if self.rng.random() < 0.7:
+                self.do("beat_client", self.call(worker), self.now)
+                del worker.holds[lease]
+                self.do("beat_client", self.call(worker), self.now)
+
     # ------------------------------------------------------------------ external tiers
 
     def lies(self, name: str) -> dict[bytes, None]:
@@ -494,7 +552,7 @@ class World:
         store = self.stores[name]
         answers = store.sunk[-1:] if rng.random() < 0.8 else []
         if rng.random() < 0.15:  # said again, or late
-            answers = answers + rng.choices(store.sunk[-4:] or [Sunk(b"", b"", b"", b"")], k=1)
+            answers = answers + rng.choices(store.sunk[-4:] or [Sunk(b"", b"", b"", b"", 0)], k=1)
         if rng.random() < 0.03:
             answers = answers + [s.sunk[-1] for s in self.stores.values() if s.sunk]
         pairs = [pair for a in answers for pair in zip(_split(a.target), _keys(a.keys), strict=True)]
@@ -508,11 +566,14 @@ class World:
             if done and key in SIZE_OF:
                 self.lies(name)[key] = None
         places, keys = b"".join(place for place, _ in pairs), b"".join(key for _, key in pairs)
-        got = self.do("sink", name, places, keys, stored, rng.random() < 0.5, self.now)
+        seen = store.seen if rng.random() < 0.9 else rng.choice([-1, 0, store.seen - 1, store.seen + 1])
+        got = self.do("sink", name, places, keys, stored, seen, rng.random() < 0.5, self.now)
         if rng.random() < 0.9:
             store.sunk.append(got)
-            for key in _keys(got.doomed):
-                self.lies(name).pop(key, None)
+            if rng.random() < 0.9:  # else it died before it deleted
+                store.seen = got.number
+                for key in _keys(got.doomed):
+                    self.lies(name).pop(key, None)
 
     def restart(self) -> None:
         """The directory dies; a new one asks every node store."""
@@ -544,7 +605,8 @@ class World:
         self.check()
 
     def everybody_goes(self) -> None:
-        """Nothing of a client outlives it."""
+        """Nothing of a client outlives it, but for pins."""
+        self.do("unpin", self.call(self.workers[0]), b"".join(self.real.pins), self.now)
         for wait in (TTL + 1, 1.0):
             self.now += wait
             self.do("stats", self.now)
@@ -553,9 +615,9 @@ class World:
                 n = len(answer[2]) // PLACE.size
                 self.do("swept", answer[2], bytes([1]) * n, bytes(16 * n), bytes(8 * n), self.now)
         for name in list(self.real.nodes):
-            self.do("sink", name, b"", b"", b"", False, self.now)  # what it was told before, it never heard of
+            self.do("sink", name, b"", b"", b"", 0, False, self.now)  # what it was told before, it never heard of
             self.do("beat_tier", name, self.capacity, self.tiers == "shared", False, False, self.now)
-            self.do("sink", name, b"", b"", b"", False, self.now)
+            self.do("sink", name, b"", b"", b"", 0, False, self.now)
         self.check()
         rows = self.real._shelves.c.rows
         assert not rows["pins"].any()
@@ -574,14 +636,20 @@ _USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, Wor
 _USE[World.whereabouts] = 2
 _BELOW = {World.beat_tier: 1, World.sink: 12}
 _USE |= _BELOW
+_NAMED = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.1}
 _CARE = {World.heartbeats: 4, World.found: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
 World.MIXES = {
-    "all": {**_USE, **_CARE, World.node_lost: 1, World.clear: 0.2, World.restart: 0.2},
+    "all": {
+        **{**_USE, **_CARE, **_NAMED},
+        **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.depart: 0.3, World.departing: 0.6},
+    },
     "use": {**_USE, World.heartbeats: 1},
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
     "read": {World.match: 6, World.stream: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
     "below": {**_USE, World.sink: 20, World.beat_tier: 4, World.heartbeats: 3, World.report: 1, World.node_lost: 0.3},
+    "depart": {**_USE, **_NAMED, World.depart: 2, World.departing: 6, World.node_lost: 0.7, World.heartbeats: 4},
+    "pins": {**_USE, **_NAMED, World.pin: 6, World.unpin: 5, World.report: 1, World.node_lost: 1, World.heartbeats: 4},
     "leave": {**_USE, World.leave: 4, World.wait: 3, World.heartbeats: 4},
 }
 
@@ -595,15 +663,18 @@ def _keys(keys: bytes) -> list[bytes]:
 
 
 @contextmanager
-def _small_tiers() -> Iterator[None]:
-    """A directory in which a tier holds, and a call brings down, a few blocks."""
+def _small_calls() -> Iterator[None]:
+    """A directory in which a tier holds, and a call brings down or tells of, a few blocks."""
     before = {name: getattr(below, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
     small = {"slab_bytes": lambda _: SLAB_BELOW, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
+    departing = directory.DEPARTING_PER_CALL
     try:
         vars(below).update(small)
+        directory.DEPARTING_PER_CALL = DEPARTING_PER_CALL
         yield
     finally:
         vars(below).update(before)
+        directory.DEPARTING_PER_CALL = departing
 
 
 def _short(value: Any) -> Any:

@@ -25,10 +25,10 @@ Times = tuple[float, float, float]  # of a batch: its copies, all of the call, t
 class Worker:
     """One process with buffers that are not in its caches when their turn comes round again."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: str = POOL) -> None:
         import raykv
 
-        self.pool = raykv.attach(POOL)
+        self.pool = raykv.attach(pool)
         self.cache = self.pool.cache(model="bench", block_tokens=16, block_bytes=BLOCK_BYTES)
         assert self.pool.local is not None
         self.arena = self.pool.local.arena

@@ -6,7 +6,7 @@ Beside it what an exact LRU over all nodes would serve, and what each node would
 import itertools
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.calls import Call
-from raykv.config import PoolConfig
+from raykv.config import MIB, PoolConfig
 from raykv.directory import Directory
-from raykv.place import PLACE
+from raykv.place import ALIGN, KEY_BYTES, PLACE
 
 BLOCK_TOKENS = 512  # of the trace format
-BLOCK_BYTES = 4096  # any: no bytes move
+BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With its head a power of two, so that tiers have few slots too many
 MIN_WINDOW = 64  # blocks of staging a node
 
 Keys = NDArray[np.uint64]  # (n, 2)
@@ -36,17 +36,19 @@ def run(
     path: str | PathLike[str],
     nodes: int,
     capacities: list[int],
+    external: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Token-weighted hit percent of a trace that is sent to `nodes` nodes in turn, by capacity in blocks of all nodes.
 
     Capacities leave out staging. results: one row a capacity: exact_lru, isolated, pool_strict (locality 1), pool, and
     with all requests from one node pool_one_writer and pool_one_writer_strict; local_stores: percent of the pool's
-    stores that stayed on the writer's node. advance: called after each figure. Raises ValueError on a malformed trace,
-    nodes < 1, or a capacity of less than a block a node.
+    stores that stayed on the writer's node. With so many blocks of `external` tiers below: exact_lru_external of as
+    many, pool_shared_tier of one that all nodes share, and pool_own_tiers of one a node. advance: called after each
+    figure. Raises ValueError on a malformed trace, nodes < 1, or less than a block a node.
     """
-    if nodes < 1 or any(capacity < nodes for capacity in capacities):
-        raise ValueError(f"nodes={nodes}, capacity={capacities}: every node needs at least one block")
+    if nodes < 1 or any(blocks < nodes for blocks in [*capacities, external or nodes]):
+        raise ValueError(f"nodes={nodes}, capacity={capacities}, external={external}: every node needs a block")
     requests = read(path)
     default = PoolConfig().locality
     results = []
@@ -65,17 +67,19 @@ def run(
         figure("pool_one_writer", _Pool(_shares(capacity, nodes), default).serve, 1)
         figure("pool_one_writer_strict", _Pool(_shares(capacity, nodes), 1.0).serve, 1)
         row["local_stores"] = round(100 * pool.local / max(1, pool.stored), 2)
+        if external:
+            figure("exact_lru_external", _isolated, [external])
+            figure("pool_shared_tier", _Pool(_shares(capacity, nodes), default, [external]).serve, nodes)
+            figure("pool_own_tiers", _Pool(_shares(capacity, nodes), default, _shares(external, nodes)).serve, nodes)
         results.append(row)
     return {
         "requests": len(requests),
         "blocks": sum(len(request.ids) for request in requests),
         "nodes": nodes,
         "locality": default,
+        "external": external,
         "results": results,
     }
-
-
-FIGURES = 6  # calls of `advance` a capacity
 
 
 def read(path: str | PathLike[str]) -> list[Request]:
@@ -126,7 +130,8 @@ def _isolated(requests: list[Request], capacities: list[int]) -> float:
 class _Pool:
     """The real directory, and a client on every node that does what `KVCache` does."""
 
-    def __init__(self, shares: list[int], locality: float) -> None:
+    def __init__(self, shares: list[int], locality: float, tiers: Sequence[int] = ()) -> None:
+        """shares: blocks of the nodes. tiers: of their own external tiers, or of the one that they share."""
         self.directory = Directory(locality=locality)
         self.window = max(MIN_WINDOW, sum(shares) // len(shares) // 50)
         self.calls = itertools.count(1)
@@ -136,6 +141,10 @@ class _Pool:
             self.directory.join(str(node), b"%d" % node, slab_bytes, 1, 0, 0.0, self.window * BLOCK_BYTES)
             self.directory.adopt(str(node), b"", b"", b"", b"", b"", 0.0)
             self.directory.beat(str(node), 1, 0.0)
+            if tiers:
+                capacity = tiers[node % len(tiers)] * (BLOCK_BYTES + ALIGN)
+                self.directory.beat_tier(str(node), capacity, len(tiers) < len(shares), True, False, 0.0)
+                self.directory.found(str(node), b"", b"", True, 0.0)
 
     def serve(self, requests: list[Request], writers: int) -> float:
         """Send the requests to the first `writers` nodes in turn; hit percent."""
@@ -145,6 +154,7 @@ class _Pool:
             keys = _keys(request.ids)
             hits.append(self._read(node, keys))
             self._store(node, keys, hits[-1])
+            self._sink()
         return _percent(requests, hits)
 
     def _read(self, node: int, keys: Keys) -> int:
@@ -192,6 +202,14 @@ class _Pool:
             if len(places) == 0:
                 break
             start = granted.covered
+
+    def _sink(self) -> None:
+        """Bring down what is due, as node stores do, in no time."""
+        for node in self.directory.nodes:
+            sunk = self.directory.sink(node, b"", b"", b"", 0, False, 0.0)
+            while sunk.source:
+                stored = b"\1" * (len(sunk.keys) // KEY_BYTES)
+                sunk = self.directory.sink(node, sunk.target, sunk.keys, stored, sunk.number, False, 0.0)
 
     def _call(self, held: bytes = b"", landed: bytes = b"") -> Call:
         return Call(1, next(self.calls), held, landed)

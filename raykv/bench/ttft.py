@@ -25,6 +25,7 @@ BYTES = BLOCKS * BLOCK_BYTES
 ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
 FLOOR_FACTOR = 1.3
 WARM, ROUNDS = 1, 8
+PAUSE_S = 0.05
 SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 8192}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
 ENVIRONMENT = {
@@ -133,7 +134,10 @@ def run() -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         local_cluster(2, 512 * MIB) as (here, there),
-        local_pool(POOL, ARENA_BYTES) as pool,
+        # what is asked for again goes down: the prompt, and not what pushes it out of memory
+        local_pool(
+            POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
+        ) as pool,
     ):
         model = _model(folder)
         writer, reader = (_engine(node, model, folder) for node in (there, here))
@@ -162,6 +166,9 @@ def _round(turn: int, pool: Any, writer: Any, reader: Any, plain: Any, far: Any,
     answers = {"remote": ray.get(reader.answer.remote(turn)), "own": ray.get(reader.answer.remote(turn))}
     ray.get(reader.reset.remote())
     answers["local"] = ray.get(reader.answer.remote(turn))
+    _push_out(turn, pool)
+    ray.get(reader.reset.remote())
+    answers["tier"] = ray.get(reader.answer.remote(turn))
     cached = {name: answer.cached for name, answer in answers.items()}
     assert set(cached.values()) == {BLOCKS * BLOCK_TOKENS}, f"tokens cached: {cached}"
     return {
@@ -174,6 +181,15 @@ def _round(turn: int, pool: Any, writer: Any, reader: Any, plain: Any, far: Any,
     }
 
 
+def _push_out(turn: int, pool: Any) -> None:
+    """Store so much else that only the tier has the prompt; no faster than that can go down."""
+    cache = pool.cache(model="other", block_tokens=1, block_bytes=BLOCK_BYTES)
+    blocks = np.zeros((32, BLOCK_BYTES), np.uint8)
+    for step in range(2 * 2 * ARENA_BYTES // blocks.nbytes):
+        cache.store(cache.keys(np.full(len(blocks), 1000 * turn + step)), blocks)
+        time.sleep(PAUSE_S)
+
+
 def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in columns.items()}
     gbps = BYTES / medians["ray_get"] / 1e9
@@ -184,6 +200,7 @@ def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
         "own_hit_ms": medians["own"],
         "pool_local_ms": medians["local"],
         "pool_remote_ms": medians["remote"],
+        "pool_tier_ms": medians["tier"],
         "ray_get_gbps": gbps,
         "remote_floor_ms": medians["own"] + FLOOR_FACTOR * medians["ray_get"] * 1e3,
         "connector_ms": medians["connector"],

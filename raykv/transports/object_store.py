@@ -33,9 +33,11 @@ class ObjectStore:
         """
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
         source, keys, target = source[order], keys[order], target[order]
-        answer = peer.read.remote(source.tobytes(), keys.tobytes())
+        below = bool(source["node"][0] & 1)
+        read = peer.read.options(concurrency_group="lift") if below else peer.read
+        answer = read.remote(source.tobytes(), keys.tobytes())
         deadline = data_deadline(int(source["bytes"].sum()))
-        turn = self._turns[peer]
+        turn = self._turns[peer, below]  # what comes from its tier is waited for, and not by what comes from memory
         if not turn.acquire(timeout=deadline):
             raise GetTimeoutError(f"the objects before this one took {deadline:.1f} s")
         try:

@@ -1,0 +1,150 @@
+"""`raykv bench demotion`: what memory does while blocks go down to a disk, beside the same while none does.
+
+Only blocks that were asked for go down here: those of a backlog. What is stored while the clock runs never is.
+"""
+
+import statistics
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import raykv.link
+from raykv.bench import local
+from raykv.bench.local import BATCH, BLOCK_BYTES, MATCH_KEYS
+from raykv.config import MIB
+from raykv.testbed import local_cluster, local_pool, on_node
+
+POOL = "bench-demotion"
+CPU_MEMORY = 4096 * MIB
+CAPACITY = "3GiB"  # full after two backlogs: what goes down takes the place of older blocks there
+BACKLOG = 48  # batches of 32 MiB
+READ = 12  # batches that are read in turn
+STORES, READS, MATCHES = 6, 6, 24  # of a window
+WINDOWS = 4  # at most, of a backlog
+WARM, PAIRS = 2, 8
+PATIENCE_S = 60.0
+
+
+class Window(NamedTuple):
+    """Seconds of a batch's copies, and of a match."""
+
+    stores: list[float]
+    reads: list[float]
+    matches: list[float]
+
+
+class Engine(local.Worker):
+    def __init__(self) -> None:
+        raykv.link.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]  # what is late counts, too
+        super().__init__(POOL)
+        self.fresh = 0  # the next batch that was never stored
+        self.turn = 0
+        self.small = self.pool.cache(model="bench", block_tokens=16, block_bytes=4096)
+        self.prompt = self.small.keys(np.arange(MATCH_KEYS * 16))
+
+    def settle(self) -> None:
+        """Store what is read and matched in every window."""
+        stored = 0
+        while stored < MATCH_KEYS:  # the first store of this size takes slabs from the other one
+            stored += self.small.store(self.prompt, np.zeros((MATCH_KEYS, 4096), np.uint8))
+        for _ in range(READ):
+            self._store()
+
+    def _store(self) -> float:
+        self.fresh += 1
+        return self.store(self.fresh - 1)[0]
+
+    def fill(self) -> None:
+        """A backlog."""
+        first = self.fresh
+        for _ in range(BACKLOG):
+            self._store()
+        for batch in range(first, self.fresh):
+            with self.cache.match(self.keys(batch)) as match:
+                assert match.num_blocks == BATCH
+
+    def window(self) -> Window:
+        """The three of them, mixed."""
+        seconds = Window([], [], [])
+        for i in range(MATCHES):
+            if i % (MATCHES // STORES) == 0:
+                seconds.stores.append(self._store())
+            if i % (MATCHES // READS) == 0:
+                self.turn += 1
+                seconds.reads.append(self.read(self.turn % READ, False)[0])
+            seconds.matches.append(self._match())
+        return seconds
+
+    def _match(self) -> float:
+        begin = time.perf_counter()
+        with self.small.match(self.prompt) as match:
+            seconds = time.perf_counter() - begin
+            assert match.num_blocks == MATCH_KEYS
+        return seconds
+
+
+class Bench:
+    def __init__(self, pool: Any, engine: Any) -> None:
+        self.pool, self.engine = pool, engine
+
+    def sunk(self) -> int:
+        """Blocks that have gone down."""
+        (tier,) = self.pool.stats()["tiers"].values()
+        return int(tier["sunk"])
+
+    def until_sunk(self, blocks: int) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while self.sunk() < blocks:
+            if time.monotonic() > end:
+                raise ValueError(f"{self.sunk()} of {blocks} blocks went down in {PATIENCE_S:.0f} s")
+            time.sleep(0.05)
+
+    def pair(self) -> tuple[list[Window], list[Window], float]:
+        """Windows while blocks go down, as many while none does, and the GB/s that went down meanwhile."""
+        import ray
+
+        before = self.sunk()
+        ray.get(self.engine.fill.remote())
+        busy: list[Window] = []
+        first, begin = self.sunk(), time.monotonic()
+        for _ in range(WINDOWS):
+            window = ray.get(self.engine.window.remote())
+            now, seconds = self.sunk(), time.monotonic() - begin
+            if now >= before + BACKLOG * BATCH:  # some of that window was idle
+                break
+            busy.append(window)
+            down = (now - first) * BLOCK_BYTES / seconds / 1e9
+        if not busy:
+            raise ValueError("the backlog went down before anything was measured")
+        self.until_sunk(before + BACKLOG * BATCH)
+        return busy, ray.get([self.engine.window.remote() for _ in busy]), down
+
+
+def run(directory: str) -> dict[str, float]:
+    """GB/s (1e9 bytes) and microseconds, medians; ratios of busy by idle. directory: on the disk to write to."""
+    import ray
+
+    with tempfile.TemporaryDirectory(dir=directory, prefix="raykv-bench-") as folder:
+        settings = {"external": f"file://{folder}?capacity={CAPACITY}", "write": "through", "min_hits": 1}
+        with local_cluster(1) as (node,), local_pool(POOL, CPU_MEMORY, secret=b"bench", **settings) as pool:
+            engine = on_node(Engine, node)
+            ray.get(engine.settle.remote())
+            bench = Bench(pool, engine)
+            pairs = [bench.pair() for _ in range(WARM + PAIRS)][WARM:]
+            assert pool.stats()["external_hits"] == 0, "what is read was to stay in memory"
+    busy, idle = ([_medians(windows) for windows in side] for side in list(zip(*pairs, strict=True))[:2])
+    figures = {"down_gbps": statistics.median(down for _, _, down in pairs), "pairs": float(PAIRS)}
+    for i, name in enumerate(("store", "read")):
+        for side, rows in (("idle", idle), ("busy", busy)):
+            figures[f"{side}_{name}_gbps"] = BATCH * BLOCK_BYTES / statistics.median(row[i] for row in rows) / 1e9
+        figures[f"{name}_ratio"] = statistics.median(b[i] / a[i] for a, b in zip(busy, idle, strict=True))
+    for side, rows in (("idle", idle), ("busy", busy)):
+        figures[f"{side}_match_us_p50"] = statistics.median(row[2] for row in rows) * 1e6
+    figures["match_ratio"] = statistics.median(a[2] / b[2] for a, b in zip(busy, idle, strict=True))
+    return figures
+
+
+def _medians(windows: list[Window]) -> list[float]:
+    return [statistics.median(second for window in windows for second in window[i]) for i in range(3)]

@@ -1,0 +1,327 @@
+"""Nodes that are about to leave, and blocks that stay or go because somebody said so, by example."""
+
+import pytest
+from directory_checks import chain_of, check_invariants
+from directory_pool import KEYS, PAGE, Pool, blocks
+from oracle_slots import split, unpack
+from test_below import beat, lie_below, only_below, tell, tiered
+
+from raykv import below, directory, index
+
+SLAB = 8 * PAGE
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(below, "slab_bytes", lambda _: SLAB)
+
+
+def leave(pool: Pool, node: str) -> None:
+    pool.directory.leave(node, pool.now)
+
+
+def departing(pool: Pool, node: str) -> list[bytes]:
+    """Keys that would go with a node."""
+    places, keys = pool.directory.departing(node, pool.now)
+    there = unpack(places)
+    assert {(place[0], place[3]) for place in there} <= {(pool.directory.nodes[node].index, PAGE)}
+    check_invariants(pool.directory)
+    return split(keys)
+
+
+def primary(pool: Pool, key: bytes) -> str:
+    """The node whose copy is the primary."""
+    c = pool.directory._shelves.c
+    (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == index.READY]
+    return pool.name(int(c.shelves[c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]]["node"]))
+
+
+def pin(pool: Pool, keys: list[bytes], node: str = "a") -> int:
+    return pool.directory.pin(pool.call(node), b"".join(keys), pool.now)[1]
+
+
+def unpin(pool: Pool, keys: list[bytes], node: str = "a") -> None:
+    pool.directory.unpin(pool.call(node), b"".join(keys), pool.now)
+
+
+def forget(pool: Pool, keys: list[bytes], node: str = "a") -> None:
+    pool.directory.forget(pool.call(node), b"".join(keys), pool.now)
+
+
+# ---------------------------------------------------------------------- what would go with a node
+
+
+def test_unique_blocks_of_a_node_that_leaves_are_departing_the_youngest_first() -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:4])
+    assert departing(pool, "a") == [], "it stays"
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[:4] and departing(pool, "b") == []
+    pool.read("a", KEYS[2:4])
+    assert departing(pool, "a") == [*KEYS[2:4], *KEYS[:2]]
+    assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "leaving"
+
+
+def test_few_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "DEPARTING_PER_CALL", 2)
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:5])
+    leave(pool, "a")
+    for left in (KEYS[:5], KEYS[2:5], KEYS[4:5]):
+        assert departing(pool, "a") == left[:2]
+        pool.replicate("b", left[:2])
+    assert departing(pool, "a") == []
+
+
+def test_what_is_held_is_departing_too_after_what_is_not() -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:7])
+    for keys in (KEYS[6:7], KEYS[:5]):
+        pool.read("a", keys)
+    lease, _ = pool.match("a", KEYS[5:7])  # the oldest: out of turn
+    leave(pool, "a")
+    assert departing(pool, "a") == [*KEYS[:5], *KEYS[5:7]], "whether an eviction met them or not"
+    pool.release("a", lease)
+    assert departing(pool, "a") == [*KEYS[5:7], *KEYS[:5]]
+
+
+def test_a_copy_elsewhere_that_could_be_evicted_is_handed_over() -> None:
+    pool = Pool(nodes="ab", window=3)
+    pool.store("a", KEYS[:3])
+    pool.replicate("b", KEYS[:2])
+    leave(pool, "a")
+    assert pool.count("replica", "b") == 2 and primary(pool, KEYS[0]) == "a"
+    assert departing(pool, "a") == KEYS[2:3]
+    assert [primary(pool, key) for key in KEYS[:3]] == ["b", "b", "a"]
+    assert (pool.count("ready", "b"), pool.count("replica", "a")) == (2, 2)
+    pool.store("b", KEYS[10:13])  # room for which replicas would have been taken
+    pool.directory.remove_node("a", pool.now)
+    assert pool.has(KEYS[:3]) == [True, True, False]
+
+
+def test_what_is_handed_over_costs_as_many_of_the_oldest_at_most() -> None:
+    pool = Pool(nodes="ab", window=3)
+    pool.store("a", KEYS[:2])
+    pool.store("b", KEYS[10:15])
+    pool.replicate("b", KEYS[:2])
+    leave(pool, "a")
+    departing(pool, "a")
+    assert pool.has(KEYS[10:15]) == [True] * 3 + [False] * 2 and pool.count("free", "b") == 3
+
+
+def test_what_is_handed_over_may_open_slabs_and_the_rest_is_still_departing() -> None:
+    pool = Pool(slots=128, nodes="ab", window=64, slabs=1)
+    pool.store("a", KEYS[:60])
+    pool.store("b", KEYS[100:164])
+    pool.replicate("b", KEYS[:50])
+    pool.directory.beat("b", 3, pool.now)  # spare slabs, whose rows are new
+    lease, _ = pool.match("a", KEYS[55:60])  # the oldest
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[50:60]
+    assert len(pool.directory.nodes["b"].slabs) > 1 and all(pool.has(KEYS[100:164]))
+    pool.release("a", lease)
+    check_invariants(pool.directory)
+
+
+def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
+    pool = Pool(nodes="abc", window=2)
+    pool.store("a", KEYS[:1])
+    pool.replicate("b", KEYS[:1])
+    leave(pool, "a")
+    leave(pool, "b")
+    assert departing(pool, "a") == KEYS[:1] and primary(pool, KEYS[0]) == "a"
+    pool.replicate("c", KEYS[:1])
+    assert departing(pool, "a") == [] and primary(pool, KEYS[0]) == "c"
+
+
+def test_what_a_taker_pulls_is_primary_there() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:2])
+    leave(pool, "a")
+    lease, got = pool.match("b", KEYS[:1])
+    assert departing(pool, "a") == KEYS[:2], "it is not there yet"
+    pool.beat("b", landed=got.staged)
+    assert (primary(pool, KEYS[0]), primary(pool, KEYS[1])) == ("b", "a")
+    assert departing(pool, "a") == KEYS[1:2]
+    pool.release("b", lease)
+    pool.directory.remove_node("a", pool.now)
+    assert pool.has(KEYS[:2]) == [True, False]
+    check_invariants(pool.directory)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_only_a_tier_that_others_reach_saves_what_lies_in_it(shared: bool) -> None:
+    pool = tiered(nodes="ab", shared=shared, share=1.0)
+    pool.store("a", KEYS[:2])
+    sinking = pool.sink("a")
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[:2], "it is not there yet"
+    pool.sink("a", sinking)
+    assert departing(pool, "a") == ([] if shared else KEYS[:2])
+    beat(pool, "b", shared=shared, reached=False)
+    assert departing(pool, "a") == KEYS[:2]
+
+
+# ---------------------------------------------------------------------- what a node that leaves is good for
+
+
+def test_nothing_is_placed_on_a_node_that_leaves() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[50:51])
+    leave(pool, "a")
+    assert pool.store("a", KEYS[:1]) == [], "not even by who is there"
+    assert set(pool.store("b", KEYS[:9])) == {"b"} and pool.count("free", "a") == 7
+    pool.add("c")
+    assert pool.store("b", KEYS[10:12]) == ["c", "c"]
+
+
+def test_a_node_that_leaves_evicts_nothing_for_others_and_gives_them_no_slab() -> None:
+    pool = Pool(nodes="ab", window=2, locality=1.0, slabs=1)
+    pool.store("a", KEYS[:6])
+    pool.store("b", KEYS[10:16])
+    leave(pool, "a")
+    assert pool.store("b", KEYS[20:22]) == ["b", "b"], "though what a has is older"
+    assert all(pool.has(KEYS[:6]))
+    pool.add("c")
+    leave(pool, "c")
+    assert pool.store("b", KEYS[22:24]) == ["b", "b"]
+    assert pool.directory.stats(pool.now)["nodes"]["c"]["spare_slabs"] == 1
+
+
+def test_a_node_that_leaves_is_read_until_it_is_gone() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:2])
+    leave(pool, "a")
+    assert pool.read("a", KEYS[:2]) == pool.read("b", KEYS[:2]) == 2
+    pool.tick(4.0, alive="b")
+    pool.tick(1.0)  # it was silent for a while
+    assert pool.store("a", KEYS[5:6]) == [] and pool.read("b", KEYS[:2]) == 2
+    pool.directory.remove_node("a", pool.now)
+    pool.add("a")
+    assert pool.store("a", KEYS[5:6]) == ["a"], "who comes back stays"
+
+
+def test_who_is_not_there_neither_leaves_nor_has_anything_departing() -> None:
+    pool = Pool()
+    leave(pool, "x")
+    assert pool.directory.departing("x", pool.now) == (b"", b"")
+
+
+# ---------------------------------------------------------------------- pinned
+
+
+def test_a_pinned_block_survives_eviction_until_it_is_unpinned() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    assert pin(pool, [*KEYS[5:7], *KEYS[100:103]]) == 2 and pin(pool, KEYS[5:6]) == 1
+    pool.store("a", KEYS[10:15])
+    pool.tick(11.0)  # whoever pinned it is gone
+    pool.store("a", KEYS[20:25])
+    assert pool.has(KEYS[:7]) == [False] * 5 + [True] * 2
+    unpin(pool, KEYS[5:7])
+    pool.store("a", KEYS[30:37])
+    assert not any(pool.has(KEYS[:7])) and pool.directory.stats(pool.now)["pinned"] == 0
+    check_invariants(pool.directory)
+
+
+def test_a_pin_moves_to_another_copy_when_its_node_dies() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:2])
+    pool.replicate("b", KEYS[:1])
+    assert pin(pool, KEYS[:2], "b") == 2
+    pool.directory.remove_node("a", pool.now)
+    assert list(pool.directory.pins) == KEYS[:1]
+    check_invariants(pool.directory)
+    pool.store("b", KEYS[10:17])
+    assert pool.has(KEYS[:1]) == [True]
+
+
+def test_a_pin_moves_to_what_lies_below_when_the_block_is_found_altered() -> None:
+    pool = tiered(slabs=1)
+    pool.store("a", KEYS[:1])
+    pool.bring_down("a", whole=True)
+    pin(pool, KEYS[:1])
+    _, got = pool.match("a", KEYS[:1])
+    pool.beat("a", bad=got.source)
+    assert pool.has(KEYS[:1]) == [False]
+    for first in (10, 20):
+        pool.store("a", KEYS[first : first + 5])
+        pool.bring_down("a", whole=True)
+    assert lie_below(pool, KEYS[:1]) == [True], "others went"
+    check_invariants(pool.directory)
+
+
+def test_what_only_lies_below_can_be_pinned_there() -> None:
+    pool = tiered(slabs=1)
+    only_below(pool, KEYS[:4])
+    assert pin(pool, KEYS[1:2]) == 1
+    got = pool.sink("a", whole=True)
+    assert set(split(got.doomed)) == {KEYS[0], KEYS[2], KEYS[3]} and len(split(got.keys)) == 3
+
+
+def test_clear_ends_pins() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:3])
+    pin(pool, KEYS[:3])
+    pool.directory.clear(pool.now)
+    assert pool.count("free") == 8 and not pool.directory.pins
+    check_invariants(pool.directory)
+
+
+def test_a_pin_ends_with_a_block_that_a_header_vetoes() -> None:
+    pool = Pool()
+    _, got = pool.reserve("a", KEYS[:1])
+    pool.store("a", KEYS[1:2])
+    pool.commit("a", 1, got, KEYS[:1])
+    pin(pool, KEYS[:1])
+    zero = bytes(4)
+    pool.directory.adopt("a", got.places, KEYS[9], zero, zero, b"", pool.now)  # another key's, it says
+    assert not pool.directory.pins and pool.count("free") == 7
+    check_invariants(pool.directory)
+
+
+# ---------------------------------------------------------------------- forgotten
+
+
+def test_what_is_forgotten_is_free_at_once_in_every_copy() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:3])
+    pool.replicate("b", KEYS[:2])
+    pin(pool, KEYS[:1])
+    forget(pool, [*KEYS[:2], KEYS[0], KEYS[50]])
+    assert pool.has(KEYS[:3]) == [False, False, True] and not pool.directory.pins
+    assert (pool.count("free", "a"), pool.count("free", "b")) == (7, 8)
+    check_invariants(pool.directory)
+
+
+def test_what_is_held_is_forgotten_once_its_holder_lets_go() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:2])
+    lease, _ = pool.match("a", KEYS[:2])
+    forget(pool, KEYS[:2])
+    assert pool.has(KEYS[:2]) == [False, False] and pool.count("dropped") == 2
+    assert blocks(pool.match("a", KEYS[:2])[1]) == 0
+    pool.release("a", lease)
+    assert pool.count("free") == 8
+
+
+def test_what_is_being_written_is_not_forgotten() -> None:
+    pool = Pool()
+    hold, got = pool.reserve("a", KEYS[:1])
+    forget(pool, KEYS[:1])
+    assert pool.commit("a", hold, got, KEYS[:1]) == 1 and pool.has(KEYS[:1]) == [True]
+
+
+def test_what_is_forgotten_is_deleted_below() -> None:
+    pool = Pool()
+    beat(pool)
+    tell(pool, KEYS[:2])
+    forget(pool, KEYS[:1])
+    assert split(pool.sink("a").doomed) == KEYS[:1] and lie_below(pool, KEYS[:2]) == [False, True]
+
+
+def test_preemptions_are_counted() -> None:
+    pool = Pool()
+    for _ in range(2):
+        pool.directory.preempted(pool.call("a"), pool.now)
+    assert pool.directory.stats(pool.now)["num_cumulative_preemption"] == 2
