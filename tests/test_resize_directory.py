@@ -187,8 +187,8 @@ def test_an_abandoned_writer_holds_its_slab_until_it_was_swept() -> None:
     pool.now += 20.0  # that client is gone
     answer = pool.directory.beat("a", 2, pool.now)
     assert answer and len(unpack(answer[2])) == PART
-    _, got = pool.match("a", KEYS[:1])
-    assert blocks(got) == 1 and fit(pool, 1, []) == [], "the other is leased"
+    _, leased = pool.match("a", KEYS[:1])
+    assert blocks(leased) == 1 and fit(pool, 1, []) == [], "the other is leased"
     assert pool.directory.nodes["a"].closing == writing and pool.count("limbo") == PART
     n = len(unpack(answer[2]))
     pool.directory.swept(answer[2], bytes([1] * n), bytes(16 * n), bytes(8 * n), pool.now)

@@ -179,9 +179,12 @@ def test_nobody_writes_where_the_memory_is_about_to_go(node: Node, monkeypatch: 
         node.beat()
         assert node.store(100 + i, 60)
         assert len(node.directory.nodes["n"].withdrawn) == 3
+    node.sizing.limit = LIMIT
+    node.beat()
+    assert len(node.directory.nodes["n"].withdrawn) == 3, "though it is to stay: that is not known yet"
     go_on.set()
-    node.settle(3)
-    assert all(node.store(200 + i, 60) for i in range(4))
+    node.settle(LIMIT)
+    assert all(node.store(200 + i, 60) for i in range(8))
 
 
 def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
