@@ -13,7 +13,7 @@ from raykv import actors
 from raykv.config import KEYS_PER_CALL
 from raykv.place import KEY_BYTES, PLACE
 
-ASK_S = 2.0  # for a question without blocks
+ASK_S = 10.0  # for a question without blocks: who leaves has no use for a quick refusal
 ATTACH_S = 30.0  # for a process on another node to be there
 ALL_LEAVE_S = 0.2  # before it is asked again
 

@@ -75,9 +75,7 @@ class Supervisor:
         for node_id in _living():  # not those known here: this process may be a new one
             with contextlib.suppress(ValueError):
                 stores[node_id] = actors.find(actors.node_store_name(self._pool, node_id))
-        if stores:
-            flushes = [store.flush.remote(FLUSH_DEADLINE_S) for store in stores.values()]
-            ray.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
+        self._flush(list(stores.values()))
         stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
         if stops:
             ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
@@ -89,6 +87,16 @@ class Supervisor:
         with contextlib.suppress(ValueError):
             ray.kill(actors.find_directory(self._pool))
         actors.forget(self._pool)
+
+    def _flush(self, stores: list[Any]) -> None:
+        """Have those stores that answer bring down to the external tier what is not there yet."""
+        if not (actors.settings(self._pool) or {}).get("external") or not stores:
+            return
+        pings = {store.ping.remote(): store for store in stores}
+        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=STOP_DEADLINE_S)
+        flushes = [pings[ping].flush.remote(FLUSH_DEADLINE_S) for ping in answered]
+        if flushes:
+            ray.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
 
     def _watch(self) -> None:
         while not self._stopped.is_set():

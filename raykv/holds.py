@@ -14,6 +14,7 @@ from raykv.index import (
     READY,
     REPLICA,
     STAGING,
+    TO_ALL,
     TO_READERS,
     WRITING,
     kept,
@@ -254,6 +255,12 @@ def leaving(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def stays(c, row):  # type: ignore[no-untyped-def]
+    """Whether a row's node answers, and is not about to leave."""
+    return c.shelves[shelf_of(c, row)].offered == TO_ALL
+
+
+@kernel
 def _succeed(c, row):  # type: ignore[no-untyped-def]
     """Where a key's primary is on a node that leaves, a new one takes its place."""
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
@@ -277,7 +284,7 @@ def hand_over(c, base, slots, came):  # type: ignore[no-untyped-def]
         if c.rows[row].state != READY:
             continue
         other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
-        while other >= 0 and (c.rows[other].state != REPLICA or leaving(c, other)):
+        while other >= 0 and (c.rows[other].state != REPLICA or not stays(c, other)):
             other = np.int64(c.rows[other].same)
         if other >= 0:
             if listed(c, other):
@@ -333,7 +340,7 @@ def _alone_there(c, row, below):  # type: ignore[no-untyped-def]
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
         state = c.rows[other].state
-        if (present(state) and not leaving(c, other)) or (state == EXTERNAL and node_of(c, other) == below):
+        if (present(state) and stays(c, other)) or (state == EXTERNAL and node_of(c, other) == below):
             return False
         other = np.int64(c.rows[other].same)
     return True

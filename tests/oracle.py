@@ -565,13 +565,13 @@ class Oracle(Tiers):
         """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""
         copies = self.table[key]
         below = shared and not shared.down and any(r.state == "external" and self.tier_at(r) is shared for r in copies)
-        return bool(below) or any(row.state in PRESENT and not row.leaving for row in copies)
+        return bool(below) or any(row.state in PRESENT and row.slab.shelf.stays for row in copies)
 
     def hand_over(self, node: Node) -> None:
         """Where a primary would go with its node, a copy on one that stays is the primary from now on."""
         came: Counter[Shelf] = Counter()
         for row in [row for slab in node.slabs.values() for row in slab.rows]:
-            heirs = [r for r in self.table.get(row.key, ()) if r.state == "replica" and not r.leaving]
+            heirs = [r for r in self.table.get(row.key, ()) if r.state == "replica" and r.slab.shelf.stays]
             if row.state == "ready" and heirs:
                 self.turn(heirs[0], "ready")
                 self.succeed(heirs[0])

@@ -110,12 +110,3 @@ def test_bench_tiers(tmp_path: Path) -> None:
     assert figures["file_store_ratio"] > 0 and figures["file_load_ratio"] > 0
     assert "left out" in figures["redis"] if "redis" in figures else figures["redis_load_ratio"] > 0
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.own_cluster
-def test_bench_demotion(tmp_path: Path) -> None:
-    """One pair of it: what goes down meanwhile is counted."""
-    one = "from raykv.bench import demotion as d; import json; d.WARM, d.PAIRS = 0, 1; "
-    run = [sys.executable, "-c", one + f"print(json.dumps(d.run({str(tmp_path)!r})))"]
-    figures = last_json(subprocess.run(run, capture_output=True, text=True, timeout=280))
-    assert {"store_ratio", "read_ratio", "match_ratio"} <= figures.keys() and figures["down_gbps"] > 0

@@ -21,10 +21,10 @@ def cache_of(pool: raykv.KVPool) -> raykv.KVCache:
 
 
 def keep_there(pool: raykv.KVPool, node_id: str, seed: int) -> list[NDArray[Any]]:
-    """Prompts whose blocks a node has stored; nobody has read them yet."""
+    """Prompts whose blocks only that node has."""
     there = worker(pool, node_id, Worker)
     prompts = [cache_of(pool).keys(tokens(seed + i, 50)) for i in range(4)]
-    assert ray.get([there.store.remote(keys) for keys in prompts], timeout=60) == [50] * 4
+    ray.get([there.keep.remote(keys) for keys in prompts], timeout=120)
     return prompts
 
 
@@ -33,6 +33,11 @@ def notice(cluster: Any, node_id: str) -> None:
     command = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--reason-message", "bye"]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "600"]
     subprocess.run([Path(sys.executable).with_name("ray"), *command], check=True, capture_output=True, timeout=60)
+
+
+def state(pool: raykv.KVPool, node_id: str) -> str | None:
+    """None while its directory does not answer, or does not know the node."""
+    return pool.stats().get("nodes", {}).get(node_id, {}).get("state")  # type: ignore[no-any-return]
 
 
 def left(pool: raykv.KVPool, node_id: str) -> int:
@@ -60,16 +65,14 @@ def test_what_only_a_leaving_node_had_is_readable_after_it_is_gone_while_a_load_
     there = worker(roomy, leaving.node_id)
     assert not ray.get(there.store.remote(cache_of(roomy).keys(tokens(999, 5))), timeout=60), "nothing new goes there"
     kill(roomy, "directory")  # a new one is told who leaves
-    eventually(lambda: roomy.stats().get("nodes", {}).get(leaving.node_id, {}).get("state") == "leaving")
+    eventually(lambda: state(roomy, leaving.node_id) == "leaving")
     ray.kill(there)
     notice(cluster, leaving.node_id)  # to which the other pool's supervisor answers by itself
-    eventually(
-        lambda: tiered.stats()["nodes"][leaving.node_id]["state"] == "leaving" and not left(tiered, leaving.node_id)
-    )
+    eventually(lambda: state(tiered, leaving.node_id) == "leaving" and not left(tiered, leaving.node_id))
 
     cluster.remove_node(leaving, allow_graceful=False)
     for pool in (roomy, tiered):
         for keys in prompts[pool]:
             eventually(lambda pool=pool, keys=keys: read(cache_of(pool), keys)[:3] == (50, 50, 0))  # type: ignore[misc]
-    for stored, readings, wrong in ray.get(running, timeout=90):
-        assert stored and readings and not wrong
+    stored, readings, wrong = zip(*ray.get(running, timeout=90), strict=True)
+    assert any(stored) and all(readings) and not any(wrong)

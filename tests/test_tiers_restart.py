@@ -31,14 +31,13 @@ def main(phase: str, *urls: str) -> None:
     configs = [raykv.PoolConfig(name=name_of(url), cpu_memory=CPU, external=url, secret=b"s") for url in urls]
     with local_cluster(2), ThreadPoolExecutor(len(urls)) as threads:
         pools = list(threads.map(raykv.start, configs))
-        for pool in pools:
-            cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK_BYTES, recompute_tokens_per_s=20.0)
-            prompts = [cache.keys(tokens(i, BLOCKS)) for i in range(PROMPTS)]
-            if phase == "store":
-                store_all(pool, cache, prompts)
-            else:
-                read_all(pool, cache, prompts)
-        list(threads.map(raykv.KVPool.stop, pools))
+        try:
+            for pool in pools:
+                cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK_BYTES, recompute_tokens_per_s=20.0)
+                prompts = [cache.keys(tokens(i, BLOCKS)) for i in range(PROMPTS)]
+                (store_all if phase == "store" else read_all)(pool, cache, prompts)
+        finally:
+            list(threads.map(raykv.KVPool.stop, pools))
         assert not any(shm_files(pool.name) for pool in pools)
 
 

@@ -6,7 +6,8 @@ Only blocks that were asked for go down here: those of a backlog. What is stored
 import statistics
 import tempfile
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from raykv.bench.local import BATCH, BLOCK_BYTES, MATCH_KEYS
 from raykv.config import MIB
 from raykv.testbed import local_cluster, local_pool, on_node
 
+T = TypeVar("T")
 POOL = "bench-demotion"
 CPU_MEMORY = 4096 * MIB
 CAPACITY = "3GiB"  # full after two backlogs: what goes down takes the place of older blocks there
@@ -39,8 +41,8 @@ class Engine(local.Worker):
     def __init__(self) -> None:
         raykv.link.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]  # what is late counts, too
         super().__init__(POOL)
-        self.fresh = 0  # the next batch that was never stored
-        self.turn = 0
+        self.fresh = self.turn = 0  # the last batch that was stored, and how many were read
+        self.read_batches: list[int] = []
         self.small = self.pool.cache(model="bench", block_tokens=16, block_bytes=4096)
         self.prompt = self.small.keys(np.arange(MATCH_KEYS * 16))
 
@@ -49,33 +51,36 @@ class Engine(local.Worker):
         stored = 0
         while stored < MATCH_KEYS:  # the first store of this size takes slabs from the other one
             stored += self.small.store(self.prompt, np.zeros((MATCH_KEYS, 4096), np.uint8))
-        for _ in range(READ):
-            self._store()
-
-    def _store(self) -> float:
-        self.fresh += 1
-        return self.store(self.fresh - 1)[0]
+        self.read_batches = [_patiently(self._store)[0] for _ in range(READ)]
 
     def fill(self) -> None:
         """A backlog."""
-        first = self.fresh
-        for _ in range(BACKLOG):
-            self._store()
-        for batch in range(first, self.fresh):
-            with self.cache.match(self.keys(batch)) as match:
-                assert match.num_blocks == BATCH
+        for batch in [_patiently(self._store)[0] for _ in range(BACKLOG)]:
+            _patiently(lambda batch=batch: self._ask_for(batch))  # type: ignore[misc]
 
     def window(self) -> Window:
         """The three of them, mixed."""
         seconds = Window([], [], [])
         for i in range(MATCHES):
             if i % (MATCHES // STORES) == 0:
-                seconds.stores.append(self._store())
+                seconds.stores.append(_patiently(self._store)[1])
             if i % (MATCHES // READS) == 0:
-                self.turn += 1
-                seconds.reads.append(self.read(self.turn % READ, False)[0])
-            seconds.matches.append(self._match())
+                seconds.reads.append(_patiently(self._read))
+            seconds.matches.append(_patiently(self._match))
         return seconds
+
+    def _store(self) -> tuple[int, float]:
+        """A batch that was never stored, and the seconds of its copies."""
+        self.fresh += 1
+        return self.fresh, self.store(self.fresh)[0]
+
+    def _ask_for(self, batch: int) -> None:
+        with self.cache.match(self.keys(batch)) as match:
+            assert match.num_blocks == BATCH
+
+    def _read(self) -> float:
+        self.turn += 1
+        return self.read(self.read_batches[self.turn % READ], False)[0]
 
     def _match(self) -> float:
         begin = time.perf_counter()
@@ -144,6 +149,18 @@ def run(directory: str) -> dict[str, float]:
         figures[f"{side}_match_us_p50"] = statistics.median(row[2] for row in rows) * 1e6
     figures["match_ratio"] = statistics.median(a[2] / b[2] for a, b in zip(busy, idle, strict=True))
     return figures
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """A directory that has not heard of a busy node for seconds offers nothing there."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return call()
+        except AssertionError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def _medians(windows: list[Window]) -> list[float]:
