@@ -481,11 +481,15 @@ class Directory:
         self._settle_pins()
 
     def leave(self, name: str, now: float) -> None:
-        """A node is about to leave: nothing new is stored there, and what it has is `departing`."""
+        """A node is about to leave: nothing new is stored there, and what only it has is `departing`.
+
+        To be said again after a restart of this directory, and while nodes join: what they have may be replicas so far.
+        """
         self._check(now)
         if node := self.nodes.get(name):
             node.leaving = True
             self._set_state(node, node.state)
+            self._hand_over(node)
 
     def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
         """(PLACEs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.

@@ -543,6 +543,7 @@ class Oracle(Tiers):
         if node := self.nodes.get(name):
             node.leaving = True
             self.set_state(node, node.state)
+            self.hand_over(node)
 
     def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
         self.check(now)
