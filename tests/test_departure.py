@@ -89,8 +89,8 @@ def test_a_copy_elsewhere_that_could_be_evicted_is_handed_over() -> None:
     pool = Pool(nodes="ab", window=3)
     pool.store("a", KEYS[:3])
     pool.replicate("b", KEYS[:2])
-    leave(pool, "a")
     assert pool.count("replica", "b") == 2 and primary(pool, KEYS[0]) == "a"
+    leave(pool, "a")
     assert departing(pool, "a") == KEYS[2:3]
     assert [primary(pool, key) for key in KEYS[:3]] == ["b", "b", "a"]
     assert (pool.count("ready", "b"), pool.count("replica", "a")) == (2, 2)
@@ -129,9 +129,9 @@ def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
     pool.replicate("b", KEYS[:1])
     leave(pool, "a")
     leave(pool, "b")
-    assert departing(pool, "a") == KEYS[:1] and primary(pool, KEYS[0]) == "a"
+    assert departing(pool, "a") == [] and departing(pool, "b") == KEYS[:1] and primary(pool, KEYS[0]) == "b"
     pool.replicate("c", KEYS[:1])
-    assert departing(pool, "a") == [] and primary(pool, KEYS[0]) == "c"
+    assert departing(pool, "b") == [] and primary(pool, KEYS[0]) == "c"
 
 
 def test_what_a_taker_pulls_is_primary_there() -> None:
@@ -325,3 +325,11 @@ def test_preemptions_are_counted() -> None:
     for _ in range(2):
         pool.directory.preempted(pool.call("a"), pool.now)
     assert pool.directory.stats(pool.now)["num_cumulative_preemption"] == 2
+
+
+def test_a_new_directory_that_is_told_who_leaves_hands_over_what_it_found() -> None:
+    pool = Pool(nodes="ab", window=3)
+    pool.store("a", KEYS[:2])
+    pool.replicate("b", KEYS[:2])
+    leave(pool, "a")
+    assert [primary(pool, key) for key in KEYS[:2]] == ["b", "b"] and departing(pool, "a") == []
