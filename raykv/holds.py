@@ -18,7 +18,6 @@ from raykv.index import (
     TO_READERS,
     WRITING,
     kept,
-    list_of,
     listed,
     node_of,
     pin,
@@ -28,8 +27,8 @@ from raykv.index import (
     suspend,
     to_limbo,
     touch,
+    turn,
     unfinished,
-    unlink,
     unpin,
 )
 from raykv.placement import oldest, stage, takeable
@@ -266,11 +265,7 @@ def _succeed(c, row):  # type: ignore[no-untyped-def]
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
         if other != row and c.rows[other].state == READY:
-            if listed(c, other):
-                unlink(c, list_of(c, other, READY), other)
-            c.rows[other].state = REPLICA
-            if c.rows[other].pins == 0:
-                touch(c, other)
+            turn(c, other, REPLICA)
         other = np.int64(c.rows[other].same)
 
 
@@ -287,11 +282,7 @@ def hand_over(c, base, slots, came):  # type: ignore[no-untyped-def]
         while other >= 0 and (c.rows[other].state != REPLICA or not stays(c, other)):
             other = np.int64(c.rows[other].same)
         if other >= 0:
-            if listed(c, other):
-                unlink(c, list_of(c, other, REPLICA), other)
-            c.rows[other].state = READY
-            if c.rows[other].pins == 0:
-                touch(c, other)
+            turn(c, other, READY)
             _succeed(c, other)
             came[shelf_of(c, other)] += 1
 

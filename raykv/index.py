@@ -367,11 +367,17 @@ def promote(c, row):  # type: ignore[no-untyped-def]
     while other >= 0 and c.rows[other].state != REPLICA:
         other = np.int64(c.rows[other].same)
     if other >= 0:
-        if listed(c, other):
-            unlink(c, list_of(c, other, REPLICA), other)
-        c.rows[other].state = READY
-        if c.rows[other].pins == 0:
-            touch(c, other)
+        turn(c, other, READY)
+
+
+@kernel
+def turn(c, row, state):  # type: ignore[no-untyped-def]
+    """Make a replica a primary, or the other way round."""
+    if listed(c, row):
+        unlink(c, list_of(c, row, c.rows[row].state), row)
+    c.rows[row].state = state
+    if c.rows[row].pins == 0:
+        touch(c, row)
 
 
 @kernel
