@@ -324,15 +324,21 @@ def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPo
         return sum(stats.get("tier_refused", 0) for stats in ray.get([one.stats.remote() for one in stores]))
 
     files.clear()
-    with Under(files) as load:
-        eventually(lambda: refused() > 0)
-        load.goes_on(10)
-        assert states(files) == {"up"}
-        assert files.clear() > 0  # what may be deleted makes room for saying so
-        load.goes_on(5)
-        others.unlink()
-        sunk = total(files, "sunk")
-        eventually(lambda: total(files, "sunk") > sunk + 50)
+    eventually(lambda: total(files, "doomed") == 0)
+    kill(files, files.node_id, other_node(files))  # else they write over files that they keep for that
+    eventually(lambda: len(tiers(files)) == 2 and states(files) == {"up"})
+    try:
+        with Under(files) as load:
+            eventually(lambda: refused() > 0)
+            load.goes_on(10)
+            assert states(files) == {"up"}
+            assert files.clear() > 0  # what may be deleted makes room for saying so
+            load.goes_on(5)
+            others.unlink()
+            sunk = total(files, "sunk")
+            eventually(lambda: total(files, "sunk") > sunk + 50)
+    finally:
+        others.unlink(missing_ok=True)
     (keys,) = prompts(mine, 1)
     push_out(files, mine, keys)
     eventually(lambda: holds(mine, keys))
