@@ -28,7 +28,6 @@ LOOK_S = 0.1
 IDLE_LOOK_S = 0.5  # between looks whether something is to go down, where nothing was
 COMES_BACK_S = 5.0  # a tier that is down for so long when all is to go down is given up
 REST_S = 1.0  # after a batch of which some found no room below
-PAUSE = 1.0  # after every batch, for so many times as long as it took: at full speed, memory would serve a fifth less
 LIST_AT_A_TIME = 4096
 NOTHING = (b"", b"", b"")  # a report: places, keys and stored of what the directory was not told yet
 
@@ -166,10 +165,7 @@ class Sinking:
         if source:
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
             refused = self.external.faults["refused"]
-            begin = time.monotonic()
             stored = self._write(np.frombuffer(source, PLACE), names)
-            if not whole:
-                self._stopped.wait(PAUSE * (time.monotonic() - begin))
             self._report = target, keys, stored.astype(np.uint8).tobytes()
             if self.external.faults["refused"] > refused:
                 self._rest(whole and not stored.any())
