@@ -21,6 +21,8 @@ class Directory:
         self._pool = pool
         epoch = actors.take_epoch(pool)
         self._directory = raykv.directory.Directory(epoch, locality, share=share, min_hits=min_hits)
+        for name in actors.names(pool, "leaving"):
+            self.leave(name)
         _warm_up()
         gc.freeze()  # a collection that walks all of numba would hold up every caller
 

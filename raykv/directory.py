@@ -102,6 +102,7 @@ class Directory:
         self._shelves = Shelves(epoch)
         self._below = Below(self._shelves, share, min_hits)
         self._indices = itertools.count()
+        self._leaving: set[str] = set()  # nodes of which that was said, known or not
         self._stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
         self._next_check = 0.0
 
@@ -369,9 +370,10 @@ class Directory:
         if known and known.nonce == nonce:
             known.last_beat = now
             return known.index, self.epoch
-        self.remove_node(name, now)
+        self._remove_node(name)
         window = staging_window(slab_bytes * slab_count) if window is None else window
         self.nodes[name] = node = Node(name, self._new_index(tier=False), nonce, slab_bytes, window, now)
+        node.leaving = name in self._leaving
         return node.index, self.epoch
 
     def adopt(
@@ -413,8 +415,22 @@ class Directory:
             vetoed = (rows >= 0) & other & (gens >= mine["gen"])
             slabs.drop(self._shelves.c, rows[vetoed], mine["gen"][vetoed])
             self._settle_pins()
+        joined = node.state == "joining"
         self._offer(node, offered)
         self._set_state(node, "alive")
+        for other in self.nodes.values():
+            if other.leaving:
+                self._hand_over(other)  # before anybody may evict what looks like a replica here
+        if joined and not node.leaving:
+            self._make_windows(node)
+
+    def _make_windows(self, node: Node) -> None:
+        """An arena may be found full of blocks, some of which were in its staging windows."""
+        came = np.zeros(len(self._shelves.c.shelves), np.int64)
+        for stride, slots in self._slots(node).items():
+            window = int(self._shelves.c.shelves[node.shelves[stride]]["window"])
+            came[node.shelves[stride]] = max(0, min(window, slots - window))  # a size of few slots has no window
+        self._restore_windows(came)
 
     def _offer(self, node: Node, offered: int) -> None:
         node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs]
@@ -459,6 +475,10 @@ class Directory:
     def remove_node(self, name: str, now: float) -> int:
         """Ray says that a node is dead: its rows go. Returns how many slots it had."""
         self._check(now)
+        self._leaving.discard(name)
+        return self._remove_node(name)
+
+    def _remove_node(self, name: str) -> int:
         node = self.nodes.pop(name, None)
         if node is None:
             return 0
@@ -483,9 +503,10 @@ class Directory:
     def leave(self, name: str, now: float) -> None:
         """A node is about to leave: nothing new is stored there, and what only it has is `departing`.
 
-        To be said again after a restart of this directory, and while nodes join: what they have may be replicas so far.
+        To be said to a new directory before any node joins.
         """
         self._check(now)
+        self._leaving.add(name)
         if node := self.nodes.get(name):
             node.leaving = True
             self._set_state(node, node.state)

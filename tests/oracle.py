@@ -55,6 +55,7 @@ class Oracle(Tiers):
         self.floor = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.stamped: set[bytes] = set()
+        self.leavers: set[str] = set()
         self.next_check = 0.0
 
     # ------------------------------------------------------------------ readers
@@ -430,11 +431,12 @@ class Oracle(Tiers):
         if known and known.nonce == nonce:
             known.last_beat = now
             return known.index, self.epoch
-        self.remove_node(name, now)
+        self.remove(name)
         capacity = slab_bytes * slab_count
         if window is None:
             window = min(max(capacity // 50, 256 << 20), capacity // 8)
         node = Node(self.new_index(tier=False), nonce, slab_bytes, window, now)
+        node.leaving = name in self.leavers
         self.nodes[name] = self.by_index[node.index] = node
         return node.index, self.epoch
 
@@ -481,8 +483,20 @@ class Oracle(Tiers):
                 if row and row.state in PRESENT and (place[5], key) != (row.gen, row.key) and place[5] >= row.gen:
                     self.drop(row)
             self.settle_pins()
+        joined = node.state == "joining"
         self.offer(node, offered)
         self.set_state(node, "alive")
+        for other in self.nodes.values():
+            if other.leaving:
+                self.hand_over(other)
+        if joined and not node.leaving:
+            self.make_windows(node)
+
+    def make_windows(self, node: Node) -> None:
+        """As many blocks go as the windows lack, where there are more slots than a window's."""
+        slots = Counter(slab.shelf for slab in node.slabs.values() for _ in slab.rows)
+        came = Counter({shelf: min(shelf.window, n - shelf.window) for shelf, n in slots.items() if n > shelf.window})
+        self.restore_windows(came)
 
     def offer(self, node: Node, offered: int) -> None:
         node.spare = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs] + node.spare
@@ -524,6 +538,10 @@ class Oracle(Tiers):
 
     def remove_node(self, name: str, now: float) -> int:
         self.check(now)
+        self.leavers.discard(name)
+        return self.remove(name)
+
+    def remove(self, name: str) -> int:
         node = self.nodes.pop(name, None)
         if node is None:
             return 0
@@ -540,6 +558,7 @@ class Oracle(Tiers):
 
     def leave(self, name: str, now: float) -> None:
         self.check(now)
+        self.leavers.add(name)
         if node := self.nodes.get(name):
             node.leaving = True
             self.set_state(node, node.state)

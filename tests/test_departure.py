@@ -1,9 +1,11 @@
 """Nodes that are about to leave, and blocks that stay or go because somebody said so, by example."""
 
+import struct
+
 import pytest
 from directory_checks import chain_of, check_invariants
 from directory_pool import KEYS, PAGE, Pool, blocks
-from oracle_slots import split, unpack
+from oracle_slots import PLACE, split, unpack
 from test_below import beat, lie_below, only_below, tell, tiered
 
 from raykv import below, directory, index
@@ -132,6 +134,38 @@ def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
     assert departing(pool, "a") == [] and departing(pool, "b") == KEYS[:1] and primary(pool, KEYS[0]) == "b"
     pool.replicate("c", KEYS[:1])
     assert departing(pool, "b") == [] and primary(pool, KEYS[0]) == "c"
+
+
+def test_a_directory_that_was_told_before_anybody_joins_gives_no_copy_of_what_leaves_away() -> None:
+    pool = Pool(nodes="", window=2)
+    leave(pool, "a")
+    for name in "ab":
+        join_with(pool, name, KEYS[:2] if name == "a" else [*KEYS[:2], *KEYS[10:14]])
+    assert departing(pool, "a") == [] and [primary(pool, key) for key in KEYS[:2]] == ["b", "b"]
+    join_with(pool, "a", KEYS[:3], nonce=b"another")
+    assert departing(pool, "a") == KEYS[2:3], "a new store of it leaves, too"
+    pool.directory.remove_node("a", pool.now)
+    pool.add("a")
+    assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "alive", "who comes back stays"
+
+
+def join_with(pool: Pool, name: str, keys: list[bytes], nonce: bytes = b"") -> None:
+    """A node joins whose arena of 8 slots has these blocks, the oldest first."""
+    joined = pool.directory.join(name, nonce or name.encode(), 8 * PAGE, 1, 0, pool.now, pool.window * PAGE)
+    fields = [(joined[0], 0, slot, PAGE, 1, 2) for slot in range(len(keys))]
+    places = b"".join(PLACE.pack(*at) for at in fields)
+    numbers = struct.pack(f"<{len(keys)}I", *range(len(keys)))
+    pool.directory.adopt(name, places, b"".join(keys), bytes(4 * len(keys)), numbers, b"", pool.now, 1)
+    check_invariants(pool.directory)
+
+
+def test_an_arena_that_is_found_full_has_a_staging_window_again() -> None:
+    pool = Pool(nodes="", window=2)
+    join_with(pool, "a", KEYS[:8])
+    pool.add("b")
+    pool.store("b", KEYS[10:12])
+    assert pool.has(KEYS[:8]) == [False] * 2 + [True] * 6, "the oldest made room"
+    assert pool.read("a", KEYS[10:12]) == 2
 
 
 def test_what_a_taker_pulls_is_primary_there() -> None:

@@ -21,10 +21,11 @@ import raykv
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm_engine import ENVIRONMENT, Engine, save_model
 
 from raykv.integrations.vllm import check
-from raykv.integrations.vllm_manager import FAILED, HITS, ChunksToStore
+from raykv.integrations.vllm_manager import FAILED, HITS, ChunksToStore, RayKVManager
 from raykv.integrations.vllm_worker import RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
@@ -268,3 +269,39 @@ def test_what_is_not_supported_is_refused(other: dict[str, Any], said: str) -> N
     check(*engine())
     with pytest.raises(ValueError, match=said):
         check(*engine(**other))
+
+
+def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
+    start: Callable[..., raykv.KVPool], patiently: None
+) -> None:
+    """Not from what it had itself, nor from what the pool had, nor before it was done."""
+    pool = raykv.attach(start(cpu_memory=64 * MIB).name)
+    manager = RayKVManager(pool, {"model": "m", "block_tokens": 16, "block_bytes": 4096}, 1)
+    (cache,) = manager._caches
+    unknown, keys = cache.recompute_tokens_per_s, [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
+    contexts: list[ReqContext] = []
+
+    def ask(first: int) -> bool:
+        """Whether the pool has what a new request's engine does not: all chunks from that one on."""
+        context = ReqContext(f"request {len(contexts)}")
+        contexts.append(context)
+        for i, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * (i + 1))
+        answers = iter(lambda: manager.lookup(keys[first], context), None)
+        found = next(answer for answer in answers if answer is not LookupResult.RETRY)
+        manager.prepare_store(keys, context)
+        return found is LookupResult.HIT
+
+    assert not ask(8)
+    time.sleep(0.2)
+    assert cache.recompute_tokens_per_s == unknown
+    manager.complete_store(keys, contexts[0])
+    learned = cache.recompute_tokens_per_s
+    assert 0 < learned <= 4 * 16 / 0.2
+    cache.store(cache.rekey([key[:32] for key in keys]), np.zeros((len(keys), 4096), np.uint8))
+    eventually(lambda: ask(0))
+    manager.complete_store(keys, contexts[-1])
+    assert cache.recompute_tokens_per_s == learned
+    for context in contexts:
+        manager.on_request_finished(context)
+    manager.shutdown()

@@ -144,6 +144,7 @@ def run() -> dict[str, Any]:
         plain = _engine(here, model)
         far, near = on_node(Bytes, there), on_node(Bytes, here)
         columns: dict[str, list[float]] = defaultdict(list)
+        ray.get(reader.answer.remote(WARM + ROUNDS))  # how fast it computes says how long it waits for a tier
         try:
             for turn in range(WARM + ROUNDS):
                 figures = _round(turn, pool, writer, reader, plain, far, near)

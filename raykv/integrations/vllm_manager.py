@@ -78,6 +78,15 @@ class Ask:
     counted: bool = False
 
 
+@dataclass
+class Computing:
+    """What a request has to compute, and since when: chunks that the pool does not have."""
+
+    since: float
+    missed: set[bytes]
+    offered: bool = False  # some of them: `complete_store` will tell
+
+
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """One question a request, asked and answered beside the scheduler's loop."""
 
@@ -88,7 +97,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._asks: dict[str, Ask] = {}
         self._refused: set[str] = set()  # requests whose load failed: asked again, they would find the same
         self._counts: Counter[str] = Counter()
-        self._computing: dict[str, float] = {}  # since when requests compute what the pool does not have
+        self._computing: dict[str, Computing] = {}
         self._rate = 0.0  # tokens a second that requests got computed, lately
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
 
@@ -108,7 +117,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if not ask.counted:
             ask.counted = True
             self._counts[HITS] += found.chunks
-            self._computing[request] = time.monotonic()
+            missed = {key for key, number in ask.numbers.items() if number >= found.chunks}
+            self._computing[request] = Computing(time.monotonic(), missed)
         return LookupResult.HIT if ask.numbers.get(key, NOT_ASKED) < found.chunks else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
@@ -126,15 +136,28 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Whatever is offered goes to the workers: what is stored already is sorted out there, beside the loop."""
         keys = list(keys)
-        self._learn_rate(req_context.req_id, len(keys) * self._caches[0].block_tokens)
+        if computing := self._computing.get(req_context.req_id):
+            computing.offered |= not computing.missed.isdisjoint(keys)
         end = req_context.get_offload_key_position(keys[0]) if keys else None
         position = end // self._caches[0].block_tokens - 1 if end else 0
         names = [name.tobytes() for name in _names(self._caches, keys)]
         return PrepareStoreOutput(keys, ChunksToStore(names, position), [])
 
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """How fast this engine computes says how long it waits for chunks of an external tier."""
+        computing = self._computing.get(req_context.req_id)
+        if computing is None or not (chunks := len(computing.missed.intersection(keys))):
+            return
+        del self._computing[req_context.req_id]
+        rate = chunks * self._caches[0].block_tokens / max(1e-3, time.monotonic() - computing.since)
+        self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
+        for cache in self._caches:
+            cache.recompute_tokens_per_s = self._rate
+
     def on_request_finished(self, req_context: Any) -> None:
         self._refused.discard(req_context.req_id)
-        self._computing.pop(req_context.req_id, None)
+        if (computing := self._computing.get(req_context.req_id)) and not computing.offered:
+            del self._computing[req_context.req_id]
         self.settle(req_context.req_id)
 
     def settle(self, request: str) -> None:
@@ -142,15 +165,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks.get(request)
         if ask is not None and not ask.loading:
             self._forget(request)
-
-    def _learn_rate(self, request: str, tokens: int) -> None:
-        """How fast this engine computes says how long it waits for blocks of an external tier."""
-        if (since := self._computing.pop(request, None)) is None:
-            return
-        rate = tokens / max(1e-3, time.monotonic() - since)
-        self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
-        for cache in self._caches:
-            cache.recompute_tokens_per_s = self._rate
 
     def refuse(self, request: str) -> None:
         """The request's load failed: from now on it is to be computed."""
@@ -164,6 +178,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """
         self._arguments = {**self._arguments, "salt": secrets.token_hex(16)}
         self._caches = self._make_caches()
+        self._computing.clear()
         for request in list(self._asks):
             self._forget(request)
 
