@@ -16,7 +16,8 @@ from raykv.config import NAMESPACE
 
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
 # secret), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>` (taken by a directory),
-# `<pool>/leaving/<node>` (about to leave), `<pool>/tier` (what was given to `register_tier`, pickled).
+# `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON: the cpu_memory that it was resized to),
+# `<pool>/tier` (what was given to `register_tier`, pickled).
 
 
 def supervisor_name(pool: str) -> str:

@@ -75,12 +75,27 @@ class Directory:
         return answer
 
     def adopt(
-        self, name: str, offered: int, places: bytes, keys: bytes, positions: bytes, stamps: bytes, busy: bytes
+        self,
+        name: str,
+        offered: int,
+        limit: int,
+        given_back: bytes,
+        places: bytes,
+        keys: bytes,
+        positions: bytes,
+        stamps: bytes,
+        busy: bytes,
     ) -> None:
+        self._directory.fit(name, limit, given_back, time.monotonic())
         self._directory.adopt(name, places, keys, positions, stamps, busy, time.monotonic(), offered)
 
-    def beat(self, name: str, offered: int) -> tuple[int, int, bytes] | None:
-        return self._directory.beat(name, offered, time.monotonic())
+    def beat(
+        self, name: str, offered: int, limit: int, given_back: bytes
+    ) -> tuple[tuple[int, int, bytes], tuple[int, bytes]] | None:
+        """Answers of `beat` and `fit`."""
+        fitting = self._directory.fit(name, limit, given_back, time.monotonic())
+        answer = self._directory.beat(name, offered, time.monotonic())
+        return answer and (answer, fitting)
 
     def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes) -> None:
         self._directory.swept(places, verdicts, keys, gens, time.monotonic())
@@ -151,6 +166,8 @@ def _warm_up() -> None:
     directory.pin(Call(4, 3), keys, 1e6)
     directory.unpin(Call(4, 4), keys, 1e6)
     directory.forget(Call(4, 5), keys, 1e6)
+    for limit in (0, 1):  # a slab that is to go, in which something is held, and is to stay after all
+        directory.fit("a", limit, b"", 1e6)
     directory.clear(1e6)
     directory.stats(1e6)
     directory.remove_node("b", 1e6)

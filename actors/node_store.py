@@ -12,11 +12,11 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 from raykv.actors.sinking import Sinking, open_external, seed
+from raykv.actors.sizing import Sizing, size_of
 
 from raykv import actors, room
 from raykv.arena import Arena, open_own, remove_left_behind
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
-from raykv.errors import CapacityError
 from raykv.place import KEY_BYTES, PLACE
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Address, Listener, Tcp
@@ -25,7 +25,7 @@ from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 log = logging.getLogger("raykv")
 # Calls at a time. A push waits for its peer's pull and that for our read: each kind has threads of its own, or stores
 # that are busy with each other would wait for good. So have pulls from a tier, and reads of it: memory waits for none.
-GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "lift": 8}
+GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "lift": 8, "resize": 4}
 JOIN_DEADLINE_S = 30.0
 
 
@@ -39,14 +39,17 @@ class NodeStore:
         used (see PoolConfig).
         """
         self._pool, self._node_id = pool, node_id
-        capacity, mark = capacity_bytes(cpu_memory, room.total_bytes()), fingerprint(pool, secret)
-        slab = slab_bytes(capacity)
-        self._size = capacity // slab * slab
+        total, mark = room.total_bytes(), fingerprint(pool, secret)
+        slab = slab_bytes(capacity_bytes(cpu_memory, total))
+        limit = max(1, capacity_bytes(size_of(pool, node_id, cpu_memory), total) // slab)
+        self._size = limit * slab
         tier = open_external(pool, mark, external, actors.get(pool, "tier")) if external else None
         if tier and not tier[0].open(seed(pool)):
             log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
-        self._arena: Arena = open_own(pool, mark, slab, capacity // slab, room.check)
+        # Laid out for all of the node's memory: what is not offered takes none.
+        self._arena: Arena = open_own(pool, mark, slab, max(total // slab, limit), room.check, limit=limit)
         self._sinking = Sinking(pool, node_id, self._arena, *tier) if tier else None
+        self._sizing = Sizing(pool, node_id, self._arena, limit, self._sinking)
         # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, our stream does not.
         over_tcp = transport == "tcp" and os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false")
         self._listener = _listener(self._arena) if over_tcp else None
@@ -58,9 +61,7 @@ class NodeStore:
         self._pulling: dict[tuple[int, int, int], Future[int]] = {}
         self._lock = threading.Lock()
         self._joined = threading.Event()
-        self._offered_all = threading.Event()
         self._stopped = threading.Event()
-        threading.Thread(target=self._offer_all, name="raykv-offer", daemon=True).start()
         threading.Thread(target=self._beat_forever, name="raykv-beat", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -197,6 +198,11 @@ class NodeStore:
         if self._sinking:
             self._sinking.external.clear(content)
 
+    @ray.method(concurrency_group="resize")
+    def resize(self, cpu_memory: float | int, seconds: float) -> int:
+        """See KVPool.resize."""
+        return self._sizing.resize(cpu_memory, seconds)
+
     def go_down(self, seconds: float) -> bool:
         """As `flush`, to a tier that outlives this node. False if there is none."""
         return self._sinking is not None and self._sinking.external.shared is True and self._sinking.flush(seconds)
@@ -212,20 +218,13 @@ class NodeStore:
     def stop(self) -> None:
         """Let go of the memory, and of what dead stores of this machine left. The actor is of no use afterwards."""
         self._stopped.set()
+        self._sizing.stop()
         if self._listener is not None:
             self._listener.close()
         if self._sinking is not None:
             self._sinking.stop()
         self._arena.close(unlink=True)
         remove_left_behind(self._pool)
-
-    def _offer_all(self) -> None:
-        try:
-            while not self._stopped.is_set() and self._arena.offer_next():
-                pass
-        except CapacityError as error:  # somebody else took the room meanwhile: what is offered stays
-            log.warning("%r: %s", self, error)
-        self._offered_all.set()
 
     def _beat_forever(self) -> None:
         directory = None
@@ -240,35 +239,38 @@ class NodeStore:
             except Exception:  # a store that no longer beats would be lost for good
                 log.exception("%r: no heartbeat", self)
                 directory = None
-            settled = self._joined.is_set() and directory is not None and self._offered_all.is_set()
+            settled = self._joined.is_set() and directory is not None and self._sizing.settled
             pause = HEARTBEAT_S if settled else HEARTBEAT_S / 4
             self._stopped.wait(max(0.0, pause - (time.monotonic() - begin)))
 
     def _beat(self, directory: Any) -> None:
         if not self._joined.is_set():  # a restarted store: the directory may know what it had, but not this arena
             self._join(directory)
-        answer = ray.get(directory.beat.remote(self._node_id, self._arena.offered), timeout=2 * HEARTBEAT_S)
+        report = self._sizing.report()
+        answer = ray.get(directory.beat.remote(self._node_id, *report), timeout=2 * HEARTBEAT_S)
         if answer is None:
             self._join(directory)
             return
-        epoch, floor, limbo = answer
+        (epoch, floor, limbo), closed = answer
         if epoch < self._arena.epoch:
             raise ValueError(f"a directory of epoch {epoch} answered, {self._arena.epoch} is known")
+        self._sizing.told(report, *closed)
         self._arena.raise_floor(floor)
         if limbo:
             self._sweep(directory, np.frombuffer(limbo, PLACE))
 
     def _join(self, directory: Any) -> None:
         """Tell a directory that does not know this node what is here."""
-        arena = self._arena
-        joined = directory.join.remote(self._node_id, arena.nonce, arena.slab_bytes, arena.slabs, arena.epoch)
+        arena, limit = self._arena, self._sizing.limit
+        joined = directory.join.remote(self._node_id, arena.nonce, arena.slab_bytes, limit, arena.epoch)
         index, epoch = ray.get(joined, timeout=JOIN_DEADLINE_S)
         if not arena.raise_epoch(epoch):  # before the inventory: grants of an older directory are void from here
             raise ValueError(f"a directory of epoch {epoch} answered, {arena.epoch} is known")
         found = arena.inventory()
         found.blocks["node"] = found.busy["node"] = index
         columns = (found.blocks, found.keys, found.positions, found.stamps, found.busy)
-        adopted = directory.adopt.remote(self._node_id, arena.offered, *(column.tobytes() for column in columns))
+        report = self._sizing.report()
+        adopted = directory.adopt.remote(self._node_id, *report, *(column.tobytes() for column in columns))
         ray.get(adopted, timeout=JOIN_DEADLINE_S)
         self._peers.clear()
         self._index = index

@@ -56,22 +56,30 @@ class Sinking:
         self._report, self._seen = NOTHING, 0  # seen: the last answer whose deletions were carried out
         self._lost = False  # what lay in the tier
         self._told, self._beat_at = False, 0.0  # what the directory knows of it, and since when
-        self._whole = threading.Event()
+        self.steady = threading.Lock()  # held while slots that nobody leased are read
+        self._whole: set[object] = set()  # who wants all brought down
         self._idle = threading.Event()  # nothing was left to go down
+        self._served = False  # the directory knows the tier, all of it, and every node reaches it
         self._stopped, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="raykv-sink", daemon=True)
         self._thread.start()
 
-    def flush(self, seconds: float) -> bool:
-        """Bring down all that is not there yet. Returns whether that was done in time."""
+    def flush(self, seconds: float, lasting: bool = True) -> bool:
+        """Bring down all that is not there yet. Returns whether that was done in time.
+
+        lasting: what comes later goes down too.
+        """
         self._idle.clear()
-        self._whole.set()
+        wish = object()
+        self._whole.add(wish)
         self._wake.set()
         now = time.monotonic()
         end, up = now + seconds, now
         while not self._idle.wait(LOOK_S) and now < min(end, up + COMES_BACK_S):
             now = time.monotonic()
-            up = now if self.external.up else up
+            up = now if self.external.up and self._served else up
+        if not lasting:
+            self._whole.discard(wish)
         return self._idle.is_set()
 
     def stop(self) -> None:
@@ -156,20 +164,21 @@ class Sinking:
 
     def _sink(self, directory: Any) -> bool:
         """One batch. Returns whether there was one."""
-        whole = self._whole.is_set()
+        whole = bool(self._whole)
         asked = directory.sink.remote(self._node_id, *self._report, self._seen, whole)
         source, keys, target, doomed, number = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
-        self._report = NOTHING
+        self._report, self._served = NOTHING, number > 0
         if self.external.delete([doomed[at : at + KEY_BYTES] for at in range(0, len(doomed), KEY_BYTES)]):
             self._seen = number
         if source:
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
             refused = self.external.faults["refused"]
-            stored = self._write(np.frombuffer(source, PLACE), names)
+            with self.steady:
+                stored = self._write(np.frombuffer(source, PLACE), names)
             self._report = target, keys, stored.astype(np.uint8).tobytes()
             if self.external.faults["refused"] > refused:
                 self._rest(whole and not stored.any())
-        elif whole and not doomed:
+        elif whole and self._served and not doomed:
             self._idle.set()
         return bool(source or doomed)
 

@@ -120,6 +120,7 @@ class Supervisor:
             self._pings.pop(node_id, None)
         for node_id in set(self._known(directory).values()) - living:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
+            actors.drop(self._pool, f"memory/{node_id}")
         self._look_for_leaving(directory, living)
 
     def _look_for_leaving(self, directory: Any, living: set[str]) -> None:

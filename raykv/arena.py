@@ -59,6 +59,7 @@ class Arena:
         self._memory = data[:payload].view(np.int64), data
         self._locks = Locks(fd, first, 8 * header.HEADER_WORDS)
         self._mutex = threading.Lock()
+        self._sizing = threading.Lock()  # held for as long as a slab takes to fault in
         self._populated: set[int] = set()
         native.warm()
         header.warm()  # before anybody waits for a kernel or holds a lock
@@ -112,6 +113,8 @@ class Arena:
             os.close(fd)
             return None
         header.store(arena._memory[0], header.INCARNATION, arena.incarnation + 1)
+        for slab in arena.given_back():  # its owner may have died in the middle of that
+            arena._discard(slab)
         return arena
 
     @classmethod
@@ -129,8 +132,20 @@ class Arena:
 
     @property
     def offered(self) -> int:
-        """How many slabs may be used."""
+        """How many slabs may be used, with those that were given back since."""
         return header.load(self._memory[0], header.OFFERED)
+
+    @property
+    def available(self) -> int:
+        """How many slabs may be used."""
+        return self.offered - len(self.given_back())
+
+    def given_back(self) -> list[int]:
+        """Slabs that were offered once, and whose memory was given back."""
+        words, _ = self._memory
+        strides = words[header.TABLE + 1 :][: 2 * header.load(words, header.OFFERED) : 2]
+        found: list[int] = np.flatnonzero(strides == header.GIVEN_BACK).tolist()
+        return found
 
     @property
     def epoch(self) -> int:
@@ -157,33 +172,69 @@ class Arena:
             header.store(words, header.FLOOR, max(generation, header.load(words, header.FLOOR)))
 
     def offer_next(self) -> bool:
-        """Owner: allocate, fault in and offer one more slab. False if all are. CapacityError if there is no room."""
-        with self._mutex:
+        """Owner: allocate, fault in and offer one more slab, of those given back first.
+
+        False if all are. CapacityError if there is no room.
+        """
+        with self._sizing:
             words, data = self._memory
-            slab = header.load(words, header.OFFERED)
+            back = self.given_back()
+            slab = back[0] if back else self.offered
             if slab >= self.slabs or self._locks.fd < 0:
                 return False
-            start, headers = self._shape[2] + slab * self.slab_bytes, self.slab_bytes // ALIGN * 8 * header.HEADER_WORDS
-            _advise(data, start, self.slab_bytes, _MADV_HUGEPAGE)
+            _advise(data, *self._payload(slab), _MADV_HUGEPAGE)
             self._populate(data, {slab})  # before it is allocated: only a fault is given huge pages
             try:
-                os.posix_fallocate(self._locks.fd, start, self.slab_bytes)
-                os.posix_fallocate(self._locks.fd, 8 * self._shape[1] + slab * headers, headers)
+                os.posix_fallocate(self._locks.fd, *self._payload(slab))
+                os.posix_fallocate(self._locks.fd, *self._headers(slab))
             except OSError as error:
-                self._populated.discard(slab)
-                _advise(data, start, self.slab_bytes, _MADV_REMOVE)
+                self._discard(slab)
                 if error.errno != errno.ENOSPC:
                     raise
                 raise CapacityError(
                     f"{self.path}: asked for slab {slab + 1} of {self.slabs}, {self.slab_bytes} bytes, but the file "
                     f"system is full: lower cpu_memory or Ray's object_store_memory, or enlarge it"
                 ) from error
-            header.store(words, header.OFFERED, slab + 1)
+            if back:
+                header.store(words, header.TABLE + 2 * slab + 1, 0)
+            else:
+                header.store(words, header.OFFERED, slab + 1)
             return True
+
+    def give_back(self, slab: int, generation: int) -> bool:
+        """Owner: forget a slab's blocks and give its memory back. Grants up to a generation are refused from then on.
+
+        False if somebody writes there, or the generation is not newer than the slab's, or of a past epoch.
+        """
+        with self._sizing:
+            words, _ = self._memory
+            first, entry = slab * (self.slab_bytes // ALIGN), header.TABLE + 2 * slab
+            if not 0 <= slab < self.offered:
+                return False
+            with self._mutex, self._locks.whole(first, first + self.slab_bytes // ALIGN) as mine:
+                newer = header.load(words, entry) < generation and self.epoch <= epoch_of(generation)
+                if not mine or not newer:
+                    return False
+                header.reformat(words, self._shape, slab, generation, header.GIVEN_BACK)
+            self._discard(slab)  # whoever reads there yet has seen headers that are gone by now
+            return True
+
+    def _discard(self, slab: int) -> None:
+        self._populated.discard(slab)
+        for region in (self._payload(slab), self._headers(slab)):
+            _advise(self._memory[1], *region, _MADV_REMOVE)
+
+    def _payload(self, slab: int) -> tuple[int, int]:
+        """Where a slab's slots are in the file, and how many bytes."""
+        return self._shape[2] + slab * self.slab_bytes, self.slab_bytes
+
+    def _headers(self, slab: int) -> tuple[int, int]:
+        size = self.slab_bytes // ALIGN * 8 * header.HEADER_WORDS
+        return 8 * self._shape[1] + slab * size, size
 
     def populate(self) -> None:
         """Fill this process's page tables for all that is offered, which the first copies would wait for otherwise."""
-        self._populate(self._memory[1], set(range(self.offered)))
+        self._populate(self._memory[1], set(range(self.offered)).difference(self.given_back()))
 
     def read(
         self,
@@ -370,7 +421,7 @@ class Arena:
     def _populate(self, data: tiles.Bytes, slabs: set[int]) -> None:
         """Fill this process's page tables, once a slab: a fault a page costs more than the copy of it."""
         for slab in slabs - self._populated:
-            _advise(data, self._shape[2] + slab * self.slab_bytes, self.slab_bytes, _MADV_POPULATE_WRITE)
+            _advise(data, *self._payload(slab), _MADV_POPULATE_WRITE)
             self._populated.add(slab)
 
     def _slots(self, at: NDArray[np.int64]) -> list[int]:
@@ -404,11 +455,18 @@ class Arena:
 
 
 def open_own(
-    pool: str, fingerprint: bytes, slab_bytes: int, slabs: int, room_check: Callable[[int], None], folder: str = SHM
+    pool: str,
+    fingerprint: bytes,
+    slab_bytes: int,
+    slabs: int,
+    room_check: Callable[[int], None],
+    folder: str = SHM,
+    limit: int | None = None,
 ) -> Arena:
     """The arena of a node store: one that a dead store of this user and pool left behind, else a new one.
 
-    `room_check` is asked for a new one's bytes (`raykv.room.check`) and may raise.
+    `room_check` is asked for the bytes of a new one (`raykv.room.check`) of which `limit` slabs are to be offered, by
+    default all, and may raise.
     """
     for index in itertools.count():
         path = f"{folder}/raykv-{pool}-{os.getuid()}-{index}"
@@ -417,7 +475,7 @@ def open_own(
             return arena
         if os.path.lexists(path):  # a living store's, or another user's
             continue
-        room_check(superblock.layout(slab_bytes, slabs)[2])
+        room_check(superblock.layout(slab_bytes, slabs if limit is None else limit)[2])
         try:
             return Arena.create(path, fingerprint, slab_bytes, slabs)
         except FileExistsError:

@@ -128,6 +128,21 @@ def drain(node: str, deadline: float, name: str, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("node")
+@click.option("--cpu-memory", type=Memory(), required=True, help=Memory.__doc__)
+@click.option("--deadline", default=60.0, show_default=True, help="Seconds.")
+@NAME
+@JSON
+def resize(node: str, cpu_memory: float | int, deadline: float, name: str, as_json: bool) -> None:
+    """Give a node (its Ray node id) more memory, or less, while the pool is in use."""
+    import raykv
+
+    with _spinner(f"resizing node {node[:16]}"):
+        size = raykv.attach(name).resize(node, cpu_memory, deadline)
+    click.echo(json.dumps({"bytes": size}) if as_json else f"the node has {size / (1 << 30):.2f} GiB now")
+
+
+@main.command()
 @click.option("--requests", default=12, show_default=True, type=click.IntRange(1), help="How many questions are asked.")
 @click.option(
     "--nodes", default=2, show_default=True, type=click.IntRange(1), help="Ray nodes, with an engine on each."

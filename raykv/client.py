@@ -10,13 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raykv import actors, keys
 from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
 from raykv.afford import check_nodes
 from raykv.cache import KVCache
-from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, fingerprint
+from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, check_memory, fingerprint
 from raykv.errors import CapacityError, PoolNotFound
 from raykv.external import CONTENT_BYTES
 from raykv.link import Link
@@ -133,12 +133,30 @@ class KVPool:
         Returns how many blocks would still be lost with it. ValueError if no living node has that Ray node id; RayError
         if the pool's actors do not answer.
         """
-        living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        if node_id not in living:
-            raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: {', '.join(living)}")
+        _check_living(node_id)
         supervisor = actors.find(actors.supervisor_name(self.name))
         left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + STOP_DEADLINE_S)
         return left
+
+    def resize(self, node_id: str, cpu_memory: float | int, deadline: float = 60.0) -> int:
+        """Give a node more memory, or less, while the pool is in use: a fraction of what it has, or bytes.
+
+        What is given up are its coldest blocks; those that somebody holds stay until they are let go, even if that is
+        after the deadline. It outlasts restarts of the node's store, and ends with the pool.
+        Returns the bytes that the node's CPU tier has then: whole slabs, and more than asked for where the deadline
+        has passed. Raises CapacityError where the node can't afford it, and ValueError if no living node has that Ray
+        node id, or for a bad `cpu_memory`: nothing is changed then. RayError if the pool's actors do not answer.
+        """
+        check_memory(cpu_memory)
+        _check_living(node_id)
+        store = actors.find(actors.node_store_name(self.name, node_id))
+        try:
+            size: int = ray.get(store.resize.remote(cpu_memory, deadline), timeout=deadline + ADMIN_DEADLINE_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, (CapacityError, ValueError)):  # without the store's traceback
+                raise type(error.cause)(str(error.cause)) from None
+            raise
+        return size
 
     def stop(self) -> None:
         """End the pool on every node and give its memory back."""
@@ -270,6 +288,12 @@ def _connect(name: str) -> None:
                 f"no Ray cluster runs here: start one with `ray start --head` (or `ray up`), "
                 f"then the pool with `raykv start --name {name}`"
             ) from error
+
+
+def _check_living(node_id: str) -> None:
+    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    if node_id not in living:
+        raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: {', '.join(living)}")
 
 
 def _head() -> str:

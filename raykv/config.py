@@ -55,12 +55,7 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name):
             raise ValueError(f"pool name {self.name!r}: use 1 to 40 letters, digits, '_' or '-'")
-        if isinstance(self.cpu_memory, bool) or not isinstance(self.cpu_memory, (int, float)):
-            raise ValueError(f"cpu_memory={self.cpu_memory!r}: give a fraction of the node's memory or bytes")
-        if isinstance(self.cpu_memory, float) and not 0 < self.cpu_memory <= 1:
-            raise ValueError(f"cpu_memory={self.cpu_memory}: a float is a fraction in (0, 1]; bytes are an int")
-        if isinstance(self.cpu_memory, int) and self.cpu_memory < 8 * MIB:
-            raise ValueError(f"cpu_memory={self.cpu_memory} bytes: the smallest arena is {8 * MIB} (8 MiB)")
+        check_memory(self.cpu_memory)
         if not self.locality >= 1:
             raise ValueError(f"locality={self.locality}: must be at least 1 (1 is exact cluster-wide LRU)")
         if self.transport not in TRANSPORTS:
@@ -87,6 +82,16 @@ class PoolConfig:
         if not secret:
             raise ValueError(f"secret file {path} is empty")
         return secret
+
+
+def check_memory(cpu_memory: float | int) -> None:
+    """ValueError unless it is a fraction of a node's memory, or bytes."""
+    if isinstance(cpu_memory, bool) or not isinstance(cpu_memory, (int, float)):
+        raise ValueError(f"cpu_memory={cpu_memory!r}: give a fraction of the node's memory or bytes")
+    if isinstance(cpu_memory, float) and not 0 < cpu_memory <= 1:
+        raise ValueError(f"cpu_memory={cpu_memory}: a float is a fraction in (0, 1]; bytes are an int")
+    if isinstance(cpu_memory, int) and cpu_memory < 8 * MIB:
+        raise ValueError(f"cpu_memory={cpu_memory} bytes: the smallest arena is {8 * MIB} (8 MiB)")
 
 
 def fingerprint(pool: str, secret: bytes) -> bytes:

@@ -24,7 +24,7 @@ from raykv.index import (
 )
 from raykv.placement import oldest, room
 
-LOOKS = 1 << 14  # at rows, by one call: what is clean already costs a look
+LOOKS = 1 << 14  # at rows, by one call while others wait: what is clean already costs a look
 CHANCES = 8  # blocks that are in memory too, which one eviction passes over
 
 
@@ -82,15 +82,15 @@ def take_below(c, below, gone, count):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def sink(c, shelf, slots, share, min_uses, below, source, target, gone):  # type: ignore[no-untyped-def]
+def sink(c, shelf, slots, share, min_uses, below, looks, source, target, gone):  # type: ignore[no-untyped-def]
     """Choose a shelf's oldest blocks that are not below yet, until `share` of its slots can be had for nothing.
 
     source[i], target[i]: the row in memory, which nobody holds for that (its reader finds out), and the SINKING one in
-    `below`. gone: keys of what is evicted there. Returns (blocks, evicted ones).
+    `below`. gone: keys of what is evicted there. looks: at so many rows. Returns (blocks, evicted ones).
     """
     which = shelf * LISTS_PER_SHELF + 1
     n, count = 0, 0
-    for _ in range(LOOKS):
+    for _ in range(looks):
         if n == len(source) or short(c, shelf, slots, share) <= 0:
             break
         mark = c.lists[which].mark

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import holds, index, placement, slabs
+from raykv import demotion, holds, index, placement, slabs
 from raykv.below import NOTHING, Below
 from raykv.calls import Call, Matched, Reserved, Sunk
 from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
@@ -19,6 +19,7 @@ from raykv.shelves import Places, Rows, Shelves
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 LIMBO_PER_BEAT = 4096
 DEPARTING_PER_CALL = 4096  # of each size
+CLOSED_PER_CALL = 8  # slabs
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
     "num_cumulative_preemption",
@@ -56,10 +57,13 @@ class Node:
     slab_bytes: int
     window_bytes: int
     last_beat: float
+    limit: int  # slabs that it is to have
     state: str = "joining"  # then alive <-> suspect
     leaving: bool = False
-    offered: int = 0  # slabs that are allocated
-    spare: list[int] = field(default_factory=list)  # of them, those that serve no size; the last is taken first
+    offered: int = 0  # slabs that were allocated
+    withdrawn: set[int] = field(default_factory=set)  # of them, those that were, or are to be, given back
+    closing: set[int] = field(default_factory=set)  # slabs that are to be withdrawn, in which something is held
+    spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
     shelves: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     checked: dict[int, int] = field(default_factory=dict)  # evictions at the last look for a colder slab, by shelf
@@ -358,7 +362,7 @@ class Directory:
         now: float,
         window: int | None = None,
     ) -> tuple[int, int]:
-        """A node store started. Returns (index of the node, epoch to stamp on its arena).
+        """A node store started, and is to have so many slabs. Returns (index of the node, epoch to stamp on its arena).
 
         Nothing is offered or granted there until `adopt`. epoch: what the arena carries. window: bytes of staging.
         """
@@ -372,7 +376,7 @@ class Directory:
             return known.index, self.epoch
         self._remove_node(name)
         window = staging_window(slab_bytes * slab_count) if window is None else window
-        self.nodes[name] = node = Node(name, self._new_index(tier=False), nonce, slab_bytes, window, now)
+        self.nodes[name] = node = Node(name, self._new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
         node.leaving = name in self._leaving
         return node.index, self.epoch
 
@@ -433,7 +437,8 @@ class Directory:
         self._restore_windows(came)
 
     def _offer(self, node: Node, offered: int) -> None:
-        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs]
+        taken = {*node.spare, *node.slabs, *node.withdrawn}
+        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in taken]
         node.offered = max(node.offered, offered)
 
     def _new_index(self, tier: bool) -> int:
@@ -441,12 +446,71 @@ class Directory:
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
     def _open_found(self, node: Node, at: Places) -> None:
-        for number in np.unique(at["slab"]).tolist():
+        for number in sorted(set(at["slab"].tolist()) - node.withdrawn):
             first = at[at["slab"] == number][0]
             stride = slot_bytes(int(first["bytes"]))
             shelf = self._shelf(node, stride)
             if shelf >= 0:
                 self._open_slab(node, number, shelf, stride, int(first["slab_gen"]))
+
+    def fit(self, name: str, limit: int, given_back: bytes, now: float) -> tuple[int, bytes]:
+        """A node store is to have `limit` slabs; before every `adopt` and `beat`, if that may change.
+
+        given_back: numbers (int32) of slabs whose memory was, or is about to be: they rule, whatever was agreed before.
+        Returns (generation, numbers (int32)) of slabs to give back: grants there are of older generations. What nobody
+        holds goes at once, coldest first, the rest as it is let go.
+        """
+        self._check(now)
+        node = self.nodes.get(name)
+        if node is None:
+            return 0, b""
+        if limit != node.limit:
+            node.limit, node.window_bytes = limit, staging_window(node.slab_bytes * limit)
+        for stride, shelf in node.shelves.items():
+            self._shelves.resize_window(shelf, max(1, node.window_bytes // stride))
+        if (gone := set(np.frombuffer(given_back, np.int32).tolist())) != node.withdrawn:
+            self._settle_withdrawn(node, gone)
+        numbers = self._withdraw(node) if node.state != "joining" else []
+        return self._shelves.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes()
+
+    def _settle_withdrawn(self, node: Node, gone: set[int]) -> None:
+        kept = sorted(node.withdrawn - gone, reverse=True)  # or taken up again
+        lost = [number for number in gone if number in node.slabs]  # another answer than the last came through
+        for number in lost:
+            self._shelves.close(node.index, node.slabs.pop(number))
+        node.spare[:] = [*kept, *(number for number in node.spare if number not in gone)]
+        node.withdrawn = gone
+        if lost:
+            self._disown()
+
+    def _withdraw(self, node: Node) -> list[int]:
+        """Numbers of slabs that a node has too many: no longer in use."""
+        excess = min(CLOSED_PER_CALL, node.offered - len(node.withdrawn) - node.limit)
+        numbers = node.spare[: max(0, excess)]
+        closing = self._to_close(node, excess - len(numbers))
+        for number in node.closing & node.slabs.keys() - closing:
+            slabs.reopen(self._shelves.c, *self._shelves.span(node.slabs[number]))
+        for number in closing:
+            if slabs.retire(self._shelves.c, *self._shelves.span(node.slabs[number])) == 0:
+                numbers.append(self._shelves.close(node.index, node.slabs.pop(number)))
+        node.closing = closing & node.slabs.keys()
+        node.spare = [number for number in node.spare if number not in numbers]
+        node.withdrawn.update(numbers)
+        for shelf in node.shelves.values() if closing else ():  # the free slots were the first to go
+            placement.restore_window(self._shelves.c, shelf, self._shelves.c.shelves[shelf]["window"])
+        return numbers
+
+    def _to_close(self, node: Node, count: int) -> set[int]:
+        """The slabs that were used longest ago, those first in which nothing is held; none with a pinned block."""
+        if count <= 0:
+            return set()
+        pinned = {int(self._shelves.c.pages[row >> index.PAGE_BITS]) for row, _ in self.pins.values()}
+        ages = []
+        for number, record in node.slabs.items():
+            if record not in pinned:
+                newest, held = self._shelves.census(record, np.zeros(len(index.STATES) + 1, np.int64))
+                ages.append((held, newest, number))
+        return {number for _, _, number in sorted(ages)[:count]}
 
     def beat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
         """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and is to `join` again.
@@ -602,12 +666,12 @@ class Directory:
             return NOTHING
         if self._below.sunk(name, at, k, done, seen):
             self._below.look_again(node.shelves.values())
-        share = self._below.share
+        share, slots = self._below.share, self._slots(node)
         if whole and share > 0.0:
-            share = 1.0
-        elif node.spare and share < 1.0:  # there is room
+            return self._below.sink(name, node.shelves, slots, 1.0, sum(slots.values()))
+        if node.spare and share < 1.0:  # there is room
             share = 0.0
-        return self._below.sink(name, node.shelves, self._slots(node), share)
+        return self._below.sink(name, node.shelves, slots, share, demotion.LOOKS)
 
     def indices(self) -> dict[int, str]:
         """Nodes by the index that places carry: their memory's, and their own tier's."""
@@ -753,16 +817,19 @@ class Directory:
             counts = np.zeros_like(total)
             self._shelves.census(record, counts)
             total += counts
-            used += int(counts.sum() - counts[index.FREE]) * (node.slab_bytes // int(counts.sum()))
+            used += int(counts.sum() - counts[index.FREE] - counts[index.CLOSED]) * (
+                node.slab_bytes // int(counts.sum())
+            )
         return {
             "index": node.index,
             "state": "leaving" if node.leaving and node.state == "alive" else node.state,
             "idle_s": now - node.last_beat,
             "slabs": len(node.slabs),
             "spare_slabs": len(node.spare),
+            "limit": node.limit,
             "slab_bytes": node.slab_bytes,
             "bytes_used": used,
-            "slots": int(total.sum()),
+            "slots": int(total[: index.CLOSED].sum()),
             **{state: int(total[i]) for i, state in enumerate(index.STATES)},
         }
 

@@ -32,6 +32,7 @@ FREE, WRITING, READY = 0, 1, 2
 MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint are two words each
 SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR = range(6, 13)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
+GIVEN_BACK = -1  # for a stride: the slab's memory is the machine's again
 HEADER_WORDS = 8
 KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
 
@@ -92,7 +93,8 @@ def locate(words: Words, shape: Shape, places: Words, header: Words, payload: Wo
         slab, slot, size = places[i, 0] >> 32, places[i, 1] & 0xFFFFFFFF, places[i, 1] >> 32
         stride = -(-size // ALIGN) * ALIGN
         header[i] = -1
-        if 0 <= slab < offered and size > 0 and (slot + 1) * stride <= shape[0]:
+        there = 0 <= slab < offered and _load(words, TABLE + 2 * slab + 1) != GIVEN_BACK
+        if there and size > 0 and (slot + 1) * stride <= shape[0]:
             header[i] = shape[1] + (slab * (shape[0] // ALIGN) + slot) * HEADER_WORDS
             payload[i] = shape[2] + slab * shape[0] + slot * stride
 
@@ -213,9 +215,13 @@ def identify(words: Words, header: Words, out: Words) -> None:
 
 @kernel
 def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int) -> None:
-    """Under the lock of the slab's whole header range: forget its blocks and give it slots of `stride` bytes."""
+    """Under the lock of the slab's whole header range: forget its blocks and give it slots of `stride` bytes.
+
+    Or none: GIVEN_BACK.
+    """
     smallest = words[TABLE + 2 * slab + 1]
     smallest = stride if smallest <= 0 else min(smallest, stride)
+    smallest = ALIGN if stride == GIVEN_BACK else smallest
     first = shape[1] + slab * (shape[0] // ALIGN) * HEADER_WORDS
     for h in range(first, first + shape[0] // smallest * HEADER_WORDS, HEADER_WORDS):
         _store(words, h, 0)

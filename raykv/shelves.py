@@ -90,6 +90,11 @@ class Shelves:
         self.c.shelves[shelf]["offered"] = offered
         self._reset_heap(stride)
 
+    def resize_window(self, shelf: int, window: int) -> None:
+        """How many slots may be staging; those that are now stay so."""
+        at = self.c.shelves[shelf]
+        at["window"] = max(window, at["staging"])
+
     def remove(self, shelf: int, stride: int) -> None:
         """Its node is gone, and all its slabs are closed."""
         self.sizes[stride].remove(shelf)

@@ -94,6 +94,35 @@ def _drop_or_free(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def retire(c, base, slots):  # type: ignore[no-untyped-def]
+    """Close the rows of a slab that nobody holds: a slab that is never all unheld at once is emptied so, too.
+
+    Returns how many rows are left.
+    """
+    left = 0
+    for row in range(base, base + slots):
+        state = c.rows[row].state
+        if c.rows[row].pins > 0 or state == LIMBO:
+            left += 1
+        elif state != CLOSED:
+            if state == FREE:
+                unlink(c, list_of(c, row, FREE), row)
+            else:
+                forget(c, row)
+            c.rows[row].state = CLOSED
+            c.rows[row].gen = 0
+    return left
+
+
+@kernel
+def reopen(c, base, slots):  # type: ignore[no-untyped-def]
+    """Undo `retire`: the rows are free."""
+    for row in range(base, base + slots):
+        if c.rows[row].state == CLOSED:
+            free(c, row)
+
+
+@kernel
 def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
     """counts[state] of a slab's rows. Returns (tick of its newest block or -1, whether one is held)."""
     newest, held = np.int64(-1), False

@@ -96,7 +96,14 @@ def check_invariants(directory: Directory) -> None:
     assert len(set(live.tolist())) == len(live), "slabs overlap"
     rows = c.rows
     state = rows["state"]
-    assert (state[live] < index.CLOSED).all()
+    closing = [node.slabs[n] for node in directory.nodes.values() for n in node.closing & node.slabs.keys()]
+    half = np.concatenate(
+        [np.arange(first, first + n) for first, n in map(directory._shelves.span, closing)] or [np.zeros(0, int)]
+    )
+    assert (state[np.setdiff1d(live, half)] < index.CLOSED).all()
+    for node in directory.nodes.values():
+        mine = [*node.spare, *node.slabs, *node.withdrawn]
+        assert len(set(mine)) == len(mine) and set(mine) >= set(range(node.offered)), "a slab lost, or there twice"
     assert not rows["pins"][np.setdiff1d(np.arange(len(rows)), live)].any()
     for node in directory.stats(0.0)["nodes"].values():
         assert sum(node[name] for name in index.STATES) == node["slots"]

@@ -435,7 +435,7 @@ class Oracle(Tiers):
         capacity = slab_bytes * slab_count
         if window is None:
             window = min(max(capacity // 50, 256 << 20), capacity // 8)
-        node = Node(self.new_index(tier=False), nonce, slab_bytes, window, now)
+        node = Node(self.new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
         node.leaving = name in self.leavers
         self.nodes[name] = self.by_index[node.index] = node
         return node.index, self.epoch
@@ -720,6 +720,7 @@ class Oracle(Tiers):
             "idle_s": now - node.last_beat,
             "slabs": len(node.slabs),
             "spare_slabs": len(node.spare),
+            "limit": node.limit,
             "slab_bytes": node.slab_bytes,
             "bytes_used": sum(
                 sum(row.state != "free" for row in slab.rows) * (node.slab_bytes // len(slab.rows))

@@ -92,6 +92,7 @@ class Node:
     slab_bytes: int
     window_bytes: int
     last_beat: float
+    limit: int
     state: str = "joining"
     leaving: bool = False
     offered: int = 0

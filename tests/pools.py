@@ -206,7 +206,7 @@ def served(pool: raykv.KVPool, nodes: int) -> bool:
     stats = pool.stats()
     found = stats.get("nodes", {})
     assert pool.local
-    whole = [node for node in found.values() if node["slabs"] + node["spare_slabs"] == pool.local.arena.slabs]
+    whole = [node for node in found.values() if node["slabs"] + node["spare_slabs"] == node["limit"]]
     if len(whole) != nodes or any(node["state"] != "alive" for node in found.values()):
         return False
     if pool.local.index != found[pool.node_id]["index"]:

@@ -9,7 +9,7 @@ from directory_pool import KEYS, PAGE, Pool, blocks, staged
 from oracle_slots import split, unpack
 from world import DOCUMENTS
 
-from raykv import below, index
+from raykv import below, demotion, index
 from raykv.calls import Call, Sunk
 
 SLAB = 8 * PAGE  # of a tier: 4 blocks of a page, which take a page more there
@@ -349,6 +349,18 @@ def test_who_vanishes_with_a_cleared_block_of_a_tier_leaves_its_place_free() -> 
     pool.tick(11.0)
     pool.store("a", KEYS[10:17])
     assert len(pool.sink("a", whole=True).keys) == 4 * 16
+
+
+def test_in_the_end_everything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demotion, "LOOKS", 2)
+    pool = tiered(share=1.0)
+    pool.store("a", KEYS[:6])
+    assert pool.bring_down("a", whole=True) == KEYS[5::-1]
+    pool.directory._below.look_again(pool.directory.nodes["a"].shelves.values())
+    pool.store("a", KEYS[6:7])
+    assert split(pool.sink("a").keys) == [], "the oldest two are clean"
+    pool.directory._below.look_again(pool.directory.nodes["a"].shelves.values())
+    assert split(pool.sink("a", whole=True).keys) == KEYS[6:7]
 
 
 # ---------------------------------------------------------------------- what is deleted there

@@ -1,0 +1,129 @@
+"""How much memory a node store offers: as many slabs as it is to have, whatever that is changed to."""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+
+import numpy as np
+from raykv.actors.sinking import Sinking
+
+from raykv import actors, room
+from raykv.arena import Arena
+from raykv.config import capacity_bytes
+from raykv.errors import CapacityError
+from raykv.superblock import layout
+
+log = logging.getLogger("raykv")
+LOOK_S = 0.05  # between looks whether the size is reached
+
+
+def size_of(pool: str, node_id: str, cpu_memory: float | int) -> float | int:
+    """What a node was resized to last, if it was, else `cpu_memory`."""
+    asked = actors.get(pool, f"memory/{node_id}")
+    size: float | int = json.loads(asked) if asked else cpu_memory
+    return size
+
+
+class Sizing:
+    """Offers slabs of an arena, and gives back those that the directory no longer uses: one thread, which may wait."""
+
+    def __init__(self, pool: str, node_id: str, arena: Arena, limit: int, sinking: Sinking | None) -> None:
+        self.limit = limit  # slabs that there are to be
+        self._pool, self._node_id, self._arena, self._sinking = pool, node_id, arena, sinking
+        self._told = 0  # slabs that the directory knows of
+        self._closed: dict[int, int] = {}  # slabs that are to be given back, and of which generation
+        self._full = ""  # why there can't be more
+        self._turn = threading.Lock()
+        self._changed = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="raykv-size", daemon=True)
+        self._thread.start()
+
+    @property
+    def settled(self) -> bool:
+        """Whether there are as many slabs as there are to be, or can be, and the directory knows."""
+        return self._told == self._arena.available == self.limit or bool(self._full)
+
+    def report(self) -> tuple[int, int, bytes]:
+        """What a directory's `beat` and `adopt` take: slabs offered so far, to be had, and (int32) given back."""
+        closed = list(self._closed)  # first: what is given back meanwhile is in both
+        gone = {*closed, *self._arena.given_back()}
+        return self._arena.offered, self.limit, np.array(sorted(gone), np.int32).tobytes()
+
+    def told(self, report: tuple[int, int, bytes], generation: int, numbers: bytes) -> None:
+        """A directory answered a report: slabs that it does not use from a generation on."""
+        self._told = report[0] - len(report[2]) // 4
+        if numbers:
+            self._closed.update(dict.fromkeys(np.frombuffer(numbers, np.int32).tolist(), generation))
+            self._changed.set()
+
+    def resize(self, cpu_memory: float | int, seconds: float) -> int:
+        """See KVPool.resize. Returns the bytes that there are after so many seconds, or as soon as that is done."""
+        end = time.monotonic() + seconds
+        if self._slabs(cpu_memory) < self.limit and self._sinking:
+            self._sinking.flush(seconds / 2, lasting=False)
+        with self._turn:
+            before, asked = self.limit, actors.get(self._pool, f"memory/{self._node_id}")
+            limit = self._slabs(cpu_memory)
+            actors.put(self._pool, f"memory/{self._node_id}", json.dumps(cpu_memory).encode())
+            self.limit, self._full = limit, ""
+            self._changed.set()
+        while not self.settled and time.monotonic() < end:
+            self._stopped.wait(LOOK_S)
+        with self._turn:
+            if self._full and self.limit == limit:
+                self._undo(before, asked)
+        return self._arena.available * self._arena.slab_bytes
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._changed.set()
+
+    def _slabs(self, cpu_memory: float | int) -> int:
+        """CapacityError or ValueError where the node can't have that."""
+        arena, asked = self._arena, capacity_bytes(cpu_memory, room.total_bytes())
+        limit = asked // arena.slab_bytes
+        if not limit:
+            raise ValueError(
+                f"cpu_memory={cpu_memory} is less than a slab of this pool: give {arena.slab_bytes} bytes or more"
+            )
+        if limit > arena.slabs:
+            raise CapacityError(room.refusal(asked, room.free_bytes()))
+        if limit > self.limit:
+            room.check(layout(arena.slab_bytes, limit)[2] - layout(arena.slab_bytes, arena.available)[2])
+        return limit
+
+    def _undo(self, limit: int, asked: bytes | None) -> None:
+        why, self.limit = self._full, limit
+        if asked is None:
+            actors.drop(self._pool, f"memory/{self._node_id}")
+        else:
+            actors.put(self._pool, f"memory/{self._node_id}", asked)
+        self._full = ""
+        self._changed.set()
+        raise CapacityError(why)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._changed.clear()
+            try:
+                offered = self._arena.available < self.limit and not self._full and self._arena.offer_next()
+            except (CapacityError, OSError) as error:  # somebody else took the room meanwhile: what is offered stays
+                log.warning("%s: %s", self._arena.path, error)
+                offered, self._full = False, str(error)
+            if not offered and not self._give_back():
+                self._changed.wait()
+
+    def _give_back(self) -> bool:
+        """One slab. Returns whether there was one: what can't be given back now is closed by the directory again."""
+        for slab, generation in list(self._closed.items()):
+            if self._arena.available > self.limit:
+                with self._sinking.steady if self._sinking else contextlib.nullcontext():
+                    self._arena.give_back(slab, generation)
+            del self._closed[slab]
+            return True
+        return False
