@@ -58,8 +58,8 @@ class Directory:
     def forget(self, call: News, keys: bytes) -> int:
         return self._directory.forget(Call(*call), keys, time.monotonic())
 
-    def preempted(self, call: News) -> int:
-        return self._directory.preempted(Call(*call), time.monotonic())
+    def preempted(self, call: News, keys: bytes) -> tuple[int, int]:
+        return self._directory.preempted(Call(*call), keys, time.monotonic())
 
     def beat_client(self, call: News) -> int:
         return self._directory.beat_client(Call(*call), time.monotonic())

@@ -143,10 +143,13 @@ class Below:
             tier.doomed.pop(key, None)
         tier.doomed.update(dict.fromkeys(_split(keys[refused & ~there])))
 
-    def sink(self, node: str, shelves: dict[int, int], slots: dict[int, int], share: float, looks: int) -> Sunk:
+    def sink(
+        self, node: str, shelves: dict[int, int], slots: dict[int, int], share: float, looks: int, pinned: Rows
+    ) -> Sunk:
         """What of a node's blocks goes down next, until `share` of its `slots` (by size) can be had for nothing.
 
-        looks: at so many rows of a size, after which nothing more may be found though there is.
+        looks: at so many rows of a size, after which nothing more may be found though there is. pinned: rows that go
+        down where nothing else is left to.
         """
         tier = self.tier_of(node)
         if tier is None or tier.unreached or not tier.listed:
@@ -161,7 +164,7 @@ class Below:
             self._give_slots(tier, below, min(want, int(missing)))
             rows, places, gone = np.empty(want, np.int64), np.empty(want, np.int64), np.empty((want, 2), np.uint64)
             n, evicted = demotion.sink(
-                self._shelves.c, shelf, slots[stride], share, self.min_uses, below, looks, rows, places, gone
+                self._shelves.c, shelf, slots[stride], share, self.min_uses, below, looks, pinned, rows, places, gone
             )
             tier.doomed.update(dict.fromkeys(_split(gone[:evicted])))
             source.append(self._shelves.describe(rows[:n], stride)[1].tobytes())

@@ -113,7 +113,8 @@ class KVCache:
     def swap_out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
         """Keep the blocks of a preempted request, in the background, until `swap_in` or `swap_drop`; see store_from.
 
-        None of them is evicted meanwhile, unless this process dies. Its result: len(block_ids), or 0 where the pool has
+        None of them is lost meanwhile, unless this process dies: where memory is short they go down to the external
+        tier. Its result: len(block_ids), or 0 where the pool has
         no room for all. Until then their memory must stay as it is. What the request id had before is dropped.
         """
         return self._swaps.out(paged, block_ids, request_id)
@@ -309,13 +310,6 @@ class Match:
         """Let go; the directory learns of it with the next call. Costs nothing."""
         for lease in self._leases:
             self._pool.link.let_go(lease.id)
-
-    def forget(self) -> None:
-        """Let go, and have the pool forget the blocks."""
-        self.release()
-        for lease in self._leases:
-            if len(lease):
-                self._pool.link.call("forget", lease.keys.tobytes())
 
     def __enter__(self) -> Self:
         return self

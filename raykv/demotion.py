@@ -10,6 +10,7 @@ from raykv.compile import kernel
 from raykv.index import (
     EXTERNAL,
     LISTS_PER_SHELF,
+    READY,
     SINKING,
     delete,
     forget,
@@ -19,6 +20,7 @@ from raykv.index import (
     node_of,
     present,
     probe,
+    shelf_of,
     touch,
     unlink,
 )
@@ -82,14 +84,15 @@ def take_below(c, below, gone, count):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def sink(c, shelf, slots, share, min_uses, below, looks, source, target, gone):  # type: ignore[no-untyped-def]
+def sink(c, shelf, slots, share, min_uses, below, looks, pinned, source, target, gone):  # type: ignore[no-untyped-def]
     """Choose a shelf's oldest blocks that are not below yet, until `share` of its slots can be had for nothing.
 
-    source[i], target[i]: the row in memory, which nobody holds for that (its reader finds out), and the SINKING one in
-    `below`. gone: keys of what is evicted there. looks: at so many rows. Returns (blocks, evicted ones).
+    Where that takes more than nobody holds, then of the `pinned` rows, too. source[i], target[i]: the row in memory,
+    which nobody holds for that (its reader finds out), and the SINKING one in `below`. gone: keys of what is evicted
+    there. looks: at so many rows. Returns (blocks, evicted ones).
     """
     which = shelf * LISTS_PER_SHELF + 1
-    n, count = 0, 0
+    n, count, row = 0, 0, np.int64(0)
     for _ in range(looks):
         if n == len(source) or short(c, shelf, slots, share) <= 0:
             break
@@ -97,17 +100,33 @@ def sink(c, shelf, slots, share, min_uses, below, looks, source, target, gone): 
         row = np.int64(c.rows[mark].prev if mark >= 0 else c.lists[which].tail)
         if row < 0:
             break
+        if share < 1.0 and c.rows[row].pins > 0:  # it can't be taken; once it is let go, it is the youngest
+            unlink(c, which, row)
+            continue
         if c.rows[row].uses >= min_uses and not lies_below(c, row):
-            place, count = take_below(c, below, gone, count)
-            if place < 0:
+            before = n
+            n, count = _send(c, row, below, source, target, gone, n, count)
+            if n == before:
                 break
-            grant(c, place, c.rows[row].k0, c.rows[row].k1, SINKING)
-            c.rows[place].pins = 0
-            source[n] = row
-            target[n] = place
-            n += 1
         c.lists[which].mark = row
         c.lists[which].behind += 1
+    most = min(len(source), n + max(0, short(c, shelf, slots, share)))
+    for held in pinned if row < 0 else pinned[:0]:
+        if n < most and shelf_of(c, held) == shelf and c.rows[held].state == READY and not lies_below(c, held):
+            n, count = _send(c, held, below, source, target, gone, n, count)
+    return n, count
+
+
+@kernel
+def _send(c, row, below, source, target, gone, n, count):  # type: ignore[no-untyped-def]
+    """Append a row, if there is a place for it in `below`."""
+    place, count = take_below(c, below, gone, count)
+    if place >= 0:
+        grant(c, place, c.rows[row].k0, c.rows[row].k1, SINKING)
+        c.rows[place].pins = 0
+        source[n] = row
+        target[n] = place
+        n += 1
     return n, count
 
 

@@ -13,6 +13,7 @@ from raykv.below import NOTHING, Below
 from raykv.calls import Call, Matched, Reserved, Sunk
 from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
 from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
+from raykv.pins import Pins, one
 from raykv.place import KEY_BYTES, PLACE, slot_bytes
 from raykv.shelves import Places, Rows, Shelves
 
@@ -45,6 +46,7 @@ class Hold:
 class Client:
     last_seen: float
     holds: dict[int, Hold] = field(default_factory=dict)
+    swapped: dict[bytes, None] = field(default_factory=dict)  # keys that are pinned while it is there
 
 
 @dataclass
@@ -100,10 +102,10 @@ class Directory:
         self.client_ttl = client_ttl
         self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
-        self.pins: dict[bytes, tuple[int, int]] = {}  # by key, the row that is pinned, and its generation
         self.floor = 0  # generations up to this one were cleared
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._shelves = Shelves(epoch)
+        self.pins = Pins(self._shelves)
         self._below = Below(self._shelves, share, min_hits)
         self._indices = itertools.count()
         self._leaving: set[str] = set()  # nodes of which that was said, known or not
@@ -248,52 +250,48 @@ class Directory:
     def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
         """Have blocks stay until `unpin`: (epoch, how many of the keys are pinned now)."""
         self._hello(call, now)
-        names = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-        return self.epoch, sum(self._pin(name) for name in names)
+        return self.epoch, sum([self.pins.pin(key) for key in _split(keys)])
 
     def unpin(self, call: Call, keys: bytes, now: float) -> int:
         """Returns the epoch."""
         self._hello(call, now)
-        for at in range(0, len(keys), KEY_BYTES):
-            row, gen = self.pins.pop(keys[at : at + KEY_BYTES], (-1, 0))
-            holds.let_go(self._shelves.c, *_one(row, gen), *_one(-1, 0))
+        for key in _split(keys):
+            self.pins.unpin(key)
         return self.epoch
 
     def forget(self, call: Call, keys: bytes, now: float) -> int:
         """Blocks that nobody will ask for again. What is held stays until it is let go. Returns the epoch."""
-        self._hello(call, now)
+        client = self._hello(call, now)
+        for key in _split(keys):
+            client.swapped.pop(key, None)
+        self._forget(keys)
+        return self.epoch
+
+    def preempted(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
+        """An engine swapped a request out: its blocks stay while the engine is there, or until they are forgotten.
+
+        Returns (epoch, how many there are): all of them, or none, where some are not there and the rest is forgotten.
+        """
+        client, names = self._hello(call, now), _split(keys)
+        self.counters["num_cumulative_preemption"] += 1
+        if not all([self.pins.pin(key) for key in names]):
+            self._forget(keys)
+            return self.epoch, 0
+        client.swapped.update(dict.fromkeys(names))
+        return self.epoch, len(names)
+
+    def _forget_swapped(self, gone: Client) -> None:
+        if gone.swapped:
+            self._forget(b"".join(gone.swapped))
+
+    def _forget(self, keys: bytes) -> None:
         for row in self._find(keys)[1].tolist():
             while row >= 0:
                 after, gen = int(self._shelves.c.rows[row]["same"]), int(self._shelves.c.rows[row]["gen"])
-                self._below.doom(*_one(row, gen))
-                slabs.drop(self._shelves.c, *_one(row, gen))
+                self._below.doom(*one(row, gen))
+                slabs.drop(self._shelves.c, *one(row, gen))
                 row = after
-        self._settle_pins()
-        return self.epoch
-
-    def preempted(self, call: Call, now: float) -> int:
-        """An engine swapped a request out. Returns the epoch."""
-        self._hello(call, now)
-        self.counters["num_cumulative_preemption"] += 1
-        return self.epoch
-
-    def _pin(self, key: bytes) -> bool:
-        if key not in self.pins:
-            row = int(holds.lasting(self._shelves.c, self._find(key)[1][0]))
-            if row < 0:
-                return False
-            index.pin(self._shelves.c, row)
-            self.pins[key] = row, int(self._shelves.c.rows[row]["gen"])
-        return True
-
-    def _settle_pins(self) -> None:
-        """Where a pinned block was dropped, or went with its node, another copy is pinned, if there is one."""
-        rows = self._shelves.c.rows
-        for key, (row, gen) in list(self.pins.items()):
-            if rows[row]["gen"] != gen or rows[row]["state"] == index.DROPPED:
-                holds.let_go(self._shelves.c, *_one(row, gen), *_one(-1, 0))
-                del self.pins[key]
-                self._pin(key)
+        self.pins.settle()
 
     # ------------------------------------------------------------------ clients
 
@@ -305,9 +303,10 @@ class Directory:
     def bye(self, client: int, now: float) -> None:
         """A client leaves in order: nothing of it is still being written."""
         self._check(now)
-        gone = self.clients.pop(client, None)
-        for hold in gone.holds.values() if gone else ():
-            self._let_go(hold)
+        if gone := self.clients.pop(client, None):
+            for hold in gone.holds.values():
+                self._let_go(hold)
+            self._forget_swapped(gone)
 
     def _hello(self, call: Call, now: float) -> Client:
         self._check(now)
@@ -326,7 +325,7 @@ class Directory:
             rows, gens = self._shelves.rows_of(np.frombuffer(call.bad, PLACE))
             self._below.doom(rows, gens)
             self.counters["corrupt"] += int(slabs.drop(self._shelves.c, rows, gens))
-            self._settle_pins()
+            self.pins.settle()
         return client
 
     def _end(self, client: Client, hold: int) -> None:
@@ -345,10 +344,12 @@ class Directory:
             if node.state == "alive" and now - node.last_beat > SUSPECT_AFTER_S:
                 self._set_state(node, "suspect")
         for i in [i for i, client in self.clients.items() if now - client.last_seen > self.client_ttl]:
-            for hold in self.clients.pop(i).holds.values():
+            gone = self.clients.pop(i)
+            for hold in gone.holds.values():
                 holds.abandon(self._shelves.c, hold.source, hold.gens)
                 holds.abandon(self._shelves.c, hold.staged, hold.staged_gens)
                 self._let_go(hold)
+            self._forget_swapped(gone)
 
     # ------------------------------------------------------------------ nodes
 
@@ -418,7 +419,7 @@ class Directory:
             other = (mine["gen"] != gens) | (mine["k0"] != k[:, 0]) | (mine["k1"] != k[:, 1])
             vetoed = (rows >= 0) & other & (gens >= mine["gen"])
             slabs.drop(self._shelves.c, rows[vetoed], mine["gen"][vetoed])
-            self._settle_pins()
+            self.pins.settle()
         joined = node.state == "joining"
         self._offer(node, offered)
         self._set_state(node, "alive")
@@ -562,7 +563,7 @@ class Directory:
             for hold in client.holds.values():
                 self._shelves.disown(hold.source, hold.gens)
                 self._shelves.disown(hold.staged, hold.staged_gens)
-        self._settle_pins()
+        self.pins.settle()
 
     def leave(self, name: str, now: float) -> None:
         """A node is about to leave: nothing new is stored there, and what only it has is `departing`.
@@ -666,12 +667,13 @@ class Directory:
             return NOTHING
         if self._below.sunk(name, at, k, done, seen):
             self._below.look_again(node.shelves.values())
+        self.pins.move_below([key for key, stored_now in zip(_split(keys), done, strict=True) if stored_now])
         share, slots = self._below.share, self._slots(node)
         if whole and share > 0.0:
-            return self._below.sink(name, node.shelves, slots, 1.0, sum(slots.values()))
+            return self._below.sink(name, node.shelves, slots, 1.0, sum(slots.values()), self.pins.rows())
         if node.spare and share < 1.0:  # there is room
             share = 0.0
-        return self._below.sink(name, node.shelves, slots, share, demotion.LOOKS)
+        return self._below.sink(name, node.shelves, slots, share, demotion.LOOKS, self.pins.rows())
 
     def indices(self) -> dict[int, str]:
         """Nodes by the index that places carry: their memory's, and their own tier's."""
@@ -787,7 +789,7 @@ class Directory:
             for record in node.slabs.values():
                 slabs.clear_rows(self._shelves.c, *self._shelves.span(record))
         self._below.clear()
-        self._settle_pins()
+        self.pins.settle()
         return keys
 
     def stats(self, now: float) -> dict[str, Any]:
@@ -840,6 +842,5 @@ class Directory:
         return k, firsts
 
 
-def _one(row: int, gen: int) -> tuple[Rows, Rows]:
-    """A row as kernels take many."""
-    return np.array([row], np.int64), np.array([gen], np.int64)
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

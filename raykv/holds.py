@@ -327,6 +327,15 @@ def lasting(c, first):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def lying_below(c, first):  # type: ignore[no-untyped-def]
+    """Of a key's rows one that lies below and can be held, else -1."""
+    row = np.int64(first)
+    while row >= 0 and not (c.rows[row].state == EXTERNAL and c.rows[row].pins < PINS_MAX):
+        row = np.int64(c.rows[row].same)
+    return row
+
+
+@kernel
 def _alone_there(c, row, below):  # type: ignore[no-untyped-def]
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:

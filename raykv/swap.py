@@ -9,11 +9,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raykv import rows as row_checks
 from raykv.rows import Rows
 
 if TYPE_CHECKING:
-    from raykv.cache import KVCache, Match
+    from raykv.cache import KVCache
     from raykv.client import KVPool
 
 
@@ -22,14 +25,17 @@ class Swapped:
     """A preempted request."""
 
     blocks: int
-    match: Match | None = None  # holds its blocks, once `stored` is done; None: there was no room
+    keys: NDArray[np.uint8]
     stored: Future[int] | None = None
+
+    def kept(self) -> bool:
+        """Whether the pool had room for it, once that is known."""
+        return self.stored is not None and self.stored.result() > 0
 
 
 class Swaps:
-    """What one process has swapped out of one cache. Each request's blocks are leased: none is evicted before it ends.
-
-    A process that dies lets go of all.
+    """What one process has swapped out of one cache. The directory keeps those blocks, in memory or below, for as long
+    as this process is there.
     """
 
     def __init__(self, cache: KVCache, pool: KVPool) -> None:
@@ -37,12 +43,14 @@ class Swaps:
         self._secret = secrets.token_bytes(8)  # another process may use the same request ids
         self._requests: dict[str, Swapped] = {}
         self._lock = threading.Lock()
+        self._done: list[NDArray[np.uint8]] = []  # keys that the directory is yet to forget
 
     def out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
         rows = row_checks.paged(paged, block_ids, len(block_ids), self._cache.block_bytes)
         self.drop(request_id)
-        request = Swapped(len(rows))
-        request.stored = self._pool.background(self._out, rows, request_id, request)
+        names = [self._secret + i.to_bytes(8, "little") + request_id.encode() for i in range(len(rows))]
+        request = Swapped(len(rows), self._cache.rekey(names))
+        request.stored = self._pool.background(self._out, rows, request)
         with self._lock:
             self._requests[request_id] = request
         return request.stored
@@ -50,8 +58,8 @@ class Swaps:
     def back(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
         rows = row_checks.paged(paged, block_ids, len(block_ids), self._cache.block_bytes, writable=True)
         with self._lock:
-            request = self._requests.get(request_id, Swapped(len(rows)))
-            if request.blocks != len(rows):
+            request = self._requests.get(request_id)
+            if request and request.blocks != len(rows):
                 raise ValueError(f"{len(rows)} block_ids for request {request_id!r}, which has {request.blocks} blocks")
             self._requests.pop(request_id, None)
         return self._pool.background(self._back, rows, request)
@@ -60,30 +68,33 @@ class Swaps:
         with self._lock:
             request = self._requests.pop(request_id, None)
         if request:
-            self._pool.background(_forget, request)
+            self._pool.background(self._drop, request)
 
-    def _out(self, rows: Rows, request_id: str, request: Swapped) -> int:
-        names = [self._secret + i.to_bytes(8, "little") + request_id.encode() for i in range(len(rows))]
-        keys = self._cache.rekey(names)
-        self._pool.link.call("preempted")
-        self._cache.store_rows(keys, rows)
-        match = self._cache.match(keys)
-        if match.num_blocks < len(keys):  # part of a request is of no use
-            match.release()
-            self._pool.link.call("forget", keys.tobytes())
-            return 0
-        request.match = match
-        return len(keys)
+    def _out(self, rows: Rows, request: Swapped) -> int:
+        self._cache.store_rows(request.keys, rows)
+        answer = self._pool.link.call("preempted", request.keys.tobytes())
+        if answer is None:  # it may keep them yet
+            self._forget(request.keys)
+        return int(answer[1]) if answer else 0
 
-    def _back(self, rows: Rows, request: Swapped) -> int:
-        if request.stored is None or not request.stored.result() or request.match is None:
+    def _back(self, rows: Rows, request: Swapped | None) -> int:
+        if request is None or not request.kept():
             return 0
         try:
-            return request.match.read_rows(rows)
+            with self._cache.match(request.keys) as match:
+                return match.read_rows(rows)
         finally:
-            request.match.forget()
+            self._forget(request.keys)
 
+    def _drop(self, request: Swapped) -> None:
+        if request.kept():
+            self._forget(request.keys)
 
-def _forget(request: Swapped) -> None:
-    if request.stored and request.stored.result() and request.match:
-        request.match.forget()
+    def _forget(self, keys: NDArray[np.uint8]) -> None:
+        """With all for which the directory did not answer."""
+        with self._lock:
+            self._done.append(keys)
+            due, self._done = self._done, []
+        late = [one for one in due if self._pool.link.call("forget", one.tobytes()) is None]
+        with self._lock:
+            self._done += late

@@ -51,7 +51,6 @@ class Oracle(Tiers):
         super().__init__(epoch, share, min_hits)
         self.locality, self.client_ttl = locality, client_ttl
         self.clients: dict[int, Client] = {}
-        self.pins: dict[bytes, tuple[Row, int]] = {}
         self.floor = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.stamped: set[bytes] = set()
@@ -323,20 +322,39 @@ class Oracle(Tiers):
                 self.pin_key(key)
 
     def forget(self, call: Call, keys: bytes, now: float) -> int:
-        self.hello(call, now)
+        client = self.hello(call, now)
         for key in split(keys):
+            client.swapped.pop(key, None)
+        self.forget_keys(split(keys))
+        return self.epoch
+
+    def forget_keys(self, keys: list[bytes]) -> None:
+        for key in keys:
             for row in list(self.table.get(key, ())):
                 if row.state == "external":
                     self.tier_at(row).doomed.setdefault(key)
                 if row.state in KEPT:
                     self.drop(row)
         self.settle_pins()
-        return self.epoch
 
-    def preempted(self, call: Call, now: float) -> int:
-        self.hello(call, now)
+    def preempted(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
+        client = self.hello(call, now)
         self.counters["num_cumulative_preemption"] += 1
-        return self.epoch
+        pinned = [self.pin_key(key) for key in split(keys)]
+        if False in pinned:
+            self.forget_keys(split(keys))
+            return self.epoch, 0
+        for key in split(keys):
+            client.swapped.setdefault(key)
+        return self.epoch, len(pinned)
+
+    def pins_go_below(self, keys: list[bytes]) -> None:
+        for key in [key for key in keys if key in self.pins]:
+            there = [row for row in self.table.get(key, ()) if row.state == "external" and row.pins < PINS_MAX]
+            before = self.pins[key]
+            if there and there[0] is not before[0]:
+                self.pins[key] = self.hold(there[0])
+                self.let_go_read(before)
 
     # ------------------------------------------------------------------ clients
 
@@ -347,8 +365,11 @@ class Oracle(Tiers):
     def bye(self, client: int, now: float) -> None:
         self.check(now)
         if client in self.clients:
-            for hold in self.clients.pop(client).holds.values():
+            gone = self.clients.pop(client)
+            for hold in gone.holds.values():
                 self.let_go(hold)
+            if gone.swapped:
+                self.forget_keys(list(gone.swapped))
 
     def hello(self, call: Call, now: float) -> Client:
         self.check(now)
@@ -406,10 +427,13 @@ class Oracle(Tiers):
             if node.state == "alive" and now - node.last_beat > 3.0:
                 self.set_state(node, "suspect")
         for i in [i for i, client in self.clients.items() if now - client.last_seen > self.client_ttl]:
-            for hold in self.clients.pop(i).holds.values():
+            gone = self.clients.pop(i)
+            for hold in gone.holds.values():
                 for item in hold.source + hold.staged:
                     self.abandon_row(item)
                 self.let_go(hold)
+            if gone.swapped:
+                self.forget_keys(list(gone.swapped))
 
     # ------------------------------------------------------------------ nodes
 

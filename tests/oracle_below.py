@@ -25,12 +25,16 @@ class Tiers(Slots):
         self.tiers: dict[str, Tier] = {}  # by owner; "" is shared by all
         self.by_index: dict[int, Node | Tier] = {}
         self.sizes: dict[int, list[Shelf]] = {}  # of memory
+        self.pins: dict[bytes, tuple[Row, int]] = {}
         self.joins = 0
 
     def check(self, now: float) -> None:
         raise NotImplementedError
 
     def settle_pins(self) -> None:
+        raise NotImplementedError
+
+    def pins_go_below(self, keys: list[bytes]) -> None:
         raise NotImplementedError
 
     def new_index(self, tier: bool) -> int:
@@ -175,12 +179,12 @@ class Tiers(Slots):
         node, tier = self.nodes.get(name), self.tier_of(name)
         if node is None or node.state == "joining" or not len(places) // 32 == len(keys) // 16 == len(stored):
             return NOTHING
-        if tier is None:
-            return NOTHING
-        if self.settle_sunk(tier, name, places, keys, stored) or not all(stored):
+        if tier and (self.settle_sunk(tier, name, places, keys, stored) or not all(stored)):
             self.look_again(list(node.shelves.values()))
-        self.still_doomed(tier, name, seen)
-        if tier.down or not tier.listed:
+        if tier:
+            self.still_doomed(tier, name, seen)
+        self.pins_go_below([key for key, done in zip(split(keys), stored, strict=True) if done])
+        if tier is None or tier.down or not tier.listed:
             return NOTHING
         share = self.share
         if whole and share > 0:
@@ -248,16 +252,29 @@ class Tiers(Slots):
         pairs: list[tuple[Row, Row]] = []
         for row in [row for row in shelf.line() if not row.passed]:
             if len(pairs) == most or self.short(shelf, share) <= 0:
-                break
-            if row.uses >= self.min_hits and not any(self.lies_in(t, row.key) for t in self.tiers.values()):
-                place = self.take_below(tier, there)
-                if place is None:
-                    break
-                self.grant(place, row.key, "sinking")
-                place.pins = 0
-                pairs.append((row, place))
+                return pairs
+            if share < 1 and row.pins:
+                row.aged = False  # until it is let go
+                continue
+            wanted = row.uses >= self.min_hits and not any(self.lies_in(t, row.key) for t in self.tiers.values())
+            if wanted and not self.send(row, tier, there, pairs):
+                return pairs
             row.passed = True
+        most = min(most, len(pairs) + max(0, self.short(shelf, share)))
+        for row, _ in self.pins.values():  # nothing else is left
+            wanted = row.slab.shelf is shelf and row.state == "ready"
+            if len(pairs) < most and wanted and not any(self.lies_in(t, row.key) for t in self.tiers.values()):
+                self.send(row, tier, there, pairs)
         return pairs
+
+    def send(self, row: Row, tier: Tier, there: Shelf, pairs: list[tuple[Row, Row]]) -> bool:
+        """False: there is no place for it."""
+        place = self.take_below(tier, there)
+        if place is not None:
+            self.grant(place, row.key, "sinking")
+            place.pins = 0
+            pairs.append((row, place))
+        return place is not None
 
     def short(self, shelf: Shelf, share: float) -> int:
         """How many more should be free to store in, or safe to evict."""

@@ -83,6 +83,7 @@ class Lease:
 class Client:
     last_seen: float
     holds: dict[int, Lease] = field(default_factory=dict)
+    swapped: dict[bytes, None] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

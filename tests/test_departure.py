@@ -354,11 +354,60 @@ def test_what_is_forgotten_is_deleted_below() -> None:
     assert split(pool.sink("a").doomed) == KEYS[:1] and lie_below(pool, KEYS[:2]) == [False, True]
 
 
-def test_preemptions_are_counted() -> None:
+# ---------------------------------------------------------------------- swapped out
+
+
+def preempted(pool: Pool, keys: list[bytes], node: str = "a") -> int:
+    return pool.directory.preempted(pool.call(node), b"".join(keys), pool.now)[1]
+
+
+def test_a_swapped_request_stays_until_it_is_forgotten() -> None:
     pool = Pool()
-    for _ in range(2):
-        pool.directory.preempted(pool.call("a"), pool.now)
+    pool.store("a", KEYS[:5])
+    assert preempted(pool, KEYS[:5]) == 5
+    pool.store("a", KEYS[10:17])
+    assert all(pool.has(KEYS[:5])) and pool.count("ready") == 7
+    forget(pool, KEYS[:5])
+    assert not any(pool.has(KEYS[:5])) and not pool.directory.pins
+    assert preempted(pool, KEYS[10:12]) == 2
     assert pool.directory.stats(pool.now)["num_cumulative_preemption"] == 2
+
+
+def test_of_a_request_that_did_not_find_room_nothing_stays() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:5])
+    assert preempted(pool, KEYS[:6]) == 0
+    assert not any(pool.has(KEYS[:5])) and pool.count("free") == 8
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_a_swapped_request_goes_with_its_engine(vanishes: bool) -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:3])
+    assert preempted(pool, KEYS[:3], "b") == 3
+    if vanishes:
+        pool.tick(11.0)
+        pool.directory.stats(pool.now)
+    else:
+        pool.directory.bye(ord("b"), pool.now)
+    assert not any(pool.has(KEYS[:3])) and not pool.directory.pins
+
+
+def test_what_is_held_goes_down_where_nothing_else_is_left_and_is_held_there() -> None:
+    pool = tiered(slabs=2)
+    pool.store("a", KEYS[:7])
+    assert preempted(pool, KEYS[:6]) == 6
+    assert pool.bring_down("a") == [KEYS[6], KEYS[0]], "a quarter is to be had for nothing: that is two"
+    assert pool.store("a", KEYS[10:12]) == ["a"] * 2
+    assert pool.has(KEYS[:7]) == [False] + [True] * 5 + [False]
+    pool.bring_down("a", whole=True)
+    assert all(lie_below(pool, KEYS[:6]))
+    for first in range(100, 170, 7):
+        pool.store("a", KEYS[first : first + 7])
+        pool.bring_down("a", whole=True)
+    assert not any(pool.has(KEYS[:6])) and all(lie_below(pool, KEYS[:6])), "others went"
+    forget(pool, KEYS[:6])
+    assert not any(lie_below(pool, KEYS[:6])) and not pool.directory.pins
 
 
 def test_a_new_directory_that_is_told_who_leaves_hands_over_what_it_found() -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,22 @@ def test_a_request_that_finds_no_room_is_left_to_be_computed(cache: raykv.KVCach
     assert cache.swap_in(pages(3, blocks), range(blocks), "big").result() == 0
 
 
+def test_requests_for_which_memory_is_too_small_go_down_and_come_back(
+    start: Callable[..., raykv.KVPool], patiently: None, tmp_path: Path
+) -> None:
+    tiered = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
+    cache = tiered.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0)
+    requests = {str(i): pages(10 + i, 64) for i in range(3 * ROOM // 64)}  # memory has room for two thirds of them
+    for name, paged in requests.items():
+        eventually(lambda name=name, paged=paged: cache.swap_out(paged, range(64), name).result())  # type: ignore[misc]
+    assert all(value["evicted"] == 0 for value in tiered.stats()["tiers"].values())
+    assert sum(value["blocks"] for value in tiered.stats()["tiers"].values()) > 0
+    for name, paged in requests.items():
+        back = np.zeros_like(paged)
+        assert cache.swap_in(back, range(64), name).result() == 64 and (back == paged).all()
+    eventually(lambda: settled(tiered) and tiered.stats()["keys"] == tiered.stats()["pinned"] == 0)
+
+
 def test_what_is_wrong_is_said_before_a_byte_moves(cache: raykv.KVCache) -> None:
     paged = pages(4, 10)
     with pytest.raises(ValueError, match="block_ids from 0 to 10"):
@@ -94,11 +111,9 @@ def test_what_is_wrong_is_said_before_a_byte_moves(cache: raykv.KVCache) -> None
 def test_an_engine_that_dies_lets_go(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
     engine: Any = worker(pool, pool.node_id, Engine)
     assert ray.get(engine.swap_out.remote(100), timeout=60) == 100
-    assert pool.stats()["leases"]
+    assert pool.stats()["pinned"] == 100
     os.kill(pid(engine), signal.SIGKILL)
-    eventually(lambda: settled(pool))
-    fill(cache, 5)
-    eventually(lambda: pool.stats()["evicted"] > 0 and settled(pool))
+    eventually(lambda: settled(pool) and pool.stats()["pinned"] == pool.stats()["keys"] == 0)
 
 
 def test_what_is_pinned_stays_until_it_is_unpinned(cache: raykv.KVCache, pool: raykv.KVPool) -> None:

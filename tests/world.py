@@ -382,7 +382,7 @@ class World:
         self.do("forget", self.call(self.rng.choice(self.workers)), b"".join(self.keys()[1]), self.now)
 
     def preempted(self) -> None:
-        self.do("preempted", self.call(self.rng.choice(self.workers)), self.now)
+        self.do("preempted", self.call(self.rng.choice(self.workers)), b"".join(self.keys()[1]), self.now)
 
     def leave(self) -> None:
         i = self.rng.randrange(len(self.workers))
@@ -636,7 +636,7 @@ _USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, Wor
 _USE[World.whereabouts] = 2
 _BELOW = {World.beat_tier: 1, World.sink: 12}
 _USE |= _BELOW
-_NAMED = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.1}
+_NAMED = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5}
 _CARE = {World.heartbeats: 4, World.found: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
 World.MIXES = {
     "all": {
