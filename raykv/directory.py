@@ -1,7 +1,6 @@
 """The directory: where every block is, and what stays. A state machine without Ray, clock or I/O."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +10,15 @@ from numpy.typing import NDArray
 from raykv import demotion, holds, index, placement, slabs
 from raykv.below import NOTHING, Below
 from raykv.calls import Call, Matched, Reserved, Sunk
-from raykv.config import CLIENT_TTL_S, MIB, SUSPECT_AFTER_S
+from raykv.config import CLIENT_TTL_S, SUSPECT_AFTER_S
 from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
+from raykv.memory import Memory, Node, staging_window
 from raykv.pins import Pins, one
 from raykv.place import KEY_BYTES, PLACE, slot_bytes
-from raykv.shelves import Places, Rows, Shelves
+from raykv.shelves import Rows, Shelves
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
-LIMBO_PER_BEAT = 4096
 DEPARTING_PER_CALL = 4096  # of each size
-CLOSED_PER_CALL = 8  # slabs
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
     "num_cumulative_preemption",
@@ -49,39 +47,6 @@ class Client:
     swapped: dict[bytes, None] = field(default_factory=dict)  # keys that are pinned while it is there
 
 
-@dataclass
-class Node:
-    """A node store as the directory knows it."""
-
-    name: str
-    index: int
-    nonce: bytes
-    slab_bytes: int
-    window_bytes: int
-    last_beat: float
-    limit: int  # slabs that it is to have
-    state: str = "joining"  # then alive <-> suspect
-    leaving: bool = False
-    offered: int = 0  # slabs that were allocated
-    withdrawn: set[int] = field(default_factory=set)  # of them, those that were, or are to be, given back
-    closing: set[int] = field(default_factory=set)  # slabs that are to be withdrawn, in which something is held
-    spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
-    shelves: dict[int, int] = field(default_factory=dict)  # by slot size
-    slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
-    checked: dict[int, int] = field(default_factory=dict)  # evictions at the last look for a colder slab, by shelf
-
-    @property
-    def offered_to(self) -> int:
-        if self.state != "alive":
-            return index.NOT_OFFERED
-        return index.TO_READERS if self.leaving else index.TO_ALL
-
-
-def staging_window(capacity: int) -> int:
-    """Bytes of a node's staging window: 2% of its arena, at least 256 MiB, at most an eighth of it."""
-    return min(max(capacity // 50, 256 * MIB), capacity // 8)
-
-
 class Directory:
     """All rows, holds and nodes of one pool.
 
@@ -100,11 +65,12 @@ class Directory:
         """share: of a node's slots, to be free or copied to its external tier; min_hits: of what goes there."""
         self.locality = float(locality)
         self.client_ttl = client_ttl
-        self.nodes: dict[str, Node] = {}
         self.clients: dict[int, Client] = {}
         self.floor = 0  # generations up to this one were cleared
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._shelves = Shelves(epoch)
+        self._memory = Memory(self._shelves)
+        self.nodes = self._memory.nodes
         self.pins = Pins(self._shelves)
         self._below = Below(self._shelves, share, min_hits)
         self._indices = itertools.count()
@@ -128,9 +94,9 @@ class Directory:
         client = self._hello(call, now)
         self._end(client, lease)
         reader = self.nodes.get(node)
-        shelf = self._shelf(reader, slot_bytes(block_bytes)) if reader else -1
+        shelf = self._memory.shelf(reader, slot_bytes(block_bytes)) if reader else -1
         k, firsts = self._find(keys)
-        if reader and shelf >= 0 and self._provide_staging(reader, shelf, slot_bytes(block_bytes), firsts):
+        if reader and shelf >= 0 and self._memory.provide_staging(reader, shelf, slot_bytes(block_bytes), firsts):
             k, firsts = self._find(keys)  # the slab that was taken away may have held some
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
@@ -194,10 +160,10 @@ class Directory:
         k, firsts = self._find(keys)
         stride = slot_bytes(block_bytes)
         writer = self.nodes.get(node)
-        shelf = self._shelf(writer, stride) if writer and writer.offered_to == index.TO_ALL else -1
+        shelf = self._memory.shelf(writer, stride) if writer and writer.offered_to == index.TO_ALL else -1
         if writer is None or shelf < 0 or not 0 <= start <= len(k):
             return Reserved(self.epoch, start, b"", b"", b"")
-        if self._provision(writer, shelf, stride, int(placement.missing(self._shelves.c, firsts[start:]))):
+        if self._memory.provision(writer, shelf, stride, int(placement.missing(self._shelves.c, firsts[start:]))):
             k, firsts = self._find(keys)  # the slab that was taken away may have held some
         source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
         others = np.array([s for s in self._shelves.sizes[stride] if s != shelf], np.int64)
@@ -316,7 +282,7 @@ class Directory:
             at = np.frombuffer(call.landed, PLACE)
             came = np.zeros(len(self._shelves.c.shelves), np.int64)
             holds.landed(self._shelves.c, *self._shelves.rows_of(at), came)
-            self._restore_windows(came)
+            self._memory.restore_windows(came)
         if client.holds:
             held = set(np.frombuffer(call.held, np.uint64).tolist())
             for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
@@ -406,7 +372,7 @@ class Directory:
         at, k = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint64).reshape(-1, 2)
         if node.state == "joining":
             writing = np.frombuffer(busy, PLACE)
-            self._open_found(node, np.concatenate([at, writing]))
+            self._memory.open_found(node, np.concatenate([at, writing]))
             slabs.set_aside(self._shelves.c, *self._shelves.rows_of(writing))
             depth = np.frombuffer(positions, np.uint32).astype(np.int64)
             order = np.lexsort((-depth, np.frombuffer(stamps, np.uint32)))  # oldest first, and children before parents
@@ -421,38 +387,17 @@ class Directory:
             slabs.drop(self._shelves.c, rows[vetoed], mine["gen"][vetoed])
             self.pins.settle()
         joined = node.state == "joining"
-        self._offer(node, offered)
+        self._memory.offer(node, offered)
         self._set_state(node, "alive")
         for other in self.nodes.values():
             if other.leaving:
-                self._hand_over(other)  # before anybody may evict what looks like a replica here
+                self._memory.hand_over(other)  # before anybody may evict what looks like a replica here
         if joined and not node.leaving:
-            self._make_windows(node)
-
-    def _make_windows(self, node: Node) -> None:
-        """An arena may be found full of blocks, some of which were in its staging windows."""
-        came = np.zeros(len(self._shelves.c.shelves), np.int64)
-        for stride, slots in self._slots(node).items():
-            window = int(self._shelves.c.shelves[node.shelves[stride]]["window"])
-            came[node.shelves[stride]] = max(0, min(window, slots - window))  # a size of few slots has no window
-        self._restore_windows(came)
-
-    def _offer(self, node: Node, offered: int) -> None:
-        taken = {*node.spare, *node.slabs, *node.withdrawn}
-        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in taken]
-        node.offered = max(node.offered, offered)
+            self._memory.make_windows(node)
 
     def _new_index(self, tier: bool) -> int:
         """An index: never that of another node, nor one that another directory has given (int32); tiers' are odd."""
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
-
-    def _open_found(self, node: Node, at: Places) -> None:
-        for number in sorted(set(at["slab"].tolist()) - node.withdrawn):
-            first = at[at["slab"] == number][0]
-            stride = slot_bytes(int(first["bytes"]))
-            shelf = self._shelf(node, stride)
-            if shelf >= 0:
-                self._open_slab(node, number, shelf, stride, int(first["slab_gen"]))
 
     def fit(self, name: str, limit: int, given_back: bytes, now: float) -> tuple[int, bytes]:
         """A node store is to have `limit` slabs; before every `adopt` and `beat`, if that may change.
@@ -471,7 +416,7 @@ class Directory:
             self._shelves.resize_window(shelf, max(1, node.window_bytes // stride))
         if (gone := set(np.frombuffer(given_back, np.int32).tolist())) != node.withdrawn:
             self._settle_withdrawn(node, gone)
-        numbers = self._withdraw(node) if node.state != "joining" else []
+        numbers = self._memory.withdraw(node, self.pins.rows()) if node.state != "joining" else []
         return self._shelves.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes()
 
     def _settle_withdrawn(self, node: Node, gone: set[int]) -> None:
@@ -484,35 +429,6 @@ class Directory:
         if lost:
             self._disown()
 
-    def _withdraw(self, node: Node) -> list[int]:
-        """Numbers of slabs that a node has too many: no longer in use."""
-        excess = min(CLOSED_PER_CALL, node.offered - len(node.withdrawn) - node.limit)
-        numbers = node.spare[: max(0, excess)]
-        closing = self._to_close(node, excess - len(numbers))
-        for number in node.closing & node.slabs.keys() - closing:
-            slabs.reopen(self._shelves.c, *self._shelves.span(node.slabs[number]))
-        for number in closing:
-            if slabs.retire(self._shelves.c, *self._shelves.span(node.slabs[number])) == 0:
-                numbers.append(self._shelves.close(node.index, node.slabs.pop(number)))
-        node.closing = closing & node.slabs.keys()
-        node.spare = [number for number in node.spare if number not in numbers]
-        node.withdrawn.update(numbers)
-        for shelf in node.shelves.values() if closing else ():  # the free slots were the first to go
-            placement.restore_window(self._shelves.c, shelf, self._shelves.c.shelves[shelf]["window"])
-        return numbers
-
-    def _to_close(self, node: Node, count: int) -> set[int]:
-        """The slabs that were used longest ago, those first in which nothing is held; none with a pinned block."""
-        if count <= 0:
-            return set()
-        pinned = {int(self._shelves.c.pages[row >> index.PAGE_BITS]) for row, _ in self.pins.values()}
-        ages = []
-        for number, record in node.slabs.items():
-            if record not in pinned:
-                newest, held = self._shelves.census(record, np.zeros(len(index.STATES) + 1, np.int64))
-                ages.append((held, newest, number))
-        return {number for _, _, number in sorted(ages)[:count]}
-
     def beat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
         """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and is to `join` again.
 
@@ -523,10 +439,10 @@ class Directory:
         if node is None or node.state == "joining":
             return None
         node.last_beat = now
-        self._offer(node, offered)
+        self._memory.offer(node, offered)
         if node.state == "suspect":
             self._set_state(node, "alive")
-        return self.epoch, self.floor, self._limbo(node).tobytes()
+        return self.epoch, self.floor, self._memory.limbo(node).tobytes()
 
     def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
         """What a sweep found: verdicts (uint8) 0 still written, 1 freed, 2 ready as (key, uint64 generation)."""
@@ -575,7 +491,7 @@ class Directory:
         if node := self.nodes.get(name):
             node.leaving = True
             self._set_state(node, node.state)
-            self._hand_over(node)
+            self._memory.hand_over(node)
 
     def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
         """(PLACEs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.
@@ -587,7 +503,7 @@ class Directory:
         node, shared = self.nodes.get(name), self._below.tiers.get("")
         below = shared.index if shared and not shared.unreached else -1
         if node and node.leaving:
-            self._hand_over(node)
+            self._memory.hand_over(node)
         c = self._shelves.c  # not before: a slab that is opened may replace the columns
         for stride, shelf in node.shelves.items() if node else ():
             rows = np.empty(DEPARTING_PER_CALL, np.int64)
@@ -599,31 +515,11 @@ class Directory:
             k.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
         return b"".join(found), b"".join(k)
 
-    def _hand_over(self, node: Node) -> None:
-        """What stays as a replica elsewhere is to stay for good."""
-        came = np.zeros(len(self._shelves.c.shelves), np.int64)
-        for record in node.slabs.values():
-            holds.hand_over(self._shelves.c, *self._shelves.span(record), came)
-        self._restore_windows(came)
-
     def _set_state(self, node: Node, state: str) -> None:
         node.state = state
         for stride, shelf in node.shelves.items():
             self._shelves.offer(shelf, stride, node.offered_to)
         self._below.suspect(node.name, state == "suspect")
-
-    def _limbo(self, node: Node) -> Places:
-        """Slots of the node to be swept, at most LIMBO_PER_BEAT of each size."""
-        found = [np.zeros(0, PLACE)]
-        for stride, shelf in node.shelves.items():
-            if not self._shelves.c.shelves[shelf]["limbo"]:
-                continue
-            rows, n = np.empty(LIMBO_PER_BEAT, np.int64), 0
-            for record in node.slabs.values():
-                if self._shelves.c.slabs[record]["shelf"] == shelf:
-                    n = slabs.in_state(self._shelves.c, *self._shelves.span(record), index.LIMBO, rows, n)
-            found.append(self._shelves.describe(rows[:n], stride)[1])
-        return np.concatenate(found)
 
     # ------------------------------------------------------------------ external tiers
 
@@ -668,7 +564,7 @@ class Directory:
         if self._below.sunk(name, at, k, done, seen):
             self._below.look_again(node.shelves.values())
         self.pins.move_below([key for key, stored_now in zip(_split(keys), done, strict=True) if stored_now])
-        share, slots = self._below.share, self._slots(node)
+        share, slots = self._below.share, self._memory.slots(node)
         if whole and share > 0.0:
             return self._below.sink(name, node.shelves, slots, 1.0, sum(slots.values()), self.pins.rows())
         if node.spare and share < 1.0:  # there is room
@@ -680,103 +576,7 @@ class Directory:
         own = {tier.index: name for name, tier in self._below.tiers.items() if tier.owner}
         return {node.index: name for name, node in self.nodes.items()} | own
 
-    def _slots(self, node: Node) -> dict[int, int]:
-        """A node's slots by size."""
-        slots = dict.fromkeys(node.shelves, 0)
-        strides = {shelf: stride for stride, shelf in node.shelves.items()}
-        for record in node.slabs.values():
-            slots[strides[int(self._shelves.c.slabs[record]["shelf"])]] += self._shelves.span(record)[1]
-        return slots
-
     # ------------------------------------------------------------------ slabs
-
-    def _shelf(self, node: Node, stride: int) -> int:
-        """The node's shelf for slots of `stride` bytes; -1 where a slab holds not one, or they would be empty."""
-        if not 0 < stride <= node.slab_bytes:
-            return -1
-        if stride not in node.shelves:
-            window = max(1, node.window_bytes // stride)
-            node.shelves[stride] = self._shelves.add(node.index, stride, window, node.offered_to)
-        return node.shelves[stride]
-
-    def _provision(self, writer: Node, shelf: int, stride: int, need: int) -> bool:
-        """Give a size spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes.
-
-        Returns whether it took any of those.
-        """
-        if need == 0 or self._shelves.room(shelf) >= need:
-            return False
-        took = self._give_slots(writer, shelf, stride, 1)  # without one it could not write to other nodes either
-        others = (n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == index.TO_ALL)
-        for node in (writer, *others):
-            s = self._shelf(node, stride)
-            while s >= 0 and node.spare and self._shelves.room(s) < need:
-                self._open_slab(node, node.spare[-1], s, stride, self._shelves.next_gen())
-            need -= max(0, self._shelves.room(s)) if s >= 0 else 0
-            if need <= 0:
-                return took
-        need += max(0, self._shelves.room(shelf))
-        return self._reclaim(writer, shelf, stride, self._shelves.room, need) or took
-
-    def _provide_staging(self, reader: Node, shelf: int, stride: int, firsts: Rows) -> bool:
-        """See that a prefix can be pulled to its reader, as far as the window goes. Returns as `_give_slots`."""
-        need = int(holds.staging_need(self._shelves.c, firsts, reader.index, shelf))
-        return need > 0 and self._give_slots(reader, shelf, stride, need)
-
-    def _give_slots(self, node: Node, shelf: int, stride: int, need: int) -> bool:
-        """See that a size has slots on a node that cost no block of that size: one at least, more of spare slabs.
-
-        Returns whether it took a slab of another size.
-        """
-        while self._shelves.takeable(shelf) < need and node.spare:
-            self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
-        return self._reclaim(node, shelf, stride, self._shelves.takeable, 1)
-
-    def _restore_windows(self, came: Rows) -> None:
-        """Primaries came out of staging windows, by shelf: spare slabs make up for it, or as many of the oldest go."""
-        for shelf in np.flatnonzero(came).tolist():
-            node = next(node for node in self.nodes.values() if shelf in node.shelves.values())
-            stride = next(stride for stride, there in node.shelves.items() if there == shelf)
-            while node.spare and self._shelves.room(shelf) < 0:
-                self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
-            placement.restore_window(self._shelves.c, shelf, came[shelf])
-
-    def _reclaim(self, node: Node, shelf: int, stride: int, measure: Callable[[int], int], need: int) -> bool:
-        """Take slabs of other sizes until `measure` says `need`: any while this size can evict nothing, else one whose
-        newest block is colder.
-
-        That costs a look at all their rows, so it is done once a slab's worth of evictions.
-        Returns whether it took any.
-        """
-        took = False
-        while len(node.shelves) > 1 and measure(shelf) < need:
-            tick = self._shelves.coldest(shelf)
-            evicted = int(self._shelves.c.shelves[shelf]["evicted"])
-            if tick >= 0 and evicted - node.checked.get(shelf, 0) < node.slab_bytes // stride:
-                break
-            node.checked[shelf] = evicted
-            newest, number = self._coldest_slab(node, shelf)
-            if number < 0 or 0 <= tick <= newest:
-                break
-            node.spare.append(self._shelves.close(node.index, node.slabs.pop(number)))
-            self._open_slab(node, number, shelf, stride, self._shelves.next_gen())
-            took = True
-        return took
-
-    def _coldest_slab(self, node: Node, shelf: int) -> tuple[int, int]:
-        """(tick of its newest block, number) of the other sizes' slab that was used longest ago; number -1: none."""
-        found = (0, -1)
-        for number, record in node.slabs.items():
-            if self._shelves.c.slabs[record]["shelf"] != shelf:
-                newest, held = self._shelves.census(record, np.zeros(len(index.STATES) + 1, np.int64))
-                if not held and (found[1] < 0 or newest < found[0]):
-                    found = (newest, number)
-        return found
-
-    def _open_slab(self, node: Node, number: int, shelf: int, stride: int, gen: int) -> None:
-        if number in node.spare:
-            node.spare.remove(number)
-        node.slabs[number] = self._shelves.open(node.index, number, shelf, node.slab_bytes // stride, gen)
 
     # ------------------------------------------------------------------ all
 
@@ -807,32 +607,9 @@ class Directory:
             "pinned": len(self.pins),
             "evicted": int(self._shelves.c.shelves["evicted"].sum()),
             **self.counters,
-            "nodes": {name: self._node_stats(node, now) for name, node in self.nodes.items()},
+            "nodes": {name: self._memory.stats(node, now) for name, node in self.nodes.items()},
             "tiers": tiers,
             "external_cache_usage": used / max(1, sum(tier["capacity"] for tier in tiers.values())),
-        }
-
-    def _node_stats(self, node: Node, now: float) -> dict[str, Any]:
-        total = np.zeros(len(index.STATES) + 1, np.int64)
-        used = 0
-        for record in node.slabs.values():
-            counts = np.zeros_like(total)
-            self._shelves.census(record, counts)
-            total += counts
-            used += int(counts.sum() - counts[index.FREE] - counts[index.CLOSED]) * (
-                node.slab_bytes // int(counts.sum())
-            )
-        return {
-            "index": node.index,
-            "state": "leaving" if node.leaving and node.state == "alive" else node.state,
-            "idle_s": now - node.last_beat,
-            "slabs": len(node.slabs),
-            "spare_slabs": len(node.spare),
-            "limit": node.limit,
-            "slab_bytes": node.slab_bytes,
-            "bytes_used": used,
-            "slots": int(total[: index.CLOSED].sum()),
-            **{state: int(total[i]) for i, state in enumerate(index.STATES)},
         }
 
     def _find(self, keys: bytes) -> tuple[Keys, Rows]:

@@ -13,7 +13,7 @@ from world import DOCUMENTS
 
 from raykv import index
 from raykv.calls import Call
-from raykv.directory import staging_window
+from raykv.memory import staging_window
 
 # ---------------------------------------------------------------------- what is where
 

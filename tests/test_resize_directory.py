@@ -7,7 +7,8 @@ from directory_pool import KEYS, PAGE, Pool, blocks
 from oracle_slots import PLACE, unpack
 
 from raykv import index
-from raykv.directory import Directory, staging_window
+from raykv.directory import Directory
+from raykv.memory import staging_window
 
 SLOTS = 8
 PART = SLOTS - 1  # blocks: the last slot is the staging window's, of one slot a slab
