@@ -1,6 +1,7 @@
 """The supervisor: one node store on every living node, one directory that answers."""
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -238,12 +239,16 @@ def _done(answer: Any) -> bool:
 
 def _noticed() -> dict[str, float]:
     """Nodes that Ray says are about to leave, and in how many seconds."""
-    client = GcsClient(address=ray.get_runtime_context().gcs_address)
-    now = time.time() * 1000
+    client, now = _gcs(ray.get_runtime_context().gcs_address), time.time() * 1000
     return {
         node_id: (deadline - now) / 1000 if deadline > now else NOTICE_S
         for node_id, deadline in client.get_draining_nodes().items()
     }
+
+
+@functools.cache
+def _gcs(address: str) -> Any:
+    return GcsClient(address=address)
 
 
 def _living() -> set[str]:
