@@ -109,7 +109,7 @@ class Directory:
     def remove_node(self, name: str) -> int:
         return self._directory.remove_node(name, time.monotonic())
 
-    def beat_tier(self, name: str, capacity: int, shared: bool, reached: bool, lost: bool) -> tuple[int, bool] | None:
+    def beat_tier(self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes) -> tuple[int, bool] | None:
         return self._directory.beat_tier(name, capacity, shared, reached, lost, time.monotonic())
 
     def found(self, name: str, keys: bytes, sizes: bytes, last: bool) -> None:
@@ -152,7 +152,7 @@ def _warm_up() -> None:
     if limbo is not None:
         n = len(limbo[2]) // PLACE.itemsize
         directory.swept(limbo[2], bytes(n), bytes(16 * n), bytes(8 * n), 1e6)
-    directory.beat_tier("a", 1 << 20, False, True, False, 1e6)
+    directory.beat_tier("a", 1 << 20, False, True, b"", 1e6)
     directory.found("a", keys[:16], (4096).to_bytes(8, "little"), True, 1e6)
     granted = directory.reserve(Call(4, 1), 1, "a", bytes(range(2, 66)), 0, 4096, 1e6)
     directory.commit(Call(4, 2, (1).to_bytes(8, "little")), 1, granted.places, bytes(range(2, 66)), b"\1" * 4, 1e6)

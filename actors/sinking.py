@@ -119,10 +119,10 @@ class Sinking:
                 sunk = self.external.up and self.index >= 0 and self._sink(directory)
             except (RayError, ValueError) as error:  # dead, restarting or replaced
                 log.debug("sinking: %r", error)
-                directory, self._told = None, False
+                directory, self._told, self._served = None, False, False
             except Exception:  # what no longer goes down would be lost when its room is needed
                 log.exception("sinking")
-                directory = None
+                directory, self._served = None, False
             pause = 0.0 if sunk else min(2 * pause + LOOK_S / 4, IDLE_LOOK_S)
             self._wake.wait(pause)
             self._wake.clear()
@@ -135,7 +135,8 @@ class Sinking:
             return
         if up == self._told and not self._lost and now < self._beat_at + HEARTBEAT_S:
             return
-        beat = directory.beat_tier.remote(self._node_id, self._capacity, self.external.shared, up, self._lost)
+        lost = self.external.content if self._lost else b""
+        beat = directory.beat_tier.remote(self._node_id, self._capacity, self.external.shared, up, lost)
         answer = ray.get(beat, timeout=2 * HEARTBEAT_S)
         if answer is None:  # this node has not joined yet
             self.index = -1
@@ -143,7 +144,7 @@ class Sinking:
         self._told, self._beat_at, self._lost = up, now, False
         index, wanted = answer
         if index != self.index:
-            self.index, self._report = index, NOTHING  # a new directory learns it from the list
+            self.index, self._report, self._seen = index, NOTHING, 0  # a new directory learns it from the list
         if wanted:
             self._list(directory)
 
@@ -178,6 +179,8 @@ class Sinking:
             self._report = target, keys, stored.astype(np.uint8).tobytes()
             if self.external.faults["refused"] > refused:
                 self._rest(whole and not stored.any())
+            elif not stored.any():  # whatever is wrong with them, it would be asked for them again at once
+                self._stopped.wait(LOOK_S)
         elif whole and self._served and not doomed:
             self._idle.set()
         return bool(source or doomed)

@@ -39,6 +39,7 @@ class Tier:
     cleared: bool = False  # before all was told: that is to be deleted too
     deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # by node: answer, keys it was told
     answers: int = 0
+    content: bytes = b""  # what was there when it had been lost
     sunk: int = 0  # blocks that went down
 
 
@@ -94,9 +95,11 @@ class Below:
                 self._close(tier)
                 del self.tiers[name]
 
-    def forget(self, node: str) -> None:
-        """What a tier held is gone from there."""
-        if tier := self.tier_of(node):
+    def forget(self, node: str, content: bytes) -> None:
+        """What a tier held is gone from there, and something of another name is there."""
+        tier = self.tier_of(node)
+        if tier and tier.content != content:
+            tier.content = content
             self._close(tier)
 
     def _close(self, tier: Tier) -> None:
@@ -219,10 +222,11 @@ class Below:
     def doom(self, rows: Rows, gens: Rows) -> None:
         """Those of the rows that lie below are about to be dropped: their bytes are of no use."""
         c = self._shelves.c
-        for row in rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == index.EXTERNAL)]:
-            owner = c.shelves[c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]]["node"]
-            tier = next(tier for tier in self.tiers.values() if tier.index == owner)
-            tier.doomed[c.rows["k0"][row].tobytes() + c.rows["k1"][row].tobytes()] = None
+        rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == index.EXTERNAL)]
+        owners = c.shelves["node"][c.slabs["shelf"][c.pages[rows >> index.PAGE_BITS]]]
+        doomed = {tier.index: tier.doomed for tier in self.tiers.values()}
+        for owner, key in zip(owners.tolist(), _split(self._keys(rows)), strict=True):
+            doomed[owner][key] = None
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By the node that owns a tier, or "" for one that all share."""

@@ -56,6 +56,7 @@ class KVPool:
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv")
+        self._background = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-background")
 
     def __repr__(self) -> str:
         return f"KVPool(name={self.name!r}, node={self.node_id[:8]})"
@@ -183,7 +184,8 @@ class KVPool:
             raise
 
     def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._threads.submit(function, *args, **kwargs)
+        """Run what may wait for a tier, behind which nothing of memory is to queue."""
+        return self._background.submit(function, *args, **kwargs)
 
     def look_again(self) -> None:
         """The node store seems to be another one now; at most once a second."""

@@ -13,7 +13,7 @@ from raykv.calls import Call, Matched, Reserved, Sunk
 from raykv.config import CLIENT_TTL_S, SUSPECT_AFTER_S
 from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
 from raykv.memory import Memory, Node, staging_window
-from raykv.pins import Pins, one
+from raykv.pins import Pins
 from raykv.place import KEY_BYTES, PLACE, slot_bytes
 from raykv.shelves import Rows, Shelves
 
@@ -216,13 +216,12 @@ class Directory:
     def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
         """Have blocks stay until `unpin`: (epoch, how many of the keys are pinned now)."""
         self._hello(call, now)
-        return self.epoch, sum([self.pins.pin(key) for key in _split(keys)])
+        return self.epoch, self.pins.pin(_split(keys))
 
     def unpin(self, call: Call, keys: bytes, now: float) -> int:
         """Returns the epoch."""
         self._hello(call, now)
-        for key in _split(keys):
-            self.pins.unpin(key)
+        self.pins.unpin(_split(keys))
         return self.epoch
 
     def forget(self, call: Call, keys: bytes, now: float) -> int:
@@ -240,7 +239,7 @@ class Directory:
         """
         client, names = self._hello(call, now), _split(keys)
         self.counters["num_cumulative_preemption"] += 1
-        if not all([self.pins.pin(key) for key in names]):
+        if self.pins.pin(names) < len(names):
             self._forget(keys)
             return self.epoch, 0
         client.swapped.update(dict.fromkeys(names))
@@ -251,13 +250,12 @@ class Directory:
             self._forget(b"".join(gone.swapped))
 
     def _forget(self, keys: bytes) -> None:
-        for row in self._find(keys)[1].tolist():
-            while row >= 0:
-                after, gen = int(self._shelves.c.rows[row]["same"]), int(self._shelves.c.rows[row]["gen"])
-                self._below.doom(*one(row, gen))
-                slabs.drop(self._shelves.c, *one(row, gen))
-                row = after
-        self.pins.settle()
+        self.pins.unpin(_split(keys))
+        c, firsts = self._shelves.c, self._find(keys)[1]
+        rows = np.empty(holds.copies(c, firsts, np.empty(0, np.int64)), np.int64)
+        holds.copies(c, firsts, rows)
+        self._below.doom(rows, c.rows["gen"][rows])
+        slabs.forget_rows(c, rows)
 
     # ------------------------------------------------------------------ clients
 
@@ -283,6 +281,8 @@ class Directory:
             came = np.zeros(len(self._shelves.c.shelves), np.int64)
             holds.landed(self._shelves.c, *self._shelves.rows_of(at), came)
             self._memory.restore_windows(came)
+            if self._leaving:  # a primary there is one no more
+                self.pins.settle()
         if client.holds:
             held = set(np.frombuffer(call.held, np.uint64).tolist())
             for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
@@ -391,7 +391,7 @@ class Directory:
         self._set_state(node, "alive")
         for other in self.nodes.values():
             if other.leaving:
-                self._memory.hand_over(other)  # before anybody may evict what looks like a replica here
+                self._hand_over(other)  # before anybody may evict what looks like a replica here
         if joined and not node.leaving:
             self._memory.make_windows(node)
 
@@ -491,7 +491,7 @@ class Directory:
         if node := self.nodes.get(name):
             node.leaving = True
             self._set_state(node, node.state)
-            self._memory.hand_over(node)
+            self._hand_over(node)
 
     def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
         """(PLACEs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.
@@ -503,7 +503,7 @@ class Directory:
         node, shared = self.nodes.get(name), self._below.tiers.get("")
         below = shared.index if shared and not shared.unreached else -1
         if node and node.leaving:
-            self._memory.hand_over(node)
+            self._hand_over(node)
         c = self._shelves.c  # not before: a slab that is opened may replace the columns
         for stride, shelf in node.shelves.items() if node else ():
             rows = np.empty(DEPARTING_PER_CALL, np.int64)
@@ -515,6 +515,10 @@ class Directory:
             k.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
         return b"".join(found), b"".join(k)
 
+    def _hand_over(self, node: Node) -> None:
+        self._memory.hand_over(node)
+        self.pins.settle()
+
     def _set_state(self, node: Node, state: str) -> None:
         node.state = state
         for stride, shelf in node.shelves.items():
@@ -524,9 +528,10 @@ class Directory:
     # ------------------------------------------------------------------ external tiers
 
     def beat_tier(
-        self, name: str, capacity: int, shared: bool, reached: bool, lost: bool, now: float
+        self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes, now: float
     ) -> tuple[int, bool] | None:
-        """A node store has an external tier, which it reaches or not; lost: what was there is gone.
+        """A node store has an external tier, which it reaches or not. lost: where what was there is gone, the name of
+        what is there now, by which each store of a shared tier tells of the same loss.
 
         Returns (index of the tier in places, whether the store is to tell what lies there: `found`); None: it is to
         `join` first.
@@ -536,7 +541,7 @@ class Directory:
         if node is None:
             return None
         if lost:
-            self._below.forget(name)
+            self._below.forget(name, lost)
             self._disown()
         answer = self._below.beat(name, capacity, shared, reached, lambda: self._new_index(tier=True))
         self._below.suspect(name, node.state == "suspect")
@@ -563,10 +568,11 @@ class Directory:
             return NOTHING
         if self._below.sunk(name, at, k, done, seen):
             self._below.look_again(node.shelves.values())
-        self.pins.move_below([key for key, stored_now in zip(_split(keys), done, strict=True) if stored_now])
+        self.pins.renew([key for key, stored_now in zip(_split(keys), done, strict=True) if stored_now])
         share, slots = self._below.share, self._memory.slots(node)
         if whole and share > 0.0:
-            return self._below.sink(name, node.shelves, slots, 1.0, sum(slots.values()), self.pins.rows())
+            held = np.concatenate([self.pins.rows(), self._memory.held(node, self._below.min_uses)])
+            return self._below.sink(name, node.shelves, slots, 1.0, sum(slots.values()), held)
         if node.spare and share < 1.0:  # there is room
             share = 0.0
         return self._below.sink(name, node.shelves, slots, share, demotion.LOOKS, self.pins.rows())

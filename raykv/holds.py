@@ -314,25 +314,40 @@ def departing(c, shelf, below, out, n):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def lasting(c, first):  # type: ignore[no-untyped-def]
-    """Of a key's rows the one to keep: its primary, else what is below, else -1."""
+def pin_lasting(c, firsts, rows, gens):  # type: ignore[no-untyped-def]
+    """Pin the copy of each key that is to stay: rows[i], -1 where there is none, and gens[i]."""
+    for i in range(len(firsts)):
+        row = rows[i] = _lasting(c, firsts[i])
+        if row >= 0:
+            pin(c, row)
+            gens[i] = c.rows[row].gen
+
+
+@kernel
+def _lasting(c, first):  # type: ignore[no-untyped-def]
+    """Of a key's rows the one to keep: what lies below, whose copy in memory may go, else its primary, else -1."""
     found = np.int64(-1)
     row = np.int64(first)
     while row >= 0:
         state = c.rows[row].state
-        if c.rows[row].pins < PINS_MAX and (state == READY or (state == EXTERNAL and found < 0)):
+        if c.rows[row].pins < PINS_MAX and (state == EXTERNAL or (state == READY and found < 0)):
             found = row
         row = np.int64(c.rows[row].same)
     return found
 
 
 @kernel
-def lying_below(c, first):  # type: ignore[no-untyped-def]
-    """Of a key's rows one that lies below and can be held, else -1."""
-    row = np.int64(first)
-    while row >= 0 and not (c.rows[row].state == EXTERNAL and c.rows[row].pins < PINS_MAX):
-        row = np.int64(c.rows[row].same)
-    return row
+def copies(c, firsts, out):  # type: ignore[no-untyped-def]
+    """Rows of keys, to out as far as it goes. Returns how many there are."""
+    n = 0
+    for first in firsts:
+        row = np.int64(first)
+        while row >= 0:
+            if n < len(out):
+                out[n] = row
+            n += 1
+            row = np.int64(c.rows[row].same)
+    return n
 
 
 @kernel

@@ -44,6 +44,7 @@ class Link:
         self._held: set[int] = set()
         self._landed: list[NDArray[np.void]] = []
         self._bad: list[NDArray[np.void]] = []
+        self._owed: list[tuple[str, tuple[Any, ...]]] = []
         self._lock = threading.Lock()
         self._up = self.directory is not None
         self._logged: dict[str, float] = {}
@@ -79,6 +80,11 @@ class Link:
         """Blocks that were not what the directory said. Told with the next call."""
         with self._lock:
             self._bad.append(places)
+
+    def owe(self, method: str, *args: Any) -> None:
+        """Call a method of the directory in the background, until it has answered."""
+        self._owed.append((method, args))
+        self._wake.set()
 
     def fault(self, kind: str, detail: object = "") -> None:
         """Count a fault; say so once a minute."""
@@ -137,6 +143,8 @@ class Link:
         if self._up:
             if time.monotonic() - self._last_call > HEARTBEAT_S / 2 or self._landed or self._bad:
                 self._send("beat_client", (), 4 * METADATA_DEADLINE_S)
+            while self._owed and self._send(*self._owed[0], 10 * METADATA_DEADLINE_S) is not None:
+                self._owed.pop(0)
             return
         directory = _found(self.pool)
         if directory is not None:

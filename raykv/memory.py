@@ -202,6 +202,16 @@ class Memory:
             node.spare.remove(number)
         node.slabs[number] = self._shelves.open(node.index, number, shelf, node.slab_bytes // stride, gen)
 
+    def held(self, node: Node, min_uses: int) -> Rows:
+        """Primaries that somebody holds, and that were asked for so often."""
+        found = [np.zeros(0, np.int64)]
+        for record in node.slabs.values():
+            base, slots = self._shelves.span(record)
+            rows = self._shelves.c.rows[base : base + slots]
+            wanted = (rows["state"] == index.READY) & (rows["pins"] > 0) & (rows["uses"] >= min_uses)
+            found.append(base + np.flatnonzero(wanted))
+        return np.concatenate(found)
+
     def slots(self, node: Node) -> dict[int, int]:
         """A node's slots by size."""
         slots = dict.fromkeys(node.shelves, 0)

@@ -6,55 +6,47 @@ from numpy.typing import NDArray
 from raykv import holds, index
 from raykv.shelves import Rows, Shelves
 
+Held = list[tuple[int, int]]
+
 
 class Pins(dict[bytes, tuple[int, int]]):
-    """By key, the row that is held for it, and its generation: of its primary, else of what lies below."""
+    """By key, the row that is held for it, and its generation: of what lies below, else of its primary."""
 
     def __init__(self, shelves: Shelves) -> None:
         self._shelves = shelves
 
-    def pin(self, key: bytes) -> bool:
-        """Returns whether the key is pinned now."""
-        if key not in self:
-            self._hold(key, int(holds.lasting(self._shelves.c, self._first(key))))
-        return key in self
+    def pin(self, keys: list[bytes]) -> int:
+        """Returns how many of the keys are pinned now."""
+        new = list(dict.fromkeys(key for key in keys if key not in self))
+        k = np.frombuffer(b"".join(new), np.uint64).reshape(-1, 2)
+        firsts, rows, gens = (np.empty(len(new), np.int64) for _ in range(3))
+        index.find(self._shelves.c, k, firsts)
+        holds.pin_lasting(self._shelves.c, firsts, rows, gens)
+        self.update((key, at) for key, *at in zip(new, rows.tolist(), gens.tolist(), strict=True) if at[0] >= 0)  # type: ignore[misc]
+        return sum(key in self for key in keys)
 
-    def unpin(self, key: bytes) -> None:
-        row, gen = self.pop(key, (-1, 0))
-        holds.let_go(self._shelves.c, *one(row, gen), *one(-1, 0))
+    def unpin(self, keys: list[bytes]) -> None:
+        self._let_go([self.pop(key) for key in keys if key in self])
+
+    def renew(self, keys: list[bytes]) -> None:
+        """Hold the copies that are to stay by now: memory is for others where a key lies below."""
+        before = {key: self.pop(key) for key in keys if key in self}
+        self.pin(list(before))
+        self._let_go(list(before.values()))
 
     def settle(self) -> None:
-        """Where a pinned block was dropped, or went with its node, another copy is pinned, if there is one."""
-        rows = self._shelves.c.rows
-        for key, (row, gen) in list(self.items()):
-            if rows[row]["gen"] != gen or rows[row]["state"] == index.DROPPED:
-                self.unpin(key)
-                self.pin(key)
-
-    def move_below(self, keys: list[bytes]) -> None:
-        """What is pinned in memory and lies below by now is pinned there: its memory is for others."""
-        for key in keys:
-            row, gen = self.get(key, (-1, 0))
-            there = int(holds.lying_below(self._shelves.c, self._first(key))) if row >= 0 else -1
-            if there >= 0 and there != row:
-                self._hold(key, there)
-                holds.let_go(self._shelves.c, *one(row, gen), *one(-1, 0))
+        """Where a pinned block was dropped, went with its node, or is the primary no more, another copy is pinned."""
+        rows, gens = self.rows(), np.array([gen for _, gen in self.values()], np.int64)
+        now = self._shelves.c.rows[rows]
+        stale = (now["gen"] != gens) | (now["state"] == index.DROPPED) | (now["state"] == index.REPLICA)
+        if stale.any():
+            keys = list(self)
+            self.renew([keys[i] for i in np.flatnonzero(stale)])
 
     def rows(self) -> Rows:
         return np.array([row for row, _ in self.values()], np.int64)
 
-    def _hold(self, key: bytes, row: int) -> None:
-        if row >= 0:
-            index.pin(self._shelves.c, row)
-            self[key] = row, int(self._shelves.c.rows[row]["gen"])
-
-    def _first(self, key: bytes) -> int:
-        """The key's first row."""
-        firsts: NDArray[np.int64] = np.empty(1, np.int64)
-        index.find(self._shelves.c, np.frombuffer(key, np.uint64).reshape(1, 2), firsts)
-        return int(firsts[0])
-
-
-def one(row: int, gen: int) -> tuple[Rows, Rows]:
-    """A row as kernels take many."""
-    return np.array([row], np.int64), np.array([gen], np.int64)
+    def _let_go(self, held: Held) -> None:
+        at: NDArray[np.int64] = np.array(held, np.int64).reshape(-1, 2)
+        rows, gens = np.ascontiguousarray(at.T)
+        holds.let_go(self._shelves.c, rows, gens, rows[:0], gens[:0])

@@ -202,6 +202,19 @@ def drop(c, rows, gens):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def forget_rows(c, rows):  # type: ignore[no-untyped-def]
+    """Forget blocks that are there, or on their way to a tier; what is held stays held until it is let go."""
+    for row in rows:
+        if kept(c.rows[row].state):
+            forget(c, row)
+        elif c.rows[row].state == SINKING:
+            delete(c, row)
+        else:
+            continue
+        _drop_or_free(c, row)
+
+
+@kernel
 def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
     """Append the slab's rows that are in `state` to out[count:]; returns the new count."""
     for row in range(base, base + slots):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,10 +17,14 @@ from numpy.typing import NDArray
 
 from raykv import rows as row_checks
 from raykv.rows import Rows
+from raykv.transports.verdicts import data_deadline
 
 if TYPE_CHECKING:
     from raykv.cache import KVCache
     from raykv.client import KVPool
+
+
+AGAIN_S = 0.05  # between looks for blocks that are kept, and did not come
 
 
 @dataclass
@@ -42,13 +49,14 @@ class Swaps:
         self._cache, self._pool = cache, pool
         self._secret = secrets.token_bytes(8)  # another process may use the same request ids
         self._requests: dict[str, Swapped] = {}
+        self._numbers = itertools.count()  # a key always means the same bytes, a request id does not
         self._lock = threading.Lock()
-        self._done: list[NDArray[np.uint8]] = []  # keys that the directory is yet to forget
 
     def out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
         rows = row_checks.paged(paged, block_ids, len(block_ids), self._cache.block_bytes)
         self.drop(request_id)
-        names = [self._secret + i.to_bytes(8, "little") + request_id.encode() for i in range(len(rows))]
+        prefix = self._secret + next(self._numbers).to_bytes(8, "little")
+        names = [prefix + i.to_bytes(8, "little") for i in range(len(rows))]
         request = Swapped(len(rows), self._cache.rekey(names))
         request.stored = self._pool.background(self._out, rows, request)
         with self._lock:
@@ -74,27 +82,26 @@ class Swaps:
         self._cache.store_rows(request.keys, rows)
         answer = self._pool.link.call("preempted", request.keys.tobytes())
         if answer is None:  # it may keep them yet
-            self._forget(request.keys)
+            self._pool.link.owe("forget", request.keys.tobytes())
         return int(answer[1]) if answer else 0
 
     def _back(self, rows: Rows, request: Swapped | None) -> int:
         if request is None or not request.kept():
             return 0
+        patient = copy.copy(self._cache)
+        patient.recompute_tokens_per_s = float(patient.block_tokens)  # a second a block, while it takes no longer
+        end, done = time.monotonic() + data_deadline(request.blocks * patient.block_bytes), 0
         try:
-            with self._cache.match(request.keys) as match:
-                return match.read_rows(rows)
+            while done < request.blocks:
+                with patient.match(request.keys[done:]) as match:
+                    done += match.read_rows(rows[done : done + match.num_blocks])
+                if time.monotonic() > end:
+                    break
+                time.sleep(AGAIN_S if done < request.blocks else 0.0)
+            return done
         finally:
-            self._forget(request.keys)
+            self._pool.link.owe("forget", request.keys.tobytes())
 
     def _drop(self, request: Swapped) -> None:
         if request.kept():
-            self._forget(request.keys)
-
-    def _forget(self, keys: NDArray[np.uint8]) -> None:
-        """With all for which the directory did not answer."""
-        with self._lock:
-            self._done.append(keys)
-            due, self._done = self._done, []
-        late = [one for one in due if self._pool.link.call("forget", one.tobytes()) is None]
-        with self._lock:
-            self._done += late
+            self._pool.link.owe("forget", request.keys.tobytes())

@@ -298,28 +298,37 @@ class Oracle(Tiers):
 
     def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
         self.hello(call, now)
-        return self.epoch, sum([self.pin_key(key) for key in split(keys)])
+        return self.epoch, self.pin_keys(split(keys))
 
-    def pin_key(self, key: bytes) -> bool:
-        """Hold the copy that is to stay: the primary, else what lies below."""
-        copies = [row for row in self.table.get(key, ()) if row.pins < PINS_MAX]
-        lasting = [row for row in copies if row.state == "ready"] + [row for row in copies if row.state == "external"]
-        if key not in self.pins and lasting:
-            self.pins[key] = self.hold(lasting[0])
-        return key in self.pins
+    def pin_keys(self, keys: list[bytes]) -> int:
+        """Hold the copies that are to stay: what lies below, else the primary."""
+        for key in keys:
+            copies = [row for row in self.table.get(key, ()) if row.pins < PINS_MAX]
+            lasting = [row for row in copies if row.state == "ready"][:1]
+            lasting += [row for row in copies if row.state == "external"]
+            if key not in self.pins and lasting:
+                self.pins[key] = self.hold(lasting[-1])
+        return sum(key in self.pins for key in keys)
+
+    def unpin_keys(self, keys: list[bytes]) -> None:
+        for item in reversed([self.pins.pop(key) for key in keys if key in self.pins]):
+            self.let_go_read(item)
+
+    def renew_pins(self, keys: list[bytes]) -> None:
+        before = {key: self.pins.pop(key) for key in keys if key in self.pins}
+        self.pin_keys(list(before))
+        for item in reversed(before.values()):
+            self.let_go_read(item)
 
     def unpin(self, call: Call, keys: bytes, now: float) -> int:
         self.hello(call, now)
-        for key in split(keys):
-            self.let_go_read(self.pins.pop(key, None))
+        self.unpin_keys(split(keys))
         return self.epoch
 
     def settle_pins(self) -> None:
         """Pins of what is gone are of another copy from now on, if there is one."""
-        for key, (row, gen) in list(self.pins.items()):
-            if row.gen != gen or row.state == "dropped":
-                self.let_go_row(self.pins.pop(key))
-                self.pin_key(key)
+        moved = [k for k, (row, gen) in self.pins.items() if row.gen != gen or row.state in ("dropped", "replica")]
+        self.renew_pins(moved)
 
     def forget(self, call: Call, keys: bytes, now: float) -> int:
         client = self.hello(call, now)
@@ -329,32 +338,23 @@ class Oracle(Tiers):
         return self.epoch
 
     def forget_keys(self, keys: list[bytes]) -> None:
+        self.unpin_keys(keys)
         for key in keys:
             for row in list(self.table.get(key, ())):
                 if row.state == "external":
                     self.tier_at(row).doomed.setdefault(key)
-                if row.state in KEPT:
+                if row.state in KEPT or row.state == "sinking":
                     self.drop(row)
-        self.settle_pins()
 
     def preempted(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
         client = self.hello(call, now)
         self.counters["num_cumulative_preemption"] += 1
-        pinned = [self.pin_key(key) for key in split(keys)]
-        if False in pinned:
+        if self.pin_keys(split(keys)) < len(split(keys)):
             self.forget_keys(split(keys))
             return self.epoch, 0
         for key in split(keys):
             client.swapped.setdefault(key)
-        return self.epoch, len(pinned)
-
-    def pins_go_below(self, keys: list[bytes]) -> None:
-        for key in [key for key in keys if key in self.pins]:
-            there = [row for row in self.table.get(key, ()) if row.state == "external" and row.pins < PINS_MAX]
-            before = self.pins[key]
-            if there and there[0] is not before[0]:
-                self.pins[key] = self.hold(there[0])
-                self.let_go_read(before)
+        return self.epoch, len(split(keys))
 
     # ------------------------------------------------------------------ clients
 
@@ -384,6 +384,8 @@ class Oracle(Tiers):
                     self.succeed(row)
                     came[row.slab.shelf] += 1
         self.restore_windows(came)
+        if self.leavers and call.landed:
+            self.settle_pins()
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
             self.end(client, i)
@@ -621,6 +623,7 @@ class Oracle(Tiers):
                 self.succeed(heirs[0])
                 came[heirs[0].slab.shelf] += 1
         self.restore_windows(came)
+        self.settle_pins()
 
     @staticmethod
     def stores(node: Node) -> bool:

@@ -34,7 +34,7 @@ class Tiers(Slots):
     def settle_pins(self) -> None:
         raise NotImplementedError
 
-    def pins_go_below(self, keys: list[bytes]) -> None:
+    def renew_pins(self, keys: list[bytes]) -> None:
         raise NotImplementedError
 
     def new_index(self, tier: bool) -> int:
@@ -70,13 +70,15 @@ class Tiers(Slots):
     # ------------------------------------------------------------------ nodes and their tiers
 
     def beat_tier(
-        self, name: str, capacity: int, shared: bool, reached: bool, lost: bool, now: float
+        self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes, now: float
     ) -> tuple[int, bool] | None:
         self.check(now)
         if name not in self.nodes:
             return None
-        if lost and (tier := self.tier_of(name)):
+        if lost and (tier := self.tier_of(name)) and tier.content != lost:
+            tier.content = lost
             self.empty(tier)
+        if lost:
             self.settle_pins()
         whose = "" if shared else name
         if whose not in self.tiers:
@@ -183,17 +185,19 @@ class Tiers(Slots):
             self.look_again(list(node.shelves.values()))
         if tier:
             self.still_doomed(tier, name, seen)
-        self.pins_go_below([key for key, done in zip(split(keys), stored, strict=True) if done])
+        self.renew_pins([key for key, done in zip(split(keys), stored, strict=True) if done])
         if tier is None or tier.down or not tier.listed:
             return NOTHING
-        share = self.share
+        share, held = self.share, [row for row, _ in self.pins.values()]
         if whole and share > 0:
             share = 1.0
+            rows = [row for slab in node.slabs.values() for row in slab.rows if row.state == "ready" and row.pins]
+            held += [row for row in rows if row.uses >= self.min_hits]
         elif node.spare and share < 1:  # room enough
             share = 0.0
         source, left, chosen = b"", BATCH_BYTES, []
         for shelf in node.shelves.values():
-            pairs = self.choose(tier, shelf, share, left)
+            pairs = self.choose(tier, shelf, share, left, held)
             source += pack([(row, row.gen) for row, _ in pairs], shelf.stride)
             left -= len(pairs) * shelf.stride
             chosen += [(place, place.gen) for _, place in pairs]
@@ -239,7 +243,7 @@ class Tiers(Slots):
             tier.doomed.setdefault(row.key)
         return bool(late)
 
-    def choose(self, tier: Tier, shelf: Shelf, share: float, left: int) -> list[tuple[Row, Row]]:
+    def choose(self, tier: Tier, shelf: Shelf, share: float, left: int, held: list[Row]) -> list[tuple[Row, Row]]:
         """(block, its place in the tier) of the oldest that are not below, until enough can be had for nothing."""
         there = self.shelf_below(tier, shelf.stride)
         most = min(left // shelf.stride, KEYS_PER_CALL)
@@ -261,7 +265,7 @@ class Tiers(Slots):
                 return pairs
             row.passed = True
         most = min(most, len(pairs) + max(0, self.short(shelf, share)))
-        for row, _ in self.pins.values():  # nothing else is left
+        for row in held:  # nothing else is left
             wanted = row.slab.shelf is shelf and row.state == "ready"
             if len(pairs) < most and wanted and not any(self.lies_in(t, row.key) for t in self.tiers.values()):
                 self.send(row, tier, there, pairs)

@@ -123,6 +123,7 @@ class Tier:
     cleared: bool = False
     deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # last told to each node: answer, keys
     answers: int = 0
+    content: bytes = b""
     sunk: int = 0
 
     @property

@@ -21,7 +21,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def beat(
-    pool: Pool, node: str = "a", slabs: int = 4, shared: bool = False, reached: bool = True, lost: bool = False
+    pool: Pool, node: str = "a", slabs: int = 4, shared: bool = False, reached: bool = True, lost: bytes = b""
 ) -> bool:
     """A node's tier is there. Returns whether the node is to tell what lies in it."""
     answer = pool.directory.beat_tier(node, slabs * SLAB, shared, reached, lost, pool.now)
@@ -363,6 +363,19 @@ def test_in_the_end_everything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     assert split(pool.sink("a", whole=True).keys) == KEYS[6:7]
 
 
+def test_a_shared_tier_is_lost_once_however_many_nodes_say_so() -> None:
+    pool = tiered(nodes="ab", shared=True, share=1.0)
+    pool.store("a", KEYS[:2])
+    pool.bring_down("a", whole=True)
+    beat(pool, "a", shared=True, lost=b"another")
+    assert not any(lie_below(pool, KEYS[:2]))
+    pool.bring_down("a", whole=True)
+    beat(pool, "b", shared=True, lost=b"another")
+    assert all(lie_below(pool, KEYS[:2]))
+    beat(pool, "b", shared=True, lost=b"a third")
+    assert not any(lie_below(pool, KEYS[:2]))
+
+
 # ---------------------------------------------------------------------- what is deleted there
 
 
@@ -505,7 +518,7 @@ def test_a_tier_that_lost_its_content_is_forgotten_and_filled_again() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:5])
     pool.bring_down("a")
-    assert not beat(pool, lost=True), "there is nothing to tell"
+    assert not beat(pool, lost=b"another"), "there is nothing to tell"
     assert not any(lie_below(pool, KEYS[:5])) and all(pool.has(KEYS[:5]))
     assert sorted(pool.bring_down("a")) == KEYS[:5]
 
@@ -514,7 +527,7 @@ def test_a_lease_on_what_a_tier_lost_pins_nothing() -> None:
     pool = tiered()
     only_below(pool, KEYS[:1])
     lease, _ = pool.match("a", KEYS[:1])
-    beat(pool, lost=True)
+    beat(pool, lost=b"another")
     check_invariants(pool.directory)
     assert blocks(pool.directory.stream(pool.call("a"), lease, 0, PAGE, pool.now)) == 0
     pool.release("a", lease)
@@ -633,13 +646,13 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
 def test_calls_of_nodes_that_are_not_there_change_nothing() -> None:
     pool = Pool()
     directory = pool.directory
-    assert directory.beat_tier("x", SLAB, False, True, False, 0.0) is None
+    assert directory.beat_tier("x", SLAB, False, True, b"", 0.0) is None
     directory.found("x", KEYS[0], bytes(8), True, 0.0)
     directory.found("a", KEYS[0], bytes(8), True, 0.0)  # which has no tier
     assert directory.sink("x", b"", b"", b"", 0, True, 0.0) == directory.sink("a", b"", b"", b"", 0, True, 0.0)
     assert directory.sink("a", bytes(32), KEYS[0], b"", 0, True, 0.0) == Sunk(b"", b"", b"", b"", 0)
     directory.join("new", b"new", SLAB, 1, 0, 0.0)
-    assert directory.beat_tier("new", SLAB, False, True, False, 0.0)
+    assert directory.beat_tier("new", SLAB, False, True, b"", 0.0)
     assert directory.sink("new", b"", b"", b"", 0, True, 0.0) == Sunk(b"", b"", b"", b"", 0)
     directory.beat_client(Call(1, 1), 0.0)
     check_invariants(directory)

@@ -410,6 +410,47 @@ def test_what_is_held_goes_down_where_nothing_else_is_left_and_is_held_there() -
     assert not any(lie_below(pool, KEYS[:6])) and not pool.directory.pins
 
 
+def test_what_lies_below_already_is_pinned_there() -> None:
+    pool = tiered(slabs=2)
+    pool.store("a", KEYS[:6])
+    pool.bring_down("a", whole=True)
+    assert preempted(pool, KEYS[:6]) == 6
+    assert pool.store("a", KEYS[10:17]) == ["a"] * 7, "memory is for others"
+    assert not any(pool.has(KEYS[:6])) and all(lie_below(pool, KEYS[:6]))
+
+
+def test_what_is_forgotten_on_its_way_down_is_deleted_there() -> None:
+    pool = tiered()
+    pool.store("a", KEYS[:2])
+    sinking = pool.sink("a", whole=True)
+    forget(pool, KEYS[:1])
+    assert not lie_below(pool, KEYS[:1], index.SINKING)[0]
+    assert split(pool.sink("a", sinking).doomed) == KEYS[:1] and lie_below(pool, KEYS[:2]) == [False, True]
+    check_invariants(pool.directory)
+
+
+def test_in_the_end_what_is_leased_goes_down_too() -> None:
+    pool = tiered(share=1.0)
+    pool.store("a", KEYS[:5])
+    lease, _ = pool.match("a", KEYS[2:5])
+    assert set(pool.bring_down("a", whole=True)) == set(KEYS[:5])
+    pool.release("a", lease)
+    check_invariants(pool.directory)
+
+
+def test_a_pin_follows_what_is_handed_over() -> None:
+    pool = Pool(nodes="ab", window=3)
+    pool.store("a", KEYS[:2])
+    pool.replicate("b", KEYS[:1])
+    pin(pool, KEYS[:2])
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[1:2]
+    pool.replicate("b", KEYS[1:2])
+    pool.store("b", KEYS[10:18])
+    assert departing(pool, "a") == [] and pool.directory.remove_node("a", pool.now)
+    assert pool.has(KEYS[:2]) == [True] * 2 and len(pool.directory.pins) == 2
+
+
 def test_a_new_directory_that_is_told_who_leaves_hands_over_what_it_found() -> None:
     pool = Pool(nodes="ab", window=3)
     pool.store("a", KEYS[:2])

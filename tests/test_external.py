@@ -419,6 +419,23 @@ def test_memory_that_a_late_call_has_is_not_used_again(opened: Callable[..., Ext
         assert (rows == before).all() and (rows == payload(keys[2:], SIZE)).all()
 
 
+def test_a_tier_that_is_only_busy_is_not_out_of_order(
+    opened: Callable[..., External], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = opened(moody := Moody()), some_keys(external.READERS + 1)
+    assert all(store(tier, keys))
+    monkeypatch.setattr(external, "data_deadline", lambda size: 60.0)
+    moody.open.clear()
+    with ThreadPoolExecutor(external.READERS) as threads:
+        reading = [threads.submit(load, tier, keys[i : i + 1]) for i in range(external.READERS)]
+        eventually(lambda: moody.calls.count("get") == external.READERS + 1)  # and the marker
+        monkeypatch.setattr(external, "data_deadline", lambda size: DEADLINE_S)
+        assert load(tier, keys[-1:]) == [] and tier.up and not tier.faults["load"]
+        moody.open.set()
+        assert [one.result() for one in reading] == [[True]] * external.READERS
+    assert load(tier, keys[-1:]) == [True]
+
+
 def test_a_call_that_did_not_begin_in_time_never_does(opened: Callable[..., External], hasty: None) -> None:
     moody, keys = Moody(), some_keys(1)
     tier = opened(moody)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 from numpy.typing import NDArray
-from pools import BLOCK, Worker, eventually, keep, pid, read, settled, store, tokens, worker
+from pools import BLOCK, Worker, eventually, keep, part, pid, read, settled, store, tokens, worker
 
 import raykv
 
@@ -73,6 +73,31 @@ def test_blocks_that_come_back_are_forgotten_at_once(cache: raykv.KVCache, pool:
     assert cache.swap_out(paged, range(40), "b").result() == 40
     cache.swap_drop("b")
     eventually(lambda: pool.stats()["keys"] == 0 and settled(pool))
+
+
+def test_a_request_that_is_swapped_out_again_has_its_last_blocks(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    for seed in range(20, 30):
+        cache.swap_out(pages(seed - 1, 40), range(40), "a")
+        paged, back = pages(seed, 40), np.zeros((40, BLOCK), np.uint8)
+        assert cache.swap_out(paged, range(40), "a").result() == 40
+        assert cache.swap_in(back, range(40), "a").result() == 40 and (back == paged).all()
+    eventually(lambda: pool.stats()["keys"] == pool.stats()["pinned"] == 0 and settled(pool))
+
+
+def test_what_the_directory_did_not_hear_of_is_forgotten_later(
+    cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache.swap_out(pages(31, 40), range(40), "a").result() == 40
+    directory, faults = pid(part(pool, "directory")), pool.link.faults["directory"]
+    os.kill(directory, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as hasty:
+            hasty.setattr("raykv.link.METADATA_DEADLINE_S", 0.02)
+            cache.swap_drop("a")
+            eventually(lambda: pool.link.faults["directory"] > faults)
+    finally:
+        os.kill(directory, signal.SIGCONT)
+    eventually(lambda: pool.stats().get("pinned") == 0 == pool.stats().get("keys"))
 
 
 def test_a_request_that_finds_no_room_is_left_to_be_computed(cache: raykv.KVCache, pool: raykv.KVPool) -> None:

@@ -306,7 +306,8 @@ class World:
         call = self.call(worker)
         stored = []
         if self.with_oracle and start >= 0 and not call.bad and not call.landed:
-            stored = [key for key in keys if self._present(key)]
+            swapped = {key for client in self.real.clients.values() for key in client.swapped}  # it may be gone by now
+            stored = [key for key in keys if self._present(key) and key not in swapped]
         got = self.do("reserve", call, reservation, worker.node, b"".join(keys), start, size, self.now)
         assert all(self._present(key) for key in stored), "a batch evicted its own keys"
         worker.holds.pop(reservation, None)
@@ -524,7 +525,7 @@ class World:
         capacity, shared = self.capacity, self.tiers == "shared"
         if not self.with_oracle:
             capacity, shared = rng.choice([capacity, capacity, 0]), shared ^ (rng.random() < 0.1)
-        lost = rng.random() < 0.02
+        lost = rng.randbytes(8) if rng.random() < 0.02 else b""
         if lost:
             self.lies(name).clear()
         answer = self.do("beat_tier", name, capacity, shared, rng.random() < 0.95, lost, self.now)
@@ -616,7 +617,7 @@ class World:
                 self.do("swept", answer[2], bytes([1]) * n, bytes(16 * n), bytes(8 * n), self.now)
         for name in list(self.real.nodes):
             self.do("sink", name, b"", b"", b"", 0, False, self.now)  # what it was told before, it never heard of
-            self.do("beat_tier", name, self.capacity, self.tiers == "shared", False, False, self.now)
+            self.do("beat_tier", name, self.capacity, self.tiers == "shared", False, b"", self.now)
             self.do("sink", name, b"", b"", b"", 0, False, self.now)
         self.check()
         rows = self.real._shelves.c.rows

@@ -143,7 +143,7 @@ class _Pool:
             self.directory.beat(str(node), 1, 0.0)
             if tiers:
                 capacity = tiers[node % len(tiers)] * (BLOCK_BYTES + ALIGN)
-                self.directory.beat_tier(str(node), capacity, len(tiers) < len(shares), True, False, 0.0)
+                self.directory.beat_tier(str(node), capacity, len(tiers) < len(shares), True, b"", 0.0)
                 self.directory.found(str(node), b"", b"", True, 0.0)
 
     def serve(self, requests: list[Request], writers: int) -> float:

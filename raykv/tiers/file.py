@@ -205,6 +205,10 @@ class FileTier:
             if os.fstat(fd).st_size != size or _move(os.preadv, fd, page, out) < size:
                 return None
             return bytes(page[:HEAD_BYTES])
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return None  # one bad sector is not a bad disk
         finally:
             os.close(fd)
 
