@@ -298,6 +298,17 @@ def held_there(c, base, slots, below, out, n):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def going(c, base, slots, below):  # type: ignore[no-untyped-def]
+    """As `departing`, how many of a slab there are, with those that are still being written."""
+    n = 0
+    for row in range(base, base + slots):
+        state = c.rows[row].state
+        if (state == READY) | (state == WRITING):
+            n += _alone_there(c, row, below)
+    return n
+
+
+@kernel
 def departing(c, shelf, below, out, n):  # type: ignore[no-untyped-def]
     """Append the shelf's primaries that are on no other node that stays, youngest first, to out[n:]; the new n.
 

@@ -588,11 +588,11 @@ class Oracle(Tiers):
             self.set_state(node, node.state)
             self.hand_over(node)
 
-    def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
+    def departing(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
         self.check(now)
         node, shared = self.nodes.get(name), self.tiers.get("")
-        if node is None:
-            return b"", b""
+        if node is None or node.state == "joining":
+            return None
         if node.leaving:
             self.hand_over(node)
         places, keys = b"", b""
@@ -603,7 +603,8 @@ class Oracle(Tiers):
             alone = [row for row in line[::-1] + held if not self.outlives(row.key, shared)][:DEPARTING_PER_CALL]
             places += pack([(row, row.gen) for row in alone], shelf.stride)
             keys += b"".join(row.key for row in alone)
-        return places, keys
+        kept = [row for slab in node.slabs.values() for row in slab.rows if row.state in ("ready", "writing")]
+        return places, keys, sum(not self.outlives(row.key, shared) for row in kept)
 
     def outlives(self, key: bytes, shared: Tier | None) -> bool:
         """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""
