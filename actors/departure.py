@@ -28,7 +28,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
     left = _left(pool, node_id, 1)
     while left and time.monotonic() < end:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        takers = alive - {node_id}
+        takers = alive.difference(actors.names(pool, "leaving"))
         if node_id not in alive or not takers:
             break
         tasks = [

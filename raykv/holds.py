@@ -239,9 +239,11 @@ def landed(c, rows, gens, came):  # type: ignore[no-untyped-def]
 
 @kernel
 def _has_primary(c, row):  # type: ignore[no-untyped-def]
+    """Whether a key's primary lasts as long as this row: on a node that stays, or where this one's leaves too, any."""
+    goes = leaving(c, row)
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
-        if c.rows[other].state == WRITING or (c.rows[other].state == READY and not leaving(c, other)):
+        if c.rows[other].state == WRITING or (c.rows[other].state == READY and (goes or not leaving(c, other))):
             return True
         other = np.int64(c.rows[other].same)
     return False

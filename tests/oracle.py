@@ -380,7 +380,8 @@ class Oracle(Tiers):
             row = self.row_of(place)
             if row and row.gen == place[5] and row.state == "staging":
                 row.state = "replica"
-                if not any(r.state == "writing" or (r.state == "ready" and not r.leaving) for r in self.table[row.key]):
+                lasting = [r for r in self.table[row.key] if r.state == "ready" and (row.leaving or not r.leaving)]
+                if not lasting and not any(r.state == "writing" for r in self.table[row.key]):
                     self.succeed(row)
                     came[row.slab.shelf] += 1
         self.restore_windows(came)

@@ -155,6 +155,18 @@ def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
     assert departing(pool, "b") == [] and primary(pool, KEYS[0]) == "c"
 
 
+def test_what_a_node_that_leaves_reads_of_another_is_no_primary_there() -> None:
+    """Else it would go with the second, whose drain is over."""
+    pool = Pool(nodes="abc", window=2)
+    pool.store("a", KEYS[:2])
+    leave(pool, "b")
+    leave(pool, "a")
+    pool.replicate("b", KEYS[:1])
+    assert departing(pool, "a") == KEYS[:2] and left(pool, "b") == 0
+    pool.replicate("c", KEYS[:2])
+    assert left(pool, "a") == left(pool, "b") == 0 and primary(pool, KEYS[0]) == "c"
+
+
 def test_a_directory_that_was_told_before_anybody_joins_gives_no_copy_of_what_leaves_away() -> None:
     pool = Pool(nodes="", window=2)
     leave(pool, "a")
@@ -232,6 +244,7 @@ def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(mon
     for name in ("find", "find_directory"):
         monkeypatch.setattr(actors, name, lambda _: there)
     monkeypatch.setattr(actors, "put", lambda *_: True)
+    monkeypatch.setattr(actors, "names", lambda *_: ["a"])
     monkeypatch.setattr(departure, "_take_over", SimpleNamespace(options=lambda **_: call(lambda *_: None)))
     monkeypatch.setattr(departure, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
     nodes = call(lambda: [{"NodeID": name, "Alive": True} for name in alive.pop(0)]).remote
