@@ -66,7 +66,13 @@ class Supervisor:
     def drain(self, node_id: str, seconds: float) -> int:
         """Empty a node that is about to leave; see `departure.drain`."""
         self._draining.add(node_id)
-        return drain(self._pool, node_id, seconds)
+        left = 1
+        try:
+            left = drain(self._pool, node_id, seconds)
+            return left
+        finally:
+            if left:  # a notice, then or later, is a reason to try again
+                self._draining.discard(node_id)
 
     def stop(self) -> None:
         """Let go of every node's memory and end all actors of the pool but this one."""
@@ -137,11 +143,10 @@ class Supervisor:
 
     def _drain(self, node_id: str, seconds: float) -> None:
         try:
-            left = drain(self._pool, node_id, seconds)
+            left = self.drain(node_id, seconds)
             log.warning("%r: node %s leaves; %d blocks go with it", self, node_id[:8], left)
         except (RayError, ValueError) as error:  # the next look tries again
             log.warning("%r: node %s leaves, and is not emptied yet: %r", self, node_id[:8], error)
-            self._draining.discard(node_id)
 
     def _drop_failed(self) -> None:
         """Forget stores that are dead for good, to start others: at once, or later where the constructor raised."""

@@ -488,7 +488,7 @@ class Directory:
         """
         self._check(now)
         self._leaving.add(name)
-        if node := self.nodes.get(name):
+        if (node := self.nodes.get(name)) and not node.leaving:  # it is said every second
             node.leaving = True
             self._set_state(node, node.state)
             self._memory.hand_over(node)

@@ -584,7 +584,7 @@ class Oracle(Tiers):
     def leave(self, name: str, now: float) -> None:
         self.check(now)
         self.leavers.add(name)
-        if node := self.nodes.get(name):
+        if (node := self.nodes.get(name)) and not node.leaving:
             node.leaving = True
             self.set_state(node, node.state)
             self.hand_over(node)

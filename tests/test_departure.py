@@ -9,7 +9,8 @@ import pytest
 from directory_checks import chain_of, check_invariants
 from directory_pool import KEYS, PAGE, Pool, blocks
 from oracle_slots import PLACE, split, unpack
-from raykv.actors import departure
+from pools import eventually
+from raykv.actors import departure, supervisor
 from test_below import beat, lie_below, only_below, tell, tiered
 
 from raykv import actors, below, directory, index
@@ -251,6 +252,28 @@ def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(mon
     asked = SimpleNamespace(get=lambda answer, timeout: answer, nodes=nodes, wait=lambda *_, **__: None)
     monkeypatch.setattr(departure, "ray", asked)
     assert departure.drain("p", "a", 30.0) == 4 and not alive
+
+
+def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [7, ValueError("no directory"), 0]
+    answered = []
+
+    def drain(pool: str, node_id: str, seconds: float) -> int:
+        answered.append(answer := answers.pop(0))
+        if isinstance(answer, ValueError):
+            raise answer
+        return int(answer)
+
+    watch = supervisor.Supervisor.__new__(supervisor.Supervisor)
+    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set())
+    monkeypatch.setattr(supervisor, "drain", drain)
+    monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
+    monkeypatch.setattr(actors, "names", lambda *_: [])
+    for tries in (1, 2, 3, 3):
+        watch._look_for_leaving(None, {"n"})
+        eventually(lambda tries=tries: len(answered) == tries and ("n" in watch._draining) == (tries == 3))  # type: ignore[misc]
+    answers.append(1)
+    assert watch.drain("n", 30.0) == 1 and not watch._draining, "somebody's own, which ends short"
 
 
 # ---------------------------------------------------------------------- what a node that leaves is good for
