@@ -49,6 +49,7 @@ class External:
         self._up, self._failures, self._retry_at = False, 0, 0.0
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
+        self._stores: set[Future[Sequence[bool]]] = set()
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")
         self._probing: Future[bool] | None = None
@@ -56,6 +57,11 @@ class External:
     @property
     def up(self) -> bool:
         return self._up
+
+    @property
+    def storing(self) -> bool:
+        """Whether a `store` is under way, though it may have returned: it reads its blocks' memory."""
+        return bool(self._stores)
 
     @property
     def shared(self) -> bool | None:
@@ -92,9 +98,11 @@ class External:
             for key, total, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
         ]
         size = sum(map(len, bodies))
-        done = self._call(
-            self._writes, lambda: _each(len(blocks), self._tier.put_many, blocks), data_deadline(size), "store"
-        )
+        asked = self._ask(self._writes, lambda: _each(len(blocks), self._tier.put_many, blocks))
+        if asked:
+            self._stores.add(asked)
+            asked.add_done_callback(self._stores.discard)
+        done = self._answer(asked, data_deadline(size), "store")
         stored = np.zeros(len(blocks), np.bool_) if done is None else np.array(done, np.bool_)
         if done is not None:
             self.faults["refused"] += int((~stored).sum())
