@@ -69,21 +69,22 @@ def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seco
             places, keys, _ = answer
             sizes = np.frombuffer(ray.get(store.sizes.remote(places), timeout=ASK_S), np.int64)
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-            came = sum(_fetch(client, names[sizes == size][share::shares], size) for size in np.unique(sizes).tolist())
+            mine = {size: names[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
+            came = sum(_fetch(client, part, size, end) for size, part in mine.items())
             if not came:
                 return
     finally:
         client.close()
 
 
-def _fetch(client: Any, keys: NDArray[np.uint8], block_bytes: int) -> int:
-    """Bring blocks here. Returns how many came."""
+def _fetch(client: Any, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
+    """Bring blocks here, as long as there is time. Returns how many came."""
     from raykv.cache import KVCache
 
     came, cache = 0, KVCache(client, b"", 1, block_bytes, 1.0)
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]
-        while len(part):
+        while len(part) and time.monotonic() < end:
             with cache.match(part) as match:
                 came += match.fetch(whole=True)
                 part = part[match.num_blocks + 1 :]  # the one that ended the match is gone
