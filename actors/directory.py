@@ -103,7 +103,7 @@ class Directory:
     def leave(self, name: str) -> None:
         self._directory.leave(name, time.monotonic())
 
-    def departing(self, name: str) -> tuple[bytes, bytes]:
+    def departing(self, name: str) -> tuple[bytes, bytes, int] | None:
         return self._directory.departing(name, time.monotonic())
 
     def remove_node(self, name: str) -> int:

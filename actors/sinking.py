@@ -56,7 +56,7 @@ class Sinking:
         self._report, self._seen = NOTHING, 0  # seen: the last answer whose deletions were carried out
         self._lost = False  # what lay in the tier
         self._told, self._beat_at = False, 0.0  # what the directory knows of it, and since when
-        self.steady = threading.Lock()  # held while slots that nobody leased are read
+        self.steady = threading.Lock()  # held while slots that nobody leased are read; a late store goes on
         self._whole: set[object] = set()  # who wants all brought down
         self._idle = threading.Event()  # nothing was left to go down
         self._served = False  # the directory knows the tier, all of it, and every node reaches it

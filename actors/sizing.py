@@ -1,10 +1,11 @@
 """How much memory a node store offers: as many slabs as it is to have, whatever that is changed to."""
 
-import contextlib
 import json
 import logging
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 from raykv.actors.sinking import Sinking
@@ -14,6 +15,7 @@ from raykv.arena import Arena
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
 from raykv.superblock import layout
+from raykv.transports.verdicts import data_deadline
 
 log = logging.getLogger("raykv")
 LOOK_S = 0.05  # between looks whether the size is reached
@@ -34,6 +36,9 @@ class Sizing:
         self._pool, self._node_id, self._arena, self._sinking = pool, node_id, arena, sinking
         self._told = 0  # slabs that the directory knows of
         self._closed: dict[int, int] = {}  # slabs that are to be given back, and of which generation
+        self._grace = data_deadline(arena.slab_bytes)  # for the longest read that began before a slab was given back
+        # Slabs whose memory goes, and when. Of those found here its last owner may have given back some just now.
+        self._going = dict.fromkeys(arena.given_back(), time.monotonic() + self._grace)
         self._full = ""  # why there can't be more
         self._turn = threading.Lock()
         self._changed = threading.Event()
@@ -45,6 +50,11 @@ class Sizing:
     def settled(self) -> bool:
         """Whether there are as many slabs as there are to be, or can be, and the directory knows."""
         return self._told == self._arena.available == self.limit or bool(self._full)
+
+    @property
+    def _done(self) -> bool:
+        """Whether it is settled, and the machine has what was given back."""
+        return self.settled and not self._closed and not self._going
 
     def report(self) -> tuple[int, int, bytes]:
         """What a directory's `beat` and `adopt` take: slabs offered so far, to be had, and (int32) given back."""
@@ -62,20 +72,19 @@ class Sizing:
     def resize(self, cpu_memory: float | int, seconds: float) -> int:
         """See KVPool.resize. Returns the bytes that there are after so many seconds, or as soon as that is done."""
         end = time.monotonic() + seconds
-        if self._slabs(cpu_memory) < self.limit and self._sinking:
-            self._sinking.flush(seconds / 2, lasting=False)
         with self._turn:
+            if self._slabs(cpu_memory) < self.limit and self._sinking:
+                self._sinking.flush((end - time.monotonic()) / 2, lasting=False)
             before, asked = self.limit, actors.get(self._pool, f"memory/{self._node_id}")
             limit = self._slabs(cpu_memory)
             actors.put(self._pool, f"memory/{self._node_id}", json.dumps(cpu_memory).encode())
             self.limit, self._full = limit, ""
             self._changed.set()
-        while not self.settled and time.monotonic() < end:
-            self._stopped.wait(LOOK_S)
-        with self._turn:
-            if self._full and self.limit == limit:
+            while not self._full and not self._done and time.monotonic() < end:
+                self._stopped.wait(LOOK_S)
+            if self._full:
                 self._undo(before, asked)
-        return self._arena.available * self._arena.slab_bytes
+            return self._arena.available * self._arena.slab_bytes
 
     def stop(self) -> None:
         self._stopped.set()
@@ -108,22 +117,54 @@ class Sizing:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        pause: float | None
         while not self._stopped.is_set():
             self._changed.clear()
             try:
-                offered = self._arena.available < self.limit and not self._full and self._arena.offer_next()
-            except (CapacityError, OSError) as error:  # somebody else took the room meanwhile: what is offered stays
-                log.warning("%s: %s", self._arena.path, error)
-                offered, self._full = False, str(error)
-            if not offered and not self._give_back():
-                self._changed.wait()
+                pause = 0.0 if self._offer() or self._give_back() else self._discard()
+            except Exception:  # a thread that ends would leave the size as it is for good
+                log.exception("%s: its size", self._arena.path)
+                pause = self._grace
+            self._changed.wait(pause)
+
+    def _offer(self) -> bool:
+        try:
+            return self._arena.available < self.limit and not self._full and self._arena.offer_next()
+        except (CapacityError, OSError) as error:  # somebody else took the room meanwhile: what is offered stays
+            log.warning("%s: %s", self._arena.path, error)
+            self._full = str(error)
+            return False
 
     def _give_back(self) -> bool:
         """One slab. Returns whether there was one: what can't be given back now is closed by the directory again."""
         for slab, generation in list(self._closed.items()):
             if self._arena.available > self.limit:
-                with self._sinking.steady if self._sinking else contextlib.nullcontext():
-                    self._arena.give_back(slab, generation)
+                with self._steady():
+                    given_back = self._arena.give_back(slab, generation)
+                if given_back:
+                    self._going[slab] = time.monotonic() + self._grace
             del self._closed[slab]
             return True
         return False
+
+    def _discard(self) -> float | None:
+        """What nobody can be reading any more. Returns in how many seconds there is to be another look, if any.
+
+        Who reads, or maps, a slab so late that it is gone fills it anew: that goes, too.
+        """
+        back, now = self._arena.given_back(), time.monotonic()
+        for slab in self._going.keys() - set(back):  # offered again
+            del self._going[slab]
+        due = [slab for slab, when in self._going.items() if when <= now]
+        with self._steady() if due else nullcontext():
+            if not (self._sinking and self._sinking.external.storing):
+                for slab in due:
+                    self._arena.discard(slab)
+                    del self._going[slab]
+        if not self._going:
+            self._going.update(dict.fromkeys(self._arena.refilled(), now + self._grace))
+        pause = min(self._going.values()) - now if self._going else self._grace
+        return max(LOOK_S, pause) if back else None
+
+    def _steady(self) -> AbstractContextManager[Any]:
+        return self._sinking.steady if self._sinking else nullcontext()

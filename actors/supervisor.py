@@ -24,6 +24,7 @@ log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
 RETRY_S = 30.0  # a node that could not afford its store is asked again
 START_DEADLINE_S = 120.0
+DRAIN_AGAIN_S = 10.0  # after one that left something
 NOTICE_S = 30.0  # for a node of which Ray does not say when it leaves
 STOP_DEADLINE_S = 10.0
 DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
@@ -66,7 +67,13 @@ class Supervisor:
     def drain(self, node_id: str, seconds: float) -> int:
         """Empty a node that is about to leave; see `departure.drain`."""
         self._draining.add(node_id)
-        return drain(self._pool, node_id, seconds)
+        left = 1
+        try:
+            left = drain(self._pool, node_id, seconds)
+            return left
+        finally:
+            if left:  # a notice, then or later, is a reason to try again
+                self._draining.discard(node_id)
 
     def stop(self) -> None:
         """Let go of every node's memory and end all actors of the pool but this one."""
@@ -136,12 +143,15 @@ class Supervisor:
                 threading.Thread(target=self._drain, args=(node_id, seconds), name="raykv-drain", daemon=True).start()
 
     def _drain(self, node_id: str, seconds: float) -> None:
+        left = 1
         try:
             left = drain(self._pool, node_id, seconds)
             log.warning("%r: node %s leaves; %d blocks go with it", self, node_id[:8], left)
-        except (RayError, ValueError) as error:  # the next look tries again
+        except (RayError, ValueError) as error:
             log.warning("%r: node %s leaves, and is not emptied yet: %r", self, node_id[:8], error)
-            self._draining.discard(node_id)
+        if left:
+            self._stopped.wait(DRAIN_AGAIN_S)
+            self._draining.discard(node_id)  # the next look tries again
 
     def _drop_failed(self) -> None:
         """Forget stores that are dead for good, to start others: at once, or later where the constructor raised."""

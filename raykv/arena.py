@@ -113,8 +113,8 @@ class Arena:
             os.close(fd)
             return None
         header.store(arena._memory[0], header.INCARNATION, arena.incarnation + 1)
-        for slab in arena.given_back():  # its owner may have died in the middle of that
-            arena._discard(slab)
+        if arena.offered < arena.slabs:  # its owner may have died between allocating it and offering it
+            arena._discard(arena.offered)
         return arena
 
     @classmethod
@@ -141,7 +141,7 @@ class Arena:
         return self.offered - len(self.given_back())
 
     def given_back(self) -> list[int]:
-        """Slabs that were offered once, and whose memory was given back."""
+        """Slabs that were offered once, and whose memory was, or is to be, given back."""
         words, _ = self._memory
         strides = words[header.TABLE + 1 :][: 2 * header.load(words, header.OFFERED) : 2]
         found: list[int] = np.flatnonzero(strides == header.GIVEN_BACK).tolist()
@@ -202,9 +202,10 @@ class Arena:
             return True
 
     def give_back(self, slab: int, generation: int) -> bool:
-        """Owner: forget a slab's blocks and give its memory back. Grants up to a generation are refused from then on.
+        """Owner: forget a slab's blocks, for its memory to go. Grants up to a generation are refused from then on.
 
-        False if somebody writes there, or the generation is not newer than the slab's, or of a past epoch.
+        False if somebody writes there, or the generation is not newer than the slab's, or of a past epoch. The memory
+        is there until `discard`: whoever reads there yet, and has seen headers that are gone by now, may need it.
         """
         with self._sizing:
             words, _ = self._memory
@@ -216,8 +217,27 @@ class Arena:
                 if not mine or not newer:
                     return False
                 header.reformat(words, self._shape, slab, generation, header.GIVEN_BACK)
-            self._discard(slab)  # whoever reads there yet has seen headers that are gone by now
             return True
+
+    def discard(self, slab: int) -> None:
+        """Owner: give the memory of a slab that was given back to the machine, unless it was offered again."""
+        with self._sizing:
+            if slab in self.given_back():
+                self._discard(slab)
+
+    def refilled(self) -> list[int]:
+        """Slabs that were given back and have memory: not discarded yet, or read too late."""
+        return [
+            slab
+            for slab in self.given_back()
+            if any(self._has_data(*region) for region in (self._payload(slab), self._headers(slab)))
+        ]
+
+    def _has_data(self, start: int, length: int) -> bool:
+        try:
+            return os.lseek(self._locks.fd, start, os.SEEK_DATA) < start + length
+        except OSError:  # nothing up to the file's end
+            return False
 
     def _discard(self, slab: int) -> None:
         self._populated.discard(slab)

@@ -34,9 +34,9 @@ class Memory(click.ParamType[float | int]):
         unit = text[-1:] if text[-1:] in UNITS else ""
         try:
             number = float(text.removesuffix(unit))
-        except ValueError:
+            return number if not unit and number <= 1 else int(number * UNITS[unit])
+        except (ValueError, OverflowError):  # inf and nan are numbers, too
             self.fail(f"{value!r}: give a fraction such as 0.3, or bytes such as 4GiB", param, context)
-        return number if not unit and number <= 1 else int(number * UNITS[unit])
 
 
 class Commands(click.Group):

@@ -488,32 +488,36 @@ class Directory:
         """
         self._check(now)
         self._leaving.add(name)
-        if node := self.nodes.get(name):
+        if (node := self.nodes.get(name)) and not node.leaving:  # it is said every second
             node.leaving = True
             self._set_state(node, node.state)
             self._hand_over(node)
 
-    def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
+    def departing(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
         """(PLACEs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.
 
+        And how many would go in all, with those that are being written. None: what the node has is not known here.
         `bytes` of a place is its slot's.
         """
         self._check(now)
         found, k = [], []
         node, shared = self.nodes.get(name), self._below.tiers.get("")
+        if node is None or node.state == "joining":
+            return None
         below = shared.index if shared and not shared.unreached else -1
-        if node and node.leaving:
+        if node.leaving:
             self._hand_over(node)
         c = self._shelves.c  # not before: a slab that is opened may replace the columns
-        for stride, shelf in node.shelves.items() if node else ():
+        for stride, shelf in node.shelves.items():
             rows = np.empty(DEPARTING_PER_CALL, np.int64)
             n = holds.departing(c, shelf, below, rows, 0)
-            for record in node.slabs.values() if node else ():
+            for record in node.slabs.values():
                 if c.slabs[record]["shelf"] == shelf:
                     n = holds.held_there(c, *self._shelves.span(record), below, rows, n)
             found.append(self._shelves.describe(rows[:n], stride)[1].tobytes())
             k.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
-        return b"".join(found), b"".join(k)
+        going = sum(int(holds.going(c, *self._shelves.span(record), below)) for record in node.slabs.values())
+        return b"".join(found), b"".join(k), going
 
     def _hand_over(self, node: Node) -> None:
         self._memory.hand_over(node)

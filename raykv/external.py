@@ -51,6 +51,7 @@ class External:
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
         self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # when a call did, if it did
+        self._stores: set[Future[Sequence[bool]]] = set()
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")
         self._probing: Future[bool] | None = None
@@ -63,6 +64,11 @@ class External:
     def content(self) -> bytes:
         """What is there is called so."""
         return self._content
+
+    @property
+    def storing(self) -> bool:
+        """Whether a `store` is under way, though it may have returned: it reads its blocks' memory."""
+        return bool(self._stores)
 
     @property
     def shared(self) -> bool | None:
@@ -99,9 +105,11 @@ class External:
             for key, total, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
         ]
         size = sum(map(len, bodies))
-        done = self._call(
-            self._writes, lambda: _each(len(blocks), self._tier.put_many, blocks), data_deadline(size), "store"
-        )
+        asked = self._ask(self._writes, lambda: _each(len(blocks), self._tier.put_many, blocks))
+        if asked:
+            self._stores.add(asked)
+            asked.add_done_callback(self._stores.discard)
+        done = self._answer(asked, data_deadline(size), "store")
         stored = np.zeros(len(blocks), np.bool_) if done is None else np.array(done, np.bool_)
         if done is not None:
             self.faults["refused"] += int((~stored).sum())

@@ -239,9 +239,11 @@ def landed(c, rows, gens, came):  # type: ignore[no-untyped-def]
 
 @kernel
 def _has_primary(c, row):  # type: ignore[no-untyped-def]
+    """Whether a key's primary lasts as long as this row: on a node that stays, or where this one's leaves too, any."""
+    goes = leaving(c, row)
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
-        if c.rows[other].state == WRITING or (c.rows[other].state == READY and not leaving(c, other)):
+        if c.rows[other].state == WRITING or (c.rows[other].state == READY and (goes or not leaving(c, other))):
             return True
         other = np.int64(c.rows[other].same)
     return False
@@ -294,6 +296,17 @@ def held_there(c, base, slots, below, out, n):  # type: ignore[no-untyped-def]
         if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _alone_there(c, row, below):
             out[n] = row
             n += 1
+    return n
+
+
+@kernel
+def going(c, base, slots, below):  # type: ignore[no-untyped-def]
+    """As `departing`, how many of a slab there are, with those that are still being written."""
+    n = 0
+    for row in range(base, base + slots):
+        state = c.rows[row].state
+        if (state == READY) | (state == WRITING):
+            n += _alone_there(c, row, below)
     return n
 
 

@@ -112,7 +112,10 @@ class Memory:
         return numbers
 
     def _to_close(self, node: Node, count: int, pinned: Rows) -> set[int]:
-        """The slabs that were used longest ago, those first in which nothing is held; none with a pinned block."""
+        """The slabs that were used longest ago, those first in which nothing is held; none with a pinned block.
+
+        Of those in which something is, those that were emptied before: others would lose their blocks, too.
+        """
         if count <= 0:
             return set()
         kept = set(self._shelves.c.pages[pinned >> index.PAGE_BITS].tolist())
@@ -120,8 +123,8 @@ class Memory:
         for number, record in node.slabs.items():
             if record not in kept:
                 newest, held = self._shelves.census(record, np.zeros(len(index.STATES) + 1, np.int64))
-                ages.append((held, newest, number))
-        return {number for _, _, number in sorted(ages)[:count]}
+                ages.append((held, number not in node.closing, newest, number))
+        return {entry[-1] for entry in sorted(ages)[:count]}
 
     def shelf(self, node: Node, stride: int) -> int:
         """The node's shelf for slots of `stride` bytes; -1 where a slab holds not one, or they would be empty."""

@@ -380,7 +380,8 @@ class Oracle(Tiers):
             row = self.row_of(place)
             if row and row.gen == place[5] and row.state == "staging":
                 row.state = "replica"
-                if not any(r.state == "writing" or (r.state == "ready" and not r.leaving) for r in self.table[row.key]):
+                lasting = [r for r in self.table[row.key] if r.state == "ready" and (row.leaving or not r.leaving)]
+                if not lasting and not any(r.state == "writing" for r in self.table[row.key]):
                     self.succeed(row)
                     came[row.slab.shelf] += 1
         self.restore_windows(came)
@@ -585,16 +586,16 @@ class Oracle(Tiers):
     def leave(self, name: str, now: float) -> None:
         self.check(now)
         self.leavers.add(name)
-        if node := self.nodes.get(name):
+        if (node := self.nodes.get(name)) and not node.leaving:
             node.leaving = True
             self.set_state(node, node.state)
             self.hand_over(node)
 
-    def departing(self, name: str, now: float) -> tuple[bytes, bytes]:
+    def departing(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
         self.check(now)
         node, shared = self.nodes.get(name), self.tiers.get("")
-        if node is None:
-            return b"", b""
+        if node is None or node.state == "joining":
+            return None
         if node.leaving:
             self.hand_over(node)
         places, keys = b"", b""
@@ -605,7 +606,8 @@ class Oracle(Tiers):
             alone = [row for row in line[::-1] + held if not self.outlives(row.key, shared)][:DEPARTING_PER_CALL]
             places += pack([(row, row.gen) for row in alone], shelf.stride)
             keys += b"".join(row.key for row in alone)
-        return places, keys
+        kept = [row for slab in node.slabs.values() for row in slab.rows if row.state in ("ready", "writing")]
+        return places, keys, sum(not self.outlives(row.key, shared) for row in kept)
 
     def outlives(self, key: bytes, shared: Tier | None) -> bool:
         """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""

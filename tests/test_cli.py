@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 
@@ -39,6 +40,12 @@ def last_json(done: subprocess.CompletedProcess[str]) -> Any:
 def test_memory(given: str, meant: float) -> None:
     value = Memory().convert(given, None, None)
     assert value == meant and isinstance(value, float) == (meant <= 1)
+
+
+@pytest.mark.parametrize("given", ["inf", "nan", "1e999", "much", ""])
+def test_no_memory(given: str) -> None:
+    with pytest.raises(click.BadParameter, match="give a fraction such as"):
+        Memory().convert(given, None, None)
 
 
 def test_start_status_clear_stop(cluster: Any) -> None:

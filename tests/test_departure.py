@@ -1,14 +1,19 @@
 """Nodes that are about to leave, and blocks that stay or go because somebody said so, by example."""
 
 import struct
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from directory_checks import chain_of, check_invariants
 from directory_pool import KEYS, PAGE, Pool, blocks
 from oracle_slots import PLACE, split, unpack
+from pools import eventually
+from raykv.actors import departure, supervisor
 from test_below import beat, lie_below, only_below, tell, tiered
 
-from raykv import below, directory, index
+from raykv import actors, below, directory, index
 
 SLAB = 8 * PAGE
 
@@ -24,11 +29,17 @@ def leave(pool: Pool, node: str) -> None:
 
 def departing(pool: Pool, node: str) -> list[bytes]:
     """Keys that would go with a node."""
-    places, keys = pool.directory.departing(node, pool.now)
+    places, keys, _ = pool.directory.departing(node, pool.now) or (b"", b"", 0)
     there = unpack(places)
     assert {(place[0], place[3]) for place in there} <= {(pool.directory.nodes[node].index, PAGE)}
     check_invariants(pool.directory)
     return split(keys)
+
+
+def left(pool: Pool, node: str) -> int | None:
+    """How many blocks would go with a node; None where that is not known."""
+    answer = pool.directory.departing(node, pool.now)
+    return None if answer is None else answer[2]
 
 
 def primary(pool: Pool, key: bytes) -> str:
@@ -69,10 +80,19 @@ def test_few_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:5])
     leave(pool, "a")
-    for left in (KEYS[:5], KEYS[2:5], KEYS[4:5]):
-        assert departing(pool, "a") == left[:2]
-        pool.replicate("b", left[:2])
-    assert departing(pool, "a") == []
+    for keys in (KEYS[:5], KEYS[2:5], KEYS[4:5]):
+        assert departing(pool, "a") == keys[:2] and left(pool, "a") == len(keys)
+        pool.replicate("b", keys[:2])
+    assert departing(pool, "a") == [] and left(pool, "a") == 0
+
+
+def test_what_is_still_being_written_on_a_node_that_leaves_will_go_with_it() -> None:
+    pool = Pool(nodes="ab")
+    hold, got = pool.reserve("a", KEYS[:2])
+    leave(pool, "a")
+    assert departing(pool, "a") == [] and left(pool, "a") == 2
+    pool.commit("a", hold, got, KEYS[:2])
+    assert departing(pool, "a") == KEYS[:2] and left(pool, "a") == 2
 
 
 def test_what_is_held_is_departing_too_after_what_is_not() -> None:
@@ -136,6 +156,18 @@ def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
     assert departing(pool, "b") == [] and primary(pool, KEYS[0]) == "c"
 
 
+def test_what_a_node_that_leaves_reads_of_another_is_no_primary_there() -> None:
+    """Else it would go with the second, whose drain is over."""
+    pool = Pool(nodes="abc", window=2)
+    pool.store("a", KEYS[:2])
+    leave(pool, "b")
+    leave(pool, "a")
+    pool.replicate("b", KEYS[:1])
+    assert departing(pool, "a") == KEYS[:2] and left(pool, "b") == 0
+    pool.replicate("c", KEYS[:2])
+    assert left(pool, "a") == left(pool, "b") == 0 and primary(pool, KEYS[0]) == "c"
+
+
 def test_a_directory_that_was_told_before_anybody_joins_gives_no_copy_of_what_leaves_away() -> None:
     pool = Pool(nodes="", window=2)
     leave(pool, "a")
@@ -196,6 +228,54 @@ def test_only_a_tier_that_others_reach_saves_what_lies_in_it(shared: bool) -> No
     assert departing(pool, "a") == KEYS[:2]
 
 
+def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:4])
+    answers = [None, pool.directory.departing]
+    alive = [{"a", "b"}, {"b"}]  # it is gone by then
+
+    def call(function: Any) -> Any:
+        return SimpleNamespace(remote=function)
+
+    def left_now(node: str) -> Any:
+        answer = answers.pop(0)
+        return answer and answer(node, pool.now)
+
+    there = SimpleNamespace(leave=call(partial(leave, pool)), departing=call(left_now), go_down=call(lambda _: False))
+    for name in ("find", "find_directory"):
+        monkeypatch.setattr(actors, name, lambda _: there)
+    monkeypatch.setattr(actors, "put", lambda *_: True)
+    monkeypatch.setattr(actors, "names", lambda *_: ["a"])
+    monkeypatch.setattr(departure, "_take_over", SimpleNamespace(options=lambda **_: call(lambda *_: None)))
+    monkeypatch.setattr(departure, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    nodes = call(lambda: [{"NodeID": name, "Alive": True} for name in alive.pop(0)]).remote
+    asked = SimpleNamespace(get=lambda answer, timeout: answer, nodes=nodes, wait=lambda *_, **__: None)
+    monkeypatch.setattr(departure, "ray", asked)
+    assert departure.drain("p", "a", 30.0) == 4 and not alive
+
+
+def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [7, ValueError("no directory"), 0]
+    answered = []
+
+    def drain(pool: str, node_id: str, seconds: float) -> int:
+        answered.append(answer := answers.pop(0))
+        if isinstance(answer, ValueError):
+            raise answer
+        return int(answer)
+
+    watch = supervisor.Supervisor.__new__(supervisor.Supervisor)
+    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set())
+    monkeypatch.setattr(supervisor, "drain", drain)
+    monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
+    monkeypatch.setattr(actors, "names", lambda *_: [])
+    for tries in (1, 2, 3, 3):
+        watch._look_for_leaving(None, {"n"})
+        eventually(lambda tries=tries: len(answered) == tries and ("n" in watch._draining) == (tries == 3))  # type: ignore[misc]
+    answers.append(1)
+    assert watch.drain("n", 30.0) == 1 and not watch._draining, "somebody's own, which ends short"
+
+
 # ---------------------------------------------------------------------- what a node that leaves is good for
 
 
@@ -235,10 +315,15 @@ def test_a_node_that_leaves_is_read_until_it_is_gone() -> None:
     assert pool.store("a", KEYS[5:6]) == ["a"], "who comes back stays"
 
 
-def test_who_is_not_there_neither_leaves_nor_has_anything_departing() -> None:
+def test_what_departs_with_who_has_not_said_yet_what_it_has_is_not_known() -> None:
+    """Or a drain over a restart of the directory would end with all still there."""
     pool = Pool()
     leave(pool, "x")
-    assert pool.directory.departing("x", pool.now) == (b"", b"")
+    assert left(pool, "x") is None
+    pool.directory.join("x", b"x", SLAB, 1, 0, pool.now)
+    assert left(pool, "x") is None
+    pool.directory.adopt("x", b"", b"", b"", b"", b"", pool.now, 1)
+    assert left(pool, "x") == 0
 
 
 # ---------------------------------------------------------------------- pinned

@@ -436,6 +436,17 @@ def test_a_tier_that_is_only_busy_is_not_out_of_order(
     assert load(tier, keys[-1:]) == [True]
 
 
+def test_what_a_late_store_reads_is_known(opened: Callable[..., External], hasty: None) -> None:
+    moody = Moody()
+    tier = opened(moody)
+    assert all(store(tier, some_keys(2)))
+    eventually(lambda: not tier.storing)
+    moody.open.clear()
+    assert not any(store(tier, some_keys(2))) and tier.storing
+    moody.open.set()
+    eventually(lambda: not tier.storing)
+
+
 def test_a_call_that_did_not_begin_in_time_never_does(opened: Callable[..., External], hasty: None) -> None:
     moody, keys = Moody(), some_keys(1)
     tier = opened(moody)

@@ -1,14 +1,13 @@
 """Slabs that an arena gives back, and takes up again."""
 
 import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import arena_worker as w
 import numpy as np
 import pytest
-from arena_worker import GEN, PRINT, SLAB, Child, at_step, block_of, get, key_of, places, put, stop_here
+from arena_worker import GEN, PRINT, SLAB, Child, at_step, block_of, die_here, get, key_of, places, put, stop_here
 
 from raykv import tiles
 from raykv.arena import Arena, open_own
@@ -44,6 +43,13 @@ def client(arena: Arena) -> Iterator[Arena]:
     client.close()
 
 
+def shed(arena: Arena, slab: int, generation: int = NEWER) -> bool:
+    """Give a slab back, and its memory at once."""
+    given_back = arena.give_back(slab, generation)
+    arena.discard(slab)
+    return given_back
+
+
 def taken(path: str) -> int:
     return os.stat(path).st_blocks * 512
 
@@ -51,8 +57,9 @@ def taken(path: str) -> int:
 def test_memory_is_given_back_and_taken_up_again(arena: Arena, client: Arena, path: str) -> None:
     assert put(client, 0, 2) and put(client, 0, 3, slab=1) and put(client, 0, 4, slab=2)
     before = taken(path)
-    assert arena.give_back(1, NEWER)
-    assert taken(path) == before - SLAB - SLAB // 64, "slots and headers"
+    assert arena.give_back(1, NEWER) and taken(path) == before and arena.refilled() == [1]
+    arena.discard(1)
+    assert taken(path) == before - SLAB - SLAB // 64 and arena.refilled() == [], "slots and headers"
     assert (arena.offered, arena.available, arena.given_back()) == (3, 2, [1]) == (3, client.available, [1])
     assert get(client, 0, 2) and get(client, 0, 4, slab=2)
     assert not get(client, 0, 3, slab=1) and not client.claims(places([0], [3], slab=1), key_of(3))[2].any()
@@ -67,7 +74,7 @@ def test_memory_is_given_back_and_taken_up_again(arena: Arena, client: Arena, pa
 
 def test_any_slab_and_all_of_them(arena: Arena, client: Arena, path: str) -> None:
     empty = taken(path) - 3 * (SLAB + SLAB // 64)
-    assert all(arena.give_back(slab, NEWER) for slab in (0, 2, 1))
+    assert all(shed(arena, slab) for slab in (0, 2, 1))
     assert arena.available == 0 and taken(path) == empty
     assert not put(client, 0, 2) and len(client.inventory().blocks) == 0
     assert arena.offer_next() and arena.given_back() == [1, 2]
@@ -85,7 +92,7 @@ def test_what_cannot_be_given_back(arena: Arena) -> None:
 def test_late_writers_are_refused_and_take_no_memory(arena: Arena, client: Arena, path: str) -> None:
     assert put(client, 0, 2, slab=1)
     stranger = Arena.attach(path, arena.nonce)  # which has not touched the slab before
-    assert arena.give_back(1, NEWER)
+    assert shed(arena, 1)
     left = taken(path)
     for late in (client, stranger):
         assert not put(late, 1, 3, slab=1), "of the format before"
@@ -129,7 +136,7 @@ def test_reader_in_the_middle_of_a_copy(arena: Arena, client: Arena, monkeypatch
     original = tiles.copy
 
     def copy(table: tiles.Copies) -> None:
-        assert arena.give_back(1, NEWER)
+        assert shed(arena, 1)
         original(table)
 
     with monkeypatch.context() as patch:
@@ -139,7 +146,7 @@ def test_reader_in_the_middle_of_a_copy(arena: Arena, client: Arena, monkeypatch
     assert arena.offer_next() and put(arena, 0, 2000, slab=1, slab_gen=NEWER + 1)
 
     def copy_again(table: tiles.Copies) -> None:
-        assert arena.give_back(1, NEWER + 5000) and arena.offer_next()
+        assert shed(arena, 1, NEWER + 5000) and arena.offer_next()
         assert put(arena, 0, 9000, slab=1, slab_gen=NEWER + 6000)
         original(table)
 
@@ -158,7 +165,6 @@ def test_headers_go_before_what_they_speak_of(arena: Arena, client: Arena, monke
         arena.give_back(1, NEWER)
         original(table)
 
-    monkeypatch.setattr(arena, "_discard", lambda slab: None)
     monkeypatch.setattr(tiles, "copy", copy)
     where, keys = places(slots, [2 + slot for slot in slots], **sizes), [key_of(2 + slot) for slot in slots]
     rows = np.zeros((len(slots), 8 << 10), np.uint8)
@@ -180,14 +186,14 @@ def test_reader_of_another_process_in_the_middle_of_a_copy(arena: Arena) -> None
 
     child = Child(arena, read)
     child.wait_stopped()
-    assert arena.give_back(1, NEWER)
+    assert shed(arena, 1)
     child.resume()
     assert child.result() is False
 
 
 def test_a_store_that_comes_back_knows_what_was_given_back(arena: Arena, client: Arena, path: str) -> None:
     assert put(client, 0, 2) and put(client, 0, 3, slab=1)
-    assert arena.give_back(1, NEWER)
+    assert shed(arena, 1)
     left = taken(path)
     arena.close()
     again = Arena.adopt(path, PRINT, SLAB, 8)
@@ -198,13 +204,13 @@ def test_a_store_that_comes_back_knows_what_was_given_back(arena: Arena, client:
 
 
 def test_owner_that_died_while_it_gave_back(arena: Arena, path: str) -> None:
-    """What it had marked, but not given back yet, is when the arena is taken up."""
+    """What it had marked is there yet when the arena is taken up: somebody may be reading."""
     assert put(arena, 0, 2, slab=1)
     before = taken(path)
 
     def die(client: Arena) -> None:
-        client._discard = lambda slab: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         client.give_back(1, NEWER)
+        die_here()
 
     child = Child(arena, die)
     with pytest.raises(EOFError):
@@ -212,8 +218,40 @@ def test_owner_that_died_while_it_gave_back(arena: Arena, path: str) -> None:
     assert arena.given_back() == [1] and taken(path) == before
     arena.close()
     again = Arena.adopt(path, PRINT, SLAB, 8)
-    assert again and again.given_back() == [1] and taken(path) < before - SLAB
+    assert again and again.given_back() == again.refilled() == [1] and taken(path) == before
+    again.discard(1)
+    assert taken(path) < before - SLAB
     again.close()
+
+
+def test_owner_that_died_before_it_offered_what_it_had_allocated(arena: Arena, path: str) -> None:
+    before = taken(path)
+    os.posix_fallocate(arena._locks.fd, *arena._payload(3))
+    arena.close()
+    again = Arena.adopt(path, PRINT, SLAB, 8)
+    assert again and again.offered == 3 and taken(path) == before
+    again.close()
+
+
+def test_a_slab_that_is_offered_again_keeps_its_memory(arena: Arena, client: Arena) -> None:
+    assert arena.give_back(1, NEWER) and arena.offer_next()
+    assert put(client, 0, 2000, slab=1, slab_gen=NEWER + 1)
+    arena.discard(1)
+    assert get(client, 0, 2000, slab=1, slab_gen=NEWER + 1)
+
+
+@pytest.mark.parametrize("part", ["slots", "headers"])
+def test_what_is_read_too_late_has_memory_again(arena: Arena, client: Arena, path: str, part: str) -> None:
+    assert shed(arena, 1) and shed(arena, 2)
+    left = taken(path)
+    words, data = client._memory
+    if part == "slots":
+        client._populate(data, {1})
+    else:
+        assert words[client._headers(1)[0] // 8] == 0
+    assert taken(path) > left and arena.refilled() == [1]
+    arena.discard(1)
+    assert taken(path) == left and arena.refilled() == []
 
 
 def test_an_arena_is_laid_out_for_more_than_it_asks_for() -> None:

@@ -170,6 +170,20 @@ def test_a_slab_that_is_kept_after_all_is_used_again(instead: str) -> None:
     check_invariants(pool.directory)
 
 
+def test_what_was_emptied_goes_before_others_are() -> None:
+    pool = pool_of(3)
+    parts = fill(pool, 3)
+    holds = [pool.match("a", [part[0]])[0] for part in parts]
+    assert fit(pool, 2, []) == []
+    (closing,) = pool.directory.nodes["a"].closing
+    for hold in holds:
+        pool.release("a", hold)
+    (going,) = [part for part in parts if not all(pool.has(part))]
+    pool.read("a", going[:1])
+    assert fit(pool, 2, []) == [closing], "though what is left of it was used last"
+    assert all(all(pool.has(part)) for part in parts if part is not going)
+
+
 def test_writers_finish_in_a_slab_that_goes() -> None:
     pool = pool_of(1 + 1)
     fill(pool, 1)

@@ -2,7 +2,9 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from arena_worker import PRINT, SLAB
 from directory_checks import check_invariants
 from pools import eventually
+from raykv.actors import sizing
 from raykv.actors.sizing import Sizing, size_of
 
 from raykv import actors, room
@@ -98,6 +101,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     kv = Kv()
     for name, function in (("get", kv.ask), ("put", kv.put), ("drop", kv.drop)):
         monkeypatch.setattr(actors, name, function)
+    monkeypatch.setattr(sizing, "data_deadline", lambda _: 0.05)
     path = f"/dev/shm/raykv-test-sizing-{os.getpid()}"
     node = Node(path, kv)
     node.settle(LIMIT)
@@ -185,6 +189,87 @@ def test_nobody_writes_where_the_memory_is_about_to_go(node: Node, monkeypatch: 
     go_on.set()
     node.settle(LIMIT)
     assert all(node.store(200 + i, 60) for i in range(8))
+
+
+def taken(node: Node) -> int:
+    return os.stat(node.arena.path).st_blocks * 512
+
+
+def test_memory_goes_when_nobody_can_be_reading_it(node: Node) -> None:
+    full = taken(node)
+    node.sizing._grace = 1000.0
+    node.sizing.limit = 3
+    node.settle(3)
+    assert node.sizing.resize(3 * SLAB, 0.2) == 3 * SLAB and taken(node) == full, "it would wait for that"
+    node.sizing.limit = LIMIT
+    node.sizing._changed.set()
+    node.settle(LIMIT)
+    eventually(lambda: not node.sizing._going, 20.0)
+    assert all(node.store(i, 60) for i in range(8)), "offered again"
+    node.sizing._grace = 0.05
+    assert resize(node, 2) == 2 * SLAB and taken(node) < full - (LIMIT - 2) * SLAB
+    left = taken(node)
+    node.arena._populate(node.arena._memory[1], {*node.arena.given_back()})
+    assert taken(node) > left, "somebody mapped it late"
+    eventually(lambda: taken(node) == left, 20.0)
+
+
+def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
+    """Though the call that it is for has returned."""
+    full, external = taken(node), SimpleNamespace(storing=True)
+    node.sizing._sinking = SimpleNamespace(steady=threading.Lock(), external=external)  # type: ignore[assignment]
+    node.sizing.limit = 3
+    node.settle(3)
+    time.sleep(0.3)
+    assert taken(node) == full
+    external.storing = False
+    eventually(lambda: taken(node) < full - 3 * SLAB, 20.0)
+
+
+def test_memory_that_a_dead_owner_was_about_to_give_back_goes(node: Node) -> None:
+    node.sizing.stop()
+    node.sizing._thread.join()
+    assert node.arena.give_back(1, node.directory._shelves.next_gen())
+    full = taken(node)
+    again = Sizing("p", "n", node.arena, LIMIT - 1, None)
+    eventually(lambda: taken(node) < full - SLAB, 20.0)
+    again.stop()
+
+
+def test_what_fails_once_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, fails = node.arena.give_back, [OSError(37, "no locks available")]
+
+    def give_back(slab: int, generation: int) -> bool:
+        if fails:
+            raise fails.pop()
+        return original(slab, generation)
+
+    monkeypatch.setattr(node.arena, "give_back", give_back)
+    assert resize(node, 3) == 3 * SLAB and not fails
+
+
+def test_two_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the first fails, and puts back what was before."""
+    original, full, failed = node.arena.offer_next, threading.Event(), []
+
+    def offer() -> bool:
+        if node.arena.available >= 8:
+            full.set()
+            raise CapacityError("the file system is full")
+        return original()
+
+    def run() -> None:
+        with pytest.raises(CapacityError):
+            node.sizing.resize(10 * SLAB, 20.0)
+        failed.append(True)
+
+    monkeypatch.setattr(node.arena, "offer_next", offer)
+    first = threading.Thread(target=run)
+    first.start()
+    assert full.wait(20.0)
+    assert resize(node, 4) == 4 * SLAB and kept(node) == b"%d" % (4 * SLAB)
+    first.join()
+    assert node.sizing.limit == 4 and failed
 
 
 def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

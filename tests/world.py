@@ -494,7 +494,7 @@ class World:
         rng = self.rng
         leaving = [name for name, node in self.real.nodes.items() if node.leaving]
         name = rng.choice(leaving or self.names)
-        _, found = self.do("departing", name, self.now)
+        _, found, _ = self.do("departing", name, self.now) or (b"", b"", 0)
         size = rng.choice(self.sizes)
         keys = [key for key in _keys(found) if SIZE_OF.get(key) == size][: rng.randint(1, 6)]
         if keys and rng.random() < 0.7:
