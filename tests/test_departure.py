@@ -1,6 +1,7 @@
 """Nodes that are about to leave, and blocks that stay or go because somebody said so, by example."""
 
 import struct
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -265,7 +266,8 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
         return int(answer)
 
     watch = supervisor.Supervisor.__new__(supervisor.Supervisor)
-    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set())
+    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set(), _stopped=threading.Event())
+    monkeypatch.setattr(supervisor, "DRAIN_AGAIN_S", 0.0)
     monkeypatch.setattr(supervisor, "drain", drain)
     monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
     monkeypatch.setattr(actors, "names", lambda *_: [])
