@@ -287,6 +287,8 @@ class Directory:
             held = set(np.frombuffer(call.held, np.uint64).tolist())
             for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
                 self._end(client, i)
+        if self._memory.lacking:
+            self._memory.settle_windows()
         if call.bad:
             rows, gens = self._shelves.rows_of(np.frombuffer(call.bad, PLACE))
             self._below.doom(rows, gens)
@@ -469,6 +471,7 @@ class Directory:
             self._shelves.close(node.index, record)
         for stride, shelf in node.shelves.items():
             self._shelves.remove(shelf, stride)
+            self._memory.lacking.pop(shelf, None)
         self._below.leave(name)
         self._disown()  # the node may come back with the same generations in the same rows
         return slots

@@ -53,6 +53,7 @@ class Memory:
 
     def __init__(self, shelves: Shelves) -> None:
         self.nodes: dict[str, Node] = {}
+        self.lacking: dict[int, int] = {}  # by shelf, slots of its window in which are blocks that somebody holds yet
         self._shelves = shelves
 
     def offer(self, node: Node, offered: int) -> None:
@@ -81,11 +82,21 @@ class Memory:
     def restore_windows(self, came: Rows) -> None:
         """Primaries came out of staging windows, by shelf: spare slabs make up for it, or as many of the oldest go."""
         for shelf in np.flatnonzero(came).tolist():
+            self.lacking[shelf] = self.lacking.get(shelf, 0) + int(came[shelf])
+        self.settle_windows()
+
+    def settle_windows(self) -> None:
+        """As far as what is held allows: the rest when it is let go."""
+        for shelf, slots in list(self.lacking.items()):
             node = next(node for node in self.nodes.values() if shelf in node.shelves.values())
             stride = next(stride for stride, there in node.shelves.items() if there == shelf)
             while node.spare and self._shelves.room(shelf) < 0:
                 self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
-            placement.restore_window(self._shelves.c, shelf, came[shelf])
+            left = int(placement.restore_window(self._shelves.c, shelf, slots))
+            if left and self.slots(node)[stride] > self._shelves.c.shelves[shelf]["window"]:
+                self.lacking[shelf] = left
+            else:  # a size of few slots would lose what has just come
+                del self.lacking[shelf]
 
     def hand_over(self, node: Node) -> None:
         """What stays as a replica elsewhere is to stay for good."""

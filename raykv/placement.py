@@ -153,10 +153,11 @@ def evict(c, shelf):  # type: ignore[no-untyped-def]
 
 @kernel
 def restore_window(c, shelf, slots):  # type: ignore[no-untyped-def]
-    """Free as many slots as the staging window lacks, at most `slots`."""
+    """Free as many slots as the staging window lacks, at most `slots`. Returns how many of them are to be freed yet."""
     while slots > 0 and room(c, shelf) < 0 and oldest(c, shelf) >= 0:
         free(c, evict(c, shelf))
         slots -= 1
+    return slots if room(c, shelf) < 0 else 0
 
 
 @kernel

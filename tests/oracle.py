@@ -55,6 +55,7 @@ class Oracle(Tiers):
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.stamped: set[bytes] = set()
         self.leavers: set[str] = set()
+        self.lacking: dict[Shelf, int] = {}
         self.next_check = 0.0
 
     # ------------------------------------------------------------------ readers
@@ -390,6 +391,7 @@ class Oracle(Tiers):
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
             self.end(client, i)
+        self.settle_windows()
         altered = [(place[5], self.row_of(place)) for place in unpack(call.bad)]
         for gen, row in altered:
             if row and row.gen == gen and row.state == "external":
@@ -405,13 +407,22 @@ class Oracle(Tiers):
     def restore_windows(self, came: Counter[Shelf]) -> None:
         """So many primaries have slots that were for staging: spare slabs make up for it, else as many others go."""
         for shelf in [shelf for shelf in self.evicted if came[shelf]]:
+            self.lacking[shelf] = self.lacking.get(shelf, 0) + came[shelf]
+        self.settle_windows()
+
+    def settle_windows(self) -> None:
+        """What is held can't go: later, then."""
+        for shelf, slots in list(self.lacking.items()):
             node = self.by_index[shelf.node]
             assert isinstance(node, Node)
             while node.spare and self.room(shelf) < 0:
                 self.open(node, node.spare[-1], shelf, self.next_gen())
-            for _ in range(came[shelf]):
-                if self.room(shelf) < 0 and self.oldest(shelf):
-                    self.free(self.evict(shelf))
+            while slots and self.room(shelf) < 0 and self.oldest(shelf):
+                self.free(self.evict(shelf))
+                slots -= 1
+            self.lacking[shelf] = slots
+            if not slots or self.room(shelf) >= 0 or len(shelf.rows) <= shelf.window:
+                del self.lacking[shelf]
 
     def end(self, client: Client, hold: int) -> None:
         if hold in client.holds:
@@ -578,6 +589,7 @@ class Oracle(Tiers):
             self.close(slab)
         for stride, shelf in node.shelves.items():
             self.sizes[stride].remove(shelf)
+            self.lacking.pop(shelf, None)
         del self.by_index[node.index]
         self.leave_tiers(name)
         self.settle_pins()

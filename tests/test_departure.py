@@ -506,6 +506,21 @@ def test_what_lies_below_already_is_pinned_there() -> None:
     assert not any(pool.has(KEYS[:6])) and all(lie_below(pool, KEYS[:6]))
 
 
+def test_what_comes_up_where_all_else_is_held_leaves_room_for_the_rest() -> None:
+    pool = tiered(slots=8, slabs=4, window=2)
+    only_below(pool, KEYS[:4])
+    for key in KEYS[900:907]:
+        forget(pool, [key])
+    pool.store("a", KEYS[10:16])
+    assert pin(pool, KEYS[10:16]) == 6
+    for key in KEYS[:4]:  # each as by a reader of its own
+        lease, got = pool.match("a", [key])
+        assert blocks(got) == 1
+        pool.beat("a", landed=got.staged)
+        pool.release("a", lease)
+    check_invariants(pool.directory)
+
+
 def test_what_is_forgotten_on_its_way_down_is_deleted_there() -> None:
     pool = tiered()
     pool.store("a", KEYS[:2])

@@ -305,7 +305,8 @@ class World:
         reservation = self.new_id(worker)
         call = self.call(worker)
         stored = []
-        if self.with_oracle and start >= 0 and not call.bad and not call.landed:
+        windows = self.real._memory.lacking  # for which blocks go before the batch is looked at
+        if self.with_oracle and start >= 0 and not call.bad and not call.landed and not windows:
             swapped = {key for client in self.real.clients.values() for key in client.swapped}  # it may be gone by now
             stored = [key for key in keys if self._present(key) and key not in swapped]
         got = self.do("reserve", call, reservation, worker.node, b"".join(keys), start, size, self.now)
