@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raykv.client import KVPool
 
 
+SLACK = 4  # times a read's deadline: what is not back by then is lost
 AGAIN_S = 0.05  # between looks for blocks that are kept, and did not come
 
 
@@ -90,7 +91,7 @@ class Swaps:
             return 0
         patient = copy.copy(self._cache)
         patient.recompute_tokens_per_s = float(patient.block_tokens)  # a second a block, while it takes no longer
-        end, done = time.monotonic() + data_deadline(request.blocks * patient.block_bytes), 0
+        end, done = time.monotonic() + SLACK * data_deadline(request.blocks * patient.block_bytes), 0
         try:
             while done < request.blocks:
                 with patient.match(request.keys[done:]) as match:
