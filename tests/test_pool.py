@@ -117,7 +117,7 @@ def test_async_methods_leave_the_loop_running(cache: raykv.KVCache) -> None:
     ticks: list[int] = []
 
     async def counted(step: Any) -> Any:
-        """Turns of the loop while a step runs: one that blocks it has none, and one in a thread has many."""
+        """Turns of the loop while a step runs: one that blocks it has a single one, however long it takes."""
         running, turns = asyncio.ensure_future(step), 0
         while not running.done():
             await asyncio.sleep(0)
@@ -137,7 +137,7 @@ def test_async_methods_leave_the_loop_running(cache: raykv.KVCache) -> None:
         await counted(asked.__aexit__(None, None, None))
 
     asyncio.run(main())
-    assert len(ticks) == 6 and min(ticks[:5]) > 5, ticks  # the last sends nothing: it has nothing to wait for
+    assert len(ticks) == 6 and min(ticks[:5]) > 1, ticks  # the last sends nothing: it has nothing to wait for
 
 
 def test_a_cancelled_read_is_over_when_its_caller_goes_on(pool: raykv.KVPool, cache: raykv.KVCache) -> None:
