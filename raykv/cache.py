@@ -114,8 +114,8 @@ class KVCache:
         """Keep the blocks of a preempted request, in the background, until `swap_in` or `swap_drop`; see store_from.
 
         None of them is lost meanwhile, unless this process dies: where memory is short they go down to the external
-        tier. Its result: len(block_ids), or 0 where the pool has
-        no room for all. Until then their memory must stay as it is. What the request id had before is dropped.
+        tier. Its result: len(block_ids), or 0 where the pool has no room for all. Until then their memory must stay as
+        it is. What the request id had before is dropped.
         """
         return self._swaps.out(paged, block_ids, request_id)
 
