@@ -18,8 +18,7 @@ from raykv import actors, room
 from raykv.arena import Arena, open_own, remove_left_behind
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.object_store import ObjectStore
-from raykv.transports.tcp import Address, Listener, Tcp
+from raykv.transports.lanes import Peer, open_lanes
 from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
@@ -49,14 +48,10 @@ class NodeStore:
         # Laid out for all of the node's memory: what is not offered takes none.
         self._arena: Arena = open_own(pool, mark, slab, max(total // slab, limit), room.check, limit=limit)
         self._sinking = Sinking(pool, node_id, self._arena, *tier) if tier else None
-        self._sizing = Sizing(pool, node_id, self._arena, limit, self._sinking)
-        # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, our stream does not.
-        over_tcp = transport == "tcp" and os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false")
-        self._listener = _listener(self._arena) if over_tcp else None
-        self._object_store = ObjectStore()
-        self._transport = Tcp(self._object_store) if over_tcp else self._object_store
+        self._lanes = open_lanes(self._arena, transport, ray.util.get_node_ip_address())
+        self._sizing = Sizing(pool, node_id, self._arena, limit, self._sinking, self._lanes.withdraw)
         self._index = -1
-        self._peers: dict[int, Any] = {}
+        self._peers: dict[int, Peer] = {}
         self._pulled = 0
         self._pulling: dict[tuple[int, int, int], Future[int]] = {}
         self._lock = threading.Lock()
@@ -118,7 +113,7 @@ class NodeStore:
             there = to["node"] == index
             args = at[there].tobytes(), names[there].tobytes(), to[there].tobytes()
             try:
-                answer = self._peer(index).pull.remote(*args)
+                answer = self._peer(index).store.pull.remote(*args)
                 deadline = data_deadline(int(to["bytes"][there].sum()))
                 verdicts[there] = np.frombuffer(ray.get(answer, timeout=deadline), np.uint8)
             except (RayError, ValueError, KeyError) as error:
@@ -145,21 +140,26 @@ class NodeStore:
     ) -> NDArray[np.uint8]:
         if self._sinking and index == self._sinking.index:
             return self._sinking.load(keys, to)
-        transport = self._object_store if index & 1 else self._transport  # odd: another node's own tier
-        return transport.pull(self._peer(index), at, keys, self._arena, to)
+        return self._lanes.pull(self._peer(index), at, keys, self._arena, to)
 
-    def _peer(self, index: int) -> Any:
+    def _peer(self, index: int) -> Peer:
         """The store of the node that places call `index`. KeyError or ValueError where there is none."""
         if index not in self._peers:
             nodes = ray.get(actors.find_directory(self._pool).nodes.remote(), timeout=1.0)
-            self._peers[index] = actors.find(actors.node_store_name(self._pool, nodes[index]))
+            store = actors.find(actors.node_store_name(self._pool, nodes[index]))
+            self._peers[index] = Peer(nodes[index], store, below=bool(index & 1))
         return self._peers[index]
 
     # ------------------------------------------------------------------ for other nodes
 
-    def address(self) -> Address | None:
-        """Where blocks are served over TCP, and the token that is asked for there. None if they are not."""
-        return self._listener.address if self._listener else None
+    def offers(self) -> dict[str, Any]:
+        """What a peer needs to read from here, by transport."""
+        return self._lanes.offers()
+
+    @ray.method(concurrency_group="read")
+    def serve(self, transport: str, *args: Any) -> Any:
+        """What a peer's pull by a transport asks for; see Transport.serve."""
+        return self._lanes.serve(transport, *args)
 
     @ray.method(concurrency_group="read")
     def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
@@ -178,14 +178,15 @@ class NodeStore:
     def ping(self) -> int:
         return os.getpid()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Since this process started: blocks pulled here from other nodes or from a tier, blocks found altered on
-        arrival, and what went wrong with the external tier.
+        arrival, how other nodes were read from, and what went wrong with the external tier.
         """
         tier = self._sinking.external.faults if self._sinking else {}
         return {
             "pulled": self._pulled,
             "corrupt": self._arena.corrupt,
+            "transports": self._lanes.stats(),
             **{f"tier_{what}": count for what, count in tier.items()},
         }
 
@@ -219,8 +220,7 @@ class NodeStore:
         """Let go of the memory, and of what dead stores of this machine left. The actor is of no use afterwards."""
         self._stopped.set()
         self._sizing.stop()
-        if self._listener is not None:
-            self._listener.close()
+        self._lanes.close()
         if self._sinking is not None:
             self._sinking.stop()
         self._arena.close(unlink=True)
@@ -280,11 +280,3 @@ class NodeStore:
         verdicts = self._arena.sweep(places)
         keys, gens = self._arena.identify(places)
         directory.swept.remote(places.tobytes(), verdicts.tobytes(), keys.tobytes(), gens.tobytes())
-
-
-def _listener(arena: Arena) -> Listener | None:
-    try:
-        return Listener(arena, ray.util.get_node_ip_address())
-    except OSError as error:
-        log.warning("%s: its blocks go through Ray's object store, since TCP does not listen: %r", arena.path, error)
-        return None

@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,9 +32,19 @@ def size_of(pool: str, node_id: str, cpu_memory: float | int) -> float | int:
 class Sizing:
     """Offers slabs of an arena, and gives back those that the directory no longer uses: one thread, which may wait."""
 
-    def __init__(self, pool: str, node_id: str, arena: Arena, limit: int, sinking: Sinking | None) -> None:
+    def __init__(
+        self,
+        pool: str,
+        node_id: str,
+        arena: Arena,
+        limit: int,
+        sinking: Sinking | None,
+        withdraw: Callable[[int], None],
+    ) -> None:
+        """withdraw: told of a slab whose memory is about to go."""
         self.limit = limit  # slabs that there are to be
         self._pool, self._node_id, self._arena, self._sinking = pool, node_id, arena, sinking
+        self._withdraw = withdraw
         self._told = 0  # slabs that the directory knows of
         self._closed: dict[int, int] = {}  # slabs that are to be given back, and of which generation
         self._grace = data_deadline(arena.slab_bytes)  # for the longest read that began before a slab was given back
@@ -159,6 +170,7 @@ class Sizing:
         with self._steady() if due else nullcontext():
             if not (self._sinking and self._sinking.external.storing):
                 for slab in due:
+                    self._withdraw(slab)
                     self._arena.discard(slab)
                     del self._going[slab]
         if not self._going:

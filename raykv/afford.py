@@ -14,21 +14,22 @@ from raykv.arena import SHM, left_behind
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
 from raykv.tiers import parse
+from raykv.transports import nixl
 
 ASK_DEADLINE_S = 60.0
 
 
 def check_nodes(
-    pool: str, cpu_memory: float | int, external: str | None, fingerprint: bytes, maker: bytes | None
+    pool: str, cpu_memory: float | int, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
 ) -> None:
     """CapacityError if some node can't afford it; nodes that share a machine's memory are added up.
 
-    ValueError if some node can't use its external tier. maker: see `open_external`.
+    ValueError if some node can't use its external tier, or the transport. maker: see `open_external`.
     """
     ask = ray.remote(num_cpus=0, max_retries=0)(_ask)
     living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     here = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in living]
-    question = (pool, cpu_memory, external, fingerprint, maker)
+    question = (pool, cpu_memory, transport, external, fingerprint, maker)
     asked = [ask.options(scheduling_strategy=strategy).remote(*question) for strategy in here]
     refusals: dict[str, list[str]] = {}  # node ids by what is wrong
     machines: dict[str, list[dict[str, Any]]] = {}
@@ -39,8 +40,8 @@ def check_nodes(
         except RayError:  # a node that was lost meanwhile
             continue
         machines.setdefault(answer["machine"], []).append(answer)
-        if answer["tier"]:
-            refusals.setdefault(answer["tier"], []).append(node_id[:16])
+        for what in filter(None, answer["refusals"]):
+            refusals.setdefault(what, []).append(node_id[:16])
     if refusals:
         raise ValueError("\n".join(f"{what} (on nodes {', '.join(nodes)})" for what, nodes in refusals.items()))
     for nodes in machines.values():
@@ -50,7 +51,7 @@ def check_nodes(
 
 
 def _ask(
-    pool: str, cpu_memory: float | int, external: str | None, fingerprint: bytes, maker: bytes | None
+    pool: str, cpu_memory: float | int, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
 ) -> dict[str, Any]:
     found = room.free_bytes()
     adoptable = sum(os.stat(path).st_blocks * 512 for path in left_behind(pool))
@@ -61,7 +62,10 @@ def _ask(
         "room": found,
         "free": found.free + adoptable,
         "asked": capacity_bytes(cpu_memory, room.total_bytes()),
-        "tier": _refusal(pool, external, fingerprint, maker) if external else "",
+        "refusals": [
+            _refusal(pool, external, fingerprint, maker) if external else "",
+            f"transport='nixl': {missing}" if transport == "nixl" and (missing := nixl.why_not()) else "",
+        ],
     }
 
 

@@ -26,6 +26,7 @@ SHM = "/dev/shm"
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
 _madvise = ctypes.CDLL(None).madvise  # mmap.madvise keeps the GIL, for as long as a slab takes to fault in
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+Bring = Callable[[NDArray[np.bool_], NDArray[np.int64]], "list[int]"]  # see Arena.fill
 
 
 class Inventory(NamedTuple):
@@ -303,9 +304,38 @@ class Arena:
         is not written if its grant is of a past epoch, slab format or generation, or if someone writes there.
         `expected`: (n,) xxh3_64; a block with another one never becomes ready, and is counted in `corrupt`.
         """
-        words, data = self._memory
         spots, names = _arguments(places, keys)
         rows = _fitting(rows, spots, writable=False)
+
+        def bring(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
+            return tiles.copy_summed(tiles.copies(rows[which], slots, out=False))
+
+        return self._fill(spots, names, bring, positions, expected)
+
+    def fill(
+        self,
+        places: NDArray[np.void],
+        keys: NDArray[np.uint8],
+        bring: Bring,
+        positions: NDArray[Any] | None = None,
+        expected: NDArray[np.uint64] | None = None,
+    ) -> NDArray[np.bool_]:
+        """As `write`, of bytes that come by other means than a copy.
+
+        bring(which, addresses): put the blocks of a (n,) mask there, one for each address, and return their xxh3_64. It
+        may take its time: the slots are locked. If it raises they are as good as never written to.
+        """
+        return self._fill(*_arguments(places, keys), bring, positions, expected)
+
+    def _fill(
+        self,
+        spots: header.Words,
+        names: header.Words,
+        bring: Bring,
+        positions: NDArray[Any] | None,
+        expected: NDArray[np.uint64] | None,
+    ) -> NDArray[np.bool_]:
+        words, data = self._memory
         at, payload = self._locate(words, data, spots)
         self._format(words, spots, at)
         slots = self._slots(at)
@@ -315,7 +345,11 @@ class Arena:
             ok[list(first.values())] = True  # of two places in one slot, only the first is written
             header.begin(words, at, spots, ok)
             sums = np.zeros(len(spots), np.uint64)
-            sums[ok] = tiles.copy_summed(tiles.copies(rows[ok], data.ctypes.data + payload[ok], out=False))
+            try:
+                sums[ok] = bring(ok, data.ctypes.data + payload[ok])
+            except BaseException:
+                header.undo(words, at, spots, ok)  # for another try with the same grant
+                raise
             if expected is not None:
                 self.corrupt += int((ok & (sums != expected)).sum())
                 ok &= sums == expected
@@ -363,6 +397,18 @@ class Arena:
         stops = payload + (spots[:, 1] >> 32)
         runs = np.split(np.arange(len(spots)), np.flatnonzero(stops[:-1] != payload[1:]) + 1)
         return [data[payload[run[0]] : stops[run[-1]]] for run in runs if len(run)]
+
+    def addresses(self, places: NDArray[np.void]) -> NDArray[np.int64]:
+        """(n,) where slots are in this process's memory; 0 where the arena offers no such slot."""
+        words, data = self._memory
+        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        at, payload = self._locate(words, data, spots)
+        return np.where(at >= 0, data.ctypes.data + payload, 0)
+
+    def region(self, slab: int) -> tuple[int, int]:
+        """Where a slab is in this process's memory, and its bytes."""
+        start, length = self._payload(slab)
+        return self._memory[1].ctypes.data + start, length
 
     def inventory(self) -> Inventory:
         """Every ready block, and every slot that is being written or was when its writer died: to be swept."""

@@ -17,7 +17,7 @@ from raykv.errors import RayKVError
 UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
 NAME = click.option("--name", default="default", show_default=True, help="Name of the pool.")
 TRANSPORT = click.option(
-    "--transport", type=click.Choice(TRANSPORTS), default="tcp", show_default=True, help="How blocks cross nodes."
+    "--transport", type=click.Choice(TRANSPORTS), default="auto", show_default=True, help="How blocks cross nodes."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
 
@@ -298,12 +298,22 @@ def _status(pool: Any, as_json: bool) -> None:
         table.add_row(name[:16] or "all", tier["state"], "external", size, fill, str(tier["blocks"]), "", "", "")
     console = Console()
     console.print(table)
+    if stats["transports"]:
+        console.print(_lanes(stats["transports"]))
     hits, lookups = stats["hits"], stats["lookups"]
     console.print(
         f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
         f"{stats['remote_hits']} on another node, {stats['external_hits']} below), {stats['leases']} leases, "
         f"{stats['reservations']} reservations, {stats['evicted']} evicted, {stats['clients']} clients"
     )
+
+
+def _lanes(transports: list[dict[str, Any]]) -> Table:
+    table = Table("reader", "from", "by", "GB/s", "failed", title="between nodes")
+    for lane in transports:
+        failed = ", ".join(f"{name} {count}" for name, count in lane["failed"].items())
+        table.add_row(lane["reader"][:16], lane["from"][:16], lane["transport"], f"{lane['gbps']:.2f}", failed)
+    return table
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ THREADS = 16  # that serve async callers
 LOOK_AGAIN_S = 1.0
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
 ADMIN_DEADLINE_S = 10.0
+LANES_DEADLINE_S = 1.0  # a store that is stopped is not waited for
 STOP_DEADLINE_S = 60.0
 
 
@@ -105,12 +106,30 @@ class KVPool:
         return KVCache(self, root, block_tokens, block_bytes, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of the whole pool as the directory has them, and `faults` of this client. Empty while it is down."""
+        """Counts of the whole pool as the directory has them, and `faults` of this client. Empty while it is down.
+
+        transports: of each pair of nodes that has read, as the node that did says, where it answers: `reader`, `from`,
+        the `transport` used last, its GB/s (1e9 bytes) as `gbps`, and how often which has `failed`.
+        """
         try:
             answer = ray.get(actors.find_directory(self.name).stats.remote(), timeout=ADMIN_DEADLINE_S)
         except (ValueError, RayError):
             answer = {}
-        return {**answer, "faults": dict(self.link.faults)}
+        transports = self._transports(list(answer.get("nodes", ())))
+        return {**answer, "transports": transports, "faults": dict(self.link.faults)}
+
+    def _transports(self, node_ids: list[str]) -> list[dict[str, Any]]:
+        asked = {}
+        for node_id in node_ids:
+            with contextlib.suppress(ValueError):
+                asked[actors.find(actors.node_store_name(self.name, node_id)).stats.remote()] = node_id
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LANES_DEADLINE_S) if asked else ([], [])
+        found: list[dict[str, Any]] = []
+        for answer in answered:
+            with contextlib.suppress(RayError):
+                lanes = ray.get(answer)["transports"]
+                found += [{"reader": asked[answer], "from": node, **lane} for node, lane in lanes.items()]
+        return [lane for lane in found if lane["from"] in node_ids]
 
     def clear(self) -> int:
         """Forget every block, for good: a restart does not find them again. Returns how many keys there were.
@@ -237,7 +256,8 @@ def start(config: PoolConfig | None = None) -> KVPool:
         secret = secret or secrets.token_bytes(32)
         maker = registered(parse(config.external).scheme) if config.external else None
         tier = ray.cloudpickle.dumps(maker) if maker else None
-        check_nodes(config.name, config.cpu_memory, config.external, fingerprint(config.name, secret), tier)
+        mark = fingerprint(config.name, secret)
+        check_nodes(config.name, config.cpu_memory, config.transport, config.external, mark, tier)
         values = {
             "secret": secret.hex(),
             "cpu_memory": config.cpu_memory,

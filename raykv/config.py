@@ -15,7 +15,7 @@ METADATA_DEADLINE_S = 0.25
 HEARTBEAT_S = 1.0
 SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S
 CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
-TRANSPORTS = ("tcp", "object_store")
+TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
 # Of a node's slots, how many are kept free or copied to its external tier, so that what needs room finds it at once.
 WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
 FLUSH_DEADLINE_S = 300.0  # for what is still to go down when a pool stops
@@ -31,8 +31,9 @@ class PoolConfig:
     cpu_memory: of every node: a fraction of its memory (float in (0, 1]) or bytes (int).
     locality: how much longer than its writer's own coldest block another node's must have been idle before that one
         is evicted for it. 1 is exact cluster-wide LRU.
-    transport: how blocks cross nodes: "tcp", from node store to node store, and through Ray's object store where that
-        fails, or where Ray uses TLS; or "object_store" always, for networks that only Ray may use.
+    transport: how blocks cross nodes. "auto": of each pair of nodes the best that both have: NIXL over RDMA, else TCP
+        from node store to node store, and while that fails, or where Ray uses TLS, Ray's object store. "nixl": NIXL
+        whatever it runs over; "tcp": no NIXL; "object_store": always, for networks that only Ray may use.
     external: URL of the tier below memory, such as "file:///mnt/nvme/raykv?capacity=200GiB" (every node's own; for a
         shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (all
         nodes'). It outlives the pool, so it takes a `secret`.
@@ -46,7 +47,7 @@ class PoolConfig:
     name: str = "default"
     cpu_memory: float | int = 0.3
     locality: float = 1.5
-    transport: str = "tcp"
+    transport: str = "auto"
     external: str | None = None
     write: str = "back"
     min_hits: int = 0

@@ -165,6 +165,15 @@ def begin(words: Words, header: Words, places: Words, ok: Mask) -> None:
 
 
 @kernel
+def undo(words: Words, header: Words, places: Words, ok: Mask) -> None:
+    """Under the slots' locks, after `begin`: what was there is gone, and the same grant may begin again."""
+    for i in range(len(places)):
+        if ok[i]:
+            _store(words, header[i], (places[i, 3] - 1) << 2 | FREE)
+    _fence()
+
+
+@kernel
 def finish(
     words: Words, header: Words, places: Words, keys: Words, sums: Words, positions: Words, now: int, ok: Mask
 ) -> None:
@@ -265,6 +274,7 @@ def warm() -> None:
     stamp(words, none, 0, mask)
     formatted(words, none, spots)
     begin(words, none, spots, mask)
+    undo(words, none, spots, mask)
     finish(words, none, spots, keys, none, none, 0, mask)
     reclaim(words, none, spots, mask, np.zeros(0, np.uint8))
     identify(words, none, np.zeros((0, 3), np.int64))

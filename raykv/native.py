@@ -98,7 +98,8 @@ def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64]) -> int:
         to, of, length = table[i, 0], table[i, 1], table[i, 2]
         for at in range(0, length, tile):
             size = min(tile, length - at)
-            _memcpy(to + at, of + at, size, functions[_MEMCPY])
+            if to != of:
+                _memcpy(to + at, of + at, size, functions[_MEMCPY])
             _call(functions[_UPDATE], state, to + at, size)
     total = _call(functions[_DIGEST], state, 0, 0)
     _call(functions[_FREE], state, 0, 0)
@@ -111,7 +112,7 @@ def copy(table: Copies) -> None:
 
 
 def copy_summed(table: Copies, tile: int) -> int:
-    """As `copy`, `tile` bytes at a time; xxh3_64 of all that was copied, in order."""
+    """As `copy`, `tile` bytes at a time; xxh3_64 of all that was copied, in order. What stays in place is summed."""
     return int(_copy_summed(table, tile, _FUNCTIONS)) & (1 << 64) - 1
 
 

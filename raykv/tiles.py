@@ -45,6 +45,12 @@ def copy_summed(table: Copies) -> list[int]:
     return _run(_copy_summed, list(table), table)
 
 
+def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
+    """xxh3_64 of `size` bytes at each address."""
+    table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)
+    return copy_summed(table[:, None])
+
+
 def _copy_summed(block: NDArray[np.int64]) -> int:
     return native.copy_summed(block, TILE)
 

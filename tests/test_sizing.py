@@ -45,7 +45,8 @@ class Node:
     def __init__(self, path: str, kv: Kv) -> None:
         self.kv = kv
         self.arena = Arena.create(path, PRINT, SLAB, SLABS)
-        self.sizing = Sizing("p", "n", self.arena, LIMIT, None)
+        self.withdrawn: list[int] = []
+        self.sizing = Sizing("p", "n", self.arena, LIMIT, None, self.withdrawn.append)
         self.directory = Directory()
         self.join()
         self.index = self.directory.nodes["n"].index
@@ -231,7 +232,7 @@ def test_memory_that_a_dead_owner_was_about_to_give_back_goes(node: Node) -> Non
     node.sizing._thread.join()
     assert node.arena.give_back(1, node.directory._shelves.next_gen())
     full = taken(node)
-    again = Sizing("p", "n", node.arena, LIMIT - 1, None)
+    again = Sizing("p", "n", node.arena, LIMIT - 1, None, node.withdrawn.append)
     eventually(lambda: taken(node) < full - SLAB, 20.0)
     again.stop()
 

@@ -86,8 +86,8 @@ class Reader:
         return time.perf_counter() - begin
 
 
-def run(transport: str) -> dict[str, float]:
-    """GB/s (1e9 bytes), medians. Every read of the pool is of blocks that the reader's node has not seen."""
+def run(transport: str) -> dict[str, Any]:
+    """GB/s (1e9 bytes), medians, and the transport that was used. Every read of the pool is of blocks that the reader's node has not seen."""
     import ray
 
     ours: list[float] = []
@@ -104,7 +104,10 @@ def run(transport: str) -> dict[str, float]:
             if turn >= WARM:
                 for column, value in zip((ours, ray_gets, sockets), seconds, strict=True):
                     column.append(value)
+        (lane,) = (lane for lane in pool.stats()["transports"] if lane["reader"] == here)
     return {
+        "transport": lane["transport"],
+        "failed": sum(lane["failed"].values()),
         "read_gbps": _gbps(ours),
         "ray_get_gbps": _gbps(ray_gets),
         "socket_gbps": _gbps(sockets),

@@ -1,1 +1,1 @@
-"""How blocks cross nodes: `pull(peer, source, keys, arena, target)`, from a peer's slots into slots of this arena."""
+"""How blocks cross nodes: transports, and lanes, which choose among them."""

@@ -1,7 +1,6 @@
 """Blocks cross nodes as Ray objects."""
 
-import threading
-from collections import defaultdict
+import time
 from typing import Any
 
 import numpy as np
@@ -11,43 +10,34 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.arena import Arena
 from raykv.rows import rows_within
-from raykv.transports.verdicts import ALTERED, data_deadline, judge
+from raykv.transports.transport import Transport
+from raykv.transports.verdicts import ALTERED, judge
 
 
-class ObjectStore:
-    """A peer's blocks are what its `read` returns: one copy into Ray's object store there, one out of it here.
+class ObjectStore(Transport):
+    """A peer's blocks are what its `read` returns: one copy into Ray's object store there, one out of it here."""
 
-    Of one peer's objects one crosses at a time: Ray sends several in turns, chunk by chunk, so that all would arrive at
-    the end, and no copy out of one would overlap the crossing of the next.
-    """
-
-    def __init__(self) -> None:
-        self._turns: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)
+    name = "object_store"
 
     def pull(
-        self, peer: Any, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
+        self,
+        peer: Any,
+        offer: Any,
+        source: NDArray[np.void],
+        keys: NDArray[np.uint8],
+        arena: Arena,
+        target: NDArray[np.void],
+        end: float,
     ) -> NDArray[np.uint8]:
-        """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
-
-        Raises RayError if the peer does not answer in time.
-        """
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
         source, keys, target = source[order], keys[order], target[order]
-        below = bool(source["node"][0] & 1)
-        read = peer.read.options(concurrency_group="lift") if below else peer.read
+        read = peer.read.options(concurrency_group="lift") if source["node"][0] & 1 else peer.read
         answer = read.remote(source.tobytes(), keys.tobytes())
-        deadline = data_deadline(int(source["bytes"].sum()))
-        turn = self._turns[peer, below]  # what comes from its tier is waited for, and not by what comes from memory
-        if not turn.acquire(timeout=deadline):
-            raise GetTimeoutError(f"the objects before this one took {deadline:.1f} s")
-        try:
-            # Not by `get`: one that waits keeps the lock of Ray's store client, and who lets go of an object meanwhile
-            # waits for that lock with the GIL in his.
-            if not ray.wait([answer], timeout=deadline)[0]:
-                raise GetTimeoutError(f"{len(source)} blocks did not arrive in {deadline:.1f} s")
-            mask, sums, positions, runs = ray.get(answer, timeout=deadline)
-        finally:
-            turn.release()
+        # Not by `get`: one that waits keeps the lock of Ray's store client, and who lets go of an object meanwhile
+        # waits for that lock with the GIL in his.
+        if not ray.wait([answer], timeout=max(0.0, end - time.monotonic()))[0]:
+            raise GetTimeoutError(f"{len(source)} blocks did not arrive in time")
+        mask, sums, positions, runs = ray.get(answer, timeout=max(0.001, end - time.monotonic()))
         ok = np.frombuffer(mask, np.bool_)
         expected = np.frombuffer(sums, np.uint64)[ok]
         size = int(source["bytes"][0])

@@ -15,18 +15,15 @@ import socket
 import struct
 import threading
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from raykv.arena import Arena
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.object_store import ObjectStore
+from raykv.transports.transport import Transport
 from raykv.transports.verdicts import ALTERED, data_deadline, judge
 
 log = logging.getLogger("raykv")
@@ -35,7 +32,6 @@ CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])  # sum: 
 COUNT = struct.Struct("<I")
 WINDOW_BYTES = 2 * MIB  # received at a time: still in a core's cache when it is copied into slots
 HELLO_S = 1.0  # to connect, and to show the token
-RETRY_S = 60.0  # a peer that can't be reached is asked through Ray for so long
 Address = tuple[str, int, bytes]  # host, port, token
 
 
@@ -46,12 +42,8 @@ class Listener:
         """Listen at an address of this node. OSError where that can't be."""
         self._arena, self._token = arena, secrets.token_bytes(32)
         self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.address: Address = (*self._socket.getsockname()[:2], self._token)
         threading.Thread(target=self._accept_forever, name="raykv-listen", daemon=True).start()
-
-    @property
-    def address(self) -> Address:
-        host, port = self._socket.getsockname()[:2]
-        return host, port, self._token
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closed before
@@ -98,66 +90,63 @@ class Listener:
             peer.sendall(run.data)  # unchecked: the reader must verify
 
 
-@dataclass
-class Line:
-    """To one peer. A pull has it for itself: two at a time would both arrive late."""
+class Tcp(Transport):
+    """Pulls over TCP, and serves those of peers."""
 
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    connection: socket.socket | None = None
-    retry_at: float = 0.0
+    name = "tcp"
 
+    def __init__(self, arena: Arena, host: str) -> None:
+        """Serve an arena at `host`, if that can be listened at."""
+        self._connections: dict[Any, socket.socket] = {}
+        self._listener: Listener | None = None
+        try:
+            self._listener = Listener(arena, host)
+        except OSError as error:
+            log.warning(
+                "%s: its blocks go through Ray's object store, since TCP does not listen: %r", arena.path, error
+            )
 
-class Tcp:
-    """Pulls over TCP; through Ray's object store while a peer can't be reached."""
-
-    def __init__(self, object_store: ObjectStore) -> None:
-        """object_store: for peers that can't be reached."""
-        self._lines: defaultdict[Any, Line] = defaultdict(Line)
-        self._object_store = object_store
+    def offer(self) -> Address | None:
+        """Where blocks are served, and the token that is asked for there."""
+        return self._listener.address if self._listener else None
 
     def pull(
-        self, peer: Any, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
+        self,
+        peer: Any,
+        offer: Address,
+        source: NDArray[np.void],
+        keys: NDArray[np.uint8],
+        arena: Arena,
+        target: NDArray[np.void],
+        end: float,
     ) -> NDArray[np.uint8]:
-        """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
-
-        Raises RayError or TimeoutError if the peer does not answer in time.
-        """
-        line = self._lines[peer]
-        seconds = data_deadline(int(source["bytes"].sum()))
-        end = time.monotonic() + seconds
-        if not line.turn.acquire(timeout=seconds):
-            raise TimeoutError(f"the blocks before these took {seconds:.1f} s")
+        connection = self._connections.pop(peer, None) or _connect(offer)
         try:
-            if self._connected(line, peer):
-                return _pull(line, source, keys, arena, target, end)
-        except TimeoutError:
+            verdicts = _pull(connection, source, keys, arena, target, end)
+        except BaseException:  # what ends early leaves bytes behind
+            connection.close()
             raise
-        except OSError as error:  # its process is another one now
-            log.debug("pull over TCP: %r", error)
-        finally:
-            line.turn.release()
-        return self._object_store.pull(peer, source, keys, arena, target)
+        self._connections[peer] = connection
+        return verdicts
 
-    def _connected(self, line: Line, peer: Any) -> bool:
-        if line.connection is None and time.monotonic() >= line.retry_at:
-            address = ray.get(peer.address.remote(), timeout=HELLO_S)
-            try:
-                line.connection = _connect(address)
-            except OSError as error:
-                line.retry_at = time.monotonic() + RETRY_S
-                where = f"{address[0]}:{address[1]}" if address else "a peer"
-                log.warning("TCP to %s: %r; blocks go through Ray's object store for %.0f s", where, error, RETRY_S)
-        return line.connection is not None
+    def close(self) -> None:
+        if self._listener:
+            self._listener.close()
 
 
-def _connect(address: Address | None) -> socket.socket:
-    if address is None:
-        raise ConnectionRefusedError("it does not listen")
+def _connect(address: Address) -> socket.socket:
+    """Raises ConnectionError, not TimeoutError: nothing was asked for yet, and another way may be open."""
     host, port, token = address
-    peer = socket.create_connection((host, port), HELLO_S)
+    try:
+        peer = socket.create_connection((host, port), HELLO_S)
+    except TimeoutError as error:
+        raise ConnectionError(f"{host}:{port} does not answer") from error
     try:
         _prepare(peer)
         peer.sendall(_answer(token, _receive(peer, 32, time.monotonic() + HELLO_S)))
+    except TimeoutError as error:
+        peer.close()
+        raise ConnectionError(f"{host}:{port} says nothing") from error
     except BaseException:
         peer.close()
         raise
@@ -165,29 +154,27 @@ def _connect(address: Address | None) -> socket.socket:
 
 
 def _pull(
-    line: Line, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void], end: float
+    peer: socket.socket,
+    source: NDArray[np.void],
+    keys: NDArray[np.uint8],
+    arena: Arena,
+    target: NDArray[np.void],
+    end: float,
 ) -> NDArray[np.uint8]:
-    peer, line.connection = line.connection, None  # what ends early leaves bytes behind
-    assert peer is not None
-    try:
-        order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent at once
-        peer.settimeout(max(0.001, end - time.monotonic()))
-        peer.sendall(COUNT.pack(len(source)) + source[order].tobytes() + keys[order].tobytes())
-        claims = np.frombuffer(_receive(peer, len(source) * CLAIM.itemsize, end), CLAIM)
-        verdicts = np.full(len(source), ALTERED, np.uint8)
-        there, size = np.flatnonzero(claims["there"]), int(source["bytes"][0])
-        buffer = np.empty((max(1, min(len(there), WINDOW_BYTES // size)), size), np.uint8)
-        for at in range(0, len(there), len(buffer)):
-            part = there[at : at + len(buffer)]
-            blocks, which, sums = buffer[: len(part)], order[part], claims["sum"][part]
-            _receive_into(peer, blocks.reshape(-1).data, end)
-            written = arena.write(target[which], keys[which], blocks, claims["position"][part], sums)
-            verdicts[which] = judge(written, blocks, sums)
-        line.connection = peer
-        return verdicts
-    finally:
-        if line.connection is None:
-            peer.close()
+    order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent at once
+    peer.settimeout(max(0.001, end - time.monotonic()))
+    peer.sendall(COUNT.pack(len(source)) + source[order].tobytes() + keys[order].tobytes())
+    claims = np.frombuffer(_receive(peer, len(source) * CLAIM.itemsize, end), CLAIM)
+    verdicts = np.full(len(source), ALTERED, np.uint8)
+    there, size = np.flatnonzero(claims["there"]), int(source["bytes"][0])
+    buffer = np.empty((max(1, min(len(there), WINDOW_BYTES // size)), size), np.uint8)
+    for at in range(0, len(there), len(buffer)):
+        part = there[at : at + len(buffer)]
+        blocks, which, sums = buffer[: len(part)], order[part], claims["sum"][part]
+        _receive_into(peer, blocks.reshape(-1).data, end)
+        written = arena.write(target[which], keys[which], blocks, claims["position"][part], sums)
+        verdicts[which] = judge(written, blocks, sums)
+    return verdicts
 
 
 def _prepare(peer: socket.socket) -> None:

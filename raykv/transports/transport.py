@@ -1,0 +1,45 @@
+"""How blocks get from the memory of one node store into that of another."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena import Arena
+
+
+class Transport:
+    """One way to read from peers. Thread-safe; of one peer there is one pull at a time."""
+
+    name: ClassVar[str]
+
+    def offer(self) -> Any:
+        """What peers need to read from here by it; another one with every process. None: they can't."""
+        return None
+
+    def serve(self, *args: Any) -> Any:
+        """What the `pull` of a peer asks of this node, by `NodeStore.serve`."""
+        raise ValueError(f"{self.name} is not asked for anything")
+
+    def pull(
+        self,
+        peer: Any,
+        offer: Any,
+        source: NDArray[np.void],
+        keys: NDArray[np.uint8],
+        arena: Arena,
+        target: NDArray[np.void],
+        end: float,
+    ) -> NDArray[np.uint8]:
+        """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
+
+        peer: its actor. offer: what it offers. Raises TimeoutError at the time `end`; what is written from then on is
+        under the slots' locks. OSError or RayError where the peer can't be read by it: another transport may.
+        """
+        raise NotImplementedError
+
+    def withdraw(self, slab: int) -> None:
+        """The memory of one of this arena's slabs is about to go."""
+
+    def close(self) -> None:
+        """Nobody reads by it any more."""
