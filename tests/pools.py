@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pytest
 import ray
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -16,10 +17,13 @@ import raykv
 import raykv.link
 from raykv import actors
 from raykv.place import PLACE
+from raykv.transports.nixl import why_not
 
 T = TypeVar("T")
 MIB = 1 << 20
 BLOCK = 256 << 10
+WITH_NIXL = pytest.mark.skipif(bool(why_not()), reason=why_not())
+TRANSPORTS = [pytest.param("nixl", marks=WITH_NIXL), "tcp", "object_store"]
 PATIENCE_S = 5.0
 
 

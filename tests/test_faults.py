@@ -11,6 +11,7 @@ import ray
 from numpy.typing import NDArray
 from pools import (
     BLOCK,
+    TRANSPORTS,
     Worker,
     eventually,
     holds,
@@ -29,7 +30,6 @@ from ray.exceptions import RayError
 
 import raykv
 from raykv import header, superblock, tiles
-from raykv.config import TRANSPORTS
 
 pytestmark = pytest.mark.usefixtures("patiently")
 

@@ -14,6 +14,7 @@ import ray
 from numpy.typing import NDArray
 from pools import (
     BLOCK,
+    TRANSPORTS,
     eventually,
     holds,
     keep,
@@ -30,7 +31,7 @@ from pools import (
 
 import raykv
 import raykv.cache
-from raykv.config import KEYS_PER_CALL, TRANSPORTS
+from raykv.config import KEYS_PER_CALL
 from raykv.transports.tcp import CLAIM, COUNT
 
 pytestmark = pytest.mark.usefixtures("patiently")

@@ -87,7 +87,10 @@ class Reader:
 
 
 def run(transport: str) -> dict[str, Any]:
-    """GB/s (1e9 bytes), medians, and the transport that was used. Every read of the pool is of blocks that the reader's node has not seen."""
+    """GB/s (1e9 bytes), medians, and the transport that was used.
+
+    Every read of the pool is of blocks that the reader's node has not seen.
+    """
     import ray
 
     ours: list[float] = []

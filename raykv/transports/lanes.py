@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.arena import Arena
-from raykv.transports.nixl import Nixl, why_not
+from raykv.transports.nixl import Nixl, has_rdma, why_not
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
 from raykv.transports.transport import Transport
@@ -148,8 +148,8 @@ def open_lanes(arena: Arena, chosen: str, host: str) -> Lanes:
     if chosen == "object_store" or os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false"):
         return Lanes([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
-    if chosen != "tcp" and not why_not():
-        transports.insert(0, Nixl(arena, rdma_only=chosen == "auto"))
+    if (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
+        transports.insert(0, Nixl(arena))
     return Lanes(transports)
 
 

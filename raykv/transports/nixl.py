@@ -19,20 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from raykv import tiles
 from raykv.arena import Arena
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.transport import Transport
+from raykv.transports.transport import Transport, ask
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 log = logging.getLogger("raykv")
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
 SHOWN = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])  # of a block, to a peer
-Offer = tuple[str, bool]  # name of the agent, which is new with every process; whether it has RDMA
 Addresses = NDArray[np.int64]
 
 
@@ -64,21 +62,21 @@ class Nixl(Transport):
 
     name = "nixl"
 
-    def __init__(self, arena: Arena, rdma_only: bool) -> None:
-        """rdma_only: leave peers without RDMA to other transports. ImportError without NIXL."""
+    def __init__(self, arena: Arena) -> None:
+        """ImportError without NIXL."""
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         config = nixl_agent_config(backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
         self._agent: Any = nixl_agent(f"raykv-{secrets.token_hex(8)}", config)
-        self._arena, self._rdma_only = arena, rdma_only
+        self._arena = arena
         self._registered: dict[int, Any] = {}  # by slab
         self._version = 0
         self._known: defaultdict[str, Known] = defaultdict(Known)
         self._mutex = threading.Lock()
 
-    def offer(self) -> Offer | None:
-        rdma = has_rdma()
-        return (self._agent.name, rdma) if rdma or not self._rdma_only else None
+    def offer(self) -> str:
+        """The agent's name."""
+        return str(self._agent.name)
 
     # ------------------------------------------------------------------ for peers
 
@@ -108,18 +106,17 @@ class Nixl(Transport):
     def pull(
         self,
         peer: Any,
-        offer: Offer,
+        offer: str,
         source: NDArray[np.void],
         keys: NDArray[np.uint8],
         arena: Arena,
         target: NDArray[np.void],
         end: float,
     ) -> NDArray[np.uint8]:
-        known = self._known[offer[0]]
+        known = self._known[offer]
         if known.busy:
             raise ConnectionError("an earlier transfer has not ended")
-        answer = peer.serve.remote(self.name, source.tobytes(), keys.tobytes(), known.version)
-        data, version, metadata = ray.get(answer, timeout=max(0.001, end - time.monotonic()))
+        data, version, metadata = ask(peer, end, self.name, source.tobytes(), keys.tobytes(), known.version)
         shown = np.frombuffer(data, SHOWN)
         there = np.flatnonzero(shown["there"])
         known.busy = True

@@ -1,8 +1,10 @@
 """How blocks get from the memory of one node store into that of another."""
 
+import time
 from typing import Any, ClassVar
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from raykv.arena import Arena
@@ -43,3 +45,8 @@ class Transport:
 
     def close(self) -> None:
         """Nobody reads by it any more."""
+
+
+def ask(peer: Any, end: float, transport: str, *args: Any) -> Any:
+    """What a peer's `serve` answers. TimeoutError at the time `end`."""
+    return ray.get(peer.serve.remote(transport, *args), timeout=max(0.001, end - time.monotonic()))

@@ -1,0 +1,45 @@
+"""A process whose arena is read by NIXL, without Ray: what it serves is asked for through a pipe."""
+
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from raykv.arena import Arena
+from raykv.transports.nixl import Nixl
+
+
+class Peer:
+    """The process, as the one that started it sees it."""
+
+    def __init__(self, arena: Arena) -> None:
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, arena.path, arena.nonce), daemon=True)
+        self.process.start()
+        self.offer: str = self.pipe.recv()
+
+    def ask(self, peer: Any, end: float, transport: str, *args: Any) -> Any:
+        """In place of `raykv.transports.transport.ask`."""
+        self.pipe.send(("serve", args))
+        return self.pipe.recv()
+
+    def withdraw(self, slab: int) -> None:
+        self.pipe.send(("withdraw", (slab,)))
+        self.pipe.recv()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, path: str, nonce: bytes) -> None:
+    nixl = Nixl(Arena.attach(path, nonce))
+    pipe.send(nixl.offer())
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(getattr(nixl, method)(*args))
