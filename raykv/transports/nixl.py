@@ -6,7 +6,7 @@ that answer, so that only who is in the Ray cluster can have it.
 https://github.com/ai-dynamo/nixl, version 1.5.
 """
 
-import logging
+import contextlib
 import os
 import secrets
 import threading
@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,6 @@ from raykv.place import KEY_BYTES, PLACE
 from raykv.transports.transport import Transport, ask
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
-log = logging.getLogger("raykv")
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
 SHOWN = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])  # of a block, to a peer
@@ -122,8 +120,19 @@ class Nixl(Transport):
         known.busy = True
         job = known.thread.submit(self._read, known, version, metadata, shown[there], keys[there], arena, target[there])
         verdicts = np.full(len(source), ALTERED, np.uint8)
-        verdicts[there] = job.result(max(0.001, end - time.monotonic()))
+        try:
+            verdicts[there] = job.result(max(0.001, end - time.monotonic()))
+        except ConnectionError:
+            self._forget(offer)
+            raise
         return verdicts
+
+    def _forget(self, offer: str) -> None:
+        """A peer that may never come back; what is still there is learned anew."""
+        known = self._known.pop(offer)
+        known.thread.shutdown(wait=False)
+        with contextlib.suppress(ConnectionError), _translated():
+            self._agent.remove_remote_agent(known.agent)
 
     def _read(
         self,
@@ -196,7 +205,7 @@ class Nixl(Transport):
         return self._agent.get_xfer_descs(table, "DRAM")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _translated() -> Iterator[None]:
     """NIXL's exceptions share no base of their own."""
     try:
