@@ -13,11 +13,11 @@ test: .venv/.installed
 	$(MAKE) --no-print-directory --jobs=2 parts clusters
 
 parts: .venv/.installed  # beside the tests of one cluster, which mostly wait
-	@{ nice .venv/bin/mypy && nice .venv/bin/pytest -m 'not (cluster or own_cluster)' \
-	&& .venv/bin/pytest -m own_cluster; } > .venv/parts.log; status=$$?; cat .venv/parts.log; exit $$status
+	@{ nice .venv/bin/mypy && nice .venv/bin/pytest -m 'not (cluster or own_cluster or gpu)' \
+	&& .venv/bin/pytest -m 'own_cluster and not gpu'; } > .venv/parts.log; status=$$?; cat .venv/parts.log; exit $$status
 
 clusters: .venv/.installed
-	.venv/bin/pytest -m cluster
+	.venv/bin/pytest -m 'cluster and not gpu'
 
 .venv/.installed: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

@@ -15,3 +15,7 @@ class CapacityError(RayKVError):
 
 class ArenaMismatch(RayKVError):
     """The shared memory this process sees is not the one its node store serves."""
+
+
+class DeviceError(RayKVError):
+    """A GPU failed what was asked of it. Whoever copies from or to it takes that as a miss."""

@@ -1,12 +1,13 @@
 """What callers hand over, checked before a byte moves: keys, and the rows of memory that blocks come from or go to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv import cuda
 from raykv.place import KEY_BYTES
 
 
@@ -15,18 +16,22 @@ class Rows:
     """Where n blocks come from or go to, each in `len(lengths)` parts: addresses instead of n objects.
 
     addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: what keeps the addresses good.
+    device: UUID of the GPU that they are addresses of; None: host memory. stream: handle of the CUDA stream that wrote
+    and read there until the rows were made; None: there is nothing to wait for.
     """
 
     addresses: NDArray[np.int64]
     lengths: NDArray[np.int64]
     memory: object
     writable: bool
+    device: str | None = None
+    stream: int | None = None
 
     def __len__(self) -> int:
         return len(self.addresses)
 
     def __getitem__(self, which: slice | NDArray[Any]) -> "Rows":
-        return Rows(self.addresses[which], self.lengths, self.memory, self.writable)
+        return replace(self, addresses=self.addresses[which])
 
     @property
     def bytes(self) -> int:
@@ -53,7 +58,7 @@ def count(of: NDArray[np.uint8], start: int) -> int:
 
 def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> Rows:
     """(rows, block_bytes) uint8, contiguous; of more rows the first, unless they must be `exact`."""
-    array = _numpy(name, given)
+    array = _view(name, given)
     fits = array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == block_bytes
     if not fits or len(array) < rows or (exact and len(array) > rows):
         raise ValueError(
@@ -64,16 +69,14 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
         raise ValueError(f"{name} of shape {array.shape} is not contiguous (strides {array.strides})")
     if name == "out" and not array.flags.writeable:
         raise ValueError(f"{name} is read-only")
-    return rows_of([array])[:rows]
+    return rows_of([given])[:rows]
 
 
 def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
     """Rows made of row block_ids[i] of each array of paged memory."""
-    several = isinstance(given, (list, tuple))
-    arrays = [_numpy("paged", part) for part in (given if several else [given])]
     if len(block_ids) != rows:
         raise ValueError(f"{len(block_ids)} block_ids for {rows} blocks")
-    pages = rows_of(arrays)
+    pages = rows_of(given if isinstance(given, (list, tuple)) else [given], "paged")
     if writable and not pages.writable:
         raise ValueError("paged memory is read-only")
     if pages.bytes != block_bytes:
@@ -86,18 +89,37 @@ def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, wri
     return pages[ids.astype(np.int64)]
 
 
-def rows_of(arrays: Sequence[NDArray[np.uint8]]) -> Rows:
-    """Rows whose parts are the rows of each array. ValueError unless those are uint8 and contiguous."""
-    for array in arrays:
-        if array.dtype != np.uint8 or array.ndim != 2 or (array.size and array.shape[1] > 1 and array.strides[1] != 1):
-            shape = f"{array.dtype} of shape {array.shape}, strides {array.strides}"
-            raise ValueError(f"memory: {shape}: give (n, bytes) uint8 whose rows are contiguous")
-    n = min((len(array) for array in arrays), default=0)
-    addresses = np.empty((n, len(arrays)), np.int64)
-    for part, array in enumerate(arrays):
-        addresses[:, part] = array.ctypes.data + np.arange(n) * array.strides[0]
-    lengths = np.array([array.shape[1] for array in arrays], np.int64)
-    return Rows(addresses, lengths, arrays, all(array.flags.writeable for array in arrays))
+def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
+    """Rows whose parts are the rows of each array: numpy, torch, or anything on a GPU that says where.
+
+    ValueError unless those are (n, bytes) uint8 whose rows are contiguous, all on one GPU or all in host memory.
+    ImportError where they are on a GPU and CuPy is not installed.
+    """
+    views = [_view(name, array) for array in arrays]
+    for view in views:
+        if view.dtype != np.uint8 or view.ndim != 2 or (view.size and view.shape[1] > 1 and view.strides[1] != 1):
+            shape = f"{view.dtype} of shape {view.shape}, strides {view.strides}"
+            raise ValueError(f"{name}: {shape}: give (n, bytes) uint8 whose rows are contiguous")
+    n = min((len(view) for view in views), default=0)
+    addresses = np.empty((n, len(views)), np.int64)
+    for part, view in enumerate(views):
+        addresses[:, part] = view.ctypes.data + np.arange(n) * view.strides[0]
+    lengths = np.array([view.shape[1] for view in views], np.int64)
+    writable = all(view.flags.writeable for view in views)
+    return Rows(addresses, lengths, list(arrays), writable, *_origin(name, arrays, views))
+
+
+def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tuple[str | None, int | None]:
+    """Device and stream of Rows; ValueError if there is more than one device."""
+    memory = [(array, view.ctypes.data) for array, view in zip(arrays, views, strict=True) if view.size]
+    ordinals = {cuda.ordinal_at(address) if _on_gpu(array) else None for array, address in memory}
+    if len(ordinals) > 1:
+        devices = sorted("host memory" if ordinal is None else cuda.uuid(ordinal) for ordinal in ordinals)
+        raise ValueError(f"{name} is on {' and '.join(devices)}: all of its arrays must be on one device")
+    ordinal = next(iter(ordinals), None)
+    if ordinal is None:
+        return None, None
+    return cuda.uuid(ordinal), cuda.settled(ordinal, {cuda.stream_of(array) for array in arrays})
 
 
 def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
@@ -107,13 +129,32 @@ def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
     return Rows(column[:, None], np.array([row_bytes]), arrays, all(array.flags.writeable for array in arrays))
 
 
+class _Description:
+    """Memory of a GPU, for numpy to take its shape and address from: nobody may look at its elements."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        names = ("shape", "typestr", "data", "strides")
+        self.__array_interface__ = {"version": 3, **{name: interface.get(name) for name in names}}
+
+
+def _on_gpu(given: Any) -> bool:
+    return hasattr(given, "__cuda_array_interface__")
+
+
+def _view(name: str, given: Any) -> NDArray[Any]:
+    """As `_numpy`, or an array that only describes memory of a GPU."""
+    if _on_gpu(given):
+        return np.asarray(_Description(given.__cuda_array_interface__))
+    return _numpy(name, given)
+
+
 def _numpy(name: str, given: Any) -> NDArray[Any]:
     """The array itself, never a copy: bytes must move from and to the caller's memory."""
     if isinstance(given, np.ndarray):
         return given
     if hasattr(given, "numpy") and getattr(given, "device", None) is not None:
         if given.device.type != "cpu":
-            raise ValueError(f"{name} is on {given.device}: only CPU memory is supported; copy it with .cpu()")
+            raise ValueError(f"{name}: on {given.device}, where raykv cannot reach: copy it with .cpu()")
         try:
             array: NDArray[Any] = given.detach().numpy()
         except TypeError as error:
