@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raykv import cuda, lane, rows
+from raykv import courier, cuda, rows
 from raykv import device as devices
 from raykv.device import BOUNCE_BYTES, Device
 from raykv.errors import CapacityError, DeviceError
@@ -94,7 +94,7 @@ def noise(size: int, seed: int = 0) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-LENGTHS = st.one_of(st.integers(0, 70), st.integers(0, 3 * lane.UNIT), st.sampled_from([lane.UNIT, 16, 4096]))
+LENGTHS = st.one_of(st.integers(0, 70), st.integers(0, 3 * courier.UNIT), st.sampled_from([courier.UNIT, 16, 4096]))
 
 
 @st.composite
@@ -195,15 +195,15 @@ def test_nothing_to_copy(gpu: Device) -> None:
     gpu.copy(table_of((1, 2, 0)))  # addresses of nothing are not looked at
 
 
-@given(st.lists(st.integers(0, 5 * lane.UNIT), min_size=1, max_size=30))
+@given(st.lists(st.integers(0, 5 * courier.UNIT), min_size=1, max_size=30))
 def test_units(lengths: list[int]) -> None:
     """Every unit is of one piece, in order, and those of a piece cover its bytes."""
     table = np.zeros((len(lengths), 3), np.int64)
     table[:, 2] = lengths
-    pieces = lane.numbered(table)
+    pieces = courier.numbered(table)
     assert (pieces[:, :3] == table).all() and pieces.dtype == np.int64 and pieces.flags.c_contiguous
     units = np.diff(pieces[:, 3], prepend=0)
-    assert ((units - 1) * lane.UNIT < table[:, 2]).all() and (table[:, 2] <= units * lane.UNIT).all()
+    assert ((units - 1) * courier.UNIT < table[:, 2]).all() and (table[:, 2] <= units * courier.UNIT).all()
 
 
 SHIM = r"""
@@ -233,21 +233,21 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if compiler is None:
         pytest.skip("no C++ compiler here")
     folder = tmp_path_factory.mktemp("kernel")
-    (folder / "kernel.cpp").write_text(SHIM % lane.SOURCE)
-    names = [f"-DUNIT={lane.UNIT}LL", f"-DTHREADS={lane.THREADS}"]
+    (folder / "kernel.cpp").write_text(SHIM % courier.SOURCE)
+    names = [f"-DUNIT={courier.UNIT}LL", f"-DTHREADS={courier.THREADS}"]
     safe = ["-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
     subprocess.run([compiler, *names, *safe, "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")], check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))
 
 
 @one_by_one
-@given(layouts(), st.integers(1, lane.BLOCKS))
+@given(layouts(), st.integers(1, courier.BLOCKS))
 def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], blocks: int) -> None:
     source, to = noise(MIB), np.zeros(MIB, np.uint8)
-    pieces = lane.numbered(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
+    pieces = courier.numbered(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
     if len(pieces) and pieces[-1, 3]:
         blocks = min(blocks, int(pieces[-1, 3]))
-        compiled.launch(blocks, lane.THREADS, ctypes.c_void_p(pieces.ctypes.data), ctypes.c_longlong(len(pieces)))
+        compiled.launch(blocks, courier.THREADS, ctypes.c_void_p(pieces.ctypes.data), ctypes.c_longlong(len(pieces)))
     assert (to == moved(layout, np.zeros(MIB, np.uint8), source)).all()
 
 
