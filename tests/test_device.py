@@ -212,16 +212,20 @@ SHIM = r"""
 #define __launch_bounds__(n)
 struct Index { unsigned x; };
 static Index blockIdx, threadIdx, gridDim, blockDim;
+static long long written;
+struct Byte { unsigned char value; Byte& operator=(const Byte& of) { value = of.value; ++written; return *this; } };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 template <class T> static T __ldcs(const T* at) { return *at; }
-template <class T> static void __stcs(T* at, T value) { *at = value; }
+template <class T> static void __stcs(T* at, T value) { *at = value; written += sizeof(T); }
+#define char Byte
 %s
-extern "C" void launch(unsigned blocks, unsigned threads, const long long* pieces, long long count)
+extern "C" long long launch(unsigned blocks, unsigned threads, const long long* pieces, long long count)
 {
-    gridDim.x = blocks, blockDim.x = threads;
+    gridDim.x = blocks, blockDim.x = threads, written = 0;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
             raykv_copy(pieces, count);
+    return written;
 }
 """
 
@@ -237,17 +241,21 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     names = [f"-DUNIT={lane.UNIT}LL", f"-DTHREADS={lane.THREADS}"]
     safe = ["-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
     subprocess.run([compiler, *names, *safe, "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    library.launch.restype = ctypes.c_longlong
+    return library
 
 
 @one_by_one
-@given(layouts(), st.integers(1, lane.BLOCKS))
-def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], blocks: int) -> None:
+@given(layouts(), st.integers(1, lane.BLOCKS), st.sampled_from([1, 32, lane.THREADS]))
+def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], blocks: int, threads: int) -> None:
+    """It writes every byte once, and none beside."""
     source, to = noise(MIB), np.zeros(MIB, np.uint8)
     pieces = lane.numbered(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
-    if len(pieces) and pieces[-1, 3]:
-        blocks = min(blocks, int(pieces[-1, 3]))
-        compiled.launch(blocks, lane.THREADS, ctypes.c_void_p(pieces.ctypes.data), ctypes.c_longlong(len(pieces)))
+    if len(pieces):
+        table = ctypes.c_void_p(pieces.ctypes.data)
+        written = compiled.launch(blocks, threads, table, ctypes.c_longlong(len(pieces)))
+        assert written == pieces[:, 2].sum()
     assert (to == moved(layout, np.zeros(MIB, np.uint8), source)).all()
 
 
@@ -314,6 +322,16 @@ def test_a_region_that_is_gone(on_host: Any) -> None:
     assert done.returncode and f"DeviceError: {gpu.uuid}: cudaErrorInvalidValue" in done.stderr
     with pytest.raises(DeviceError):
         gpu.copy(table_of((region.address, region.address, 100)))
+
+
+def test_a_region_that_was_let_go(on_host: Any) -> None:
+    gpu = devices.device(devices.visible()[0])
+    region = gpu.allocate(100)
+    late = "gpu.copy(np.array([[region.address, bounce.ctypes.data, size]]))"
+    done = elsewhere(READER + late, gpu.uuid, region.handle.hex(), "100")
+    assert done.returncode and "cudaErrorIllegalAddress" in done.stderr
+    assert get(gpu, region.address, 100).tolist() == [255] * 100  # it had been reached before that
+    region.close()
 
 
 def test_bad_regions(gpu: Device) -> None:
@@ -437,6 +455,7 @@ def test_rows_on_a_gpu(cupy: Any, gpu: Device) -> None:
     gpu.copy(np.stack([to.ctypes.data + 10 * np.arange(4), found.addresses.ravel(), np.full(4, 10)], 1), found.stream)
     assert (to[:40].reshape(2, 20) == np.hstack([layer.get() for layer in layers])[[3, 1]]).all()
     assert rows.dense("out", layers[0], 3, 10).device == gpu.uuid
+    assert rows.rows_of([layers[0], np.zeros((0, 10), np.uint8)]).device == gpu.uuid  # there is nothing to reach
     assert rows.rows_of([np.zeros((2, 2), np.uint8)]).device is None
 
 
@@ -497,7 +516,7 @@ def test_rows_of_torch(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     array = on_host.zeros((2, 8), np.uint8)
 
     class Tensor(torch.Tensor):
-        device = torch.device("cuda", 0)
+        is_cuda, device = True, torch.device("cuda", 0)
         __cuda_array_interface__ = Foreign(array).__cuda_array_interface__
 
     tensor = torch.zeros((2, 8), dtype=torch.uint8).as_subclass(Tensor)
