@@ -157,6 +157,22 @@ def test_a_table_of_many_pieces(gpu: Device, pinned: Bytes) -> None:
     region.close()
 
 
+def test_no_room_for_a_big_table(on_host: Any) -> None:
+    """The copy fails; others, whose tables fit what there is, do not."""
+    gpu = devices.device(devices.visible()[0])
+    region, bounce = gpu.allocate(MIB), gpu.bounce()
+    table = np.tile(table_of((region.address, bounce.ctypes.data, 1)), (3000, 1))
+    gpu.copy(table[:1])
+    left = on_host.cuda.runtime.memGetInfo()[0]
+    rest = on_host.cuda.Memory(left)
+    for pieces in (3000, 2100):
+        with pytest.raises(DeviceError, match="cudaErrorMemoryAllocation"):
+            gpu.copy(table[:pieces])
+    gpu.copy(table[:2000])
+    del rest
+    gpu.copy(table)
+
+
 def test_threads_copy_at_once(gpu: Device, pinned: Bytes) -> None:
     region = gpu.allocate(MIB)
     pinned[:] = noise(MIB)
@@ -322,6 +338,15 @@ def test_a_region_that_is_gone(on_host: Any) -> None:
     assert done.returncode and f"DeviceError: {gpu.uuid}: cudaErrorInvalidValue" in done.stderr
     with pytest.raises(DeviceError):
         gpu.copy(table_of((region.address, region.address, 100)))
+
+
+def test_a_region_whose_process_died(on_host: Any) -> None:
+    gpu = devices.device(devices.visible()[0])
+    owner = "import sys; from raykv.device import device; print(device(sys.argv[1]).allocate(100).handle.hex())"
+    handle = bytes.fromhex(elsewhere(owner, gpu.uuid).stdout)
+    assert len(handle) == devices.HANDLE_BYTES
+    with pytest.raises(DeviceError):
+        gpu.open(handle, 100)
 
 
 def test_a_region_that_was_let_go(on_host: Any) -> None:
