@@ -89,8 +89,8 @@ class Courier:
         self._make_room(1 << 16)
 
     def _make_room(self, size: int) -> None:
+        self._table = self._cupy.cuda.Memory(size)  # first: it may fail, and must not be the smaller of the two
         self._host = cuda.pinned(self._cupy, size)
-        self._table = self._cupy.cuda.Memory(size)
 
     def copy(self, pieces: Copies, after: int | None) -> None:
         """Do `numbered` copies, of at least one unit, after what stream `after` has to do now; wait until done."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv import cuda
+from raykv.config import capacity_bytes
 from raykv.courier import Courier, kernel, numbered
 from raykv.errors import CapacityError, DeviceError
 from raykv.native import Copies
@@ -84,7 +85,7 @@ class Device:
         if not fraction and not size:
             raise ValueError(f"gpu_memory={gpu_memory!r}: give a fraction in (0, 1] (float) or bytes (int)")
         free, total = self._memory()
-        asked = int(gpu_memory * total) if fraction else int(gpu_memory)
+        asked = capacity_bytes(gpu_memory, total)
         if asked > free:
             raise CapacityError(self._refusal(asked, free, total))
         return asked

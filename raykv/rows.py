@@ -69,7 +69,7 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
         raise ValueError(f"{name} of shape {array.shape} is not contiguous (strides {array.strides})")
     if name == "out" and not array.flags.writeable:
         raise ValueError(f"{name} is read-only")
-    return rows_of([given])[:rows]
+    return rows_of([given], name)[:rows]
 
 
 def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
@@ -111,15 +111,17 @@ def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
 
 def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tuple[str | None, int | None]:
     """Device and stream of Rows; ValueError if there is more than one device."""
-    memory = [(array, view.ctypes.data) for array, view in zip(arrays, views, strict=True) if view.size]
-    ordinals = {cuda.ordinal_at(address) if _on_gpu(array) else None for array, address in memory}
+    filled = [(array, view) for array, view in zip(arrays, views, strict=True) if view.size]
+    ordinals = {
+        cuda.ordinal_at(view.ctypes.data) if isinstance(view.base, _Description) else None for _, view in filled
+    }
     if len(ordinals) > 1:
         devices = sorted("host memory" if ordinal is None else cuda.uuid(ordinal) for ordinal in ordinals)
         raise ValueError(f"{name} is on {' and '.join(devices)}: all of its arrays must be on one device")
     ordinal = next(iter(ordinals), None)
     if ordinal is None:
         return None, None
-    return cuda.uuid(ordinal), cuda.settled(ordinal, {cuda.stream_of(array) for array in arrays})
+    return cuda.uuid(ordinal), cuda.settled(ordinal, {cuda.stream_of(array) for array, _ in filled})
 
 
 def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
@@ -137,13 +139,10 @@ class _Description:
         self.__array_interface__ = {"version": 3, **{name: interface.get(name) for name in names}}
 
 
-def _on_gpu(given: Any) -> bool:
-    return hasattr(given, "__cuda_array_interface__")
-
-
 def _view(name: str, given: Any) -> NDArray[Any]:
     """As `_numpy`, or an array that only describes memory of a GPU."""
-    if _on_gpu(given):
+    is_cuda = getattr(given, "is_cuda", True)  # of a torch tensor, which is slow to say that it has no interface
+    if is_cuda and hasattr(given, "__cuda_array_interface__"):
         return np.asarray(_Description(given.__cuda_array_interface__))
     return _numpy(name, given)
 

@@ -157,6 +157,22 @@ def test_a_table_of_many_pieces(gpu: Device, pinned: Bytes) -> None:
     region.close()
 
 
+def test_no_room_for_a_big_table(on_host: Any) -> None:
+    """The copy fails; others, whose tables fit what there is, do not."""
+    gpu = devices.device(devices.visible()[0])
+    region, bounce = gpu.allocate(MIB), gpu.bounce()
+    table = np.tile(table_of((region.address, bounce.ctypes.data, 1)), (3000, 1))
+    gpu.copy(table[:1])
+    left = on_host.cuda.runtime.memGetInfo()[0]
+    rest = on_host.cuda.Memory(left)
+    for pieces in (3000, 2100):
+        with pytest.raises(DeviceError, match="cudaErrorMemoryAllocation"):
+            gpu.copy(table[:pieces])
+    gpu.copy(table[:2000])
+    del rest
+    gpu.copy(table)
+
+
 def test_threads_copy_at_once(gpu: Device, pinned: Bytes) -> None:
     region = gpu.allocate(MIB)
     pinned[:] = noise(MIB)
@@ -212,16 +228,20 @@ SHIM = r"""
 #define __launch_bounds__(n)
 struct Index { unsigned x; };
 static Index blockIdx, threadIdx, gridDim, blockDim;
+static long long written;
+struct Byte { unsigned char value; Byte& operator=(const Byte& of) { value = of.value; ++written; return *this; } };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 template <class T> static T __ldcs(const T* at) { return *at; }
-template <class T> static void __stcs(T* at, T value) { *at = value; }
+template <class T> static void __stcs(T* at, T value) { *at = value; written += sizeof(T); }
+#define char Byte
 %s
-extern "C" void launch(unsigned blocks, unsigned threads, const long long* pieces, long long count)
+extern "C" long long launch(unsigned blocks, unsigned threads, const long long* pieces, long long count)
 {
-    gridDim.x = blocks, blockDim.x = threads;
+    gridDim.x = blocks, blockDim.x = threads, written = 0;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
             raykv_copy(pieces, count);
+    return written;
 }
 """
 
@@ -237,17 +257,21 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     names = [f"-DUNIT={courier.UNIT}LL", f"-DTHREADS={courier.THREADS}"]
     safe = ["-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
     subprocess.run([compiler, *names, *safe, "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    library.launch.restype = ctypes.c_longlong
+    return library
 
 
 @one_by_one
-@given(layouts(), st.integers(1, courier.BLOCKS))
-def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], blocks: int) -> None:
+@given(layouts(), st.integers(1, courier.BLOCKS), st.sampled_from([1, 32, courier.THREADS]))
+def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], blocks: int, threads: int) -> None:
+    """It writes every byte once, and none beside."""
     source, to = noise(MIB), np.zeros(MIB, np.uint8)
     pieces = courier.numbered(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
-    if len(pieces) and pieces[-1, 3]:
-        blocks = min(blocks, int(pieces[-1, 3]))
-        compiled.launch(blocks, courier.THREADS, ctypes.c_void_p(pieces.ctypes.data), ctypes.c_longlong(len(pieces)))
+    if len(pieces):
+        table = ctypes.c_void_p(pieces.ctypes.data)
+        written = compiled.launch(blocks, threads, table, ctypes.c_longlong(len(pieces)))
+        assert written == pieces[:, 2].sum()
     assert (to == moved(layout, np.zeros(MIB, np.uint8), source)).all()
 
 
@@ -314,6 +338,25 @@ def test_a_region_that_is_gone(on_host: Any) -> None:
     assert done.returncode and f"DeviceError: {gpu.uuid}: cudaErrorInvalidValue" in done.stderr
     with pytest.raises(DeviceError):
         gpu.copy(table_of((region.address, region.address, 100)))
+
+
+def test_a_region_whose_process_died(on_host: Any) -> None:
+    gpu = devices.device(devices.visible()[0])
+    owner = "import sys; from raykv.device import device; print(device(sys.argv[1]).allocate(100).handle.hex())"
+    handle = bytes.fromhex(elsewhere(owner, gpu.uuid).stdout)
+    assert len(handle) == devices.HANDLE_BYTES
+    with pytest.raises(DeviceError):
+        gpu.open(handle, 100)
+
+
+def test_a_region_that_was_let_go(on_host: Any) -> None:
+    gpu = devices.device(devices.visible()[0])
+    region = gpu.allocate(100)
+    late = "gpu.copy(np.array([[region.address, bounce.ctypes.data, size]]))"
+    done = elsewhere(READER + late, gpu.uuid, region.handle.hex(), "100")
+    assert done.returncode and "cudaErrorIllegalAddress" in done.stderr
+    assert get(gpu, region.address, 100).tolist() == [255] * 100  # it had been reached before that
+    region.close()
 
 
 def test_bad_regions(gpu: Device) -> None:
@@ -437,6 +480,7 @@ def test_rows_on_a_gpu(cupy: Any, gpu: Device) -> None:
     gpu.copy(np.stack([to.ctypes.data + 10 * np.arange(4), found.addresses.ravel(), np.full(4, 10)], 1), found.stream)
     assert (to[:40].reshape(2, 20) == np.hstack([layer.get() for layer in layers])[[3, 1]]).all()
     assert rows.dense("out", layers[0], 3, 10).device == gpu.uuid
+    assert rows.rows_of([layers[0], np.zeros((0, 10), np.uint8)]).device == gpu.uuid  # there is nothing to reach
     assert rows.rows_of([np.zeros((2, 2), np.uint8)]).device is None
 
 
@@ -497,7 +541,7 @@ def test_rows_of_torch(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     array = on_host.zeros((2, 8), np.uint8)
 
     class Tensor(torch.Tensor):
-        device = torch.device("cuda", 0)
+        is_cuda, device = True, torch.device("cuda", 0)
         __cuda_array_interface__ = Foreign(array).__cuda_array_interface__
 
     tensor = torch.zeros((2, 8), dtype=torch.uint8).as_subclass(Tensor)

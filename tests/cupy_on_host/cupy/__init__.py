@@ -61,7 +61,7 @@ class RawKernel:
     def __call__(self, grid, block, args):
         table, count = args
         assert isinstance(table, np.int64) and isinstance(count, np.int64), "the kernel takes two words of 8 bytes"
-        assert block == (self._threads,) and len(grid) == 1
+        assert block == (self._threads,) and len(grid) == 1 and grid[0] > 0
         device = runtime.getDevice()
         runtime.enqueue(cuda.get_current_stream().ptr, lambda: self._run(device, int(table), int(count), grid[0]))
 
