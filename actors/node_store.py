@@ -170,8 +170,8 @@ class NodeStore:
         at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         if self._sinking and len(at) and at["node"][0] == self._sinking.index:
             return self._sinking.read(names, int(at["bytes"][0]))
-        sums, positions, ok = self._arena.claims(at, names)
-        return ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), self._arena.views(at[ok])
+        sums, positions, ok, runs = self._arena.served(at, names)
+        return ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), runs
 
     # ------------------------------------------------------------------ for the pool
 

@@ -4,24 +4,28 @@ import contextlib
 import ctypes
 import errno
 import itertools
+import logging
 import mmap
 import os
 import re
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import header, native, superblock, tiles
-from raykv.errors import ArenaMismatch, CapacityError
+from raykv import header, moves, native, superblock, tiles
+from raykv.device import device
+from raykv.errors import ArenaMismatch, CapacityError, DeviceError
 from raykv.locks import Locks, lock
 from raykv.place import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
 from raykv.rows import Rows, rows_of
 
+log = logging.getLogger("raykv")
 SHM = "/dev/shm"
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
 _madvise = ctypes.CDLL(None).madvise  # mmap.madvise keeps the GIL, for as long as a slab takes to fault in
@@ -56,14 +60,23 @@ class Arena:
         first, payload, size = superblock.layout(self.slab_bytes, self.slabs)
         self._shape = (self.slab_bytes, first // 8, payload)
         self._inode = _inode(os.fstat(fd))
-        data = np.frombuffer(_map(fd, size), np.uint8)
-        self._memory = data[:payload].view(np.int64), data
+        self._size = size
+        self._map(fd)
         self._locks = Locks(fd, first, 8 * header.HEADER_WORDS)
         self._mutex = threading.Lock()
         self._sizing = threading.Lock()  # held for as long as a slab takes to fault in
-        self._populated: set[int] = set()
         native.warm()
         header.warm()  # before anybody waits for a kernel or holds a lock
+
+    def _map(self, fd: int) -> None:
+        data = np.frombuffer(_mapping(fd, self._size), np.uint8)
+        self._memory = data[: self._shape[2]].view(np.int64), data
+        self._populated: set[int] = set()
+        self._pins: dict[int, str] = {}  # by slab, the GPU that had it pinned, for all; "" where that could not be
+        self._discards = header.load(self._memory[0], header.DISCARDS)
+        weakref.finalize(
+            data, moves.unpin, data.ctypes.data + self._shape[2], self.slab_bytes, self._pins
+        ).atexit = False
 
     @classmethod
     def create(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self:
@@ -242,6 +255,9 @@ class Arena:
 
     def _discard(self, slab: int) -> None:
         self._populated.discard(slab)
+        moves.unpin(self._memory[1].ctypes.data + self._shape[2], self.slab_bytes, {slab: self._pins.pop(slab, "")})
+        self._discards += 1
+        header.store(self._memory[0], header.DISCARDS, self._discards)
         for region in (self._payload(slab), self._headers(slab)):
             _advise(self._memory[1], *region, _MADV_REMOVE)
 
@@ -270,23 +286,26 @@ class Arena:
         invalid row's content is undefined. `verify`: a row whose bytes do not match the block's checksum is invalid
         too, and counted in `corrupt`.
         """
-        words, data = self._memory
         spots, names = _arguments(places, keys)
         rows = _fitting(rows, spots, writable=True)
-        at, payload = self._locate(words, data, spots)
+        try:
+            return self._read(spots, names, rows, verify)
+        except DeviceError as error:
+            log.warning("%s: %s", self.path, error)
+            return np.zeros(len(spots), np.bool_)
+
+    def _read(self, spots: header.Words, names: header.Words, rows: Rows, verify: bool) -> NDArray[np.bool_]:
+        words, data = self._memory
+        at, slots = self._locate(words, data, spots)
         ok, claims = np.zeros(len(spots), np.bool_), np.zeros((len(spots), 2), np.int64)
         header.check(words, at, spots, names, claims, ok)
-        copies = tiles.copies(rows[ok], data.ctypes.data + payload[ok], out=True)
-        if verify:
-            found = np.zeros(len(spots), np.uint64)
-            found[ok] = tiles.copy_summed(copies)
-        else:
-            tiles.copy(copies)
+        found = claims[:, 0].astype(np.uint64)
+        if sums := self._copy_out(rows[ok], slots[ok], verify):
+            found[ok] = sums
         header.recheck(words, at, spots, names, ok)
-        if verify:
-            wrong = ok & (found != claims[:, 0].view(np.uint64))
-            self.corrupt += int(wrong.sum())
-            ok &= ~wrong
+        wrong = ok & self._altered(found, claims[:, 0].view(np.uint64))
+        self.corrupt += int(wrong.sum())
+        ok &= ~wrong
         header.stamp(words, at, self._now(), ok)
         return ok
 
@@ -308,9 +327,13 @@ class Arena:
         rows = _fitting(rows, spots, writable=False)
 
         def bring(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
-            return tiles.copy_summed(tiles.copies(rows[which], slots, out=False))
+            return self._copy_in(rows[which], slots)
 
-        return self._fill(spots, names, bring, positions, expected)
+        try:
+            return self._fill(spots, names, bring, positions, expected)
+        except DeviceError as error:
+            log.warning("%s: %s", self.path, error)
+            return np.zeros(len(spots), np.bool_)
 
     def fill(
         self,
@@ -336,17 +359,17 @@ class Arena:
         expected: NDArray[np.uint64] | None,
     ) -> NDArray[np.bool_]:
         words, data = self._memory
-        at, payload = self._locate(words, data, spots)
+        at, slots = self._locate(words, data, spots)
         self._format(words, spots, at)
-        slots = self._slots(at)
-        with self._locks.hold(slots) as mine:
-            first = {slot: i for i, slot in reversed(list(enumerate(slots))) if slot in mine}
+        numbers = self._numbers(at)
+        with self._locks.hold(numbers) as mine:
+            first = {number: i for i, number in reversed(list(enumerate(numbers))) if number in mine}
             ok = np.zeros(len(spots), np.bool_)
             ok[list(first.values())] = True  # of two places in one slot, only the first is written
             header.begin(words, at, spots, ok)
             sums = np.zeros(len(spots), np.uint64)
             try:
-                sums[ok] = bring(ok, data.ctypes.data + payload[ok])
+                sums[ok] = bring(ok, slots[ok])
             except BaseException:
                 header.undo(words, at, spots, ok)  # for another try with the same grant
                 raise
@@ -366,6 +389,13 @@ class Arena:
         measured = places.copy()
         measured["bytes"] = np.where((at >= 0) & (lengths > 0) & (lengths <= places["bytes"]), lengths, places["bytes"])
         return measured
+
+    def served(
+        self, places: NDArray[np.void], keys: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_], list[NDArray[np.uint8]]]:
+        """As `claims`, and the bytes of the blocks that are there, for a reader elsewhere, who must verify them."""
+        sums, positions, ok = self.claims(places, keys)
+        return sums, positions, ok, self.views(places[ok])
 
     def claims(
         self, places: NDArray[np.void], keys: NDArray[np.uint8], used: bool = True
@@ -390,20 +420,42 @@ class Arena:
         """
         words, data = self._memory
         spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
-        at, payload = self._locate(words, data, spots)
+        at, _ = self._locate(words, data, spots)
         if (at < 0).any():
             offered = f"{self.offered} slabs of {self.slab_bytes} bytes are offered"
             raise ValueError(f"{self.path}: no slot at {places[at < 0][0]}; {offered}")
-        stops = payload + (spots[:, 1] >> 32)
-        runs = np.split(np.arange(len(spots)), np.flatnonzero(stops[:-1] != payload[1:]) + 1)
-        return [data[payload[run[0]] : stops[run[-1]]] for run in runs if len(run)]
+        return self._views(data, places)
+
+    def _views(self, data: tiles.Bytes, places: NDArray[np.void]) -> list[NDArray[np.uint8]]:
+        sizes = places["bytes"].astype(np.int64)
+        strides = -(-sizes // ALIGN) * ALIGN
+        starts = self._shape[2] + places["slab"].astype(np.int64) * self.slab_bytes + places["slot"] * strides
+        stops = starts + sizes
+        runs = np.split(np.arange(len(places)), np.flatnonzero(stops[:-1] != starts[1:]) + 1)
+        return [data[starts[run[0]] : stops[run[-1]]] for run in runs if len(run)]
 
     def addresses(self, places: NDArray[np.void]) -> NDArray[np.int64]:
         """(n,) where slots are in this process's memory; 0 where the arena offers no such slot."""
         words, data = self._memory
         spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
-        at, payload = self._locate(words, data, spots)
-        return np.where(at >= 0, data.ctypes.data + payload, 0)
+        at, slots = self._locate(words, data, spots)
+        return np.where(at >= 0, slots, 0)
+
+    def pinned(self, gpu: str, slots: NDArray[np.int64]) -> bool:
+        """Have GPUs reach the slabs of these addresses of slots. Whether they can."""
+        words, data = self._memory
+        with self._sizing:
+            if header.load(words, header.DISCARDS) != self._discards:
+                # GPUs would go on with pages that the owner gave back: the next copy finds another mapping
+                self._map(self._locks.fd)
+                return False
+            first = data.ctypes.data + self._shape[2]
+            slabs = np.unique((slots - first) // self.slab_bytes).tolist()
+            for slab in slabs:
+                if slab not in self._pins:
+                    reached = device(gpu).pin(first + slab * self.slab_bytes, self.slab_bytes)
+                    self._pins[slab] = gpu if reached else ""
+            return all(self._pins[slab] for slab in slabs)
 
     def region(self, slab: int) -> tuple[int, int]:
         """Where a slab is in this process's memory, and its bytes."""
@@ -449,9 +501,9 @@ class Arena:
         spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
         at, _ = self._locate(words, data, spots)
         states = (at < 0).astype(np.uint8)
-        slots = self._slots(at)
-        with self._locks.hold(slots) as mine:
-            ok = np.array([slot in mine for slot in slots], np.bool_)
+        numbers = self._numbers(at)
+        with self._locks.hold(numbers) as mine:
+            ok = np.array([number in mine for number in numbers], np.bool_)
             header.reclaim(words, at, spots, ok, states)
         return states
 
@@ -478,11 +530,38 @@ class Arena:
     def _locate(
         self, words: header.Words, data: tiles.Bytes, spots: header.Words
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(n,) first words of the headers, -1 where there is no such slot, and (n,) first payload bytes."""
-        at, payload = np.empty((2, len(spots)), np.int64)
+        """(n,) first words of the headers, -1 where there is no such slot, and (n,) addresses of the slots."""
+        at, payload = np.zeros((2, len(spots)), np.int64)
         header.locate(words, self._shape, spots, at, payload)
         self._populate(data, set((spots[at >= 0, 0] >> 32).tolist()))
-        return at, payload
+        return at, self._start(data) + payload
+
+    def _start(self, data: tiles.Bytes) -> int:
+        """Where the file's first byte is, in the addresses of its payload."""
+        return data.ctypes.data
+
+    def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        altered: NDArray[np.bool_] = sums != claimed
+        return altered
+
+    def _copy_out(self, rows: Rows, slots: NDArray[np.int64], verify: bool) -> list[int] | None:
+        """Copy slots to rows; their xxh3_64 where they are to be verified."""
+        copies = tiles.copies(rows, slots, out=True)
+        if rows.device is None:
+            if verify:
+                return tiles.copy_summed(copies)
+            tiles.copy(copies)
+            return None
+        moves.copy(rows.device, copies, self.pinned(rows.device, slots), True, rows.stream)
+        return tiles.sums(slots, rows.bytes) if verify else None
+
+    def _copy_in(self, rows: Rows, slots: NDArray[np.int64]) -> list[int]:
+        """Copy rows to slots; xxh3_64 of what is there then."""
+        copies = tiles.copies(rows, slots, out=False)
+        if rows.device is None:
+            return tiles.copy_summed(copies)
+        moves.copy(rows.device, copies, self.pinned(rows.device, slots), False, rows.stream)
+        return tiles.sums(slots, rows.bytes)
 
     def _populate(self, data: tiles.Bytes, slabs: set[int]) -> None:
         """Fill this process's page tables, once a slab: a fault a page costs more than the copy of it."""
@@ -490,7 +569,7 @@ class Arena:
             _advise(data, *self._payload(slab), _MADV_POPULATE_WRITE)
             self._populated.add(slab)
 
-    def _slots(self, at: NDArray[np.int64]) -> list[int]:
+    def _numbers(self, at: NDArray[np.int64]) -> list[int]:
         """Numbers of the slots' locks; negative where there is no such slot."""
         return ((at - self._shape[1]) // header.HEADER_WORDS).tolist()  # type: ignore[no-any-return]
 
@@ -551,9 +630,9 @@ def open_own(
 
 def left_behind(pool: str, folder: str = SHM) -> list[str]:
     """Paths of this user's arenas of a pool that are in no living store's hands."""
-    ours = re.compile(rf"raykv-{pool}-{os.getuid()}-\d+")
+    ours = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+")
     paths = [entry.path for entry in os.scandir(folder) if ours.fullmatch(entry.name)]
-    return [path for path in paths if not _owned(path)]
+    return [path for path in paths if not owned(path)]
 
 
 def remove_left_behind(pool: str) -> int:
@@ -565,7 +644,8 @@ def remove_left_behind(pool: str) -> int:
     return len(paths)
 
 
-def _owned(path: str) -> bool:
+def owned(path: str) -> bool:
+    """Whether an arena is in a living store's hands, or another user's."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -576,7 +656,7 @@ def _owned(path: str) -> bool:
         os.close(fd)
 
 
-def _map(fd: int, size: int) -> mmap.mmap:
+def _mapping(fd: int, size: int) -> mmap.mmap:
     """The file, mapped through a description of its own: a mapping that a forked child keeps must not keep locks."""
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:

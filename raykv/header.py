@@ -30,7 +30,7 @@ Shape = tuple[int, int, int]
 
 FREE, WRITING, READY = 0, 1, 2
 MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint are two words each
-SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR = range(6, 13)
+SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS = range(6, 14)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
 GIVEN_BACK = -1  # for a stride: the slab's memory is the machine's again
 HEADER_WORDS = 8

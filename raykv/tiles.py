@@ -51,6 +51,12 @@ def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
     return copy_summed(table[:, None])
 
 
+def sums_of(rows: Rows) -> list[int]:
+    """xxh3_64 of each row."""
+    lengths = np.broadcast_to(rows.lengths, rows.addresses.shape)
+    return copy_summed(np.stack([rows.addresses, rows.addresses, lengths], axis=2))
+
+
 def _copy_summed(block: NDArray[np.int64]) -> int:
     return native.copy_summed(block, TILE)
 

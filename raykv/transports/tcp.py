@@ -82,11 +82,11 @@ class Listener:
         at = np.frombuffer(request, PLACE, count)
         names = np.frombuffer(request, np.uint8, offset=at.nbytes).reshape(-1, KEY_BYTES)
         claims = np.zeros(count, CLAIM)
-        claims["sum"], claims["position"], claims["there"] = self._arena.claims(at, names)
+        claims["sum"], claims["position"], claims["there"], runs = self._arena.served(at, names)
         ok = claims["there"]
         peer.settimeout(data_deadline(int(at["bytes"][ok].sum())))
         peer.sendall(claims.tobytes())
-        for run in self._arena.views(at[ok]):
+        for run in runs:
             peer.sendall(run.data)  # unchecked: the reader must verify
 
 

@@ -1,0 +1,140 @@
+"""Slots in a GPU's memory. Their headers are in a file of shared memory as an arena's are; its payload is a hole."""
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv import header, moves, tiles
+from raykv.arena import SHM, Arena, owned
+from raykv.device import Device, Region, device
+from raykv.errors import DeviceError
+from raykv.rows import Rows, rows_of
+from raykv.transports.verdicts import ALTERED, FAILED, PULLED
+
+UNKNOWN = 0  # for a checksum: nobody has computed it
+Addresses = NDArray[np.int64]
+
+
+class DeviceArena(Arena):
+    """An arena whose slots are on a GPU. Get one from `open_new` or `map`.
+
+    No checksum is computed there: what a GPU wrote has none (UNKNOWN) until it comes into host memory, and what came
+    from there keeps its own. The memory goes with the process that allocated it, so that no arena is taken up again.
+    """
+
+    gpu: str  # UUID
+    _open: Callable[[], Region]
+    _region: Region | None
+
+    @classmethod
+    def open_new(cls, pool: str, fingerprint: bytes, gpu: Device, slab_bytes: int, slabs: int) -> Self:
+        """All of its slabs are offered at once. CapacityError where the GPU has no room."""
+        region = gpu.allocate(slab_bytes * slabs)
+        for index in itertools.count():
+            path = f"{SHM}/raykv-{pool}-{os.getuid()}-gpu-{index}"
+            if os.path.lexists(path) and not owned(path):
+                os.unlink(path)  # of a store that is dead, and its memory with it
+            try:
+                arena = cls.create(path, fingerprint, slab_bytes, slabs)
+            except FileExistsError:
+                continue
+            arena._of(gpu.uuid, lambda: region)
+            first, length = arena._headers(0)
+            os.posix_fallocate(arena._locks.fd, first, length * slabs)
+            header.store(arena._memory[0], header.OFFERED, slabs)
+            return arena
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def map(cls, path: str, nonce: bytes, gpu: str, handle: bytes) -> Self:
+        """That of this node's store. Its memory is mapped when something is copied: not every client does."""
+        arena = cls.attach(path, nonce)
+        arena._of(gpu, lambda: device(gpu).open(handle, arena.slab_bytes * arena.slabs))
+        return arena
+
+    def _of(self, gpu: str, open_region: Callable[[], Region]) -> None:
+        self.gpu, self._open, self._region = gpu, open_region, None
+
+    def _start(self, data: tiles.Bytes) -> int:
+        with self._mutex:
+            if self._region is None:
+                self._region = self._open()
+                weakref.finalize(data, self._region.close).atexit = False  # once the last copy is done
+            return self._region.address - self._shape[2]
+
+    def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        altered: NDArray[np.bool_] = (sums != claimed) & (claimed != UNKNOWN)
+        return altered
+
+    def _copy_out(self, rows: Rows, slots: Addresses, verify: bool) -> list[int] | None:
+        copies = tiles.copies(rows, slots, out=True)
+        if rows.device is None:
+            moves.copy(self.gpu, copies, pinned=False, to_gpu=False, after=None)
+            return tiles.sums_of(rows) if verify else None
+        self._check(rows)
+        device(self.gpu).copy(copies, rows.stream)
+        return None
+
+    def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:
+        copies = tiles.copies(rows, slots, out=False)
+        if rows.device is None:
+            moves.copy(self.gpu, copies, pinned=False, to_gpu=True, after=None)
+            return tiles.sums_of(rows)
+        self._check(rows)
+        device(self.gpu).copy(copies, rows.stream)
+        return [UNKNOWN] * len(rows)
+
+    def _check(self, rows: Rows) -> None:
+        if rows.device != self.gpu:
+            raise ValueError(f"memory of {rows.device}, but the pool was attached with device={self.gpu!r}")
+
+    def served(
+        self, places: NDArray[np.void], keys: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_], list[tiles.Bytes]]:
+        sums, positions, before = self.claims(places, keys)
+        blocks = np.empty((int(before.sum()), int(places["bytes"].max(initial=0))), np.uint8)
+        self._copy_out(rows_of([blocks]), self.addresses(places[before]), verify=False)
+        _, _, after = self.claims(places, keys)
+        sums[before] = np.where(sums[before] == UNKNOWN, tiles.sums_of(rows_of([blocks])), sums[before])
+        return sums, positions, before & after, [blocks[after[before]].reshape(-1)]
+
+
+def across(
+    source: Arena, at: NDArray[np.void], keys: NDArray[np.uint8], target: Arena, to: NDArray[np.void]
+) -> NDArray[np.uint8]:
+    """Copy blocks between two arenas of one node store, of which at least one is a GPU's; verdicts as of a pull.
+
+    DeviceError where a GPU fails, and if a block was another one by the end.
+    """
+    verdicts = np.full(len(at), ALTERED, np.uint8)
+    if isinstance(source, DeviceArena) and isinstance(target, DeviceArena):  # one may not reach the other
+        sums, positions, there, blocks = source.served(at, keys)
+        written = target.write(to[there], keys[there], blocks[0].reshape(int(there.sum()), -1), positions[there])
+        verdicts[there] = np.where(written, PULLED, FAILED)
+        return verdicts
+    sums, positions, there = source.claims(at, keys)
+    size, gpu = int(at["bytes"][0]), source if isinstance(source, DeviceArena) else target
+    assert isinstance(gpu, DeviceArena)
+    expected, altered = sums[there], np.zeros(int(there.sum()), np.bool_)
+
+    def bring(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
+        of = source.addresses(at[there][which])
+        table = np.stack([slots, of, np.full_like(of, size)], axis=1)
+        host = source if gpu is target else target
+        moves.copy(gpu.gpu, table, host.pinned(gpu.gpu, of if gpu is target else slots), gpu is target, None)
+        if not source.claims(at[there][which], keys[there][which])[2].all():
+            raise DeviceError(f"{source.path}: blocks were evicted while they were copied")
+        said = expected[which]
+        found = said if gpu is target else np.array(tiles.sums(slots, size), np.uint64)
+        expected[which] = np.where(said == UNKNOWN, found, said)
+        altered[which] = found != expected[which]
+        return found.tolist()  # type: ignore[no-any-return]
+
+    written = target.fill(to[there], keys[there], bring, positions[there], expected)
+    verdicts[there] = np.where(written, PULLED, np.where(altered, ALTERED, FAILED))
+    return verdicts
