@@ -118,6 +118,9 @@ class Directory:
     def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, seen: int, whole: bool) -> Answer:
         return tuple(self._directory.sink(name, places, keys, stored, seen, whole, time.monotonic()))
 
+    def cool(self, name: str, places: bytes, stored: bytes) -> Answer:
+        return tuple(self._directory.cool(name, places, stored, time.monotonic()))
+
     def nodes(self) -> dict[int, str]:
         """Ray node ids by the index that places carry, of nodes and of their own tiers."""
         return self._directory.indices()

@@ -19,6 +19,7 @@ from raykv.actors.node_store import GROUPS, NodeStore
 from raykv import actors
 from raykv.arena import remove_left_behind
 from raykv.config import FLUSH_DEADLINE_S, HEARTBEAT_S, WRITE_SHARES
+from raykv.memory import host_of
 
 log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
@@ -126,7 +127,7 @@ class Supervisor:
         for node_id in self._stores.keys() - living:  # a pinned actor never comes back once its node is dead
             ray.kill(self._stores.pop(node_id))
             self._pings.pop(node_id, None)
-        for node_id in set(self._known(directory).values()) - living:
+        for node_id in {host_of(name) for name in self._known(directory).values()} - living:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
             actors.drop(self._pool, f"memory/{node_id}")
         self._look_for_leaving(directory, living)

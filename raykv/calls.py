@@ -58,4 +58,15 @@ class Sunk(NamedTuple):
     number: int
 
 
+class Cooled(NamedTuple):
+    """Answer to `cool`: PLACEs of blocks on a GPU, their keys, and PLACEs in its node's memory.
+
+    `bytes` of a source is its slot's: its header says how long the block is. That of a target is 0.
+    """
+
+    source: bytes
+    keys: bytes
+    target: bytes
+
+
 ANSWERS = {"match": Matched, "stream": Matched, "reserve": Reserved}  # by method of the directory

@@ -21,6 +21,7 @@ from raykv.errors import CapacityError, PoolNotFound
 from raykv.external import CONTENT_BYTES
 from raykv.link import Link
 from raykv.local import Local
+from raykv.memory import host_of
 from raykv.tiers import parse
 from raykv.tiers.registry import registered
 
@@ -120,7 +121,7 @@ class KVPool:
 
     def _transports(self, node_ids: list[str]) -> list[dict[str, Any]]:
         asked = {}
-        for node_id in node_ids:
+        for node_id in {host_of(name) for name in node_ids}:
             with contextlib.suppress(ValueError):
                 asked[actors.find(actors.node_store_name(self.name, node_id)).stats.remote()] = node_id
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LANES_DEADLINE_S) if asked else ([], [])
@@ -139,7 +140,8 @@ class KVPool:
         directory = actors.find_directory(self.name)
         floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
         stores = []
-        for node_id in ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values():
+        names = ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
+        for node_id in {host_of(name) for name in names}:
             with contextlib.suppress(ValueError):  # a node that was lost meanwhile
                 stores.append(actors.find(actors.node_store_name(self.name, node_id)))
         content = secrets.token_bytes(CONTENT_BYTES)
@@ -218,7 +220,8 @@ class KVPool:
             with contextlib.suppress(RayError):
                 nodes = self.link.directory.nodes.remote()
                 self._names.update(ray.get(nodes, timeout=METADATA_DEADLINE_S))
-        return [self._names[index] for index in indices if index in self._names]
+        names = [host_of(self._names[index]) for index in indices if index in self._names]
+        return list(dict.fromkeys(names))
 
     def _look(self) -> Local | None:
         try:

@@ -9,19 +9,21 @@ from numpy.typing import NDArray
 
 from raykv import demotion, holds, index, placement, slabs
 from raykv.below import NOTHING, Below
-from raykv.calls import Call, Matched, Reserved, Sunk
+from raykv.calls import Call, Cooled, Matched, Reserved, Sunk
 from raykv.config import CLIENT_TTL_S, SUSPECT_AFTER_S
+from raykv.cooling import Cooling
 from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
-from raykv.memory import Memory, Node, staging_window
+from raykv.memory import Memory, Node, host_of, staging_window
 from raykv.pins import Pins
 from raykv.place import KEY_BYTES, PLACE, slot_bytes
-from raykv.shelves import Rows, Shelves
+from raykv.shelves import Places, Rows, Shelves
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 DEPARTING_PER_CALL = 4096  # of each size
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
     "num_cumulative_preemption",
+    *("gpu_hits", "promoted", "cooled"),
 )
 
 
@@ -72,6 +74,7 @@ class Directory:
         self._memory = Memory(self._shelves)
         self.nodes = self._memory.nodes
         self.pins = Pins(self._shelves)
+        self._cooling = Cooling(self._shelves, self._memory)
         self._below = Below(self._shelves, share, min_hits)
         self._indices = itertools.count()
         self._leaving: set[str] = set()  # nodes of which that was said, known or not
@@ -106,13 +109,21 @@ class Directory:
         below = int(np.count_nonzero(places["node"] & 1))
         self.counters["lookups"] += len(k)
         self.counters["hits"] += n
-        self.counters["remote_hits"] += remote - below
+        promoted = self._promoted(reader, places)
+        self.counters["remote_hits"] += remote - below - promoted
         self.counters["external_hits"] += below
+        self.counters["promoted"] += promoted
+        self.counters["gpu_hits"] += n - remote if reader and reader.on_gpu else 0
         if n == 0:
             return Matched(self.epoch, b"", b"")
         staged_gens, staged_places = self._shelves.describe(staged, block_bytes) if remote else (staged.copy(), None)
         client.holds[lease] = Hold(call.seq, index_here, shelf, k[:n], source, gens, staged, staged_gens, writes=False)
         return Matched(self.epoch, places.tobytes(), b"" if staged_places is None else staged_places.tobytes())
+
+    def _promoted(self, reader: Node | None, places: Places) -> int:
+        """How many of the places are in the memory of the node whose GPU reads."""
+        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
+        return int(np.count_nonzero(places["node"] == host.index)) if host else 0
 
     def stream(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
         """Further staging for a lease whose blocks before `start` were read: their staging slots are given back."""
@@ -146,8 +157,11 @@ class Directory:
         """
         counts = np.zeros(len(self._shelves.c.grid), np.int64)
         holds.whereabouts(self._shelves.c, self._find(keys)[1], counts)
-        found = {name: int(counts[node.index & NODE_MASK]) for name, node in self.nodes.items() if node.slabs}
-        return {name: count for name, count in found.items() if count}
+        found: dict[str, int] = {}
+        for node in self.nodes.values():
+            if count := int(counts[node.index & NODE_MASK]) if node.slabs else 0:
+                found[node.host] = max(count, found.get(node.host, 0))
+        return found
 
     # ------------------------------------------------------------------ writers
 
@@ -160,13 +174,13 @@ class Directory:
         k, firsts = self._find(keys)
         stride = slot_bytes(block_bytes)
         writer = self.nodes.get(node)
-        shelf = self._memory.shelf(writer, stride) if writer and writer.offered_to == index.TO_ALL else -1
+        shelf = self._memory.shelf(writer, stride) if writer and writer.offered_to >= index.TO_OWN else -1
         if writer is None or shelf < 0 or not 0 <= start <= len(k):
             return Reserved(self.epoch, start, b"", b"", b"")
         if self._memory.provision(writer, shelf, stride, int(placement.missing(self._shelves.c, firsts[start:]))):
             k, firsts = self._find(keys)  # the slab that was taken away may have held some
         source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
-        others = np.array([s for s in self._shelves.sizes[stride] if s != shelf], np.int64)
+        others = self._others(writer, stride)
         heap = self._shelves.heaps[stride]
         covered, grants = placement.reserve(
             self._shelves.c, k, firsts, start, shelf, others, heap, self.locality, source, staged, granted
@@ -186,6 +200,11 @@ class Directory:
             places.take(granted).tobytes(),
             staged_places.take(granted).tobytes(),
         )
+
+    def _others(self, writer: Node, stride: int) -> Rows:
+        """Where else a writer's blocks may go; of a GPU's, into its own node's memory first."""
+        shelf, host = writer.shelves[stride], self.nodes.get(writer.host, writer).shelves.get(stride, -1)
+        return np.array(sorted(set(self._shelves.sizes[stride]) - {shelf}, key=lambda other: other != host), np.int64)
 
     def commit(
         self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes, now: float
@@ -333,6 +352,7 @@ class Directory:
     ) -> tuple[int, int]:
         """A node store started, and is to have so many slabs. Returns (index of the node, epoch to stamp on its arena).
 
+        name: the node's, or that of one of its GPUs: see `host_of`.
         Nothing is offered or granted there until `adopt`. epoch: what the arena carries. window: bytes of staging.
         """
         self._check(now)
@@ -346,7 +366,7 @@ class Directory:
         self._remove_node(name)
         window = staging_window(slab_bytes * slab_count) if window is None else window
         self.nodes[name] = node = Node(name, self._new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
-        node.leaving = name in self._leaving
+        node.leaving = node.host in self._leaving
         return node.index, self.epoch
 
     def adopt(
@@ -459,7 +479,11 @@ class Directory:
         """Ray says that a node is dead: its rows go. Returns how many slots it had."""
         self._check(now)
         self._leaving.discard(name)
-        return self._remove_node(name)
+        return sum(self._remove_node(node.name) for node in self._of_host(name))
+
+    def _of_host(self, name: str) -> list[Node]:
+        """A node's memory, and that of its GPUs."""
+        return [node for node in self.nodes.values() if node.host == name]
 
     def _remove_node(self, name: str) -> int:
         node = self.nodes.pop(name, None)
@@ -491,10 +515,11 @@ class Directory:
         """
         self._check(now)
         self._leaving.add(name)
-        if (node := self.nodes.get(name)) and not node.leaving:  # it is said every second
-            node.leaving = True
-            self._set_state(node, node.state)
-            self._hand_over(node)
+        for node in self._of_host(name):
+            if not node.leaving:  # it is said every second
+                node.leaving = True
+                self._set_state(node, node.state)
+                self._hand_over(node)
 
     def departing(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
         """(PLACEs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.
@@ -503,23 +528,25 @@ class Directory:
         `bytes` of a place is its slot's.
         """
         self._check(now)
-        found, k = [], []
-        node, shared = self.nodes.get(name), self._below.tiers.get("")
-        if node is None or node.state == "joining":
+        found, k, going = [], [], 0
+        nodes, shared = self._of_host(name), self._below.tiers.get("")
+        if name not in self.nodes or any(node.state == "joining" for node in nodes):
             return None
         below = shared.index if shared and not shared.unreached else -1
-        if node.leaving:
-            self._hand_over(node)
+        for node in nodes:
+            if node.leaving:
+                self._hand_over(node)
         c = self._shelves.c  # not before: a slab that is opened may replace the columns
-        for stride, shelf in node.shelves.items():
-            rows = np.empty(DEPARTING_PER_CALL, np.int64)
-            n = holds.departing(c, shelf, below, rows, 0)
-            for record in node.slabs.values():
-                if c.slabs[record]["shelf"] == shelf:
-                    n = holds.held_there(c, *self._shelves.span(record), below, rows, n)
-            found.append(self._shelves.describe(rows[:n], stride)[1].tobytes())
-            k.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
-        going = sum(int(holds.going(c, *self._shelves.span(record), below)) for record in node.slabs.values())
+        for node in nodes:
+            for stride, shelf in node.shelves.items():
+                rows = np.empty(DEPARTING_PER_CALL, np.int64)
+                n = holds.departing(c, shelf, below, rows, 0)
+                for record in node.slabs.values():
+                    if c.slabs[record]["shelf"] == shelf:
+                        n = holds.held_there(c, *self._shelves.span(record), below, rows, n)
+                found.append(self._shelves.describe(rows[:n], stride)[1].tobytes())
+                k.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
+            going += sum(int(holds.going(c, *self._shelves.span(record), below)) for record in node.slabs.values())
         return b"".join(found), b"".join(k), going
 
     def _hand_over(self, node: Node) -> None:
@@ -583,6 +610,22 @@ class Directory:
         if node.spare and share < 1.0:  # there is room
             share = 0.0
         return self._below.sink(name, node.shelves, slots, share, demotion.LOOKS, self.pins.rows())
+
+    def cool(self, name: str, places: bytes, stored: bytes, now: float) -> Cooled:
+        """What of a GPU's blocks goes down to its node's memory next.
+
+        places, stored (uint8 mask): what became of the last answer.
+        """
+        self._check(now)
+        at, done = np.frombuffer(places, PLACE), np.frombuffer(stored, np.uint8)
+        node, host = self.nodes.get(name), self.nodes.get(host_of(name))
+        if node is None or host is None or node is host or len(at) != len(done):
+            return Cooled(b"", b"", b"")
+        self.counters["cooled"] += self._cooling.settle(node, at, done)
+        self.pins.settle()
+        if node.offered_to != index.TO_OWN or host.offered_to != index.TO_ALL:
+            return Cooled(b"", b"", b"")
+        return self._cooling.next(node, host)
 
     def indices(self) -> dict[int, str]:
         """Nodes by the index that places carry: their memory's, and their own tier's."""

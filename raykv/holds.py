@@ -15,6 +15,7 @@ from raykv.index import (
     REPLICA,
     STAGING,
     TO_ALL,
+    TO_OWN,
     TO_READERS,
     WRITING,
     kept,
@@ -222,7 +223,7 @@ def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: i
 
 @kernel
 def landed(c, rows, gens, came):  # type: ignore[no-untyped-def]
-    """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone, leaving or below.
+    """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone, fleeting or below.
 
     came[shelf]: how many primaries came out of its staging window is added.
     """
@@ -231,39 +232,40 @@ def landed(c, rows, gens, came):  # type: ignore[no-untyped-def]
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].state == STAGING:
             shelf = shelf_of(c, row)
             c.shelves[shelf].staging -= 1
-            c.rows[row].state = REPLICA if _has_primary(c, row) else READY
+            c.rows[row].state = REPLICA if has_primary(c, row) else READY
             if c.rows[row].state == READY:
                 _succeed(c, row)
                 came[shelf] += 1
 
 
 @kernel
-def _has_primary(c, row):  # type: ignore[no-untyped-def]
-    """Whether a key's primary lasts as long as this row: on a node that stays, or where this one's leaves too, any."""
-    goes = leaving(c, row)
+def has_primary(c, row):  # type: ignore[no-untyped-def]
+    """Whether a key's primary lasts as long as this row: in memory that stays, or where this one's is fleeting, any."""
+    goes = fleeting(c, row)
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
-        if c.rows[other].state == WRITING or (c.rows[other].state == READY and (goes or not leaving(c, other))):
+        if c.rows[other].state == WRITING or (c.rows[other].state == READY and (goes or not fleeting(c, other))):
             return True
         other = np.int64(c.rows[other].same)
     return False
 
 
 @kernel
-def leaving(c, row):  # type: ignore[no-untyped-def]
-    """Whether a row's node is about to leave."""
-    return c.shelves[shelf_of(c, row)].offered == TO_READERS
+def fleeting(c, row):  # type: ignore[no-untyped-def]
+    """Whether a row's node is about to leave, or it is a GPU's: what is there is to be elsewhere, too."""
+    offered = c.shelves[shelf_of(c, row)].offered
+    return TO_READERS <= offered <= TO_OWN
 
 
 @kernel
 def stays(c, row):  # type: ignore[no-untyped-def]
-    """Whether a row's node answers, and is not about to leave."""
+    """Whether a row is in the memory of a node that answers, and is not about to leave."""
     return c.shelves[shelf_of(c, row)].offered == TO_ALL
 
 
 @kernel
 def _succeed(c, row):  # type: ignore[no-untyped-def]
-    """Where a key's primary is on a node that leaves, a new one takes its place."""
+    """Where a key's primary is fleeting, a new one takes its place."""
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
         if other != row and c.rows[other].state == READY:

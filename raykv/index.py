@@ -29,7 +29,8 @@ STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", 
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 PINS_MAX = 65535
-NOT_OFFERED, TO_READERS, TO_ALL = range(3)  # who is sent to a shelf; a leaving node's is for readers only
+# Who is sent to a shelf: of a node that leaves, readers; of a GPU, readers, and writers that are there.
+NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
 NODE_BITS = 20  # of a node's index that count; above them stands the epoch, so that a new directory repeats none
 NODE_MASK = (1 << NODE_BITS) - 1
 NOWHERE = -2  # `prev` of a row that is in no list
@@ -223,6 +224,20 @@ def link(c, which, row):  # type: ignore[no-untyped-def]
     else:
         c.lists[which].tail = row
     c.lists[which].head = row
+    c.lists[which].count += 1
+
+
+@kernel
+def link_old(c, which, row):  # type: ignore[no-untyped-def]
+    """Put a row at the old end of a list."""
+    tail = c.lists[which].tail
+    c.rows[row].prev = tail
+    c.rows[row].next = -1
+    if tail >= 0:
+        c.rows[tail].next = row
+    else:
+        c.lists[which].head = row
+    c.lists[which].tail = row
     c.lists[which].count += 1
 
 

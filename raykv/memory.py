@@ -37,10 +37,26 @@ class Node:
     checked: dict[int, int] = field(default_factory=dict)  # evictions at the last look for a colder slab, by shelf
 
     @property
+    def host(self) -> str:
+        """The node that this is, or whose GPU."""
+        return host_of(self.name)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.name != self.host
+
+    @property
     def offered_to(self) -> int:
         if self.state != "alive":
             return index.NOT_OFFERED
-        return index.TO_READERS if self.leaving else index.TO_ALL
+        if self.leaving:
+            return index.TO_READERS
+        return index.TO_OWN if self.on_gpu else index.TO_ALL
+
+
+def host_of(name: str) -> str:
+    """Ray node id of a node, or of a node's GPU, whose name is that with "/" and its UUID."""
+    return name.partition("/")[0]
 
 
 def staging_window(capacity: int) -> int:
@@ -258,6 +274,7 @@ class Memory:
             used += (slots - int(counts[index.FREE] + counts[index.CLOSED])) * (node.slab_bytes // slots)
         return {
             "index": node.index,
+            "tier": "gpu" if node.on_gpu else "cpu",
             "state": "leaving" if node.leaving and node.state == "alive" else node.state,
             "idle_s": now - node.last_beat,
             "slabs": len(node.slabs),

@@ -86,7 +86,7 @@ class Shelves:
         return shelf
 
     def offer(self, shelf: int, stride: int, offered: int) -> None:
-        """Who is sent there: NOT_OFFERED, TO_READERS or TO_ALL."""
+        """Who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
         self.c.shelves[shelf]["offered"] = offered
         self._reset_heap(stride)
 
