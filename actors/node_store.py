@@ -11,31 +11,43 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
+from raykv.actors.gpu import Cooling, open_gpus
+from raykv.actors.home import JOIN_DEADLINE_S, Home
 from raykv.actors.sinking import Sinking, open_external, seed
 from raykv.actors.sizing import Sizing, size_of
 
 from raykv import actors, room
 from raykv.arena import Arena, open_own, remove_left_behind
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
+from raykv.device_arena import DeviceArena, across
+from raykv.errors import DeviceError
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.lanes import Peer, open_lanes
+from raykv.transports.lanes import open_lanes
+from raykv.transports.transport import Peer
 from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
 # Calls at a time. A push waits for its peer's pull and that for our read: each kind has threads of its own, or stores
 # that are busy with each other would wait for good. So have pulls from a tier, and reads of it: memory waits for none.
 GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "lift": 8, "resize": 4}
-JOIN_DEADLINE_S = 30.0
 
 
 class NodeStore:
-    """Owns a node's CPU tier."""
+    """Owns a node's tiers: its memory, that of its GPUs, and what is below."""
 
     def __init__(
-        self, pool: str, node_id: str, cpu_memory: float | int, secret: bytes, transport: str, external: str | None
+        self,
+        pool: str,
+        node_id: str,
+        cpu_memory: float | int,
+        gpu_memory: float | int,
+        secret: bytes,
+        transport: str,
+        external: str | None,
     ) -> None:
-        """Raises CapacityError where the node cannot afford `cpu_memory`. Serves without `external` while that can't be
-        used (see PoolConfig).
+        """Raises CapacityError where the node cannot afford `cpu_memory`, or one of its GPUs `gpu_memory`.
+
+        Serves without `external` while that can't be used (see PoolConfig).
         """
         self._pool, self._node_id = pool, node_id
         total, mark = room.total_bytes(), fingerprint(pool, secret)
@@ -48,14 +60,16 @@ class NodeStore:
         # Laid out for all of the node's memory: what is not offered takes none.
         self._arena: Arena = open_own(pool, mark, slab, max(total // slab, limit), room.check, limit=limit)
         self._sinking = Sinking(pool, node_id, self._arena, *tier) if tier else None
-        self._lanes = open_lanes(self._arena, transport, ray.util.get_node_ip_address())
-        self._sizing = Sizing(pool, node_id, self._arena, limit, self._sinking, self._lanes.withdraw)
-        self._index = -1
+        lanes = open_lanes(self._arena, transport, ray.util.get_node_ip_address())
+        self._sizing = Sizing(pool, node_id, self._arena, limit, self._sinking, lanes.withdraw)
+        self._memory = Home(node_id, self._arena, lanes, self._sizing.report, self._sizing.told)
+        gpus = open_gpus(pool, node_id, mark, gpu_memory, transport)
+        self._homes = [self._memory, *gpus]
+        self._cooling = [Cooling(pool, gpu, self._memory) for gpu in gpus]
         self._peers: dict[int, Peer] = {}
         self._pulled = 0
         self._pulling: dict[tuple[int, int, int], Future[int]] = {}
         self._lock = threading.Lock()
-        self._joined = threading.Event()
         self._stopped = threading.Event()
         threading.Thread(target=self._beat_forever, name="raykv-beat", daemon=True).start()
 
@@ -64,12 +78,27 @@ class NodeStore:
 
     # ------------------------------------------------------------------ for clients of this node
 
-    def hello(self) -> dict[str, Any]:
-        """Where the arena is, and what the directory calls this node. Waits until it has joined."""
-        if not self._joined.wait(JOIN_DEADLINE_S):
+    def hello(self, gpu: str | None = None) -> dict[str, Any]:
+        """Where the arena is, or that of one of the node's GPUs, and what the directory calls it.
+
+        Waits until it has joined. ValueError for a GPU that has none.
+        """
+        home = self._home(f"{self._node_id}/{gpu}" if gpu else self._node_id)
+        if not home.joined.wait(JOIN_DEADLINE_S):
             raise TimeoutError(f"{self!r} has not reached the directory in {JOIN_DEADLINE_S:.0f} s")
-        arena = self._arena
-        return {"path": arena.path, "nonce": arena.nonce, "index": self._index}
+        arena = home.arena
+        handle = arena.handle if isinstance(arena, DeviceArena) else b""
+        return {"path": arena.path, "nonce": arena.nonce, "index": home.index, "handle": handle}
+
+    def _home(self, name: str) -> Home:
+        for home in self._homes:
+            if home.name == name:
+                return home
+        raise ValueError(f"{self!r} has no {name}, but {', '.join(home.name for home in self._homes)}")
+
+    def _home_at(self, index: int) -> Home:
+        """Where places of an index are; of one that an earlier directory gave, in the node's memory."""
+        return next((home for home in self._homes if home.index == index), self._memory)
 
     @ray.method(concurrency_group="pull")
     def pull(self, source: bytes, keys: bytes, target: bytes) -> bytes:
@@ -122,25 +151,29 @@ class NodeStore:
         return verdicts.tobytes()
 
     def _fetch(self, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
-        _, _, there = self._arena.claims(to, keys)  # another reader's pull was faster
+        home = self._home_at(int(to["node"][0]))
+        _, _, there = home.arena.claims(to, keys)  # another reader's pull was faster
         verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
         for index in np.unique(at["node"][~there]).tolist():
             wanted = np.flatnonzero((at["node"] == index) & ~there)
             try:
-                verdicts[wanted] = self._fetch_from(index, at[wanted], keys[wanted], to[wanted])
+                verdicts[wanted] = self._fetch_from(index, at[wanted], keys[wanted], home, to[wanted])
                 with self._lock:
                     self._pulled += int((verdicts[wanted] == PULLED).sum())
-            except (RayError, OSError, ValueError, KeyError) as error:
+            except (RayError, DeviceError, OSError, ValueError, KeyError) as error:
                 log.debug("pull from node %d: %r", index, error)
                 self._peers.pop(index, None)
         return verdicts
 
     def _fetch_from(
-        self, index: int, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]
+        self, index: int, at: NDArray[np.void], keys: NDArray[np.uint8], home: Home, to: NDArray[np.void]
     ) -> NDArray[np.uint8]:
         if self._sinking and index == self._sinking.index:
-            return self._sinking.load(keys, to)
-        return self._lanes.pull(self._peer(index), at, keys, self._arena, to)
+            return self._sinking.load(keys, home.arena, to)
+        for own in self._homes:
+            if own.index == index:
+                return across(own.arena, at, keys, home.arena, to)
+        return home.lanes.pull(self._peer(index), at, keys, home.arena, to)
 
     def _peer(self, index: int) -> Peer:
         """The store of the node that places call `index`. KeyError or ValueError where there is none."""
@@ -152,14 +185,14 @@ class NodeStore:
 
     # ------------------------------------------------------------------ for other nodes
 
-    def offers(self) -> dict[str, Any]:
-        """What a peer needs to read from here, by transport."""
-        return self._lanes.offers()
+    def offers(self, name: str) -> dict[str, Any]:
+        """What a peer needs to read from a memory of this node, by transport."""
+        return self._home(name).lanes.offers()
 
     @ray.method(concurrency_group="read")
-    def serve(self, transport: str, *args: Any) -> Any:
-        """What a peer's pull by a transport asks for; see Transport.serve."""
-        return self._lanes.serve(transport, *args)
+    def serve(self, name: str, transport: str, *args: Any) -> Any:
+        """What a peer's pull by a transport asks of a memory of this node; see Transport.serve."""
+        return self._home(name).lanes.serve(transport, *args)
 
     @ray.method(concurrency_group="read")
     def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
@@ -170,7 +203,8 @@ class NodeStore:
         at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         if self._sinking and len(at) and at["node"][0] == self._sinking.index:
             return self._sinking.read(names, int(at["bytes"][0]))
-        sums, positions, ok, runs = self._arena.served(at, names)
+        arena = self._home_at(int(at["node"][0])).arena if len(at) else self._arena
+        sums, positions, ok, runs = arena.served(at, names)
         return ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), runs
 
     # ------------------------------------------------------------------ for the pool
@@ -186,7 +220,11 @@ class NodeStore:
         return {
             "pulled": self._pulled,
             "corrupt": self._arena.corrupt,
-            "transports": self._lanes.stats(),
+            "transports": [
+                {"reader": home.name, "from": name, **lane}
+                for home in self._homes
+                for name, lane in home.lanes.stats().items()
+            ],
             **{f"tier_{what}": count for what, count in tier.items()},
         }
 
@@ -195,7 +233,8 @@ class NodeStore:
 
         content: what the external tier's content is called from now on.
         """
-        self._arena.raise_floor(generation)
+        for home in self._homes:
+            home.arena.raise_floor(generation)
         if self._sinking:
             self._sinking.external.clear(content)
 
@@ -220,10 +259,14 @@ class NodeStore:
         """Let go of the memory, and of what dead stores of this machine left. The actor is of no use afterwards."""
         self._stopped.set()
         self._sizing.stop()
-        self._lanes.close()
+        for cooling in self._cooling:
+            cooling.stop()
+        for home in self._homes:
+            home.lanes.close()
         if self._sinking is not None:
             self._sinking.stop()
-        self._arena.close(unlink=True)
+        for home in self._homes:
+            home.arena.close(unlink=True)
         remove_left_behind(self._pool)
 
     def _beat_forever(self) -> None:
@@ -232,51 +275,15 @@ class NodeStore:
             begin = time.monotonic()
             try:
                 directory = directory or actors.find_directory(self._pool)
-                self._beat(directory)
+                for home in self._homes:
+                    if home.beat(directory):
+                        self._peers.clear()
             except (RayError, ValueError) as error:  # dead, restarting or replaced
                 log.debug("%r: no heartbeat: %r", self, error)
                 directory = None
             except Exception:  # a store that no longer beats would be lost for good
                 log.exception("%r: no heartbeat", self)
                 directory = None
-            settled = self._joined.is_set() and directory is not None and self._sizing.settled
+            settled = self._memory.joined.is_set() and directory is not None and self._sizing.settled
             pause = HEARTBEAT_S if settled else HEARTBEAT_S / 4
             self._stopped.wait(max(0.0, pause - (time.monotonic() - begin)))
-
-    def _beat(self, directory: Any) -> None:
-        if not self._joined.is_set():  # a restarted store: the directory may know what it had, but not this arena
-            self._join(directory)
-        report = self._sizing.report()
-        answer = ray.get(directory.beat.remote(self._node_id, *report), timeout=2 * HEARTBEAT_S)
-        if answer is None:
-            self._join(directory)
-            return
-        (epoch, floor, limbo), closed = answer
-        if epoch < self._arena.epoch:
-            raise ValueError(f"a directory of epoch {epoch} answered, {self._arena.epoch} is known")
-        self._sizing.told(report, *closed)
-        self._arena.raise_floor(floor)
-        if limbo:
-            self._sweep(directory, np.frombuffer(limbo, PLACE))
-
-    def _join(self, directory: Any) -> None:
-        """Tell a directory that does not know this node what is here."""
-        arena, limit = self._arena, self._sizing.limit
-        joined = directory.join.remote(self._node_id, arena.nonce, arena.slab_bytes, limit, arena.epoch)
-        index, epoch = ray.get(joined, timeout=JOIN_DEADLINE_S)
-        if not arena.raise_epoch(epoch):  # before the inventory: grants of an older directory are void from here
-            raise ValueError(f"a directory of epoch {epoch} answered, {arena.epoch} is known")
-        found = arena.inventory()
-        found.blocks["node"] = found.busy["node"] = index
-        columns = (found.blocks, found.keys, found.positions, found.stamps, found.busy)
-        report = self._sizing.report()
-        adopted = directory.adopt.remote(self._node_id, *report, *(column.tobytes() for column in columns))
-        ray.get(adopted, timeout=JOIN_DEADLINE_S)
-        self._peers.clear()
-        self._index = index
-        self._joined.set()
-
-    def _sweep(self, directory: Any, places: NDArray[np.void]) -> None:
-        verdicts = self._arena.sweep(places)
-        keys, gens = self._arena.identify(places)
-        directory.swept.remote(places.tobytes(), verdicts.tobytes(), keys.tobytes(), gens.tobytes())

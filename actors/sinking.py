@@ -87,14 +87,14 @@ class Sinking:
         self._wake.set()
         self.external.close()
 
-    def load(self, keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
-        """Read blocks into granted slots of this node's arena; verdicts FAILED, PULLED, or ALTERED in the tier."""
+    def load(self, keys: NDArray[np.uint8], arena: Arena, to: NDArray[np.void]) -> NDArray[np.uint8]:
+        """Read blocks into granted slots of an arena; verdicts FAILED, PULLED, or ALTERED in the tier."""
         verdicts = np.full(len(to), FAILED, np.uint8)
         size = int(to["bytes"][0])
         for piece, rows, sums, positions, there in self.external.load(keys, size):
             ok, found = np.flatnonzero(there), verdicts[piece]
             found[~there] = ALTERED
-            written = self._arena.write(to[piece][ok], keys[piece][ok], rows_of([rows])[ok], positions[ok], sums[ok])
+            written = arena.write(to[piece][ok], keys[piece][ok], rows_of([rows])[ok], positions[ok], sums[ok])
             found[ok] = judge(written, (rows[i] for i in ok), sums[ok])
         return verdicts
 

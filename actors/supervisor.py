@@ -224,7 +224,15 @@ class Supervisor:
         return (
             ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
             .options(**options)
-            .remote(self._pool, node_id, settings["cpu_memory"], secret, settings["transport"], settings["external"])
+            .remote(
+                self._pool,
+                node_id,
+                settings["cpu_memory"],
+                settings["gpu_memory"],
+                secret,
+                settings["transport"],
+                settings["external"],
+            )
         )
 
 

@@ -109,7 +109,8 @@ class KVPool:
     def stats(self) -> dict[str, Any]:
         """Counts of the whole pool as the directory has them, and `faults` of this client. Empty while it is down.
 
-        transports: of each pair of nodes that has read, as the node that did says, where it answers: `reader`, `from`,
+        nodes: by Ray node id, or that with "/" and a GPU's UUID.
+        transports: of each pair of them that has read, as the one that did says, where it answers: `reader`, `from`,
         the `transport` used last, its GB/s (1e9 bytes) as `gbps`, and how often which has `failed`.
         """
         try:
@@ -119,18 +120,17 @@ class KVPool:
         transports = self._transports(list(answer.get("nodes", ())))
         return {**answer, "transports": transports, "faults": dict(self.link.faults)}
 
-    def _transports(self, node_ids: list[str]) -> list[dict[str, Any]]:
-        asked = {}
-        for node_id in {host_of(name) for name in node_ids}:
+    def _transports(self, names: list[str]) -> list[dict[str, Any]]:
+        asked = []
+        for node_id in {host_of(name) for name in names}:
             with contextlib.suppress(ValueError):
-                asked[actors.find(actors.node_store_name(self.name, node_id)).stats.remote()] = node_id
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LANES_DEADLINE_S) if asked else ([], [])
+                asked.append(actors.find(actors.node_store_name(self.name, node_id)).stats.remote())
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=LANES_DEADLINE_S) if asked else ([], [])
         found: list[dict[str, Any]] = []
         for answer in answered:
             with contextlib.suppress(RayError):
-                lanes = ray.get(answer)["transports"]
-                found += [{"reader": asked[answer], "from": node, **lane} for node, lane in lanes.items()]
-        return [lane for lane in found if lane["from"] in node_ids]
+                found += ray.get(answer)["transports"]
+        return [lane for lane in found if lane["from"] in names]
 
     def clear(self) -> int:
         """Forget every block, for good: a restart does not find them again. Returns how many keys there were.
@@ -169,7 +169,7 @@ class KVPool:
         has passed. Raises CapacityError where the node can't afford it, and ValueError if no living node has that Ray
         node id, or for a bad `cpu_memory`: nothing is changed then. RayError if the pool's actors do not answer.
         """
-        check_memory(cpu_memory)
+        check_memory("cpu_memory", cpu_memory)
         _check_living(node_id)
         store = actors.find(actors.node_store_name(self.name, node_id))
         try:
@@ -264,6 +264,7 @@ def start(config: PoolConfig | None = None) -> KVPool:
         values = {
             "secret": secret.hex(),
             "cpu_memory": config.cpu_memory,
+            "gpu_memory": config.gpu_memory,
             "locality": config.locality,
             "transport": config.transport,
             "external": config.external,

@@ -29,6 +29,8 @@ class PoolConfig:
 
     name: letters, digits, '_' and '-'; at most 40 of them.
     cpu_memory: of every node: a fraction of its memory (float in (0, 1]) or bytes (int).
+    gpu_memory: of every GPU that a node has: a fraction of its memory (float in (0, 1]), or bytes (int). What engines
+        that attach with `device=` store goes there first. 0: no such tier.
     locality: how much longer than its writer's own coldest block another node's must have been idle before that one
         is evicted for it. 1 is exact cluster-wide LRU.
     transport: how blocks cross nodes. "auto": of each pair of nodes the best that both have: NIXL over RDMA, else TCP
@@ -46,6 +48,7 @@ class PoolConfig:
 
     name: str = "default"
     cpu_memory: float | int = 0.3
+    gpu_memory: float | int = 0
     locality: float = 1.5
     transport: str = "auto"
     external: str | None = None
@@ -56,7 +59,9 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name):
             raise ValueError(f"pool name {self.name!r}: use 1 to 40 letters, digits, '_' or '-'")
-        check_memory(self.cpu_memory)
+        check_memory("cpu_memory", self.cpu_memory)
+        if self.gpu_memory != 0:
+            check_memory("gpu_memory", self.gpu_memory)
         if not self.locality >= 1:
             raise ValueError(f"locality={self.locality}: must be at least 1 (1 is exact cluster-wide LRU)")
         if self.transport not in TRANSPORTS:
@@ -85,14 +90,14 @@ class PoolConfig:
         return secret
 
 
-def check_memory(cpu_memory: float | int) -> None:
-    """ValueError unless it is a fraction of a node's memory, or bytes."""
-    if isinstance(cpu_memory, bool) or not isinstance(cpu_memory, (int, float)):
-        raise ValueError(f"cpu_memory={cpu_memory!r}: give a fraction of the node's memory or bytes")
-    if isinstance(cpu_memory, float) and not 0 < cpu_memory <= 1:
-        raise ValueError(f"cpu_memory={cpu_memory}: a float is a fraction in (0, 1]; bytes are an int")
-    if isinstance(cpu_memory, int) and cpu_memory < 8 * MIB:
-        raise ValueError(f"cpu_memory={cpu_memory} bytes: the smallest arena is {8 * MIB} (8 MiB)")
+def check_memory(name: str, value: float | int) -> None:
+    """ValueError unless it is a fraction of a memory, or bytes."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name}={value!r}: give a fraction of the memory or bytes")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"{name}={value}: a float is a fraction in (0, 1]; bytes are an int")
+    if isinstance(value, int) and value < 8 * MIB:
+        raise ValueError(f"{name}={value} bytes: the smallest arena is {8 * MIB} (8 MiB)")
 
 
 def fingerprint(pool: str, secret: bytes) -> bytes:

@@ -60,6 +60,11 @@ class DeviceArena(Arena):
     def _of(self, gpu: str, open_region: Callable[[], Region]) -> None:
         self.gpu, self._open, self._region = gpu, open_region, None
 
+    @property
+    def handle(self) -> bytes:
+        """What a client maps the memory by."""
+        return self._open().handle
+
     def _start(self, data: tiles.Bytes) -> int:
         with self._mutex:
             if self._region is None:

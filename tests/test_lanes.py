@@ -15,8 +15,8 @@ import raykv.transports.lanes
 import raykv.transports.nixl
 from raykv.arena import Arena
 from raykv.place import PLACE
-from raykv.transports.lanes import RETRY_S, Lanes, Peer, open_lanes
-from raykv.transports.transport import Transport
+from raykv.transports.lanes import RETRY_S, Lanes, open_lanes
+from raykv.transports.transport import Peer, Transport
 from raykv.transports.verdicts import ALTERED, PULLED
 
 MIB = 1 << 20
@@ -48,7 +48,7 @@ class Moody(Transport):
 class Store:
     """A peer's actor."""
 
-    offers = SimpleNamespace(remote=lambda: "the offers")
+    offers = SimpleNamespace(remote=lambda name: "the offers")
 
 
 class World:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import nixl_peer
 import numpy as np
 import pytest
 from arena_worker import PRINT
-from nixl_peer import Peer
 from numpy.typing import NDArray
 from pools import WITH_NIXL, eventually
 
@@ -19,6 +19,7 @@ import raykv.transports.nixl
 from raykv.arena import Arena
 from raykv.place import COUNTER_BITS, PLACE
 from raykv.transports.nixl import Nixl
+from raykv.transports.transport import Peer
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 pytestmark = WITH_NIXL
@@ -29,6 +30,7 @@ SIZE = 1 * MIB - 1000
 SLOTS = SLAB // MIB
 GEN = 1 << COUNTER_BITS | 1
 FOREVER = 60.0
+PEER = Peer("theirs", None)
 
 
 def places(slots: NDArray[np.int64], slab: int = 0, turn: int = 1) -> NDArray[np.void]:
@@ -70,14 +72,14 @@ def an_arena(name: str) -> Iterator[Arena]:
 
 
 @pytest.fixture
-def peer(theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+def peer(theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[nixl_peer.Peer]:
     with a_peer(theirs, monkeypatch) as peer:
         yield peer
 
 
 @contextmanager
-def a_peer(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
-    peer = Peer(arena)
+def a_peer(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[nixl_peer.Peer]:
+    peer = nixl_peer.Peer(arena)
     monkeypatch.setattr(raykv.transports.nixl, "ask", peer.ask)
     try:
         yield peer
@@ -86,14 +88,19 @@ def a_peer(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
 
 
 def pull(
-    nixl: Nixl, peer: Peer, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
+    nixl: Nixl,
+    peer: nixl_peer.Peer,
+    source: NDArray[np.void],
+    keys: NDArray[np.uint8],
+    arena: Arena,
+    target: NDArray[np.void],
 ) -> list[int]:
     end = time.monotonic() + FOREVER
-    verdicts: list[int] = nixl.pull(None, peer.offer, source, keys, arena, target, end).tolist()
+    verdicts: list[int] = nixl.pull(PEER, peer.offer, source, keys, arena, target, end).tolist()
     return verdicts
 
 
-def test_scattered_blocks_arrive(ours: Arena, theirs: Arena, peer: Peer) -> None:
+def test_scattered_blocks_arrive(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     nixl, random = Nixl(ours), np.random.default_rng(0)
     for turn, slab in enumerate((0, 1, 0), start=1):  # another slab is registered with both in between
         keys, blocks = some(turn, 30)
@@ -105,7 +112,7 @@ def test_scattered_blocks_arrive(ours: Arena, theirs: Arena, peer: Peer) -> None
         assert ours.claims(target, keys)[1].tolist() == list(range(30))
 
 
-def test_what_is_not_there_or_not_ours_to_write(ours: Arena, theirs: Arena, peer: Peer) -> None:
+def test_what_is_not_there_or_not_ours_to_write(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     nixl = Nixl(ours)
     keys, blocks = some(1, 5)
     source = target = places(np.arange(5))
@@ -123,7 +130,7 @@ def test_what_is_not_there_or_not_ours_to_write(ours: Arena, theirs: Arena, peer
     assert has(ours, newer[2:3], keys[2:3], blocks[2:3])
 
 
-def test_a_slab_that_was_given_back(ours: Arena, theirs: Arena, peer: Peer) -> None:
+def test_a_slab_that_was_given_back(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     """And is offered again: memory that was registered before is another by then."""
     nixl = Nixl(ours)
     for turn in range(1, 4):
@@ -191,12 +198,12 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(raykv.transports.nixl, "ask", stop)
         with pytest.raises(TimeoutError):
-            nixl.pull(None, peer.offer, source, keys, ours, target, time.monotonic() + 1.0)
+            nixl.pull(PEER, peer.offer, source, keys, ours, target, time.monotonic() + 1.0)
         try:
             newer = places(np.arange(SLOTS), 1, 3)
             assert not ours.write(newer, *some(2, SLOTS)).any()
             with pytest.raises(ConnectionError, match="has not ended"):  # another transport is used meanwhile
-                nixl.pull(None, peer.offer, source, keys, ours, newer, time.monotonic() + FOREVER)
+                nixl.pull(PEER, peer.offer, source, keys, ours, newer, time.monotonic() + FOREVER)
         finally:
             os.kill(peer.process.pid or 0, signal.SIGCONT)
         eventually(lambda: has(ours, target, keys, blocks))
@@ -209,7 +216,7 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
         assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)
 
 
-def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: Peer) -> None:
+def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     """Of several peers, which share an agent here."""
     nixl, turns = Nixl(ours), threading.Lock()
     keys, blocks = some(1, SLOTS)

@@ -79,7 +79,7 @@ def test_a_listener_serves_who_knows_the_token(pool: raykv.KVPool) -> None:
     keys = cache.keys(tokens(1, 5))
     keep(cache, keys)
     at = places(pool, cache, keys)
-    address = ray.get(node_store(pool, pool.node_id).offers.remote(), timeout=60)["tcp"]
+    address = ray.get(node_store(pool, pool.node_id).offers.remote(pool.node_id), timeout=60)["tcp"]
     request = COUNT.pack(5) + at.tobytes() + keys.tobytes()
     with connection(address, token=b"guessed") as peer:
         assert closed(peer)
@@ -120,7 +120,7 @@ def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> N
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 20))
     keep(cache, keys)
-    ray.get(node_store(pool, pool.node_id).__ray_call__.remote(lambda store: store._lanes.close()), timeout=60)
+    ray.get(node_store(pool, pool.node_id).__ray_call__.remote(lambda store: store._memory.lanes.close()), timeout=60)
     found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys), timeout=60)
     assert found[:3] == (20, 20, 0)
     assert read(cache, keys).read == 20

@@ -83,7 +83,9 @@ class Node(Sinking):
             assert stored.all(), f"blocks were not stored: {self.external.faults}"
 
     def fetch(self, keys: Keys, turn: int) -> None:
-        assert (self.load(keys, _places(1, turn)) == PULLED).all(), f"blocks were not loaded: {self.external.faults}"
+        assert (self.load(keys, self._arena, _places(1, turn)) == PULLED).all(), (
+            f"blocks were not loaded: {self.external.faults}"
+        )
 
     def delete(self, keys: Keys) -> None:
         self.external.delete([key.tobytes() for key in keys])

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
@@ -14,23 +14,16 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.arena import Arena
+from raykv.memory import host_of
 from raykv.transports.nixl import Nixl, has_rdma, why_not
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
-from raykv.transports.transport import Transport
+from raykv.transports.transport import Peer, Transport
 from raykv.transports.verdicts import PULLED, data_deadline
 
 log = logging.getLogger("raykv")
 OFFERS_S = 1.0  # for a peer to say what it offers
 RETRY_S = 60.0  # what failed is tried again after so long, or when the peer offers another
-
-
-class Peer(NamedTuple):
-    """A node store that is read from."""
-
-    node: str  # its Ray node id
-    store: Any  # its actor
-    below: bool = False  # its external tier, which is waited for, and not by what comes from memory
 
 
 @dataclass
@@ -97,7 +90,7 @@ class Lanes:
             for transport, offer in self._usable(lane, peer):
                 begin = time.monotonic()
                 try:
-                    verdicts = transport.pull(peer.store, offer, source, keys, arena, target, end)
+                    verdicts = transport.pull(peer, offer, source, keys, arena, target, end)
                 except (OSError, RayError) as error:
                     _failed(lane, transport.name, offer, peer, error)
                     if isinstance(error, TimeoutError):
@@ -107,19 +100,19 @@ class Lanes:
                 return verdicts
         finally:
             lane.turn.release()
-        raise ConnectionError(f"nothing reads from node {peer.node[:8]}")
+        raise ConnectionError(f"nothing reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By the node that is read from: the `transport` used last, its GB/s (1e9 bytes), and how often each failed."""
+        """By the name of what is read from: the `transport` used last, its GB/s (1e9 bytes), how often which `failed`."""
         with self._mutex:
-            lanes = [(peer.node, lane) for peer, lane in self._lanes.items() if lane.last and not peer.below]
+            lanes = [(peer.name, lane) for peer, lane in self._lanes.items() if lane.last and not peer.below]
         return {
-            node: {
+            name: {
                 "transport": lane.last,
                 "gbps": lane.ways[lane.last].bytes / max(1e-9, lane.ways[lane.last].seconds) / 1e9,
-                "failed": {name: way.failed for name, way in lane.ways.items() if way.failed},
+                "failed": {by: way.failed for by, way in lane.ways.items() if way.failed},
             }
-            for node, lane in lanes
+            for name, lane in lanes
         }
 
     def close(self) -> None:
@@ -133,7 +126,7 @@ class Lanes:
             return [(last, None)]
         now = time.monotonic()
         if lane.offers is None or any(0.0 < way.retry_at <= now for way in lane.ways.values()):
-            lane.offers = ray.get(peer.store.offers.remote(), timeout=OFFERS_S)
+            lane.offers = ray.get(peer.store.offers.remote(peer.name), timeout=OFFERS_S)
         usable = []
         for transport in self._transports[:-1]:
             way, offer = lane.ways.setdefault(transport.name, Way()), lane.offers.get(transport.name)
@@ -160,7 +153,9 @@ def _failed(lane: Lane, name: str, offer: Any, peer: Peer, error: Exception) -> 
     way = lane.ways.setdefault(name, Way())
     way.failed += 1
     way.failed_offer, way.retry_at, lane.offers = offer, time.monotonic() + RETRY_S, None
-    log.warning("node %s by %s: %r; another way for %.0f s, or until it restarts", peer.node[:8], name, error, RETRY_S)
+    log.warning(
+        "node %s by %s: %r; another way for %.0f s, or until it restarts", host_of(peer.name)[:8], name, error, RETRY_S
+    )
 
 
 def _done(lane: Lane, name: str, size: int, seconds: float) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from raykv import tiles
 from raykv.arena import Arena
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.transport import Transport, ask
+from raykv.transports.transport import Peer, Transport, ask
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
@@ -103,7 +103,7 @@ class Nixl(Transport):
 
     def pull(
         self,
-        peer: Any,
+        peer: Peer,
         offer: str,
         source: NDArray[np.void],
         keys: NDArray[np.uint8],

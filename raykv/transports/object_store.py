@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.arena import Arena
 from raykv.rows import rows_within
-from raykv.transports.transport import Transport
+from raykv.transports.transport import Peer, Transport
 from raykv.transports.verdicts import ALTERED, judge
 
 
@@ -21,7 +21,7 @@ class ObjectStore(Transport):
 
     def pull(
         self,
-        peer: Any,
+        peer: Peer,
         offer: Any,
         source: NDArray[np.void],
         keys: NDArray[np.uint8],
@@ -31,7 +31,7 @@ class ObjectStore(Transport):
     ) -> NDArray[np.uint8]:
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
         source, keys, target = source[order], keys[order], target[order]
-        read = peer.read.options(concurrency_group="lift") if source["node"][0] & 1 else peer.read
+        read = peer.store.read.options(concurrency_group="lift") if peer.below else peer.store.read
         answer = read.remote(source.tobytes(), keys.tobytes())
         # Not by `get`: one that waits keeps the lock of Ray's store client, and who lets go of an object meanwhile
         # waits for that lock with the GIL in his.

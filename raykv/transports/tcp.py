@@ -15,7 +15,6 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from raykv.arena import Arena
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.transport import Transport
+from raykv.transports.transport import Peer, Transport
 from raykv.transports.verdicts import ALTERED, data_deadline, judge
 
 log = logging.getLogger("raykv")
@@ -97,7 +96,7 @@ class Tcp(Transport):
 
     def __init__(self, arena: Arena, host: str) -> None:
         """Serve an arena at `host`, if that can be listened at."""
-        self._connections: dict[Any, socket.socket] = {}
+        self._connections: dict[Peer, socket.socket] = {}
         self._listener: Listener | None = None
         try:
             self._listener = Listener(arena, host)
@@ -112,7 +111,7 @@ class Tcp(Transport):
 
     def pull(
         self,
-        peer: Any,
+        peer: Peer,
         offer: Address,
         source: NDArray[np.void],
         keys: NDArray[np.uint8],

@@ -1,13 +1,21 @@
 """How blocks get from the memory of one node store into that of another."""
 
 import time
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
 from raykv.arena import Arena
+
+
+class Peer(NamedTuple):
+    """Memory of another node that is read from."""
+
+    name: str  # as the directory has it: see `raykv.memory.host_of`
+    store: Any  # the actor
+    below: bool = False  # its external tier, which is waited for, and not by what comes from memory
 
 
 class Transport:
@@ -25,7 +33,7 @@ class Transport:
 
     def pull(
         self,
-        peer: Any,
+        peer: Peer,
         offer: Any,
         source: NDArray[np.void],
         keys: NDArray[np.uint8],
@@ -35,7 +43,7 @@ class Transport:
     ) -> NDArray[np.uint8]:
         """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
 
-        peer: its actor. offer: what it offers. Raises TimeoutError at the time `end`; what is written from then on is
+        offer: what the peer offers. Raises TimeoutError at the time `end`; what is written from then on is
         under the slots' locks. OSError or RayError where the peer can't be read by it: another transport may.
         """
         raise NotImplementedError
@@ -47,6 +55,7 @@ class Transport:
         """Nobody reads by it any more."""
 
 
-def ask(peer: Any, end: float, transport: str, *args: Any) -> Any:
-    """What a peer's `serve` answers. TimeoutError at the time `end`."""
-    return ray.get(peer.serve.remote(transport, *args), timeout=max(0.001, end - time.monotonic()))
+def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
+    """What the `serve` of a peer's transport answers. TimeoutError at the time `end`."""
+    answer = peer.store.serve.remote(peer.name, transport, *args)
+    return ray.get(answer, timeout=max(0.001, end - time.monotonic()))
