@@ -79,16 +79,23 @@ class NodeStore:
     # ------------------------------------------------------------------ for clients of this node
 
     def hello(self, gpu: str | None = None) -> dict[str, Any]:
-        """Where the arena is, or that of one of the node's GPUs, and what the directory calls it.
+        """Where the arena is, and what the directory calls it: that of a GPU of the node, if it has one.
 
-        Waits until it has joined. ValueError for a GPU that has none.
+        Waits until it has joined.
         """
-        home = self._home(f"{self._node_id}/{gpu}" if gpu else self._node_id)
+        name = f"{self._node_id}/{gpu}"
+        home = next((home for home in self._homes if home.name == name), self._memory)
         if not home.joined.wait(JOIN_DEADLINE_S):
             raise TimeoutError(f"{self!r} has not reached the directory in {JOIN_DEADLINE_S:.0f} s")
         arena = home.arena
         handle = arena.handle if isinstance(arena, DeviceArena) else b""
-        return {"path": arena.path, "nonce": arena.nonce, "index": home.index, "handle": handle}
+        return {
+            "name": home.name,
+            "path": arena.path,
+            "nonce": arena.nonce,
+            "index": home.index,
+            "handle": handle,
+        }
 
     def _home(self, name: str) -> Home:
         for home in self._homes:

@@ -269,9 +269,15 @@ class Arena:
         size = self.slab_bytes // ALIGN * 8 * header.HEADER_WORDS
         return 8 * self._shape[1] + slab * size, size
 
-    def populate(self) -> None:
-        """Fill this process's page tables for all that is offered, which the first copies would wait for otherwise."""
-        self._populate(self._memory[1], set(range(self.offered)).difference(self.given_back()))
+    def populate(self, gpu: str | None = None) -> None:
+        """Fill this process's page tables for all that is offered, which the first copies would wait for otherwise.
+
+        gpu: which is to reach it, too.
+        """
+        slabs = set(range(self.offered)).difference(self.given_back())
+        self._populate(self._memory[1], slabs)
+        for slab in slabs if gpu else ():
+            self.pinned(gpu, np.array(self.region(slab)[:1]))
 
     def read(
         self,

@@ -91,24 +91,31 @@ class KVCache:
         Blocks that are there, are being written by somebody else, or find no room are left out. ValueError for arrays
         of other shapes or dtypes.
         """
+        return self.store_rows(*self._given(keys, blocks, start))
+
+    def _given(self, keys: Keys, blocks: Any, start: int) -> tuple[Keys, Rows, int]:
         keys = row_checks.keys(keys)
         count = row_checks.count(keys, start)
-        return self.store_rows(keys, row_checks.dense("blocks", blocks, count, self.block_bytes, exact=True), start)
+        return keys, row_checks.dense("blocks", blocks, count, self.block_bytes, exact=True), start
 
     def store_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
         """As `store`, out of paged memory: block keys[start + i] is row block_ids[i] of every array of `paged`.
 
         paged: one (pages, bytes) uint8 array, or several whose bytes add up to block_bytes (one a layer, say).
         """
+        return self.store_rows(*self._given_paged(keys, paged, block_ids, start))
+
+    def _given_paged(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int) -> tuple[Keys, Rows, int]:
         keys = row_checks.keys(keys)
         count = row_checks.count(keys, start)
-        return self.store_rows(keys, row_checks.paged(paged, block_ids, count, self.block_bytes), start)
+        return keys, row_checks.paged(paged, block_ids, count, self.block_bytes), start
 
     async def astore(self, keys: Keys, blocks: Any, start: int = 0) -> int:
-        return await self._pool.in_thread(self.store, keys, blocks, start)
+        # Checked here: what a GPU does first is known by the stream of the thread that calls.
+        return await self._pool.in_thread(self.store_rows, *self._given(keys, blocks, start))
 
     async def astore_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
-        return await self._pool.in_thread(self.store_from, keys, paged, block_ids, start)
+        return await self._pool.in_thread(self.store_rows, *self._given_paged(keys, paged, block_ids, start))
 
     def swap_out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
         """Keep the blocks of a preempted request, in the background, until `swap_in` or `swap_drop`; see store_from.
@@ -173,7 +180,7 @@ class Reservation:
     def __init__(self, pool: KVPool, keys: Keys, start: int, position: int, block_bytes: int) -> None:
         """For what is missing of keys[start:]; the others are their parents. keys[0] is at `position` in its chain."""
         self._pool, self._block_bytes = pool, block_bytes
-        self._id, granted = pool.link.hold("reserve", pool.node_id, keys.tobytes(), start, block_bytes)
+        self._id, granted = pool.link.hold("reserve", pool.home, keys.tobytes(), start, block_bytes)
         self.covered = granted.covered if granted else start
         indices = np.frombuffer(granted.indices if granted else b"", np.int32)
         self._rows, self._keys = indices - start, keys[indices]
@@ -263,18 +270,23 @@ class Match:
         out: at least (num_blocks, block_bytes) uint8, contiguous, numpy or torch. verify: check the bytes of this
         node's blocks too (those that cross nodes always are). Reads once; a second read may be shorter.
         """
-        return self.read_rows(row_checks.dense("out", out, self.num_blocks, self._cache.block_bytes), verify)
+        return self.read_rows(self._given(out), verify)
+
+    def _given(self, out: Any) -> Rows:
+        return row_checks.dense("out", out, self.num_blocks, self._cache.block_bytes)
 
     def read_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
         """As `read`, into paged memory: block i becomes row block_ids[i] of every array of `paged` (see store_from)."""
-        rows = row_checks.paged(paged, block_ids, self.num_blocks, self._cache.block_bytes, writable=True)
-        return self.read_rows(rows, verify)
+        return self.read_rows(self._given_paged(paged, block_ids), verify)
+
+    def _given_paged(self, paged: Any, block_ids: Sequence[int]) -> Rows:
+        return row_checks.paged(paged, block_ids, self.num_blocks, self._cache.block_bytes, writable=True)
 
     async def aread(self, out: Any, *, verify: bool = False) -> int:
-        return await self._pool.in_thread(lambda: self.read(out, verify=verify))
+        return await self._pool.in_thread(self.read_rows, self._given(out), verify)
 
     async def aread_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
-        return await self._pool.in_thread(lambda: self.read_into(paged, block_ids, verify=verify))
+        return await self._pool.in_thread(self.read_rows, self._given_paged(paged, block_ids), verify)
 
     def read_rows(self, rows: Rows, verify: bool = False) -> int:
         """As `read`, of arguments that were checked."""
@@ -353,7 +365,7 @@ class _Lease:
         """block_s: seconds that a block takes to compute."""
         self._pool, self._block_bytes = pool, block_bytes
         self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a piece, and the pull of it
-        self.id, answer = pool.link.hold("match", pool.node_id, keys.tobytes(), block_bytes)
+        self.id, answer = pool.link.hold("match", pool.home, keys.tobytes(), block_bytes)
         self.source = np.frombuffer(answer.source if answer else b"", PLACE).copy()
         self.staged = np.zeros(len(self.source), PLACE)
         if answer and answer.staged:

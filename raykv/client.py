@@ -17,6 +17,7 @@ from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
 from raykv.afford import check_nodes
 from raykv.cache import KVCache
 from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, check_memory, fingerprint
+from raykv.device import uuid_of
 from raykv.errors import CapacityError, PoolNotFound
 from raykv.external import CONTENT_BYTES
 from raykv.link import Link
@@ -42,7 +43,7 @@ class KVPool:
     It survives restarts of the pool's actors. name: the pool's. node_id: of the Ray node that this process is on.
     """
 
-    def __init__(self, name: str, node_id: str | None = None) -> None:
+    def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
         """For `start` and `attach`."""
         settings = actors.settings(name)
         if settings is None:
@@ -52,6 +53,7 @@ class KVPool:
             )
         self.name = name
         self.node_id: str = node_id or ray.get_runtime_context().get_node_id()
+        self._gpu = gpu
         self._secret = bytes.fromhex(settings["secret"])
         self.local = self._look()
         self.link = Link(name, lambda: self.local.arena.epoch if self.local else 0)
@@ -193,6 +195,11 @@ class KVPool:
 
     # ------------------------------------------------------------------ for KVCache
 
+    @property
+    def home(self) -> str:
+        """What the directory calls the memory that this process copies from and to."""
+        return self.local.name if self.local else self.node_id
+
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run what blocks beside the event loop. Cancelled, it ends first: it may be using the caller's memory."""
         running = asyncio.wrap_future(self._threads.submit(function, *args, **kwargs))
@@ -225,7 +232,7 @@ class KVPool:
 
     def _look(self) -> Local | None:
         try:
-            return Local(self.name, self.node_id)
+            return Local(self.name, self.node_id, self._gpu)
         except (ValueError, RayError):
             return None
 
@@ -293,16 +300,18 @@ def start(config: PoolConfig | None = None) -> KVPool:
     return KVPool(config.name)
 
 
-def attach(name: str = "default", *, node_id: str | None = None) -> KVPool:
+def attach(name: str = "default", *, node_id: str | None = None, device: str | int | None = None) -> KVPool:
     """The pool of that name, from any driver, actor, task or Serve deployment of the cluster.
 
     node_id: the Ray node that this process is on, where Ray can't know: a driver that an actor started joins any raylet
-    of its machine.
+    of its machine. device: the GPU whose memory is read and written, by UUID, number in this process, or as torch names
+    it ("cuda:1"): blocks go to its tier first, if the pool was started with `gpu_memory`.
     Raises PoolNotFound if none runs, or there is no Ray cluster; ArenaMismatch if this process can't see its node's
-    shared memory.
+    shared memory; ValueError for a GPU that it can't use.
     """
+    gpu = None if device is None else uuid_of(device)
     _connect(name)
-    return KVPool(name, node_id)
+    return KVPool(name, node_id, gpu)
 
 
 def _connect(name: str) -> None:

@@ -37,16 +37,30 @@ def visible() -> list[str]:
         return []
 
 
+def uuid_of(given: str | int) -> str:
+    """UUID of a GPU that this process can use, by that, its number, or "cuda:<number>". ValueError if there is none."""
+    found, text = visible(), str(given).removeprefix("cuda").removeprefix(":") or "0"
+    if text in found:
+        return text
+    if text.isdecimal() and int(text) < len(found):
+        return found[int(text)]
+    raise ValueError(f"device={given!r}: {_usable(found)}")
+
+
+def _usable(found: list[str]) -> str:
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    return (
+        f"this process can use {', '.join(found) or 'no GPU'} (CUDA_VISIBLE_DEVICES: {seen}); "
+        f"without CuPy it is none: pip install 'raykv[gpu]'"
+    )
+
+
 @functools.cache
 def device(uuid: str) -> "Device":
     """The GPU, ready to copy. ValueError if this process cannot use it; DeviceError if it fails."""
     found = visible()
     if uuid not in found:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        raise ValueError(
-            f"GPU {uuid}: this process can use {', '.join(found) or 'no GPU'} (CUDA_VISIBLE_DEVICES: {seen}); "
-            f"without CuPy it is none: pip install 'raykv[gpu]'"
-        )
+        raise ValueError(f"GPU {uuid}: {_usable(found)}")
     return Device(uuid, found.index(uuid))
 
 

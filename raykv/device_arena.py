@@ -60,6 +60,9 @@ class DeviceArena(Arena):
     def _of(self, gpu: str, open_region: Callable[[], Region]) -> None:
         self.gpu, self._open, self._region = gpu, open_region, None
 
+    def populate(self, gpu: str | None = None) -> None:
+        """Its memory is there."""
+
     @property
     def handle(self) -> bytes:
         """What a client maps the memory by."""

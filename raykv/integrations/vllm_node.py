@@ -13,19 +13,19 @@ from raykv import client
 from raykv.config import NAMESPACE
 
 
-def attach(pool: str) -> client.KVPool:
-    """The pool, from any process under a Ray actor: as on the actor's node.
+def attach(pool: str, gpu: str | None = None) -> client.KVPool:
+    """The pool, from any process under a Ray actor: as on the actor's node. gpu: see `raykv.attach`.
 
     Such a process is a driver of its own and may join another raylet of the machine, whose arena is not its node's.
     """
     with _own_random():
         raylet = _raylet()
         if raylet is None:
-            return client.attach(pool)
+            return client.attach(pool, device=gpu)
         node_id, address = raylet
         if not ray.is_initialized():
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-        return client.attach(pool, node_id=node_id)
+        return client.attach(pool, node_id=node_id, device=gpu)
 
 
 @contextmanager

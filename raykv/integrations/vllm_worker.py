@@ -1,4 +1,8 @@
-"""The worker's side of vLLM on a pool: one copy between the engine's KV tensors and the node's arena."""
+"""The worker's side of vLLM on a pool: one copy between the engine's KV tensors and an arena of the node.
+
+On a GPU too: what its stream was given before a job was submitted is waited for, and then all pages of a job are one
+batched copy, of which vLLM hears when it is done.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,8 +37,14 @@ class Job:
 
     id: int
     state: str
+    ready: Any = None  # event on a GPU, after which its pages may be touched
     begin: float = field(default_factory=time.perf_counter)
     future: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until the engine is done with its pages: it may have been given work on them just before."""
+        if self.ready is not None:
+            self.ready.synchronize()
 
 
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
@@ -43,15 +53,10 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(self, pool: KVPool, cache: KVCache, part: int, kv_caches: Any, blocks_per_chunk: int) -> None:
         """cache: of this worker's part, of a block size that `kv_caches` must add up to. part: its rank.
 
-        ValueError if they don't, or the tensors are not in CPU memory.
+        ValueError if they don't. ImportError where the tensors are on a GPU and CuPy is not installed.
         """
         tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
-        if any(tensor.device.type != "cpu" for tensor in tensors):
-            raise ValueError(
-                f"KV tensors on {tensors[0].device}: this version of raykv copies from and to CPU memory only; "
-                f"leave kv_transfer_config out"
-            )
-        self._pages = rows_of([tensor.numpy() for tensor in tensors])
+        self._pages = replace(rows_of(tensors), stream=None)  # jobs wait for what was submitted before them
         chunk_bytes = self._pages.bytes * blocks_per_chunk
         if chunk_bytes != cache.block_bytes:
             raise ValueError(
@@ -59,12 +64,13 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 f"KV cache that raykv does not know; leave kv_transfer_config out"
             )
         self._pool, self._cache, self._part, self._per_chunk = pool, cache, part, blocks_per_chunk
-        self._spare = np.empty(int(self._pages.lengths.max()), np.uint8)  # takes what of a chunk is not wanted
+        length = int(self._pages.lengths.max())
+        self._spare = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)  # for what is not wanted
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
         if pool.local is not None:
-            self._loads.submit(pool.local.arena.populate)
+            self._loads.submit(pool.local.arena.populate, self._pages.device)
         self._jobs: dict[int, Job] = {}
         self._mutex = threading.Lock()  # of every job's state
         self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
@@ -73,12 +79,12 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._reported: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: ChunksToStore) -> bool:
-        job = self._jobs[job_id] = Job(job_id, "queued")
+        job = self._jobs[job_id] = Job(job_id, "queued", self._mark())
         job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
         return True
 
     def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any) -> bool:
-        job = self._jobs[job_id] = Job(job_id, "copying")
+        job = self._jobs[job_id] = Job(job_id, "copying", self._mark())
         job.future = self._loads.submit(self._load, job, src_spec, dst_spec)
         return True
 
@@ -127,6 +133,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 raise ValueError(f"{len(source.block_ids)} blocks for {len(keys)} chunks of {self._per_chunk}")
             reservation = self._cache.reserve(keys, target.position)
             if len(reservation) and self._begin(job):
+                job.wait()
                 reservation.copy_in(self._rows(source, len(keys)))
                 size = len(reservation) * self._cache.block_bytes
                 self._commits.submit(self._commit, reservation)
@@ -147,6 +154,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """Copy chunks out of this node's arena. What does not arrive is computed."""
         size = 0
         try:
+            job.wait()
             size = self._read(source, target)
         except Exception:
             log.exception("pool %s: a load failed", self._pool.name)
@@ -156,10 +164,10 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _read(self, source: ChunksToLoad, target: Any) -> int:
         """Bytes read: of all chunks, or 0 if one of them is not there any more."""
-        part = source.parts[self._part]
-        places, keys = np.frombuffer(part[0], PLACE), np.frombuffer(part[1], np.uint8).reshape(-1, KEY_BYTES)
+        arena, at, names = source.parts[self._part]
+        places, keys = np.frombuffer(at, PLACE), np.frombuffer(names, np.uint8).reshape(-1, KEY_BYTES)
         local, link = self._pool.local, self._pool.link
-        if local is None or local.arena.nonce != source.arena:  # not by index: a new directory calls nodes otherwise
+        if local is None or local.arena.nonce != arena:  # not by index: a new directory calls nodes otherwise
             self._pool.look_again()
             link.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
@@ -175,10 +183,19 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """The engine's blocks as rows of chunks. A load may want the chunks at either end of the run in part."""
         ids: NDArray[np.int64] = spec.block_ids.astype(np.int64)
         skipped = spec.block_indices[0] % self._per_chunk
-        wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), self._spare.ctypes.data)
+        wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), self._spare.data_ptr())
         wanted[skipped : skipped + len(ids)] = self._pages.addresses[ids]
         lengths = np.tile(self._pages.lengths, self._per_chunk)
-        return Rows(wanted.reshape(chunks, -1), lengths, (self._pages, self._spare), writable=True)
+        memory = (self._pages, self._spare)
+        return Rows(wanted.reshape(chunks, -1), lengths, memory, writable=True, device=self._pages.device)
+
+    def _mark(self) -> Any:
+        """An event after what this thread's stream was given until now. None in host memory."""
+        if self._pages.device is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _begin(self, job: Job) -> bool:
         """Whether a store may touch the engine's blocks: they have not been taken back."""

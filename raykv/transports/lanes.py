@@ -103,7 +103,7 @@ class Lanes:
         raise ConnectionError(f"nothing reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By the name of what is read from: the `transport` used last, its GB/s (1e9 bytes), how often which `failed`."""
+        """By the name of what is read from: the `transport` used last, its GB/s (1e9 bytes), how often which failed."""
         with self._mutex:
             lanes = [(peer.name, lane) for peer, lane in self._lanes.items() if lane.last and not peer.below]
         return {
