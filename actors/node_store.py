@@ -125,7 +125,8 @@ class NodeStore:
             waits = [self._pulling[slot] for slot in slots]
         verdicts = np.full(len(at), FAILED, np.uint8)
         try:
-            verdicts[mine] = self._fetch(at[mine], names[mine], to[mine])
+            if mine:
+                verdicts[mine] = self._fetch(at[mine], names[mine], to[mine])
         finally:
             with self._lock:
                 for i in mine:

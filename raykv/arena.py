@@ -276,8 +276,8 @@ class Arena:
         """
         slabs = set(range(self.offered)).difference(self.given_back())
         self._populate(self._memory[1], slabs)
-        for slab in slabs if gpu else ():
-            self.pinned(gpu, np.array(self.region(slab)[:1]))
+        if gpu:
+            self.pinned(gpu, np.array([self.region(slab)[0] for slab in slabs]))
 
     def read(
         self,

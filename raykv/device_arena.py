@@ -13,6 +13,8 @@ from raykv import header, moves, tiles
 from raykv.arena import SHM, Arena, owned
 from raykv.device import Device, Region, device
 from raykv.errors import DeviceError
+from raykv.locks import held_elsewhere
+from raykv.place import ALIGN
 from raykv.rows import Rows, rows_of
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
@@ -29,6 +31,7 @@ class DeviceArena(Arena):
 
     gpu: str  # UUID
     _open: Callable[[], Region]
+    _ours: bool  # this process allocated the memory
     _region: Region | None
 
     @classmethod
@@ -43,7 +46,7 @@ class DeviceArena(Arena):
                 arena = cls.create(path, fingerprint, slab_bytes, slabs)
             except FileExistsError:
                 continue
-            arena._of(gpu.uuid, lambda: region)
+            arena._of(gpu.uuid, lambda: region, ours=True)
             first, length = arena._headers(0)
             os.posix_fallocate(arena._locks.fd, first, length * slabs)
             header.store(arena._memory[0], header.OFFERED, slabs)
@@ -54,11 +57,11 @@ class DeviceArena(Arena):
     def map(cls, path: str, nonce: bytes, gpu: str, handle: bytes) -> Self:
         """That of this node's store. Its memory is mapped when something is copied: not every client does."""
         arena = cls.attach(path, nonce)
-        arena._of(gpu, lambda: device(gpu).open(handle, arena.slab_bytes * arena.slabs))
+        arena._of(gpu, lambda: device(gpu).open(handle, arena.slab_bytes * arena.slabs), ours=False)
         return arena
 
-    def _of(self, gpu: str, open_region: Callable[[], Region]) -> None:
-        self.gpu, self._open, self._region = gpu, open_region, None
+    def _of(self, gpu: str, open_region: Callable[[], Region], ours: bool) -> None:
+        self.gpu, self._open, self._ours, self._region = gpu, open_region, ours, None
 
     def populate(self, gpu: str | None = None) -> None:
         """Its memory is there."""
@@ -69,6 +72,8 @@ class DeviceArena(Arena):
         return self._open().handle
 
     def _start(self, data: tiles.Bytes) -> int:
+        if not self._ours and not held_elsewhere(self._locks.fd, 0, ALIGN):
+            raise DeviceError(f"{self.path}: its store is gone, and the memory with it")
         with self._mutex:
             if self._region is None:
                 self._region = self._open()
@@ -108,7 +113,8 @@ class DeviceArena(Arena):
         blocks = np.empty((int(before.sum()), int(places["bytes"].max(initial=0))), np.uint8)
         self._copy_out(rows_of([blocks]), self.addresses(places[before]), verify=False)
         _, _, after = self.claims(places, keys)
-        sums[before] = np.where(sums[before] == UNKNOWN, tiles.sums_of(rows_of([blocks])), sums[before])
+        found = np.array(tiles.sums_of(rows_of([blocks])), np.uint64)
+        sums[before] = np.where(sums[before] == UNKNOWN, found, sums[before])
         return sums, positions, before & after, [blocks[after[before]].reshape(-1)]
 
 

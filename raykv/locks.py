@@ -17,6 +17,12 @@ def lock(fd: int, start: int, length: int) -> bool:
     return _set(fd, fcntl.F_WRLCK, start, length)
 
 
+def held_elsewhere(fd: int, start: int, length: int) -> bool:
+    """Whether another open file holds a lock in the range."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+
+
 def _set(fd: int, kind: int, start: int, length: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0))

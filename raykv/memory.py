@@ -170,8 +170,8 @@ class Memory:
         if need == 0 or self._shelves.room(shelf) >= need:
             return False
         took = self._give_slots(writer, shelf, stride, 1)  # without one it could not write to other nodes either
-        others = (n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == index.TO_ALL)
-        for node in (writer, *others):
+        others = [n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == index.TO_ALL]
+        for node in (writer, *sorted(others, key=lambda n: n.host != writer.host)):
             s = self.shelf(node, stride)
             while s >= 0 and node.spare and self._shelves.room(s) < need:
                 self._open_slab(node, node.spare[-1], s, stride, self._shelves.next_gen())

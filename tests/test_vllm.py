@@ -276,7 +276,7 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
 ) -> None:
     """Not from what it had itself, nor from what the pool had, nor before it was done."""
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
-    manager = RayKVManager(pool, {"model": "m", "block_tokens": 16, "block_bytes": 4096}, 1)
+    manager = RayKVManager([pool], {"model": "m", "block_tokens": 16, "block_bytes": 4096})
     (cache,) = manager._caches
     unknown, keys = cache.recompute_tokens_per_s, [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
     contexts: list[ReqContext] = []

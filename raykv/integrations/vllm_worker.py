@@ -193,7 +193,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """An event after what this thread's stream was given until now. None in host memory."""
         if self._pages.device is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 
