@@ -72,7 +72,7 @@ class DeviceArena(Arena):
         return self._open().handle
 
     def _start(self, data: tiles.Bytes) -> int:
-        if not self._ours and not held_elsewhere(self._locks.fd, 0, ALIGN):
+        if not self._ours and (self._locks.fd < 0 or not held_elsewhere(self._locks.fd, 0, ALIGN)):
             raise DeviceError(f"{self.path}: its store is gone, and the memory with it")
         with self._mutex:
             if self._region is None:
