@@ -63,6 +63,7 @@ def main() -> None:
 @main.command()
 @NAME
 @click.option("--cpu-memory", type=Memory(), default=0.3, show_default=True, help=Memory.__doc__)
+@click.option("--gpu-memory", type=Memory(), default=0, show_default=True, help="The same of every GPU; 0: no tier.")
 @click.option("--locality", type=float, default=1.5, show_default=True, help="1 is exact cluster-wide LRU.")
 @TRANSPORT
 @click.option("--external", help="Tier below memory: file:///mnt/nvme/raykv?capacity=200GiB, redis://..., s3://...")
@@ -243,6 +244,15 @@ def bench_route(as_json: bool) -> None:
     _report(route.run, as_json)
 
 
+@bench.command("gpu")
+@JSON
+def bench_gpu(as_json: bool) -> None:
+    """Copies of a GPU tier, against the same copies by cudaMemcpyAsync."""
+    from raykv.bench import gpu
+
+    _report(gpu.run, as_json)
+
+
 def _spinner(text: str) -> Progress:
     progress = Progress(
         SpinnerColumn(),
@@ -292,7 +302,7 @@ def _status(pool: Any, as_json: bool) -> None:
         size = (node["slabs"] + node["spare_slabs"]) * node["slab_bytes"]
         fill = node["bytes_used"] / size if size else 0.0
         counts = (str(node[state]) for state in ("ready", "replica", "staging", "writing"))
-        table.add_row(name[:16], node["state"], "cpu", f"{size / (1 << 30):.2f} GiB", f"{fill:.0%}", *counts)
+        table.add_row(_short(name), node["state"], node["tier"], f"{size / (1 << 30):.2f} GiB", f"{fill:.0%}", *counts)
     for name, tier in stats["tiers"].items():
         size, fill = f"{tier['capacity'] / (1 << 30):.2f} GiB", f"{tier['bytes_used'] / tier['capacity']:.0%}"
         table.add_row(name[:16] or "all", tier["state"], "external", size, fill, str(tier["blocks"]), "", "", "")
@@ -303,16 +313,22 @@ def _status(pool: Any, as_json: bool) -> None:
     hits, lookups = stats["hits"], stats["lookups"]
     console.print(
         f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
-        f"{stats['remote_hits']} on another node, {stats['external_hits']} below), {stats['leases']} leases, "
+        f"{stats['gpu_hits']} on the GPU, {stats['remote_hits']} on another node, {stats['external_hits']} below), "
+        f"{stats['leases']} leases, "
         f"{stats['reservations']} reservations, {stats['evicted']} evicted, {stats['clients']} clients"
     )
+
+
+def _short(name: str) -> str:
+    """A Ray node id, and perhaps a GPU's UUID."""
+    return "/".join(part[:16] for part in name.split("/"))
 
 
 def _lanes(transports: list[dict[str, Any]]) -> Table:
     table = Table("reader", "from", "by", "GB/s", "failed", title="between nodes")
     for lane in transports:
         failed = ", ".join(f"{name} {count}" for name, count in lane["failed"].items())
-        table.add_row(lane["reader"][:16], lane["from"][:16], lane["transport"], f"{lane['gbps']:.2f}", failed)
+        table.add_row(_short(lane["reader"]), _short(lane["from"]), lane["transport"], f"{lane['gbps']:.2f}", failed)
     return table
 
 

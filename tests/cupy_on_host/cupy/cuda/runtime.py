@@ -14,7 +14,7 @@ import threading
 from types import SimpleNamespace
 
 memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
-memcpyHostToDevice, streamLegacy = 1, 1
+memcpyHostToDevice, memcpyDefault, streamLegacy = 1, 4, 1
 _ERRORS = {1: "InvalidValue", 2: "MemoryAllocation", 101: "InvalidDevice", 201: "DeviceUninitialized"}
 _ERRORS |= {700: "IllegalAddress", 712: "HostMemoryAlreadyRegistered", 713: "HostMemoryNotRegistered"}
 _HANDLE = struct.Struct("<iiqqi")  # pid, fd, inode, size, GPU

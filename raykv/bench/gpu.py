@@ -1,0 +1,155 @@
+"""`raykv bench gpu`: copies of a GPU tier, each beside the same copy by hand: a loop of cudaMemcpyAsync."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv import cuda, device, tiles
+from raykv.arena import SHM, Arena
+from raykv.config import MIB
+from raykv.device_arena import DeviceArena, across
+from raykv.place import COUNTER_BITS, KEY_BYTES, PLACE
+from raykv.rows import Rows, rows_of
+from raykv.transports.verdicts import PULLED
+
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a copy
+SLAB, SLABS = 64 * MIB, 4
+WARM, PAIRS = 3, 12
+FIRST = 1 << COUNTER_BITS | 1
+Places = NDArray[np.void]
+
+
+def run() -> dict[str, Any]:
+    """GB/s (1e9 bytes), medians; `<what>_of_hand` is what the copy by hand took over what ours took.
+
+    Blocks lie scattered on both sides. ValueError where this process can use no GPU.
+    """
+    gpu = device.device(device.uuid_of(0))
+    fast = DeviceArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
+    memory = Arena.create(f"{SHM}/raykv-bench-gpu-{os.getpid()}", bytes(16), SLAB, SLABS)
+    try:
+        while memory.offer_next():
+            pass
+        memory.populate(gpu.uuid)
+        figures = _in_process(gpu.uuid, fast, memory)
+        with get_context("spawn").Pool(1) as other:
+            figures |= other.apply(_over_ipc, (fast.path, fast.nonce, gpu.uuid, fast.handle))
+        return {"gpu": gpu.uuid, **figures, "pairs": float(PAIRS)}
+    finally:
+        fast.close(unlink=True)
+        memory.close(unlink=True)
+
+
+def _in_process(gpu: str, fast: DeviceArena, memory: Arena) -> dict[str, float]:
+    rows, turns = _engine(), _Turns()
+    figures = _store_and_load("", gpu, fast, rows, turns)
+    figures |= _store_and_load("memory_", gpu, memory, rows, turns)
+
+    def cross(source: Arena, target: Arena) -> Callable[[], None]:
+        at, to = turns.places(), turns.places()
+        assert source.write(at, turns.keys, rows).all()
+
+        def move() -> None:
+            to["gen"] += 1
+            assert (across(source, at, turns.keys, target, to) == PULLED).all()
+
+        return move
+
+    def by_hand(source: Arena, target: Arena) -> Callable[[], None]:
+        return lambda: _hand(gpu, _table(target.addresses(turns.places()), source.addresses(turns.places())))
+
+    figures |= _pairs("down", cross(fast, memory), by_hand(fast, memory))
+    figures |= _pairs("up", cross(memory, fast), by_hand(memory, fast))
+    return figures
+
+
+def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, float]:
+    """In another process, as an engine is."""
+    arena = DeviceArena.map(path, nonce, gpu, handle)
+    try:
+        return _store_and_load("ipc_", gpu, arena, _engine(), _Turns(1 << 20))
+    finally:
+        arena.close()
+
+
+def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turns") -> dict[str, float]:
+    at = turns.places()
+    slots, keys = arena.addresses(at), turns.keys
+
+    def store() -> None:
+        at["gen"] += 1
+        assert arena.write(at, keys, rows).all()
+
+    def load() -> None:
+        assert arena.read(at, keys, rows).all()
+
+    into, out = (tiles.copies(rows, slots, out=out) for out in (False, True))
+    return {
+        **_pairs(f"{name}store", store, lambda: _hand(gpu, into)),
+        **_pairs(f"{name}load", load, lambda: _hand(gpu, out)),
+    }
+
+
+class _Turns:
+    """Places in the same scattered slots, of a newer generation each time."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._gen = FIRST + first
+        self.keys = np.arange(BLOCKS * KEY_BYTES, dtype=np.int64).astype(np.uint8).reshape(BLOCKS, KEY_BYTES)
+        self._order = np.random.default_rng(0).permutation(SLAB * SLABS // BLOCK_BYTES)[:BLOCKS]
+
+    def places(self) -> Places:
+        self._gen += 1 << 10
+        at = np.zeros(BLOCKS, PLACE)
+        at["slab"], at["slot"] = np.divmod(self._order, SLAB // BLOCK_BYTES)
+        at["bytes"], at["slab_gen"], at["gen"] = BLOCK_BYTES, FIRST, self._gen
+        return at
+
+
+def _engine() -> Rows:
+    """Scattered pages of a GPU."""
+    pages = cuda.cupy().zeros((2 * BLOCKS, BLOCK_BYTES), cuda.cupy().uint8)
+    return rows_of([pages])[np.random.default_rng(1).permutation(2 * BLOCKS)[:BLOCKS]]
+
+
+def _table(to: NDArray[np.int64], of: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.stack([to, of, np.full_like(of, BLOCK_BYTES)], axis=1)
+
+
+def _hand(gpu: str, table: NDArray[np.int64]) -> None:
+    """The same copies by cudaMemcpyAsync, one by one, on a stream."""
+    cupy = cuda.cupy()
+    runtime = cupy.cuda.runtime
+    stream = _streams.setdefault(gpu, cupy.cuda.Stream(non_blocking=True))
+    for to, of, length in table.reshape(-1, 3).tolist():
+        runtime.memcpyAsync(to, of, length, runtime.memcpyDefault, stream.ptr)
+    stream.synchronize()
+
+
+_streams: dict[str, Any] = {}
+
+
+def _pairs(name: str, ours: Callable[[], None], by_hand: Callable[[], None]) -> dict[str, float]:
+    seconds: list[tuple[float, float]] = []
+    for turn in range(WARM + PAIRS):
+        pair = _timed(ours), _timed(by_hand)
+        if turn >= WARM:
+            seconds.append(pair)
+    mine, floor = (statistics.median(column) for column in zip(*seconds, strict=True))
+    return {
+        f"{name}_gbps": BLOCKS * BLOCK_BYTES / mine / 1e9,
+        f"{name}_hand_gbps": BLOCKS * BLOCK_BYTES / floor / 1e9,
+        f"{name}_of_hand": statistics.median(hand / own for own, hand in seconds),
+    }
+
+
+def _timed(function: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
