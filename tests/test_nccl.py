@@ -86,12 +86,13 @@ class Node:
             assert w.put(self.arena, slot, gen)
         return self
 
-    def pull(self, peer: Any, offer: Any, slots: Sequence[int] = TO, seconds: float = PATIENCE_S) -> list[int]:
-        """What was put there, into slots here."""
-        source, target = places(FROM), places(slots)
-        end = time.monotonic() + seconds
-        verdicts: list[int] = self.nccl.pull(peer, offer, source, keys(), self.arena, target, end).tolist()
-        return verdicts
+    def pull(
+        self, peer: Any, offer: Any, slots: Sequence[int] = TO, seconds: float = PATIENCE_S, step: int = 1
+    ) -> list[int]:
+        """What was put there, into slots here; in another order by step -1."""
+        source, names, target = places(FROM)[::step], keys()[::step], places(slots)[::step]
+        verdicts = self.nccl.pull(peer, offer, source, names, self.arena, target, time.monotonic() + seconds)
+        return verdicts[::step].tolist()  # type: ignore[no-any-return]
 
     def pull_from(self, other: "Node", slots: Sequence[int] = TO, seconds: float = PATIENCE_S) -> list[int]:
         return self.pull(other.actor, other.nccl.offer(), slots, seconds)
@@ -173,15 +174,23 @@ def stalls(rank: int, at: int) -> Callable[[Any, int], None]:
 
 
 class ByHand:
-    """A reader, connected to a sender, of which a test does each step."""
+    """A reader of which a test does each step."""
 
     def __init__(self, nccl: Any, sender: Node) -> None:
         self.sender, self.unique, self._nccl = sender, nccl.get_unique_id(), nccl
-        self.name = f"reader {len(nccl.communicators)}"
+        self.name = self.unique.hex()
         self.serve("join", self.name, self.unique)
-        self.communicator, memory = nccl.NcclCommunicator(2, self.unique, READER), cuda.cupy().cuda
+
+    def connect(self) -> "ByHand":
+        self.communicator, memory = self._nccl.NcclCommunicator(2, self.unique, READER), cuda.cupy().cuda
         self._stream, self._room = memory.Stream(), memory.Memory(SIZE)
-        self.receive(1, 1)
+        self.post(1, 1)
+        return self
+
+    @property
+    def of_sender(self) -> Any:
+        """Its communicator."""
+        return next(each for each in self._nccl.communicators if each.unique == self.unique and each.rank == SENDER)
 
     def serve(self, *args: Any) -> None:
         self.sender.nccl.serve(self.sender.nccl.offer()[1], *args)
@@ -189,9 +198,12 @@ class ByHand:
     def ask(self, name: str | None = None) -> None:
         self.serve("send", name or self.name, self.unique, places(FROM).tobytes(), keys().tobytes())
 
-    def receive(self, count: int, size: int) -> None:
+    def post(self, count: int, size: int) -> None:
         for _ in range(count):
             self.communicator.recv(self._room.ptr, size, self._nccl.NCCL_UINT8, SENDER, self._stream.ptr)
+
+    def receive(self) -> None:
+        self.post(6, SIZE)
         eventually(lambda: self._stream.done)
 
 
@@ -276,8 +288,8 @@ def test_a_gpu_that_stalls(nccl: Any, sender: Node, reader: Node, rank: int, sil
     nccl.before_move, nccl.silent = stalls(rank, 4), silent
     begin = time.monotonic()
     with pytest.raises(ConnectionError):
-        reader.pull_from(sender, seconds=6.0)
-    assert time.monotonic() - begin < 5.0, "in half of the time, and nobody waits for the peer's abort"
+        reader.pull_from(sender, seconds=4.0)
+    assert time.monotonic() - begin < 3.5, "in half of the time, and nobody waits for the peer's abort"
     assert reader.arena.write(places(TO), keys(), blocks()).all(), "the same grants, by the next transport"
     nccl.before_move = stalls(rank, -1)
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
@@ -358,7 +370,7 @@ def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str) -
     assert reader.arena.write(places(TO), keys(), blocks()).all()
     go.set()
     assert late.wait(PATIENCE_S)
-    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
+    assert reader.pull(sender.actor, sender.nccl.offer(), ELSEWHERE, step=-1) == [PULLED] * 6
     assert all(reader.holds(ELSEWHERE))
 
 
@@ -411,14 +423,14 @@ def test_a_peer_that_restarted(nccl: Any, sender: Node, reader: Node) -> None:
     assert reader.pull_from(sender) == [PULLED] * 6
     before = sender.nccl
     sender.start()
-    with pytest.raises(RayError, match="ask for its offer again"):
-        reader.pull(sender.actor, before.offer())
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
     assert nccl.communicators[0].aborted.wait(PATIENCE_S)
     before.close()
+    with pytest.raises(RayError, match="ask for its offer again"):
+        reader.pull(sender.actor, before.offer())
     reader.start()  # and a reader: whoever sends to it makes do without the old pair
     assert reader.pull_from(sender, [11, 12, 13, 14, 15, 16]) == [PULLED] * 6
-    assert all(each.aborted.wait(PATIENCE_S) for each in nccl.communicators[2:4] if each.rank == SENDER)
+    assert all(each.aborted.wait(PATIENCE_S) for each in nccl.communicators[2:4])
 
 
 def test_a_block_that_is_written_anew_while_it_is_sent(nccl: Any, sender: Node, reader: Node) -> None:
@@ -439,48 +451,58 @@ def test_a_reader_that_dies(
     """It is aborted by the sender's own deadline, if not before; others are served meanwhile."""
     monkeypatch.setattr(transport, "data_deadline", lambda size: 1.0 if silent else 1000.0)
     nccl.silent = silent
-    dead = ByHand(nccl, sender)
+    dead = ByHand(nccl, sender).connect()
     dead.ask()
     assert reader.pull_from(sender) == [PULLED] * 6
     dead.communicator.abort()
-    (sending,) = [each for each in nccl.communicators if each.unique == dead.unique and each.rank == SENDER]
-    assert sending.aborted.wait(PATIENCE_S)
-    with pytest.raises(ConnectionError, match="no such pair"):
-        dead.ask("another reader")
+    assert dead.of_sender.aborted.wait(PATIENCE_S)
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
 
 
 def test_a_slab_that_is_about_to_go(nccl: Any, sender: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent from it is waited for, and who never comes is not."""
+    """What is sent from it is waited for, and who has not even connected is not: that pair is given up."""
     monkeypatch.setattr(transport, "data_deadline", lambda size: 1.0 if size == w.SLAB else PATIENCE_S)
-    reader = ByHand(nccl, sender)
-    reader.serve("join", "who never comes", nccl.get_unique_id())
+    late, reader = ByHand(nccl, sender), ByHand(nccl, sender).connect()
+    eventually(sender.nccl._sending[reader.name].ready.done)
     reader.ask()
     with pytest.raises(TimeoutError, match="still sends to 1"):
         sender.nccl.withdraw(0)
-    reader.receive(6, SIZE)
+    reader.receive()
     sender.nccl.withdraw(0)
     reader.ask()
-    reader.receive(6, SIZE)
+    reader.receive()
+    late.connect()
+    assert late.of_sender.aborted.wait(PATIENCE_S)
 
 
-def test_close_in_the_middle(nccl: Any, sender: Node, reader: Node) -> None:
+def test_a_send_of_a_pair_that_was_given_up(nccl: Any, sender: Node) -> None:
+    reader = ByHand(nccl, sender).connect()
+    reader.serve("join", reader.name, nccl.get_unique_id())
+    with pytest.raises(ConnectionError, match="no such pair"):
+        reader.ask()
+    with pytest.raises(ConnectionError, match="no such pair"):
+        reader.ask("another reader")
+
+
+@pytest.mark.parametrize("closing", ["reader", "sender"])
+def test_close_in_the_middle(
+    nccl: Any, sender: Node, reader: Node, closing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "data_deadline", lambda size: 1000.0 if size else 1.0)
     reached = threading.Event()
 
     def before_move(communicator: Any, number: int) -> None:
-        if number == 4:
+        if communicator.rank == SENDER and number == 4:
             reached.set()
             communicator.aborted.wait()
 
-    nccl.before_move, nccl.silent = before_move, True
-    for closing in (reader, sender):
-        with ThreadPoolExecutor(1) as pool:
-            pull = pool.submit(reader.pull_from, sender, seconds=4.0)
-            assert reached.wait(PATIENCE_S)
-            closing.nccl.close()
-            with pytest.raises(ConnectionError):
-                pull.result()
-        reached.clear()
+    nccl.before_move = before_move
+    with ThreadPoolExecutor(1) as pool:
+        pull = pool.submit(reader.pull_from, sender, seconds=100.0)
+        assert reached.wait(PATIENCE_S)
+        {"reader": reader, "sender": sender}[closing].nccl.close()
+        with pytest.raises(ConnectionError):
+            pull.result(30.0)
     assert reader.arena.write(places(TO), keys(), blocks()).all()
 
 
@@ -545,8 +567,8 @@ def test_a_process_that_is_killed_in_the_middle(
     nccl.before_move, nccl.silent = before_move, silent
     begin = time.monotonic()
     with pytest.raises(ConnectionError):
-        reader.pull(first.actor, first.offer, seconds=6.0 if silent else 1000.0)
-    assert not silent or time.monotonic() - begin < 5.0
+        reader.pull(first.actor, first.offer, seconds=4.0 if silent else 1000.0)
+    assert not silent or time.monotonic() - begin < 3.5
     assert reader.arena.write(places(TO), keys(), blocks()).all()
     nccl.before_move = stalls(READER, -1)
     with pytest.raises(RayActorError):
