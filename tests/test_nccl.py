@@ -135,7 +135,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(ray, "get", get)
     _forget()
-    yield importlib.import_module("cupy.cuda.nccl")
+    stand_in = importlib.import_module("cupy.cuda.nccl")
+    yield stand_in
+    stand_in.end()
+    eventually(lambda: not any(thread.name == "raykv-nccl" for thread in threading.enumerate()))
     _forget()
 
 

@@ -71,6 +71,14 @@ def groupEnd():
             communicator._launch([move for move in _group.moves if move.communicator is communicator])
 
 
+def end():
+    """Whoever waits for a peer to connect fails."""
+    for root in _roots.values():
+        root.shutdown(socket.SHUT_RDWR)
+    for communicator in communicators:
+        communicator._hang_up()
+
+
 class _Move:
     def __init__(self, communicator, sends, address, size):
         self.communicator, self.sends, self.address, self.size = communicator, sends, address, size
@@ -83,16 +91,16 @@ class NcclCommunicator:
         self.rank, self.device, self.unique = rank, runtime.getDevice(), commId
         self.aborted, self.error, self.moved, self._connected = threading.Event(), 0, 0, False
         self._turn = threading.Lock()
+        self._peer = socket.socket(socket.AF_UNIX)
         communicators.append(self)
         before_connect(self)
-        if rank == 0:
-            self._peer, _ = _roots[commId].accept()
-        else:
-            self._peer = socket.socket(socket.AF_UNIX)
-            try:
+        try:
+            if rank == 0:
+                self._peer, _ = _roots[commId].accept()
+            else:
                 self._peer.connect(commId[:100])
-            except OSError:
-                raise NcclError(2) from None
+        except OSError:
+            raise NcclError(2) from None
 
     def send(self, sendbuf, count, datatype, peer, stream):
         self._post(True, sendbuf, count, datatype, peer, stream)
