@@ -1,0 +1,192 @@
+"""NCCL on host memory: communicators of two ranks, in one process or in two, over a Unix socket.
+
+As the real one it waits for good: in the constructor and in the first group, where the peer does not come, and on the
+stream, where it does not post. A send is done when it was received. What else can go wrong is for tests to say:
+`before_move` and `before_connect` are called in the way of things, and may wait for `aborted`; `silent`: that the peer
+is gone is not told, as over NVLink.
+"""
+
+import contextlib
+import ctypes
+import secrets
+import socket
+import struct
+import threading
+
+from cupy import cuda
+from cupy.cuda import runtime
+
+available = True
+NCCL_UINT8 = 1
+_NAMES = {
+    1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
+    2: "NCCL_ERROR_SYSTEM_ERROR",
+    3: "NCCL_ERROR_INTERNAL_ERROR",
+    4: "NCCL_ERROR_INVALID_ARGUMENT",
+    5: "NCCL_ERROR_INVALID_USAGE",
+    6: "NCCL_ERROR_REMOTE_ERROR",
+}
+_SIZE = struct.Struct("<q")
+_roots = {}  # sockets that rank 0 is to be found at, by unique id
+_group = threading.local()
+_streams = {}  # what each stream was given last to do, by handle
+
+communicators = []
+silent = False
+
+
+def before_connect(communicator):
+    pass
+
+
+def before_move(communicator, number):
+    """number: of the block, of all that this communicator moves."""
+
+
+class NcclError(RuntimeError):
+    def __init__(self, status):
+        self.status = status
+        super().__init__(f"{_NAMES[status]}: unhandled")
+
+
+def get_unique_id():
+    unique = f"\0raykv-nccl-{secrets.token_hex(8)}".encode().ljust(128, b".")
+    root = socket.socket(socket.AF_UNIX)
+    root.bind(unique[:100])
+    root.listen()
+    _roots[unique] = root
+    return unique
+
+
+def groupStart():
+    _group.depth = getattr(_group, "depth", 0) + 1
+    if _group.depth == 1:
+        _group.moves = []
+
+
+def groupEnd():
+    _group.depth -= 1
+    if _group.depth == 0:
+        for communicator in {move.communicator: None for move in _group.moves}:
+            communicator._launch([move for move in _group.moves if move.communicator is communicator])
+
+
+def end():
+    """Whoever waits for a peer to connect fails."""
+    for root in _roots.values():
+        root.shutdown(socket.SHUT_RDWR)
+    for communicator in communicators:
+        communicator._hang_up()
+
+
+class _Move:
+    def __init__(self, communicator, sends, address, size):
+        self.communicator, self.sends, self.address, self.size = communicator, sends, address, size
+
+
+class NcclCommunicator:
+    def __init__(self, ndev, commId, rank, config=None):
+        assert type(commId) is bytes and len(commId) == 128 and ndev == 2 and rank in (0, 1) and config is None
+        runtime.check()
+        self.rank, self.device, self.unique = rank, runtime.getDevice(), commId
+        self.aborted, self.error, self.moved, self._connected = threading.Event(), 0, 0, False
+        self._turn = threading.Lock()
+        self._peer = socket.socket(socket.AF_UNIX)
+        communicators.append(self)
+        before_connect(self)
+        try:
+            if rank == 0:
+                self._peer, _ = _roots[commId].accept()
+            else:
+                self._peer.connect(commId[:100])
+        except OSError:
+            raise NcclError(2) from None
+
+    def send(self, sendbuf, count, datatype, peer, stream):
+        self._post(True, sendbuf, count, datatype, peer, stream)
+
+    def recv(self, recvbuf, count, datatype, peer, stream):
+        self._post(False, recvbuf, count, datatype, peer, stream)
+
+    def check_async_error(self):
+        assert not self.aborted.is_set(), "of a communicator that is gone"
+        if self.error:
+            raise NcclError(self.error)
+
+    def abort(self):
+        assert not self.aborted.is_set(), "twice is a crash"
+        self.aborted.set()
+        self._hang_up()
+
+    def _post(self, sends, address, size, datatype, peer, stream):
+        assert datatype == NCCL_UINT8 and peer == 1 - self.rank and not self.aborted.is_set()
+        with runtime._mutex:
+            runtime.reach(self.device, address, size)
+        groupStart()
+        move = _Move(self, sends, address, size)
+        move.stream = stream
+        _group.moves.append(move)
+        groupEnd()
+
+    def _launch(self, moves):
+        if not self._connected:  # which needs both, and blocks
+            try:
+                self._peer.sendall(b"?")
+                self._receive(1)
+            except OSError:
+                raise NcclError(6) from None
+            self._connected = True
+        done = threading.Event()
+        (stream,) = {move.stream for move in moves}
+        _streams[stream] = done
+        runtime.enqueue(stream, done.wait)
+        threading.Thread(target=self._work, args=(moves, done), daemon=True).start()
+
+    def _work(self, moves, done):
+        with self._turn:
+            try:
+                for move in moves:
+                    before_move(self, self.moved)
+                    if self.aborted.is_set():
+                        break
+                    self._send(move) if move.sends else self._receive_into(move)
+                    self.moved += 1
+            except OSError:
+                self.error = 0 if silent else self.error or 6
+                self.aborted.wait()
+            done.set()
+
+    def _send(self, move):
+        self._peer.sendall(_SIZE.pack(move.size) + ctypes.string_at(move.address, move.size))
+        self._receive(1)
+
+    def _receive_into(self, move):
+        (size,) = _SIZE.unpack(self._receive(_SIZE.size))
+        if size != move.size:
+            self.error = 5
+            self._hang_up()
+            raise OSError("sizes differ")
+        data = self._receive(size)
+        if not self.aborted.is_set():
+            ctypes.memmove(move.address, data, size)
+        self._peer.sendall(b".")
+
+    def _receive(self, count):
+        data = b""
+        while len(data) < count:
+            more = self._peer.recv(count - len(data))
+            if not more:
+                raise OSError("the peer is gone")
+            data += more
+        return data
+
+    def _hang_up(self):
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._peer.shutdown(socket.SHUT_RDWR)
+
+
+def _done(stream):
+    return stream.ptr not in _streams or _streams[stream.ptr].is_set()
+
+
+cuda.Stream.done = property(_done)
