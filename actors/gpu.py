@@ -47,7 +47,7 @@ def _open(
         raise CapacityError(f"{gpu.uuid}: gpu_memory={gpu_memory} are {size} bytes: the smallest tier has {slab}")
     arena = DeviceArena.open_new(pool, fingerprint, gpu, slab, size // slab)
     report = arena.slabs, arena.slabs, b""
-    lanes = open_lanes(arena, transport, ray.util.get_node_ip_address())
+    lanes = open_lanes(arena, transport, ray.util.get_node_ip_address(), gpu)
     return Home(f"{node_id}/{gpu.uuid}", arena, lanes, lambda: report, lambda *_: None)
 
 

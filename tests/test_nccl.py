@@ -24,10 +24,10 @@ from raykv import device as devices
 from raykv.arena import Arena
 from raykv.transports import nccl as transport
 from raykv.transports import pair
-from raykv.transports.lanes import Lanes, Peer
+from raykv.transports.lanes import Lanes
 from raykv.transports.nccl import Nccl
 from raykv.transports.pair import READER, SENDER
-from raykv.transports.transport import Transport
+from raykv.transports.transport import Peer, Transport
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 ON_HOST = str(Path(__file__).parent / "cupy_on_host")
@@ -45,8 +45,12 @@ class Actor:
 
     def __init__(self, serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> None:
         threads = ThreadPoolExecutor(8)
-        self.serve = SimpleNamespace(remote=lambda name, *args: threads.submit(serve, *args))
-        self.offers = SimpleNamespace(remote=lambda: threads.submit(offers))
+        self.serve = SimpleNamespace(remote=lambda node, name, *args: threads.submit(serve, *args))
+        self.offers = SimpleNamespace(remote=lambda node: threads.submit(offers))
+
+
+def peer(serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> Peer:
+    return Peer("a node", Actor(serve, offers))
 
 
 def get(answer: "Future[Any]", timeout: float) -> Any:
@@ -79,7 +83,7 @@ class Node:
     def start(self) -> None:
         """As a process that takes up what the one before it left."""
         self.nccl = Nccl(self.arena, self.gpu)
-        self.actor = Actor(self.nccl.serve, lambda: {"nccl": self.nccl.offer()})
+        self.peer = peer(self.nccl.serve, lambda: {"nccl": self.nccl.offer()})
 
     def put(self, slots: Sequence[int] = FROM) -> "Node":
         for slot, gen in zip(slots, GENS, strict=False):
@@ -95,7 +99,7 @@ class Node:
         return verdicts[::step].tolist()  # type: ignore[no-any-return]
 
     def pull_from(self, other: "Node", slots: Sequence[int] = TO, seconds: float = PATIENCE_S) -> list[int]:
-        return self.pull(other.actor, other.nccl.offer(), slots, seconds)
+        return self.pull(other.peer, other.nccl.offer(), slots, seconds)
 
     def holds(self, slots: Sequence[int] = TO) -> list[bool]:
         return [w.get(self.arena, slot, gen) for slot, gen in zip(slots, GENS, strict=False)]
@@ -253,7 +257,7 @@ def test_blocks_that_are_not_there(sender: Node, reader: Node) -> None:
     source["slab"] = 7
     end = time.monotonic() + PATIENCE_S
     offer = sender.nccl.offer()
-    verdicts = reader.nccl.pull(sender.actor, offer, source, keys(), reader.arena, places(ELSEWHERE), end)
+    verdicts = reader.nccl.pull(sender.peer, offer, source, keys(), reader.arena, places(ELSEWHERE), end)
     assert verdicts.tolist() == [ALTERED] * 6
     assert reader.pull_from(sender, ELSEWHERE)[0] == PULLED
 
@@ -347,7 +351,7 @@ def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: No
             return np.where(arena.write(target, names, blocks()), PULLED, FAILED).astype(np.uint8)
 
     nccl.before_move = stalls(SENDER, 4)
-    way, peer = Lanes([reader.nccl, Other()]), Peer("a node", sender.actor)
+    way, peer = Lanes([reader.nccl, Other()]), sender.peer
     assert way.pull(peer, places(FROM), keys(), reader.arena, places(TO)).tolist() == [PULLED] * 6
     assert way.stats()["a node"] | {"gbps": 0} == {"transport": "other", "gbps": 0, "failed": {"nccl": 1}}
     nccl.before_move = stalls(SENDER, -1)
@@ -369,18 +373,18 @@ def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str) -
         return answer
 
     with pytest.raises(ConnectionError, match="does not answer"):
-        reader.pull(Actor(serve), sender.nccl.offer(), seconds=1.0)
+        reader.pull(peer(serve), sender.nccl.offer(), seconds=1.0)
     assert reader.arena.write(places(TO), keys(), blocks()).all()
     go.set()
     assert late.wait(PATIENCE_S)
-    assert reader.pull(sender.actor, sender.nccl.offer(), ELSEWHERE, step=-1) == [PULLED] * 6
+    assert reader.pull(sender.peer, sender.nccl.offer(), ELSEWHERE, step=-1) == [PULLED] * 6
     assert all(reader.holds(ELSEWHERE))
 
 
 def test_a_peer_that_never_connects(nccl: Any, sender: Node, reader: Node) -> None:
     begin = time.monotonic()
     with pytest.raises(ConnectionError, match="not connected"):
-        reader.pull(Actor(lambda *_: b""), sender.nccl.offer(), seconds=4.0)
+        reader.pull(peer(lambda *_: b""), sender.nccl.offer(), seconds=4.0)
     assert time.monotonic() - begin < 3.5
     assert reader.arena.write(places(TO), keys(), blocks()).all(), "the slots were not even locked"
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6, "with another id: the first still hangs"
@@ -430,7 +434,7 @@ def test_a_peer_that_restarted(nccl: Any, sender: Node, reader: Node) -> None:
     assert nccl.communicators[0].aborted.wait(PATIENCE_S)
     before.close()
     with pytest.raises(RayError, match="ask for its offer again"):
-        reader.pull(sender.actor, before.offer())
+        reader.pull(sender.peer, before.offer())
     reader.start()  # and a reader: whoever sends to it makes do without the old pair
     assert reader.pull_from(sender, [11, 12, 13, 14, 15, 16]) == [PULLED] * 6
     assert all(each.aborted.wait(PATIENCE_S) for each in nccl.communicators[2:4])
@@ -519,7 +523,7 @@ class Child:
         self.process.start()
         theirs.close()
         self.offer, self._path = self._pipe.recv()
-        self.actor = Actor(self._serve)
+        self.peer = peer(self._serve)
 
     def _run(self, pipe: Any) -> None:
         self._pipe.close()
@@ -570,11 +574,11 @@ def test_a_process_that_is_killed_in_the_middle(
     nccl.before_move, nccl.silent = before_move, silent
     begin = time.monotonic()
     with pytest.raises(ConnectionError):
-        reader.pull(first.actor, first.offer, seconds=4.0 if silent else 1000.0)
+        reader.pull(first.peer, first.offer, seconds=4.0 if silent else 1000.0)
     assert not silent or time.monotonic() - begin < 3.5
     assert reader.arena.write(places(TO), keys(), blocks()).all()
     nccl.before_move = stalls(READER, -1)
     with pytest.raises(RayActorError):
-        reader.pull(first.actor, first.offer, ELSEWHERE)
-    assert reader.pull(second.actor, second.offer, ELSEWHERE) == [PULLED] * 6
+        reader.pull(first.peer, first.offer, ELSEWHERE)
+    assert reader.pull(second.peer, second.offer, ELSEWHERE) == [PULLED] * 6
     assert all(reader.holds(ELSEWHERE))

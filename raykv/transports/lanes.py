@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.arena import Arena
+from raykv.device import Device
 from raykv.memory import host_of
+from raykv.transports import pair
+from raykv.transports.nccl import Nccl
 from raykv.transports.nixl import Nixl, has_rdma, why_not
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
@@ -135,17 +138,22 @@ class Lanes:
         return [*usable, (last, None)]
 
 
-def open_lanes(arena: Arena, chosen: str, host: str) -> Lanes:
-    """The transports of a pool whose PoolConfig says `chosen`, as far as this node has them."""
+def open_lanes(arena: Arena, chosen: str, host: str, gpu: Device | None = None) -> Lanes:
+    """The transports of a pool whose PoolConfig says `chosen`, as far as this node has them.
+
+    gpu: whose memory the arena's is.
+    """
     # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, the others do not.
     if chosen == "object_store" or os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false"):
         return Lanes([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
-    if (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
-        try:
+    try:
+        if gpu:
+            transports[:0] = [Nccl(arena, gpu)] if chosen == "auto" and not pair.why_not() else []
+        elif (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
             transports.insert(0, Nixl(arena))
-        except Exception as error:  # whatever UCX finds wrong with this machine
-            log.warning("%s: no NIXL: %r", arena.path, error)
+    except Exception as error:  # whatever NCCL or UCX find wrong with this machine
+        log.warning("%s goes by TCP: %r", arena.path, error)
     return Lanes(transports)
 
 

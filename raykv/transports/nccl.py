@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError
 
@@ -24,7 +23,7 @@ from raykv.arena import Arena
 from raykv.place import KEY_BYTES, PLACE
 from raykv.transports.pair import READER, SENDER, Pair, new_unique, why_not
 from raykv.transports.tcp import CLAIM
-from raykv.transports.transport import Transport
+from raykv.transports.transport import Peer, Transport, ask
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED, data_deadline
 
 Offer = tuple[str, str]  # what it is called, for good; a token, which is new with every process
@@ -110,7 +109,7 @@ class Nccl(Transport):
 
     def pull(
         self,
-        peer: Any,
+        peer: Peer,
         offer: Offer,
         source: NDArray[np.void],
         keys: NDArray[np.uint8],
@@ -134,7 +133,7 @@ class Nccl(Transport):
             pair.drop()
             raise
 
-    def _pair_with(self, peer: Any, offer: Offer, stop: float) -> Pair:
+    def _pair_with(self, peer: Peer, offer: Offer, stop: float) -> Pair:
         """Made if there is none. One that takes longer goes on: it serves the next pull, or is given up by that."""
         name, token = offer
         before, pair = self._reading.get(name, ("", None))
@@ -176,10 +175,10 @@ class Arrival(NamedTuple):
         return np.where(written, PULLED, np.where(same, FAILED, ALTERED)).astype(np.uint8)
 
 
-def _ask(peer: Any, stop: float, *args: Any) -> bytes:
+def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
     """What the peer serves. ConnectionError, not TimeoutError, past `stop`: there is time left for another way."""
     try:
-        answer: bytes = ray.get(peer.serve.remote(Nccl.name, *args), timeout=max(0.001, stop - time.monotonic()))
+        answer: bytes = ask(peer, stop, Nccl.name, *args)
     except GetTimeoutError as error:
         raise ConnectionError("NCCL: the peer's actor does not answer") from error
     return answer
