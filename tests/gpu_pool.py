@@ -30,6 +30,7 @@ from raykv.testbed import local_cluster
 
 MIB = 1 << 20
 CPU, GPU = 64 * MIB, 24 * MIB
+FAR = "nccl" if "cupy_on_host" in cuda.cupy().__file__ else "tcp"  # NCCL has no two ranks on one real GPU
 Keys = NDArray[np.uint8]
 
 
@@ -94,6 +95,8 @@ def first_to_the_gpu(world: World) -> None:
     assert nodes[home]["ready"] == 20 and nodes[world.pool.node_id]["ready"] == 0
     assert whole(do(world.engine.read.remote(keys)), keys) and world.counts()["gpu_hits"] == 20
     assert whole(do(world.far.read.remote(keys)), keys), "on the GPU of another node"
+    (lane,) = world.pool.stats()["transports"]
+    assert lane["from"] == home and lane["transport"] == FAR, lane
     with world.cache.match(keys) as match:  # in memory: a copy down, which is the primary from then on
         out = np.zeros((20, BLOCK), np.uint8)
         assert match.read(out, verify=True) == 20 and (out == payload(keys, BLOCK)).all()
