@@ -8,6 +8,7 @@ is gone is not told, as over NVLink.
 
 import contextlib
 import ctypes
+import queue
 import secrets
 import socket
 import struct
@@ -91,6 +92,7 @@ class NcclCommunicator:
         self.rank, self.device, self.unique = rank, runtime.getDevice(), commId
         self.aborted, self.error, self.moved, self._connected = threading.Event(), 0, 0, False
         self._turn = threading.Lock()
+        self._launched = queue.SimpleQueue()  # done in order, as on a stream
         self._peer = socket.socket(socket.AF_UNIX)
         communicators.append(self)
         before_connect(self)
@@ -140,10 +142,12 @@ class NcclCommunicator:
         (stream,) = {move.stream for move in moves}
         _streams[stream] = done
         runtime.enqueue(stream, done.wait)
-        threading.Thread(target=self._work, args=(moves, done), daemon=True).start()
+        self._launched.put((moves, done))
+        threading.Thread(target=self._work, daemon=True).start()
 
-    def _work(self, moves, done):
+    def _work(self):
         with self._turn:
+            moves, done = self._launched.get()
             try:
                 for move in moves:
                     before_move(self, self.moved)
