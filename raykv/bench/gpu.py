@@ -4,23 +4,28 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import cuda, device, tiles
+from raykv import cuda, device, moves, tiles
 from raykv.arena import SHM, Arena
 from raykv.config import MIB
 from raykv.device_arena import DeviceArena, across
 from raykv.place import COUNTER_BITS, KEY_BYTES, PLACE
 from raykv.rows import Rows, rows_of
+from raykv.transports import pair
 from raykv.transports.verdicts import PULLED
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a copy
 SLAB, SLABS = 64 * MIB, 4
 WARM, PAIRS = 3, 12
+CONNECT_S = 60.0
+SENT = 7
 FIRST = 1 << COUNTER_BITS | 1
 Places = NDArray[np.void]
 
@@ -40,6 +45,8 @@ def run() -> dict[str, Any]:
         figures = _in_process(gpu.uuid, fast, memory)
         with get_context("spawn").Pool(1) as other:
             figures |= other.apply(_over_ipc, (fast.path, fast.nonce, gpu.uuid, fast.handle))
+        if not pair.why_not():
+            figures |= _nccl_to_self(gpu.uuid, fast) | _nccl_between_two(gpu.uuid, fast)
         return {"gpu": gpu.uuid, **figures, "pairs": float(PAIRS)}
     finally:
         fast.close(unlink=True)
@@ -78,6 +85,59 @@ def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, flo
         arena.close()
 
 
+def _nccl_to_self(gpu: str, fast: DeviceArena) -> dict[str, float]:
+    """One rank, which sends what it receives."""
+    from cupy.cuda import nccl
+
+    turns, stream = _Turns(), cuda.cupy().cuda.Stream(non_blocking=True)
+    one = nccl.NcclCommunicator(1, pair.new_unique(), 0)
+    of, to = fast.addresses(turns.places()), fast.addresses(turns.places(into=1))
+
+    def move() -> None:
+        nccl.groupStart()
+        for source, target in zip(of.tolist(), to.tolist(), strict=True):
+            one.send(source, BLOCK_BYTES, nccl.NCCL_UINT8, 0, stream.ptr)
+            one.recv(target, BLOCK_BYTES, nccl.NCCL_UINT8, 0, stream.ptr)
+        nccl.groupEnd()
+        stream.synchronize()
+
+    return _pairs("nccl_self", move, lambda: _hand(gpu, _table(to, of)))
+
+
+def _nccl_between_two(gpu: str, fast: DeviceArena) -> dict[str, float]:
+    """Two processes on one GPU, which NCCL takes for two hosts: over its sockets, so right is what this can be."""
+    os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    turns, unique, context = _Turns(), pair.new_unique(), get_context("spawn")
+    pipe, theirs = context.Pipe()
+    sender = context.Process(target=_send, args=(theirs, unique), daemon=True)
+    sender.start()
+    try:
+        reader, to = pair.Pair(0, unique, pair.READER), fast.addresses(turns.places(into=1))
+        reader.ready.result(CONNECT_S)
+
+        def move() -> None:
+            pipe.send("send")
+            reader.do(partial(reader.move, to, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
+
+        figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.places()))))
+        move()  # after the last copy by hand
+        got = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+        moves.copy(gpu, tiles.copies(rows_of([got]), to, out=True), pinned=False, to_gpu=False, after=None)
+        assert (got == SENT).all(), "bytes are not what was sent"
+        return {"nccl_two_gbps": figures["nccl_two_gbps"]}
+    finally:
+        sender.kill()
+        sender.join()
+
+
+def _send(pipe: Connection, unique: bytes) -> None:
+    os.environ["NCCL_HOSTID"] = "sender"
+    pages = cuda.cupy().asarray(np.full((BLOCKS, BLOCK_BYTES), SENT, np.uint8))
+    of, sender = rows_of([pages]).addresses[:, 0], pair.Pair(0, unique, pair.SENDER)
+    while pipe.recv():
+        sender.do(partial(sender.move, of, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
+
+
 def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turns") -> dict[str, float]:
     at = turns.places()
     slots, keys = arena.addresses(at), turns.keys
@@ -102,12 +162,13 @@ class _Turns:
     def __init__(self, first: int = 0) -> None:
         self._gen = FIRST + first
         self.keys = np.arange(BLOCKS * KEY_BYTES, dtype=np.int64).astype(np.uint8).reshape(BLOCKS, KEY_BYTES)
-        self._order = np.random.default_rng(0).permutation(SLAB * SLABS // BLOCK_BYTES)[:BLOCKS]
+        self._order = np.random.default_rng(0).permutation(2 * BLOCKS).reshape(2, BLOCKS)
 
-    def places(self) -> Places:
+    def places(self, into: int = 0) -> Places:
+        """into: 1 for the slots that those of 0 leave free."""
         self._gen += 1 << 10
         at = np.zeros(BLOCKS, PLACE)
-        at["slab"], at["slot"] = np.divmod(self._order, SLAB // BLOCK_BYTES)
+        at["slab"], at["slot"] = np.divmod(self._order[into], SLAB // BLOCK_BYTES)
         at["bytes"], at["slab_gen"], at["gen"] = BLOCK_BYTES, FIRST, self._gen
         return at
 
@@ -138,9 +199,9 @@ _streams: dict[str, Any] = {}
 def _pairs(name: str, ours: Callable[[], None], by_hand: Callable[[], None]) -> dict[str, float]:
     seconds: list[tuple[float, float]] = []
     for turn in range(WARM + PAIRS):
-        pair = _timed(ours), _timed(by_hand)
+        both = _timed(ours), _timed(by_hand)
         if turn >= WARM:
-            seconds.append(pair)
+            seconds.append(both)
     mine, floor = (statistics.median(column) for column in zip(*seconds, strict=True))
     return {
         f"{name}_gbps": BLOCKS * BLOCK_BYTES / mine / 1e9,

@@ -87,15 +87,17 @@ class _Move:
 
 class NcclCommunicator:
     def __init__(self, ndev, commId, rank, config=None):
-        assert type(commId) is bytes and len(commId) == 128 and ndev == 2 and rank in (0, 1) and config is None
+        assert type(commId) is bytes and len(commId) == 128 and ndev in (1, 2) and rank in range(ndev)
         runtime.check()
         self.rank, self.device, self.unique = rank, runtime.getDevice(), commId
         self.aborted, self.error, self.moved, self._connected = threading.Event(), 0, 0, False
         self._turn = threading.Lock()
         self._launched = queue.SimpleQueue()  # done in order, as on a stream
-        self._peer = socket.socket(socket.AF_UNIX)
+        self._peer, self._partner = socket.socket(socket.AF_UNIX), ndev - 1 - rank
         communicators.append(self)
         before_connect(self)
+        if ndev == 1:
+            return
         try:
             if rank == 0:
                 self._peer, _ = _roots[commId].accept()
@@ -121,7 +123,7 @@ class NcclCommunicator:
         self._hang_up()
 
     def _post(self, sends, address, size, datatype, peer, stream):
-        assert datatype == NCCL_UINT8 and peer == 1 - self.rank and not self.aborted.is_set()
+        assert datatype == NCCL_UINT8 and peer == self._partner and not self.aborted.is_set()
         with runtime._mutex:
             runtime.reach(self.device, address, size)
         groupStart()
@@ -131,6 +133,11 @@ class NcclCommunicator:
         groupEnd()
 
     def _launch(self, moves):
+        if self._partner == self.rank:
+            sends, receives = ([move for move in moves if move.sends is kind] for kind in (True, False))
+            for of, to in zip(sends, receives, strict=True):
+                runtime.memcpyAsync(to.address, of.address, of.size, runtime.memcpyDefault, of.stream)
+            return
         if not self._connected:  # which needs both, and blocks
             try:
                 self._peer.sendall(b"?")
