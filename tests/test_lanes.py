@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pools import WITH_NIXL
 from ray.exceptions import RayActorError
 
+import raykv.afford
 import raykv.transports.lanes
 import raykv.transports.nixl
 from raykv.arena import Arena
@@ -234,3 +235,11 @@ def test_without_nixl(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = open_lanes(arena, "nixl", "127.0.0.1")
     assert list(lanes.offers()) == ["tcp"]
     lanes.close()
+
+
+def test_nixl_that_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node says so before anything is started."""
+    monkeypatch.setattr(raykv.transports.nixl, "why_not", lambda: "NIXL is not installed here")
+    asked = ["nixl", "auto"]
+    refusals = [raykv.afford._ask("p", 8 * MIB, chosen, None, b"", None)["refusals"] for chosen in asked]
+    assert refusals == [["", "transport='nixl': NIXL is not installed here"], ["", ""]]
