@@ -156,13 +156,13 @@ class Directory:
         For whoever chooses a reader: nothing is touched, leased or counted.
         """
         hosts = np.zeros(len(self._shelves.c.grid), np.int64)
-        names = list({node.host: None for node in self.nodes.values()})
+        numbers: dict[str, int] = {}
         for node in self.nodes.values():
             if node.slabs:
-                hosts[node.index & NODE_MASK] = names.index(node.host)
-        counts, last = np.zeros((2, len(names)), np.int64)
+                hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
+        counts, last = np.zeros((2, len(numbers)), np.int64)
         holds.whereabouts(self._shelves.c, self._find(keys)[1], hosts, counts, last)
-        return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
+        return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
 
     # ------------------------------------------------------------------ writers
 
@@ -414,7 +414,7 @@ class Directory:
         self._memory.offer(node, offered)
         self._set_state(node, "alive")
         for other in self.nodes.values():
-            if other.leaving or other.on_gpu:
+            if other.leaving or (other.on_gpu and other.host == name):
                 self._hand_over(other)  # before anybody may evict what looks like a replica here
         if joined and not node.leaving:
             self._memory.make_windows(node)

@@ -393,7 +393,8 @@ class Oracle(Cooling):
                 if not self.has_lasting(row):
                     self.succeed(row)
                     came[row.slab.shelf] += 1
-        self.restore_windows(came)
+        if call.landed:  # else windows are seen to when what is held was let go
+            self.restore_windows(came)
         if came:
             self.settle_pins()
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
@@ -533,7 +534,7 @@ class Oracle(Cooling):
         self.offer(node, offered)
         self.set_state(node, "alive")
         for other in self.nodes.values():
-            if other.leaving or other.on_gpu:
+            if other.leaving or (other.on_gpu and other.host == name):
                 self.hand_over(other)
         if joined and not node.leaving:
             self.make_windows(node)

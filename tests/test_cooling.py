@@ -4,8 +4,10 @@ import pytest
 from directory_checks import chain_of, check_invariants
 from directory_pool import KEYS, PAGE, Pool, primary
 from oracle_slots import PLACE, split, unpack
+from test_below import beat, tell
 
-from raykv import cooling
+from raykv import below, cooling
+from raykv.calls import Cooled
 
 GPU = "a/0"
 LAST_FIRST = KEYS[6::-1]  # a batch of 7 is let go last to first: these are the oldest first
@@ -148,6 +150,34 @@ def test_a_block_that_went_down_knows_how_often_it_was_asked_for() -> None:
     pool.cool(GPU, pool.cool(GPU))
     rows = pool.directory._shelves.c.rows
     assert [int(rows[row]["uses"]) for row in chain_of(pool.directory, KEYS[6])] == [2, 2]
+
+
+def test_a_block_that_sinks_into_memory_is_not_taken_to_lie_in_the_tier_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(below, "slab_bytes", lambda _: 8 * PAGE)
+    pool = Pool(nodes=("a", GPU), share=1.0)
+    beat(pool)
+    tell(pool, [])
+    sinking_alone(pool, GPU)
+    pool.store("a", KEYS[5:7])  # again, while it is copied
+    assert {*split(pool.sink("a").keys)} == {*KEYS[5:7]}
+
+
+def test_a_block_goes_down_once_though_it_is_stored_again_on_another_gpu() -> None:
+    pool = pool_of("a", GPU, "a/1")
+    got = sinking_alone(pool, GPU)
+    pool.store("a/1", [*KEYS[20:25], *KEYS[5:7]])
+    assert split(pool.cool("a/1").keys) == KEYS[24:22:-1]
+    pool.cool(GPU, got)
+    assert [primary(pool, key) for key in KEYS[5:7]] == ["a", "a"] and pool.count("replica", "a/1") == 2
+
+
+def sinking_alone(pool: Pool, gpu: str) -> Cooled:
+    """Two blocks go down from a GPU, where they are gone before they came down."""
+    pool.store(gpu, KEYS[:7])
+    got = pool.cool(gpu)
+    pool.beat(gpu, bad=got.source)
+    assert not any(pool.has(KEYS[5:7])) and pool.count("sinking") == 2
+    return got
 
 
 # ---------------------------------------------------------------------- what became of it
