@@ -30,7 +30,7 @@ class Home:
         report: Callable[[], Report],
         told: Callable[[Report, int, bytes], None],
     ) -> None:
-        """name: see `raykv.memory.host_of`. report: of its slabs, of which `told` is what a directory said of it."""
+        """name: see `raykv.place.host_of`. report: of its slabs, of which `told` is what a directory said of it."""
         self.name, self.arena, self.lanes = name, arena, lanes
         self.index = -1
         self.joined = threading.Event()

@@ -22,7 +22,7 @@ from raykv.errors import CapacityError, PoolNotFound
 from raykv.external import CONTENT_BYTES
 from raykv.link import Link
 from raykv.local import Local
-from raykv.memory import host_of
+from raykv.place import host_of
 from raykv.tiers import parse
 from raykv.tiers.registry import registered
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from raykv.calls import Cooled
 from raykv.compile import kernel
-from raykv.config import MIB
+from raykv.config import KEYS_PER_CALL, MIB
 from raykv.holds import has_primary
 from raykv.index import (
     DROPPED,
@@ -31,7 +31,7 @@ from raykv.placement import evict, oldest, room, take
 from raykv.shelves import Places, Rows, Shelves
 
 SHARE = 0.25  # of a GPU's slots that can be had for nothing
-BYTES_PER_CALL = 64 * MIB
+BYTES_PER_CALL = 64 * MIB  # of each size; one block at least
 
 
 @kernel
@@ -57,6 +57,7 @@ def cool(c, shelf, below, want, source, target):  # type: ignore[no-untyped-def]
             else:
                 break
             grant(c, place, c.rows[row].k0, c.rows[row].k1, SINKING)
+            c.rows[place].uses = c.rows[row].uses
             source[n] = row
             target[n] = place
             n += 1
@@ -75,28 +76,30 @@ def _sinks(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def cooled(c, rows, gens, stored):  # type: ignore[no-untyped-def]
+def cooled(c, rows, stored):  # type: ignore[no-untyped-def]
     """SINKING rows that were stored are primaries from now on, and those of a GPU replicas, the first to go.
 
-    The others are for a sweep: somebody may still write there. Idempotent. Returns how many were stored.
+    The others are for a sweep: somebody may still write there. Returns how many were stored.
     """
     count = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
-        if row < 0 or c.rows[row].gen != gens[i]:
+        if row < 0:
             continue
-        state = c.rows[row].state
-        if state == DROPPED and c.rows[row].pins == 1:
+        if c.rows[row].state == DROPPED:
             suspend(c, row)
-        elif state == SINKING and not stored[i]:
+        elif not stored[i]:
             delete(c, row)
             suspend(c, row)
-        elif state == SINKING:
+        else:
             c.rows[row].state = REPLICA if has_primary(c, row) else READY
             c.rows[row].pins = 0
             touch(c, row)
-            _step_back(c, row)
             count += 1
+    for i in range(len(rows)):  # the youngest first, so that the oldest is before it in turn
+        row = np.int64(rows[len(rows) - 1 - i])
+        if row >= 0 and c.rows[row].state == READY:
+            _step_back(c, row)
     return count
 
 
@@ -104,7 +107,7 @@ def cooled(c, rows, gens, stored):  # type: ignore[no-untyped-def]
 def _step_back(c, row):  # type: ignore[no-untyped-def]
     """Make the other primaries of a new one's key replicas, older than all others where they are."""
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
-    while other >= 0 and c.rows[row].state == READY:
+    while other >= 0:
         if other != row and c.rows[other].state == READY:
             if listed(c, other):
                 unlink(c, list_of(c, other, READY), other)
@@ -119,30 +122,38 @@ class Cooling:
 
     def __init__(self, shelves: Shelves, memory: Memory) -> None:
         self._shelves, self._memory = shelves, memory
-        self._under_way: dict[str, tuple[Rows, Rows]] = {}  # by the GPU's name: rows in memory, and their generations
+        self._under_way: dict[str, Rows] = {}  # in memory, by the GPU's name; -1 where the slab was closed
 
     def next(self, node: Node, host: Node) -> Cooled:
         """What of a GPU's blocks goes down next."""
         source, target, keys = [], [np.zeros(0, np.int64)], []
         slots = self._memory.slots(node)
         for stride, shelf in node.shelves.items():
-            want = min(BYTES_PER_CALL // stride, int(lacks(self._shelves.c, shelf, slots[stride], SHARE)))
-            if node.spare or not want:
+            lacking = int(lacks(self._shelves.c, shelf, slots[stride], SHARE))
+            want = min(lacking, max(1, BYTES_PER_CALL // stride), KEYS_PER_CALL)
+            if node.spare or want == 0 or (below := self._memory.shelf(host, stride)) < 0:
                 continue
-            below = self._memory.shelf(host, stride)
-            self._memory.provision(host, below, stride, want)
+            self._memory.make_room(host, below, stride, want)
             c, rows, places = self._shelves.c, np.empty(want, np.int64), np.empty(want, np.int64)
             n = cool(c, shelf, below, want, rows, places)
             source.append(self._shelves.describe(rows[:n], stride)[1].tobytes())
             keys.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
             target.append(places[:n])
         rows = np.concatenate(target)
-        self._under_way[node.name] = rows, self._shelves.c.rows["gen"][rows]
+        self._under_way[node.name] = rows
         return Cooled(b"".join(source), b"".join(keys), self._shelves.describe(rows, 0)[1].tobytes())
 
-    def settle(self, node: Node, places: Places, stored: NDArray[np.uint8]) -> int:
-        """What became of the last answer; those of which nothing is said did not go down. Returns how many did."""
-        count = int(cooled(self._shelves.c, *self._shelves.rows_of(places), stored))
-        rows, gens = self._under_way.pop(node.name, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
-        cooled(self._shelves.c, rows, gens, np.zeros(len(rows), np.uint8))
-        return count
+    def settle(self, name: str, places: Places, stored: NDArray[np.uint8]) -> int:
+        """What became of the last answer; those of which nothing is said did not go down. Returns how many did.
+
+        Nothing else that is said counts: rows of an earlier answer are for a sweep by now, or another's.
+        """
+        c, (there, gens) = self._shelves.c, self._shelves.rows_of(places[stored > 0])
+        done = there[c.rows["gen"][there] == gens]
+        rows = self._under_way.pop(name, np.zeros(0, np.int64))
+        return int(cooled(c, rows, np.isin(rows, done)))
+
+    def disown(self) -> None:
+        """Rows of slabs that were closed are on their way no more."""
+        for rows in self._under_way.values():
+            self._shelves.disown(rows, rows)

@@ -40,10 +40,10 @@ def short(c, shelf, slots, share):  # type: ignore[no-untyped-def]
 
 @kernel
 def lies_below(c, row):  # type: ignore[no-untyped-def]
-    """Whether a row's key is in a tier below, or on its way there."""
+    """Whether a row's key is in a tier below, or on its way there: into memory a GPU's blocks sink, too."""
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
-        if c.rows[other].state == EXTERNAL or c.rows[other].state == SINKING:
+        if c.rows[other].state == EXTERNAL or (c.rows[other].state == SINKING and node_of(c, other) & 1):
             return True
         other = np.int64(c.rows[other].same)
     return False

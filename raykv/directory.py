@@ -13,9 +13,9 @@ from raykv.calls import Call, Cooled, Matched, Reserved, Sunk
 from raykv.config import CLIENT_TTL_S, SUSPECT_AFTER_S
 from raykv.cooling import Cooling
 from raykv.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
-from raykv.memory import Memory, Node, host_of, staging_window
+from raykv.memory import Memory, Node, staging_window
 from raykv.pins import Pins
-from raykv.place import KEY_BYTES, PLACE, slot_bytes
+from raykv.place import KEY_BYTES, PLACE, host_of, slot_bytes
 from raykv.shelves import Places, Rows, Shelves
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
@@ -155,13 +155,14 @@ class Directory:
 
         For whoever chooses a reader: nothing is touched, leased or counted.
         """
-        counts = np.zeros(len(self._shelves.c.grid), np.int64)
-        holds.whereabouts(self._shelves.c, self._find(keys)[1], counts)
-        found: dict[str, int] = {}
+        hosts = np.zeros(len(self._shelves.c.grid), np.int64)
+        numbers: dict[str, int] = {}
         for node in self.nodes.values():
-            if count := int(counts[node.index & NODE_MASK]) if node.slabs else 0:
-                found[node.host] = max(count, found.get(node.host, 0))
-        return found
+            if node.slabs:
+                hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
+        counts, last = np.zeros((2, len(numbers)), np.int64)
+        holds.whereabouts(self._shelves.c, self._find(keys)[1], hosts, counts, last)
+        return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
 
     # ------------------------------------------------------------------ writers
 
@@ -204,7 +205,8 @@ class Directory:
     def _others(self, writer: Node, stride: int) -> Rows:
         """Where else a writer's blocks may go; of a GPU's, into its own node's memory first."""
         shelf, host = writer.shelves[stride], self.nodes.get(writer.host, writer).shelves.get(stride, -1)
-        return np.array(sorted(set(self._shelves.sizes[stride]) - {shelf}, key=lambda other: other != host), np.int64)
+        others = [other for other in self._shelves.sizes[stride] if other != shelf]
+        return np.array(sorted(others, key=lambda other: other != host), np.int64)
 
     def commit(
         self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes, now: float
@@ -300,7 +302,7 @@ class Directory:
             came = np.zeros(len(self._shelves.c.shelves), np.int64)
             holds.landed(self._shelves.c, *self._shelves.rows_of(at), came)
             self._memory.restore_windows(came)
-            if self._leaving:  # a primary there is one no more
+            if came.any():  # those that they took over from are primaries no more
                 self.pins.settle()
         if client.holds:
             held = set(np.frombuffer(call.held, np.uint64).tolist())
@@ -412,7 +414,7 @@ class Directory:
         self._memory.offer(node, offered)
         self._set_state(node, "alive")
         for other in self.nodes.values():
-            if other.leaving:
+            if other.leaving or (other.on_gpu and other.host == name):
                 self._hand_over(other)  # before anybody may evict what looks like a replica here
         if joined and not node.leaving:
             self._memory.make_windows(node)
@@ -482,8 +484,8 @@ class Directory:
         return sum(self._remove_node(node.name) for node in self._of_host(name))
 
     def _of_host(self, name: str) -> list[Node]:
-        """A node's memory, and that of its GPUs."""
-        return [node for node in self.nodes.values() if node.host == name]
+        """A node's memory, and that of its GPUs; or that of one GPU."""
+        return [node for node in self.nodes.values() if name in (node.name, node.host)]
 
     def _remove_node(self, name: str) -> int:
         node = self.nodes.pop(name, None)
@@ -497,6 +499,7 @@ class Directory:
             self._shelves.remove(shelf, stride)
             self._memory.lacking.pop(shelf, None)
         self._below.leave(name)
+        self._cooling.settle(name, np.zeros(0, PLACE), np.zeros(0, np.uint8))
         self._disown()  # the node may come back with the same generations in the same rows
         return slots
 
@@ -506,6 +509,7 @@ class Directory:
             for hold in client.holds.values():
                 self._shelves.disown(hold.source, hold.gens)
                 self._shelves.disown(hold.staged, hold.staged_gens)
+        self._cooling.disown()
         self.pins.settle()
 
     def leave(self, name: str, now: float) -> None:
@@ -621,7 +625,7 @@ class Directory:
         node, host = self.nodes.get(name), self.nodes.get(host_of(name))
         if node is None or host is None or node is host or len(at) != len(done):
             return Cooled(b"", b"", b"")
-        self.counters["cooled"] += self._cooling.settle(node, at, done)
+        self.counters["cooled"] += self._cooling.settle(name, at, done)
         self.pins.settle()
         if node.offered_to != index.TO_OWN or host.offered_to != index.TO_ALL:
             return Cooled(b"", b"", b"")

@@ -90,14 +90,20 @@ def staging_need(c, firsts, node, shelf):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def whereabouts(c, firsts, counts):  # type: ignore[no-untyped-def]
-    """counts[node & NODE_MASK]: how many blocks of the longest ready prefix each node has. Nothing is touched."""
-    for first in firsts:
-        row = np.int64(first)
+def whereabouts(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-def]
+    """counts[hosts[node & NODE_MASK]]: how many blocks of the longest ready prefix are there, in memory or on a GPU.
+
+    last: zeros, as many. Nothing is touched.
+    """
+    for i in range(len(firsts)):
+        row = np.int64(firsts[i])
         ready = False
         while row >= 0:
             if kept(c.rows[row].state) and c.shelves[shelf_of(c, row)].offered:
-                counts[node_of(c, row) & NODE_MASK] += 1
+                if c.rows[row].state != EXTERNAL:
+                    host = hosts[node_of(c, row) & NODE_MASK]
+                    counts[host] += last[host] <= i
+                    last[host] = i + 1
                 ready = True
             row = np.int64(c.rows[row].same)
         if not ready:
@@ -269,6 +275,7 @@ def _succeed(c, row):  # type: ignore[no-untyped-def]
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
         if other != row and c.rows[other].state == READY:
+            c.rows[row].uses = max(c.rows[row].uses, c.rows[other].uses)
             turn(c, other, REPLICA)
         other = np.int64(c.rows[other].same)
 

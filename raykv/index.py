@@ -229,12 +229,13 @@ def link(c, which, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def link_old(c, which, row):  # type: ignore[no-untyped-def]
-    """Put a row at the old end of a list."""
+    """Put a row at the old end of a list, as the oldest there."""
     tail = c.lists[which].tail
     c.rows[row].prev = tail
     c.rows[row].next = -1
     if tail >= 0:
         c.rows[tail].next = row
+        c.rows[row].last = min(c.rows[row].last, c.rows[tail].last - 1)
     else:
         c.lists[which].head = row
     c.lists[which].tail = row

@@ -8,7 +8,7 @@ import numpy as np
 
 from raykv import holds, index, placement, slabs
 from raykv.config import MIB
-from raykv.place import PLACE, slot_bytes
+from raykv.place import PLACE, host_of, slot_bytes
 from raykv.shelves import Places, Rows, Shelves
 
 LIMBO_PER_BEAT = 4096
@@ -52,11 +52,6 @@ class Node:
         if self.leaving:
             return index.TO_READERS
         return index.TO_OWN if self.on_gpu else index.TO_ALL
-
-
-def host_of(name: str) -> str:
-    """Ray node id of a node, or of a node's GPU, whose name is that with "/" and its UUID."""
-    return name.partition("/")[0]
 
 
 def staging_window(capacity: int) -> int:
@@ -171,15 +166,24 @@ class Memory:
             return False
         took = self._give_slots(writer, shelf, stride, 1)  # without one it could not write to other nodes either
         others = [n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == index.TO_ALL]
-        for node in (writer, *sorted(others, key=lambda n: n.host != writer.host)):
+        for node in (writer, *sorted(others, key=lambda other: other.name != writer.host)):
             s = self.shelf(node, stride)
-            while s >= 0 and node.spare and self._shelves.room(s) < need:
-                self._open_slab(node, node.spare[-1], s, stride, self._shelves.next_gen())
-            need -= max(0, self._shelves.room(s)) if s >= 0 else 0
+            need -= max(0, self._open_spare(node, s, stride, need)) if s >= 0 else 0
             if need <= 0:
                 return took
         need += max(0, self._shelves.room(shelf))
         return self._reclaim(writer, shelf, stride, self._shelves.room, need) or took
+
+    def make_room(self, node: Node, shelf: int, stride: int, need: int) -> None:
+        """As `provision`, on this node only."""
+        if self._open_spare(node, shelf, stride, need) < need:
+            self._reclaim(node, shelf, stride, self._shelves.room, need)
+
+    def _open_spare(self, node: Node, shelf: int, stride: int, need: int) -> int:
+        """Give a size spare slabs until `need` more blocks fit. Returns how many do."""
+        while node.spare and self._shelves.room(shelf) < need:
+            self._open_slab(node, node.spare[-1], shelf, stride, self._shelves.next_gen())
+        return self._shelves.room(shelf)
 
     def provide_staging(self, reader: Node, shelf: int, stride: int, firsts: Rows) -> bool:
         """See that a prefix can be pulled to its reader, as far as the window goes. Returns as `_give_slots`."""

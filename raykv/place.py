@@ -17,6 +17,11 @@ ALIGN = 4096  # payload alignment, and so the smallest slot, in bytes
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
 
 
+def host_of(name: str) -> str:
+    """Ray node id of a node, or of a node's GPU, whose name is that with "/" and its UUID."""
+    return name.partition("/")[0]
+
+
 def slot_bytes(block_bytes: int) -> int:
     """Bytes of the slot that holds a block of `block_bytes`."""
     return -(-block_bytes // ALIGN) * ALIGN

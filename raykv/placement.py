@@ -113,10 +113,10 @@ def coldest(c, heap):  # type: ignore[no-untyped-def]
 def victim(c, shelf, heap, locality, may_leave):  # type: ignore[no-untyped-def]
     """Shelf that evicts for a writer on `shelf`: its own, unless the cluster's coldest block is much colder."""
     tail = oldest(c, shelf)
-    if not may_leave:
+    far_shelf = coldest(c, heap) if may_leave else np.int64(-1)
+    if far_shelf < 0:  # a GPU's own blocks are none of the cluster's
         return np.int64(shelf) if tail >= 0 else np.int64(-1)
-    far_shelf = coldest(c, heap)
-    if far_shelf < 0 or tail < 0:
+    if tail < 0:
         return far_shelf
     far = c.state[CLOCK] - c.rows[oldest(c, far_shelf)].last
     near = c.state[CLOCK] - c.rows[tail].last

@@ -9,6 +9,7 @@ from oracle_slots import KEPT, LIVE
 
 from raykv import index
 from raykv.directory import Directory
+from raykv.place import host_of
 
 
 def _all(directory: Directory) -> list[Any]:
@@ -111,6 +112,7 @@ def check_invariants(directory: Directory) -> None:
     _check_table(directory, live)
     _check_holds(directory, live)
     _check_tiers(directory)
+    _check_cooling(directory)
 
 
 def _check_lists(directory: Directory, live: Any) -> None:
@@ -184,7 +186,9 @@ def _check_holds(directory: Directory, live: Any) -> None:
     for key, (row, gen) in directory.pins.items():
         pins[row] += 1
         assert row in chain_of(directory, key) and rows["gen"][row] == gen, "a pin of what is gone"
-        assert index.STATES[rows["state"][row]] in KEPT
+        assert index.STATES[rows["state"][row]] in ("ready", "external"), "a copy that goes first is pinned"
+    for goes in directory._cooling._under_way.values():
+        np.add.at(pins, goes[goes >= 0], 1)
     assert (pins == rows["pins"]).all(), "pins are not what is held"
 
 
@@ -192,8 +196,7 @@ def _check_tiers(directory: Directory) -> None:
     """Rows are of memory or of a tier; each key lies once in a tier, and what lies there is not to be deleted."""
     rows = directory._shelves.c.rows
     for node in directory.nodes.values():
-        states = rows["state"][_rows_in(directory, node)]
-        assert not np.isin(states, (index.SINKING, index.EXTERNAL)).any()
+        assert not (rows["state"][_rows_in(directory, node)] == index.EXTERNAL).any()
     for tier in directory._below.tiers.values():
         mine = _rows_in(directory, tier)
         assert np.isin(rows["state"][mine], (index.FREE, index.SINKING, index.EXTERNAL, index.DROPPED)).all()
@@ -209,6 +212,24 @@ def _check_tiers(directory: Directory) -> None:
         assert sorted(on_their_way) == below[rows["state"][below] == index.SINKING].tolist()
         stats = directory.stats(0.0)["tiers"][tier.owner or ""]
         assert stats["blocks"] == len(external) and stats["bytes_used"] <= max(stats["capacity"], tier.slab_bytes)
+
+
+def _check_cooling(directory: Directory) -> None:
+    """What sinks into memory belongs to the last answer that one GPU got, and is in the memory of its node."""
+    rows, sinking = directory._shelves.c.rows, set()
+    for name, goes in directory._cooling._under_way.items():
+        for row in goes[goes >= 0].tolist():
+            assert row not in sinking and rows[row]["state"] in (index.SINKING, index.DROPPED)
+            assert _where(directory, row)[0] == directory.nodes[host_of(name)].index
+            sinking.add(row)
+    keys = []
+    for node in directory.nodes.values():
+        mine = _rows_in(directory, node)
+        found = mine[rows["state"][mine] == index.SINKING].tolist()
+        assert not found or not node.on_gpu
+        assert sinking >= set(found), "what sinks is nobody's"
+        keys += [struct.pack("<QQ", *rows[row].tolist()[:2]) for row in found]
+    assert len(set(keys)) == len(keys), "a block goes down twice"
 
 
 def _rows_in(directory: Directory, there: Any) -> Any:

@@ -1,6 +1,7 @@
 """A directory with node stores and clients that behave, for examples."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,7 @@ from directory_checks import chain_of, check_invariants
 from oracle_slots import PLACE, split, unpack
 
 from raykv import index
-from raykv.calls import Call, Matched, Reserved, Sunk
+from raykv.calls import Call, Cooled, Matched, Reserved, Sunk
 from raykv.directory import Directory
 
 PAGE = 4096
@@ -22,7 +23,7 @@ class Pool:
     slots: int = 8
     slabs: int = 1
     window: int = 1  # pages of staging
-    nodes: str = "a"
+    nodes: Sequence[str] = "a"
     locality: float = 1.5
     share: float = 0.25
     min_hits: int = 0
@@ -45,7 +46,7 @@ class Pool:
     def call(self, node: str, landed: bytes = b"", bad: bytes = b"") -> Call:
         self.seq += 1
         held = self.held.get(node, [])
-        return Call(ord(node), self.seq, struct.pack(f"<{len(held)}Q", *held), landed, bad)
+        return Call(int.from_bytes(node.encode(), "big"), self.seq, struct.pack(f"<{len(held)}Q", *held), landed, bad)
 
     def match(self, node: str, keys: list[bytes], size: int = PAGE) -> tuple[int, Matched]:
         """(lease, answer)."""
@@ -123,6 +124,14 @@ class Pool:
         check_invariants(self.directory)
         return down
 
+    def cool(self, gpu: str, told: Cooled | None = None, stored: bytes | None = None) -> Cooled:
+        """What of a GPU goes down to memory next. told, stored: as in `sink`."""
+        places, keys = (told.target, told.keys) if told else (b"", b"")
+        done = bytes([1]) * (len(keys) // 16) if stored is None else stored
+        got = self.directory.cool(gpu, places, done, self.now)
+        check_invariants(self.directory)
+        return got
+
     def name(self, number: int) -> str:
         return next(name for name, node in self.directory.nodes.items() if node.index == number)
 
@@ -148,6 +157,13 @@ class Pool:
             for name in self.nodes if alive is None else alive:
                 self.directory.beat(name, self.slabs, self.now)
         check_invariants(self.directory)
+
+
+def primary(pool: Pool, key: bytes) -> str:
+    """The node whose copy is the primary."""
+    c = pool.directory._shelves.c
+    (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == index.READY]
+    return pool.name(int(c.shelves[c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]]["node"]))
 
 
 def blocks(got: Matched) -> int:

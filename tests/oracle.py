@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from oracle_below import Tiers
+from oracle_cooling import Cooling
 from oracle_slots import (
     KEPT,
     LIVE,
@@ -34,12 +34,13 @@ from raykv.calls import Call, Matched, Reserved
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
     "num_cumulative_preemption",
+    *("gpu_hits", "promoted", "cooled"),
 )
 DEPARTING_PER_CALL = 6  # of each size
 STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
 
 
-class Oracle(Tiers):
+class Oracle(Cooling):
     def __init__(
         self,
         epoch: int = 1,
@@ -111,8 +112,13 @@ class Oracle(Tiers):
         self.counters["lookups"] += len(wanted)
         self.counters["hits"] += len(hold.keys)
         external = sum(item is not None and item[0].state == "external" for item in hold.source)
-        self.counters["remote_hits"] += remote - external
+        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
+        promoted = sum(host is not None and row.slab.node == host.index for row, _ in filter(None, hold.source))
+        self.counters["remote_hits"] += remote - external - promoted
         self.counters["external_hits"] += external
+        self.counters["promoted"] += promoted
+        if reader and reader.on_gpu:
+            self.counters["gpu_hits"] += len(hold.keys) - remote
         if not hold.keys:
             return Matched(self.epoch, b"", b"")
         client.holds[lease] = hold
@@ -183,12 +189,12 @@ class Oracle(Tiers):
 
     def whereabouts(self, keys: bytes) -> dict[str, int]:
         counts: Counter[str] = Counter()
-        names = {node.index: name for name, node in self.nodes.items()}
+        hosts = {node.index: node.host for node in self.nodes.values()}
         for key in split(keys):
             copies = [r for r in self.table.get(key, ()) if r.state in KEPT and r.slab.shelf.offered]
             if not copies:
                 break
-            counts.update(names[row.slab.node] for row in copies if row.state != "external")
+            counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
         return counts
 
     # ------------------------------------------------------------------ writers
@@ -209,7 +215,7 @@ class Oracle(Tiers):
         self.end(client, reservation)
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         writer = self.nodes.get(node)
-        shelf = self.shelf(writer, stride) if writer and self.stores(writer) else None
+        shelf = self.shelf(writer, stride) if writer and self.answers(writer) else None
         if writer is None or shelf is None or not 0 <= start <= len(wanted):
             return Reserved(self.epoch, start, b"", b"", b"")
         self.provision(writer, shelf, sum(not self.taken(key) for key in wanted[start:]))
@@ -251,6 +257,9 @@ class Oracle(Tiers):
         if not can_leave and not away:
             return (shelf if tail else None), False
         others = [s for s in self.sizes[shelf.stride] if s.stays]
+        there = {node.index: node for node in self.nodes.values()}
+        host = there[shelf.node].host  # of a GPU: its own node's memory is next
+        others.sort(key=lambda s: there[s.node].name != host)
         for other in others:
             if self.room(other) > 0:
                 return other, True
@@ -258,7 +267,7 @@ class Oracle(Tiers):
             return (shelf if tail else None), False
         tails = [(row.last, s) for s in others if (row := self.oldest(s))]
         if not tails:
-            return None, False
+            return (shelf if tail else None), False
         age = self.clock - min(last for last, _ in tails)
         if tail and age <= self.locality * (self.clock - tail.last):
             return shelf, False
@@ -381,12 +390,12 @@ class Oracle(Tiers):
             row = self.row_of(place)
             if row and row.gen == place[5] and row.state == "staging":
                 row.state = "replica"
-                lasting = [r for r in self.table[row.key] if r.state == "ready" and (row.leaving or not r.leaving)]
-                if not lasting and not any(r.state == "writing" for r in self.table[row.key]):
+                if not self.has_lasting(row):
                     self.succeed(row)
                     came[row.slab.shelf] += 1
-        self.restore_windows(came)
-        if self.leavers and call.landed:
+        if call.landed:  # else windows are seen to when what is held was let go
+            self.restore_windows(came)
+        if came:
             self.settle_pins()
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
@@ -473,8 +482,8 @@ class Oracle(Tiers):
         capacity = slab_bytes * slab_count
         if window is None:
             window = min(max(capacity // 50, 256 << 20), capacity // 8)
-        node = Node(self.new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
-        node.leaving = name in self.leavers
+        node = Node(name, self.new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
+        node.leaving = node.host in self.leavers
         self.nodes[name] = self.by_index[node.index] = node
         return node.index, self.epoch
 
@@ -525,7 +534,7 @@ class Oracle(Tiers):
         self.offer(node, offered)
         self.set_state(node, "alive")
         for other in self.nodes.values():
-            if other.leaving:
+            if other.leaving or (other.on_gpu and other.host == name):
                 self.hand_over(other)
         if joined and not node.leaving:
             self.make_windows(node)
@@ -577,7 +586,11 @@ class Oracle(Tiers):
     def remove_node(self, name: str, now: float) -> int:
         self.check(now)
         self.leavers.discard(name)
-        return self.remove(name)
+        return sum([self.remove(node.name) for node in self.of_host(name)])
+
+    def of_host(self, name: str) -> list[Node]:
+        """A node and its GPUs, or one GPU."""
+        return [node for node in self.nodes.values() if name in (node.name, node.host)]
 
     def remove(self, name: str) -> int:
         node = self.nodes.pop(name, None)
@@ -592,34 +605,38 @@ class Oracle(Tiers):
             self.lacking.pop(shelf, None)
         del self.by_index[node.index]
         self.leave_tiers(name)
+        self.settle_cooled(name, [])
         self.settle_pins()
         return slots
 
     def leave(self, name: str, now: float) -> None:
         self.check(now)
         self.leavers.add(name)
-        if (node := self.nodes.get(name)) and not node.leaving:
-            node.leaving = True
-            self.set_state(node, node.state)
-            self.hand_over(node)
+        for node in self.of_host(name):
+            if not node.leaving:
+                node.leaving = True
+                self.set_state(node, node.state)
+                self.hand_over(node)
 
     def departing(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
         self.check(now)
-        node, shared = self.nodes.get(name), self.tiers.get("")
-        if node is None or node.state == "joining":
+        nodes, shared = self.of_host(name), self.tiers.get("")
+        if name not in self.nodes or any(node.state == "joining" for node in nodes):
             return None
-        if node.leaving:
-            self.hand_over(node)
-        places, keys = b"", b""
-        for shelf in node.shelves.values():
+        for node in nodes:
+            if node.leaving:
+                self.hand_over(node)
+        places, keys, going = b"", b"", set()
+        for there, shelf in [(node, shelf) for node in nodes for shelf in node.shelves.values()]:
             line = shelf.line()
-            slabs = [slab for slab in node.slabs.values() if slab.shelf is shelf]
+            slabs = [slab for slab in there.slabs.values() if slab.shelf is shelf]
             held = [row for slab in slabs for row in slab.rows if row.state == "ready" and row not in line]
             alone = [row for row in line[::-1] + held if not self.outlives(row.key, shared)][:DEPARTING_PER_CALL]
             places += pack([(row, row.gen) for row in alone], shelf.stride)
             keys += b"".join(row.key for row in alone)
-        kept = [row for slab in node.slabs.values() for row in slab.rows if row.state in ("ready", "writing")]
-        return places, keys, sum(not self.outlives(row.key, shared) for row in kept)
+            kept = {row.key for slab in slabs for row in slab.rows if row.state in ("ready", "writing")}
+            going |= {key for key in kept if not self.outlives(key, shared)}
+        return places, keys, len(going)
 
     def outlives(self, key: bytes, shared: Tier | None) -> bool:
         """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""
@@ -639,11 +656,6 @@ class Oracle(Tiers):
         self.restore_windows(came)
         self.settle_pins()
 
-    @staticmethod
-    def stores(node: Node) -> bool:
-        """Whether anything new is stored on a node."""
-        return node.state == "alive" and not node.leaving
-
     def set_state(self, node: Node, state: str) -> None:
         node.state = state
         for shelf in node.shelves.values():
@@ -658,7 +670,8 @@ class Oracle(Tiers):
             return None
         if stride not in node.shelves:
             window = max(1, node.window_bytes // stride)
-            shelf = Shelf(node.index, stride, window, node.state == "alive", node.state == "alive" and node.leaving)
+            alive = node.state == "alive"
+            shelf = Shelf(node.index, stride, window, alive, alive and node.leaving, node.on_gpu)
             node.shelves[stride] = shelf
             self.sizes.setdefault(stride, []).append(shelf)
             self.evicted[shelf] = 0
@@ -678,6 +691,7 @@ class Oracle(Tiers):
             return
         self.give_slots(writer, shelf, 1)
         others = [n for n in self.nodes.values() if n is not writer and n.spare and self.stores(n)]
+        others.sort(key=lambda n: n.name != writer.host)
         for node in [writer, *others]:
             there = self.shelf(node, shelf.stride)
             if there is None:
@@ -757,6 +771,7 @@ class Oracle(Tiers):
         states = [row.state for slab in node.slabs.values() for row in slab.rows]
         return {
             "index": node.index,
+            "tier": "gpu" if node.on_gpu else "cpu",
             "state": "leaving" if node.leaving and node.state == "alive" else node.state,
             "idle_s": now - node.last_beat,
             "slabs": len(node.slabs),

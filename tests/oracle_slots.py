@@ -27,8 +27,10 @@ class Row:
     passed: bool = False  # looked at for what goes down, and not used since
 
     @property
-    def leaving(self) -> bool:
-        return self.slab.shelf.leaving
+    def fleeting(self) -> bool:
+        """Whether its node is about to leave, or it is a GPU's: what is there is to be elsewhere, too."""
+        shelf = self.slab.shelf
+        return shelf.leaving or (shelf.on_gpu and shelf.offered)
 
 
 @dataclass(eq=False)
@@ -40,6 +42,7 @@ class Shelf:
     window: int
     offered: bool  # to readers
     leaving: bool = False  # it is offered, but its node is about to leave: nothing is stored there
+    on_gpu: bool = False  # nothing is stored there but by its own clients
     rows: list[Row] = field(default_factory=list)
     free: list[Row] = field(default_factory=list)  # the last is taken first
 
@@ -48,7 +51,8 @@ class Shelf:
 
     @property
     def stays(self) -> bool:
-        return self.offered and not self.leaving
+        """Whether anybody's blocks may go there, for good."""
+        return self.offered and not self.leaving and not self.on_gpu
 
     def line(self) -> list[Row]:
         """Primaries by age, the next victim first; those held that would be before it are out of turn."""
@@ -88,6 +92,7 @@ class Client:
 
 @dataclass(eq=False)
 class Node:
+    name: str
     index: int
     nonce: bytes
     slab_bytes: int
@@ -101,6 +106,15 @@ class Node:
     shelves: dict[int, Shelf] = field(default_factory=dict)
     slabs: dict[int, Slab] = field(default_factory=dict)
     checked: dict[Shelf, int] = field(default_factory=dict)
+
+    @property
+    def host(self) -> str:
+        """The name of the node whose GPU this is, or its own."""
+        return self.name.split("/")[0]
+
+    @property
+    def on_gpu(self) -> bool:
+        return "/" in self.name
 
 
 @dataclass(eq=False)
@@ -205,11 +219,17 @@ class Slots:
         if not row.pins:
             self.touch(row)
 
+    def has_lasting(self, row: Row) -> bool:
+        """Whether a key has a primary, or is to have, that is not sooner gone than this copy of it."""
+        primaries = [r for r in self.table[row.key] if r.state == "ready" and (row.fleeting or not r.fleeting)]
+        return bool(primaries) or any(r.state == "writing" for r in self.table[row.key])
+
     def succeed(self, row: Row) -> None:
-        """A primary whose node stays, in the place of one whose node leaves."""
+        """A primary that stays, in the place of one that is fleeting."""
         row.state = "ready"
         for other in self.table[row.key]:
             if other.state == "ready" and other is not row:
+                row.uses = max(row.uses, other.uses)
                 self.turn(other, "replica")
 
     def free(self, row: Row) -> None:

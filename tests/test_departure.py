@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from directory_checks import chain_of, check_invariants
-from directory_pool import KEYS, PAGE, Pool, blocks
+from directory_checks import check_invariants
+from directory_pool import KEYS, PAGE, Pool, blocks, primary
 from oracle_slots import PLACE, split, unpack
 from pools import eventually
 from raykv.actors import departure, supervisor
@@ -41,13 +41,6 @@ def left(pool: Pool, node: str) -> int | None:
     """How many blocks would go with a node; None where that is not known."""
     answer = pool.directory.departing(node, pool.now)
     return None if answer is None else answer[2]
-
-
-def primary(pool: Pool, key: bytes) -> str:
-    """The node whose copy is the primary."""
-    c = pool.directory._shelves.c
-    (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == index.READY]
-    return pool.name(int(c.shelves[c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]]["node"]))
 
 
 def pin(pool: Pool, keys: list[bytes], node: str = "a") -> int:

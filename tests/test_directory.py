@@ -22,6 +22,7 @@ OPS = (
     *("whereabouts", "node_lost", "restart", "wait", "clear"),
     *("beat_tier", "found", "sink", "sink"),
     *("pin", "unpin", "forget", "preempted", "depart", "departing"),
+    *("cool", "cool", "fit"),
 )
 SEEDS_OF_BURSTS = st.integers(0, 1 << 30)
 

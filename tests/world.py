@@ -24,12 +24,14 @@ from directory_checks import (
 )
 from oracle import DEPARTING_PER_CALL, Oracle
 from oracle_below import BATCH_BYTES, KEYS_PER_CALL, SLAB_BELOW
+from oracle_cooling import BYTES_PER_CALL
+from oracle_cooling import KEYS_PER_CALL as COOLED_PER_CALL
 from oracle_slots import PLACE, unpack
 
-from raykv import below, directory, index
-from raykv.calls import Call, Sunk
+from raykv import below, cooling, directory, index
+from raykv.calls import Call, Cooled, Sunk
 from raykv.directory import Directory
-from raykv.place import slot_bytes
+from raykv.place import host_of, slot_bytes
 
 SIZES = (4096, 8000, 12288)  # block_bytes: slots of 1, 2 and 3 pages
 SLAB = 8 * 4096
@@ -89,6 +91,7 @@ class Store:
     headers: dict[tuple[int, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
     sunk: list[Sunk] = field(default_factory=list)  # what it was told to bring down, the last last
     seen: int = 0  # number of the last answer whose deletions it carried out
+    cooled: list[Cooled] = field(default_factory=list)  # what it was told to bring down to memory, the last last
 
     def write(self, place: tuple[int, ...], key: bytes) -> None:
         old = self.headers.get((place[1], place[2]))
@@ -102,12 +105,20 @@ class Store:
 class World:
     """oracle=False: callers are confused beyond what the oracle follows, and only invariants are checked."""
 
+    gpu_share = 0.5  # of worlds that have GPUs
+
     def __init__(self, seed: int, oracle: bool = True) -> None:
         self.rng = rng = Random(seed)
         self.locality = rng.choice([1.0, 1.5])
         self.window = rng.choice([4096, 3 * 4096, 3 * 4096, SLAB])
         self.with_oracle = oracle
-        self.names = NAMES[: rng.randint(1, 4)]
+        self.hosts = NAMES[: rng.randint(1, 4)]
+        has_gpus = rng.random() < self.gpu_share
+        counts = [rng.choice([0, 1, 1, 2]) if has_gpus else 0 for _ in self.hosts]
+        self.gpus = [f"{host}/{n}" for host, count in zip(self.hosts, counts, strict=True) for n in range(count)]
+        self.names = [*self.hosts, *self.gpus]
+        self.small = [host for host in self.hosts if self.gpus and rng.random() < 0.1]
+        rng.shuffle(self.names)  # a GPU may be known before its node
         self.sizes = SIZES[: rng.choice([1, 2, 2, 3])]
         self.now = 0.0
         self.steps = 0
@@ -116,17 +127,25 @@ class World:
         self.grants: dict[bytes, bytes] = {}  # keys of places that were handed to writers, most recent last
         self.log: list[tuple[str, tuple[Any, ...]]] = []  # since the directory started
         self.workers = [self._worker() for _ in range(4)]
-        self.stores = {name: Store(rng.randbytes(16), rng.randint(2, 8)) for name in self.names}
+        self.stores = {name: Store(rng.randbytes(16), self.slabs(name)) for name in self.names}
         self.tiers = rng.choice(["none", "own", "own", "shared"])
-        self.tiered = [name for name in self.names if self.tiers != "none" and rng.random() < 0.9]
+        self.tiered = [name for name in self.hosts if self.tiers != "none" and rng.random() < 0.9]
         self.capacity = rng.choice([1, 2, 6, 6, 30]) * SLAB_BELOW + rng.choice([0, 4096])
         self.share, self.min_hits = rng.choice([0.0, 0.25, 0.5, 1.0, 1.0]), rng.choice([0, 0, 0, 0, 1, 2])
         self.below: dict[str, dict[bytes, None]] = {}  # by tier: what it holds, the oldest first
         self._new_directory()
 
+    def slabs(self, name: str) -> int:
+        """How many a node store has; a GPU's are few, so that it is often full."""
+        return self.rng.choice([1, 1, 2]) if name in self.gpus else self.rng.randint(2, 8)
+
+    def slab_bytes(self, name: str) -> int:
+        """Of some hosts, slabs are too small for the longest blocks of their GPUs."""
+        return 2 * 4096 if name in self.small else SLAB
+
     def _worker(self) -> Worker:
         self.ids += 1
-        return Worker(self.ids, self.rng.choice([*self.names, *self.names, "nowhere"]))
+        return Worker(self.ids, self.rng.choice([*self.names, *self.names, *self.gpus, *self.gpus, "nowhere"]))
 
     def _new_directory(self) -> None:
         self.real, self.model = self._pair()
@@ -399,12 +418,15 @@ class World:
         fields = unpack(place)[0]
         for store in self.stores.values():
             if store.index == fields[0] and key and fields[4]:
-                store.write(fields, key)
+                store.write((*fields[:3], fields[3] or SIZE_OF[key], *fields[4:]), key)  # a target does not tell
 
     def join(self, name: str) -> None:
         store = self.stores[name]
         count, epoch = store.slabs, store.epoch
-        store.index, store.epoch = self.do("join", name, store.nonce, SLAB, count, epoch, self.now, self.window)
+        window = min(self.window, 3 * 4096) if name in self.gpus else self.window  # or nothing is stored there
+        store.index, store.epoch = self.do(
+            "join", name, store.nonce, self.slab_bytes(name), count, epoch, self.now, window
+        )
         assert store.epoch >= epoch
 
     def adopt(self, name: str) -> None:
@@ -471,8 +493,8 @@ class World:
         how = rng.random()
         if how < 0.5:
             self.do("remove_node", name, self.now)
-        if how > 0.7:
-            store = self.stores[name] = Store(rng.randbytes(16), rng.randint(2, 8), epoch=rng.randint(0, 2))
+        if how > 0.7 or name in self.gpus:  # what was on a GPU goes with its process
+            store = self.stores[name] = Store(rng.randbytes(16), self.slabs(name), epoch=rng.randint(0, 2))
         if rng.random() < 0.1:
             store.epoch += rng.randint(1, 2)  # another directory was here
         store.offered = 0
@@ -484,7 +506,7 @@ class World:
     def depart(self) -> None:
         """A node is told that it will leave; most often others stay, and have copies of some of its blocks."""
         rng = self.rng
-        name = rng.choice(self.names)
+        name = rng.choice(self.hosts if rng.random() < 0.95 else self.names)
         if any(not node.leaving for other, node in self.real.nodes.items() if other != name) or rng.random() < 0.1:
             for _ in range(rng.choice([0, 2, 4])):
                 self._pull(rng.choice(self.workers), *self.keys())
@@ -494,7 +516,7 @@ class World:
         """What goes with a node is asked for, and pulled by somebody."""
         rng = self.rng
         leaving = [name for name, node in self.real.nodes.items() if node.leaving]
-        name = rng.choice(leaving or self.names)
+        name = rng.choice([host_of(name) if rng.random() < 0.9 else name for name in leaving or self.names])
         _, found, _ = self.do("departing", name, self.now) or (b"", b"", 0)
         size = rng.choice(self.sizes)
         keys = [key for key in _keys(found) if SIZE_OF.get(key) == size][: rng.randint(1, 6)]
@@ -577,6 +599,54 @@ class World:
                 for key in _keys(got.doomed):
                     self.lies(name).pop(key, None)
 
+    # ------------------------------------------------------------------ GPUs
+
+    def cool(self) -> None:
+        """A GPU says what became of what it was told to bring down, or of other things, and is told more."""
+        rng = self.rng
+        if not self.gpus:
+            return
+        full = [name for name, node in self.real.nodes.items() if node.on_gpu and node.slabs and not node.spare]
+        name = rng.choice(full if full and rng.random() < 0.8 else self.gpus)
+        if rng.random() < 0.03:
+            name = rng.choice([*self.names, "nowhere", "nowhere/0"])
+        told = self.stores[name].cooled if name in self.stores else []
+        answers = told[-1:] if rng.random() < 0.85 else []
+        if rng.random() < 0.15:  # said again, or late
+            answers = answers + rng.choices(told[-4:] or [Cooled(b"", b"", b"")], k=1)
+        if rng.random() < 0.03:
+            answers = answers + [store.cooled[-1] for store in self.stores.values() if store.cooled]
+        pairs = [pair for a in answers for pair in zip(_split(a.target), _keys(a.keys), strict=True)]
+        if rng.random() < 0.15:
+            pairs = [pair for pair in pairs if rng.random() < 0.6]
+        if rng.random() < 0.05:
+            pairs += self._stale(self.workers[0])
+        if not self.with_oracle:
+            pairs += [(_garbled(rng, place), key) for place, key in pairs]
+        failing = rng.choice([0.0, 0.0, 0.0, 0.2, 1.0])
+        stored = bytes(rng.random() >= failing for _ in pairs)
+        for (place, key), done in zip(pairs, stored, strict=True):
+            if done:
+                self._write_header(place, key)
+        stored += bytes(rng.random() < 0.01)
+        got = self.do("cool", name, b"".join(place for place, _ in pairs), stored, self.now)
+        if name in self.stores and rng.random() < 0.95:
+            told.append(got)
+            self.grants.update(zip(_split(got.target), _keys(got.keys), strict=True))
+
+    def fit(self) -> None:
+        """A node is to have more memory, or less."""
+        rng = self.rng
+        name = rng.choice(self.names)
+        if self.with_oracle or name not in self.real.nodes:
+            return
+        given = [number for number in self.real.nodes[name].withdrawn if rng.random() < 0.95]
+        given += [number for number in range(8) if rng.random() < 0.02]
+        limit = rng.randint(1, self.stores[name].slabs)
+        self.do("fit", name, limit, np.array(given, np.int32).tobytes(), self.now)
+
+    # ------------------------------------------------------------------ the directory
+
     def restart(self) -> None:
         """The directory dies; a new one asks every node store."""
         for store in self.stores.values():
@@ -612,6 +682,8 @@ class World:
         for wait in (TTL + 1, 1.0):
             self.now += wait
             self.do("stats", self.now)
+        for name in self.gpus:  # of which all are suspect by now, and get nothing more to do
+            self.do("cool", name, b"", b"", self.now)
         for name in self.real.nodes:
             if answer := self.do("beat", name, 0, self.now):
                 n = len(answer[2]) // PLACE.size
@@ -637,15 +709,21 @@ class World:
 _USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, World.release: 9, World.beat_client: 2}
 _USE[World.whereabouts] = 2
 _BELOW = {World.beat_tier: 1, World.sink: 12}
-_USE |= _BELOW
+_USE |= _BELOW | {World.cool: 10}
 _NAMED = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5}
 _CARE = {World.heartbeats: 4, World.found: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
 World.MIXES = {
     "all": {
         **{**_USE, **_CARE, **_NAMED},
         **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.depart: 0.3, World.departing: 0.6},
+        World.fit: 0.5,
     },
     "use": {**_USE, World.heartbeats: 1},
+    "gpus": {
+        **{World.match: 4, World.reserve: 8, World.commit: 8, World.release: 8, World.stream: 1, World.cool: 8},
+        **{World.heartbeats: 4, World.sink: 3, World.node_lost: 0.3, World.clear: 0.1, World.fit: 0.3},
+        **{World.pin: 0.5, World.unpin: 0.5, World.forget: 0.5},
+    },
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
     "read": {World.match: 6, World.stream: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
@@ -669,13 +747,16 @@ def _small_calls() -> Iterator[None]:
     """A directory in which a tier holds, and a call brings down or tells of, a few blocks."""
     before = {name: getattr(below, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
     small = {"slab_bytes": lambda _: SLAB_BELOW, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
+    at_once = {name: getattr(cooling, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
     departing = directory.DEPARTING_PER_CALL
     try:
         vars(below).update(small)
+        vars(cooling).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": COOLED_PER_CALL})
         directory.DEPARTING_PER_CALL = DEPARTING_PER_CALL
         yield
     finally:
         vars(below).update(before)
+        vars(cooling).update(at_once)
         directory.DEPARTING_PER_CALL = departing
 
 
@@ -698,5 +779,5 @@ def slot_size(place: tuple[int, ...], directory: Directory | None = None) -> int
         return slot_bytes(place[3])
     for node in directory.nodes.values():
         if node.index == place[0] and place[1] in node.slabs:
-            return SLAB // directory._shelves.span(node.slabs[place[1]])[1] // 4096 * 4096
+            return node.slab_bytes // directory._shelves.span(node.slabs[place[1]])[1] // 4096 * 4096
     return 0

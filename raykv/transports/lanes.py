@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from raykv.arena import Arena
 from raykv.device import Device
-from raykv.memory import host_of
+from raykv.place import host_of
 from raykv.transports import pair
 from raykv.transports.nccl import Nccl
 from raykv.transports.nixl import Nixl, has_rdma, why_not

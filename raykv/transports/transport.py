@@ -13,7 +13,7 @@ from raykv.arena import Arena
 class Peer(NamedTuple):
     """Memory of another node that is read from."""
 
-    name: str  # as the directory has it: see `raykv.memory.host_of`
+    name: str  # as the directory has it: see `raykv.place.host_of`
     store: Any  # the actor
     below: bool = False  # its external tier, which is waited for, and not by what comes from memory
 
