@@ -66,6 +66,9 @@ class DeviceArena(Arena):
     def populate(self, gpu: str | None = None) -> None:
         """Its memory is there."""
 
+    def _populate(self, data: tiles.Bytes, slabs: set[int]) -> None:
+        """Nothing is ever in the file's payload, nor should memory be."""
+
     @property
     def handle(self) -> bytes:
         """What a client maps the memory by."""
