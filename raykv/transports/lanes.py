@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.arena import Arena
+from raykv.device_arena import DeviceArena
 from raykv.memory import host_of
 from raykv.transports.nixl import Nixl, has_rdma, why_not
 from raykv.transports.object_store import ObjectStore
@@ -141,7 +142,8 @@ def open_lanes(arena: Arena, chosen: str, host: str) -> Lanes:
     if chosen == "object_store" or os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false"):
         return Lanes([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
-    if (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
+    wanted = chosen == "nixl" or (chosen == "auto" and has_rdma())
+    if wanted and not isinstance(arena, DeviceArena) and not why_not():  # it goes by addresses, of host memory
         try:
             transports.insert(0, Nixl(arena))
         except Exception as error:  # whatever UCX finds wrong with this machine
