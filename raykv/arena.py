@@ -449,11 +449,13 @@ class Arena:
 
     def pinned(self, gpu: str, slots: NDArray[np.int64]) -> bool:
         """Have GPUs reach the slabs of these addresses of slots. Whether they can."""
-        words, data = self._memory
         with self._sizing:
+            words, data = self._memory
+            if ((slots < data.ctypes.data) | (slots >= data.ctypes.data + len(data))).any():
+                return False  # of a mapping that is no longer ours: closed, or replaced by another thread
             if header.load(words, header.DISCARDS) != self._discards:
                 # GPUs would go on with pages that the owner gave back: the next copy finds another mapping
-                self._map(self._locks.fd)
+                self._map_again(data)
                 return False
             first = data.ctypes.data + self._shape[2]
             slabs = np.unique((slots - first) // self.slab_bytes).tolist()
@@ -462,6 +464,11 @@ class Arena:
                     reached = device(gpu).pin(first + slab * self.slab_bytes, self.slab_bytes)
                     self._pins[slab] = gpu if reached else ""
             return all(self._pins[slab] for slab in slabs)
+
+    def _map_again(self, data: tiles.Bytes) -> None:
+        with self._mutex:
+            if self._memory[1] is data:  # not closed meanwhile
+                self._map(self._locks.fd)
 
     def region(self, slab: int) -> tuple[int, int]:
         """Where a slab is in this process's memory, and its bytes."""
