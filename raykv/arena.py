@@ -11,7 +11,6 @@ import re
 import stat
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -74,9 +73,7 @@ class Arena:
         self._populated: set[int] = set()
         self._pins: dict[int, str] = {}  # by slab, the GPU that had it pinned, for all; "" where that could not be
         self._discards = header.load(self._memory[0], header.DISCARDS)
-        weakref.finalize(
-            data, moves.unpin, data.ctypes.data + self._shape[2], self.slab_bytes, self._pins
-        ).atexit = False
+        moves.when_gone(data, moves.unpin, data.ctypes.data + self._shape[2], self.slab_bytes, self._pins)
 
     @classmethod
     def create(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self:
@@ -537,7 +534,8 @@ class Arena:
                     os.unlink(self.path)
             except FileNotFoundError:
                 pass
-        self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped when the last view is gone
+        with self._mutex:
+            self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped with the last view
         self._locks.close()
 
     def _locate(

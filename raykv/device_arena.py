@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import weakref
 from collections.abc import Callable
 from typing import Self
 
@@ -80,7 +79,7 @@ class DeviceArena(Arena):
         with self._mutex:
             if self._region is None:
                 self._region = self._open()
-                weakref.finalize(data, self._region.close).atexit = False  # once the last copy is done
+                moves.when_gone(data, self._region.close)  # once the last copy is done
             return self._region.address - self._shape[2]
 
     def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> NDArray[np.bool_]:
