@@ -1,6 +1,5 @@
 """One node's shared-memory file: slabs of slots that describe themselves."""
 
-import contextlib
 import ctypes
 import errno
 import itertools
@@ -643,19 +642,35 @@ def left_behind(pool: str, folder: str = SHM) -> list[str]:
     """Paths of this user's arenas of a pool that are in no living store's hands."""
     ours = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+")
     paths = [entry.path for entry in os.scandir(folder) if ours.fullmatch(entry.name)]
-    return [path for path in paths if not owned(path)]
+    return [path for path in paths if not _owned(path)]
 
 
 def remove_left_behind(pool: str) -> int:
     """Remove this user's arenas of a pool that are in no living store's hands. Returns how many there were."""
-    paths = left_behind(pool)
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # another store that stops was faster
+    return sum(remove(path) for path in left_behind(pool))
+
+
+def remove(path: str) -> bool:
+    """Remove an arena that is in no living store's hands. Returns whether it was.
+
+    Under its owner's lock: by now another store may have taken it up, or have a new one of that name.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        unowned = lock(fd, 0, ALIGN) and _inode(os.stat(path)) == _inode(os.fstat(fd))
+        if unowned:
             os.unlink(path)
-    return len(paths)
+        return unowned
+    except FileNotFoundError:  # another store that stops was faster
+        return False
+    finally:
+        os.close(fd)
 
 
-def owned(path: str) -> bool:
+def _owned(path: str) -> bool:
     """Whether an arena is in a living store's hands, or another user's."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

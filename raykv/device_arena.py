@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv import header, moves, tiles
-from raykv.arena import SHM, Arena, owned
+from raykv.arena import SHM, Arena, remove
 from raykv.device import Device, Region, device
-from raykv.errors import DeviceError
+from raykv.errors import CapacityError, DeviceError
 from raykv.locks import held_elsewhere
 from raykv.place import ALIGN
 from raykv.rows import Rows, rows_of
@@ -35,20 +35,36 @@ class DeviceArena(Arena):
 
     @classmethod
     def open_new(cls, pool: str, fingerprint: bytes, gpu: Device, slab_bytes: int, slabs: int) -> Self:
-        """All of its slabs are offered at once. CapacityError where the GPU has no room."""
+        """All of its slabs are offered at once. CapacityError where the GPU has no room, or /dev/shm for headers."""
         region = gpu.allocate(slab_bytes * slabs)
+        try:
+            arena = cls._create_next(pool, fingerprint, slab_bytes, slabs)
+        except BaseException:
+            region.close()
+            raise
+        arena._of(gpu.uuid, lambda: region, ours=True)
+        arena._start(arena._memory[1])  # the region goes with the arena, even if nothing is ever copied
+        header.store(arena._memory[0], header.OFFERED, slabs)
+        return arena
+
+    @classmethod
+    def _create_next(cls, pool: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self:
+        """With all of its headers, and nothing offered yet."""
         for index in itertools.count():
             path = f"{SHM}/raykv-{pool}-{os.getuid()}-gpu-{index}"
-            if os.path.lexists(path) and not owned(path):
-                os.unlink(path)  # of a store that is dead, and its memory with it
+            remove(path)  # of a store that is dead, and its memory with it
             try:
                 arena = cls.create(path, fingerprint, slab_bytes, slabs)
             except FileExistsError:
                 continue
-            arena._of(gpu.uuid, lambda: region, ours=True)
             first, length = arena._headers(0)
-            os.posix_fallocate(arena._locks.fd, first, length * slabs)
-            header.store(arena._memory[0], header.OFFERED, slabs)
+            try:
+                os.posix_fallocate(arena._locks.fd, first, length * slabs)
+            except OSError as error:
+                arena.close(unlink=True)
+                raise CapacityError(
+                    f"{path}: {length * slabs} bytes of headers: {error.strerror}; lower gpu_memory, or enlarge {SHM}"
+                ) from error
             return arena
         raise AssertionError("unreachable")
 
@@ -56,7 +72,8 @@ class DeviceArena(Arena):
     def map(cls, path: str, nonce: bytes, gpu: str, handle: bytes) -> Self:
         """That of this node's store. Its memory is mapped when something is copied: not every client does."""
         arena = cls.attach(path, nonce)
-        arena._of(gpu, lambda: device(gpu).open(handle, arena.slab_bytes * arena.slabs), ours=False)
+        size = arena.slab_bytes * arena.slabs
+        arena._of(gpu, lambda: device(gpu).open(handle, size), ours=False)
         return arena
 
     def _of(self, gpu: str, open_region: Callable[[], Region], ours: bool) -> None:

@@ -60,7 +60,7 @@ def unpin(first: int, length: int, pins: dict[int, str]) -> None:
 
 
 def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call it when nobody has `owner` any more: not as the interpreter ends, nor in a forked child, which has no GPU."""
+    """Call it when nobody has `owner` any more: not as the interpreter ends, nor in a forked child, without GPUs."""
     process = os.getpid()
 
     def call() -> None:
