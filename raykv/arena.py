@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import itertools
-import logging
 import mmap
 import os
 import re
@@ -18,12 +17,11 @@ from numpy.typing import NDArray
 
 from raykv import header, moves, native, superblock, tiles
 from raykv.device import device
-from raykv.errors import ArenaMismatch, CapacityError, DeviceError
+from raykv.errors import ArenaMismatch, CapacityError
 from raykv.locks import Locks, lock
 from raykv.place import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
 from raykv.rows import Rows, rows_of
 
-log = logging.getLogger("raykv")
 SHM = "/dev/shm"
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
 _madvise = ctypes.CDLL(None).madvise  # mmap.madvise keeps the GIL, for as long as a slab takes to fault in
@@ -45,7 +43,8 @@ class Arena:
     """One node's shared-memory file. Get one from `create`, `adopt` or `attach`.
 
     Thread-safe. A place that the arena does not offer, whose block is another by now, or whose header was altered is a
-    miss (False), never an exception; wrong shapes, dtypes and lengths are ValueErrors. After `close` all is a miss.
+    miss (False), never an exception; wrong shapes, dtypes and lengths are ValueErrors. After `close` all is a miss. What
+    a GPU fails is a DeviceError.
     """
 
     def __init__(self, path: str, fd: int, first_page: NDArray[np.int64]) -> None:
@@ -286,17 +285,10 @@ class Arena:
 
         places: (n,) PLACE. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them. An
         invalid row's content is undefined. `verify`: a row whose bytes do not match the block's checksum is invalid
-        too, and counted in `corrupt`.
+        too, and counted in `corrupt`. DeviceError where a GPU fails: that tells nothing of the blocks.
         """
         spots, names = _arguments(places, keys)
         rows = _fitting(rows, spots, writable=True)
-        try:
-            return self._read(spots, names, rows, verify)
-        except DeviceError as error:
-            log.warning("%s: %s", self.path, error)
-            return np.zeros(len(spots), np.bool_)
-
-    def _read(self, spots: header.Words, names: header.Words, rows: Rows, verify: bool) -> NDArray[np.bool_]:
         words, data = self._memory
         at, slots = self._locate(words, data, spots)
         ok, claims = np.zeros(len(spots), np.bool_), np.zeros((len(spots), 2), np.int64)
@@ -324,6 +316,7 @@ class Arena:
         As `read`, with sources for destinations. `positions`: (n,) of the blocks in their chains; by default 0. A block
         is not written if its grant is of a past epoch, slab format or generation, or if someone writes there.
         `expected`: (n,) xxh3_64; a block with another one never becomes ready, and is counted in `corrupt`.
+        DeviceError where a GPU fails: nothing is written then, and the same grants are good for another try.
         """
         spots, names = _arguments(places, keys)
         rows = _fitting(rows, spots, writable=False)
@@ -331,11 +324,7 @@ class Arena:
         def bring(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
             return self._copy_in(rows[which], slots)
 
-        try:
-            return self._fill(spots, names, bring, positions, expected)
-        except DeviceError as error:
-            log.warning("%s: %s", self.path, error)
-            return np.zeros(len(spots), np.bool_)
+        return self._fill(spots, names, bring, positions, expected)
 
     def fill(
         self,

@@ -12,7 +12,6 @@ from raykv import header, moves, tiles
 from raykv.arena import SHM, Arena, remove
 from raykv.device import Device, Region, device
 from raykv.errors import CapacityError, DeviceError
-from raykv.locks import held_elsewhere
 from raykv.place import ALIGN
 from raykv.rows import Rows, rows_of
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
@@ -91,13 +90,18 @@ class DeviceArena(Arena):
         return self._open().handle
 
     def _start(self, data: tiles.Bytes) -> int:
-        if not self._ours and (self._locks.fd < 0 or not held_elsewhere(self._locks.fd, 0, ALIGN)):
-            raise DeviceError(f"{self.path}: its store is gone, and the memory with it")
+        if not len(data):
+            return 0  # closed: it has no slots
+        self._check_store()
         with self._mutex:
             if self._region is None:
                 self._region = self._open()
                 moves.when_gone(data, self._region.close)  # once the last copy is done
             return self._region.address - self._shape[2]
+
+    def _check_store(self) -> None:
+        if not self._ours and not self._locks.owned_elsewhere(ALIGN):
+            raise DeviceError(f"{self.path}: its store is gone, and the memory with it")
 
     def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> NDArray[np.bool_]:
         altered: NDArray[np.bool_] = (sums != claimed) & (claimed != UNKNOWN)
@@ -107,10 +111,12 @@ class DeviceArena(Arena):
         copies = tiles.copies(rows, slots, out=True)
         if rows.device is None:
             moves.copy(self.gpu, copies, pinned=False, to_gpu=False, after=None)
-            return tiles.sums_of(rows) if verify else None
-        self._check(rows)
-        device(self.gpu).copy(copies, rows.stream)
-        return None
+        else:
+            self._check(rows)
+            device(self.gpu).copy(copies, rows.stream)
+        if len(slots):
+            self._check_store()  # what is gone by now may have gone in the middle
+        return tiles.sums_of(rows) if verify and rows.device is None else None
 
     def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:
         copies = tiles.copies(rows, slots, out=False)
