@@ -94,7 +94,8 @@ class Cooling:
         for size in np.unique(at["bytes"]):
             some = at["bytes"] == size
             try:
-                stored[some] = across(self._gpu.arena, at[some], keys[some], self._memory.arena, to[some]) == PULLED
+                verdicts = across(self._gpu.arena, at[some], keys[some], self._memory.arena, to[some], used=False)
+                stored[some] = verdicts == PULLED
             except DeviceError as error:
                 log.warning("%s: %s", self._gpu.name, error)
         return stored

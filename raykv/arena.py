@@ -43,8 +43,8 @@ class Arena:
     """One node's shared-memory file. Get one from `create`, `adopt` or `attach`.
 
     Thread-safe. A place that the arena does not offer, whose block is another by now, or whose header was altered is a
-    miss (False), never an exception; wrong shapes, dtypes and lengths are ValueErrors. After `close` all is a miss. What
-    a GPU fails is a DeviceError.
+    miss (False), never an exception; wrong shapes, dtypes and lengths are ValueErrors, and what a GPU fails is a
+    DeviceError. After `close` all is a miss.
     """
 
     def __init__(self, path: str, fd: int, first_page: NDArray[np.int64]) -> None:
@@ -280,12 +280,14 @@ class Arena:
         keys: NDArray[np.uint8],
         rows: Rows | NDArray[np.uint8],
         verify: bool = False,
+        used: bool = True,
     ) -> NDArray[np.bool_]:
         """Copy blocks out; (n,) which of the rows now hold their block.
 
         places: (n,) PLACE. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them. An
         invalid row's content is undefined. `verify`: a row whose bytes do not match the block's checksum is invalid
-        too, and counted in `corrupt`. DeviceError where a GPU fails: that tells nothing of the blocks.
+        too, and counted in `corrupt`. used: for somebody who needs them, which is a reason to keep them. DeviceError
+        where a GPU fails: that tells nothing of the blocks.
         """
         spots, names = _arguments(places, keys)
         rows = _fitting(rows, spots, writable=True)
@@ -300,7 +302,7 @@ class Arena:
         wrong = ok & self._altered(found, claims[:, 0].view(np.uint64))
         self.corrupt += int(wrong.sum())
         ok &= ~wrong
-        header.stamp(words, at, self._now(), ok)
+        header.stamp(words, at, self._now(), ok & used)
         return ok
 
     def write(
@@ -337,7 +339,8 @@ class Arena:
         """As `write`, of bytes that come by other means than a copy.
 
         bring(which, addresses): put the blocks of a (n,) mask there, one for each address, and return their xxh3_64. It
-        may take its time: the slots are locked. If it raises they are as good as never written to.
+        may take its time: the slots are locked. Those that it clears in the mask did not come: they are as good as
+        never written to, as all are if it raises.
         """
         return self._fill(*_arguments(places, keys), bring, positions, expected)
 
@@ -358,12 +361,14 @@ class Arena:
             ok = np.zeros(len(spots), np.bool_)
             ok[list(first.values())] = True  # of two places in one slot, only the first is written
             header.begin(words, at, spots, ok)
-            sums = np.zeros(len(spots), np.uint64)
+            sums, begun = np.zeros(len(spots), np.uint64), ok.copy()
             try:
-                sums[ok] = bring(ok, slots[ok])
+                sums[begun] = bring(ok, slots[begun])
             except BaseException:
-                header.undo(words, at, spots, ok)  # for another try with the same grant
+                ok[:] = False
                 raise
+            finally:
+                header.undo(words, at, spots, begun & ~ok)  # for another try with the same grant
             if expected is not None:
                 self.corrupt += int((ok & (sums != expected)).sum())
                 ok &= sums == expected

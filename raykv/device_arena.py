@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -14,7 +15,7 @@ from raykv.device import Device, Region, device
 from raykv.errors import CapacityError, DeviceError
 from raykv.place import ALIGN
 from raykv.rows import Rows, rows_of
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED
+from raykv.transports.verdicts import ALTERED, FAILED, PULLED, judge
 
 UNKNOWN = 0  # for a checksum: nobody has computed it
 Addresses = NDArray[np.int64]
@@ -110,7 +111,7 @@ class DeviceArena(Arena):
     def _copy_out(self, rows: Rows, slots: Addresses, verify: bool) -> list[int] | None:
         copies = tiles.copies(rows, slots, out=True)
         if rows.device is None:
-            moves.copy(self.gpu, copies, pinned=False, to_gpu=False, after=None)
+            moves.copy(self.gpu, copies, rows.pinned, to_gpu=False, after=None)
         else:
             self._check(rows)
             device(self.gpu).copy(copies, rows.stream)
@@ -134,46 +135,57 @@ class DeviceArena(Arena):
     def served(
         self, places: NDArray[np.void], keys: NDArray[np.uint8]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_], list[tiles.Bytes]]:
-        sums, positions, before = self.claims(places, keys)
-        blocks = np.empty((int(before.sum()), int(places["bytes"].max(initial=0))), np.uint8)
-        self._copy_out(rows_of([blocks]), self.addresses(places[before]), verify=False)
-        _, _, after = self.claims(places, keys)
+        sums, positions, there = self.claims(places, keys)
+        blocks = np.empty((int(there.sum()), int(places["bytes"].max(initial=0))), np.uint8)
+        there[there] = came = self.read(places[there], keys[there], blocks, used=False)
+        blocks = blocks[came]
         found = np.array(tiles.sums_of(rows_of([blocks])), np.uint64)
-        sums[before] = np.where(sums[before] == UNKNOWN, found, sums[before])
-        return sums, positions, before & after, [blocks[after[before]].reshape(-1)]
+        sums[there] = np.where(sums[there] == UNKNOWN, found, sums[there])
+        return sums, positions, there, [blocks.reshape(-1)]
 
 
 def across(
-    source: Arena, at: NDArray[np.void], keys: NDArray[np.uint8], target: Arena, to: NDArray[np.void]
+    source: Arena,
+    at: NDArray[np.void],
+    keys: NDArray[np.uint8],
+    target: Arena,
+    to: NDArray[np.void],
+    used: bool = True,
 ) -> NDArray[np.uint8]:
     """Copy blocks between two arenas of one node store, of which at least one is a GPU's; verdicts as of a pull.
 
-    DeviceError where a GPU fails, and if a block was another one by the end.
+    All are of one size. used: see Arena.read. DeviceError where a GPU fails.
     """
-    verdicts = np.full(len(at), ALTERED, np.uint8)
+    verdicts, size = np.full(len(at), ALTERED, np.uint8), int(at["bytes"].max(initial=0))
     if isinstance(source, DeviceArena) and isinstance(target, DeviceArena):  # one may not reach the other
-        sums, positions, there, blocks = source.served(at, keys)
-        written = target.write(to[there], keys[there], blocks[0].reshape(int(there.sum()), -1), positions[there])
-        verdicts[there] = np.where(written, PULLED, FAILED)
+        sums, positions, there, runs = source.served(at, keys)
+        blocks, sums = runs[0].reshape(-1, size), sums[there]
+        written = target.write(to[there], keys[there], blocks, positions[there], sums)
+        verdicts[there] = judge(written, blocks, sums)
         return verdicts
-    sums, positions, there = source.claims(at, keys)
-    size, gpu = int(at["bytes"][0]), source if isinstance(source, DeviceArena) else target
-    assert isinstance(gpu, DeviceArena)
-    expected, altered = sums[there], np.zeros(int(there.sum()), np.bool_)
+    sums, positions, there = source.claims(at, keys, used)
+    at, keys, expected = at[there], keys[there], sums[there]
+    altered = np.zeros(len(at), np.bool_)
 
     def bring(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
-        of = source.addresses(at[there][which])
-        table = np.stack([slots, of, np.full_like(of, size)], axis=1)
-        host = source if gpu is target else target
-        moves.copy(gpu.gpu, table, host.pinned(gpu.gpu, of if gpu is target else slots), gpu is target, None)
-        if not source.claims(at[there][which], keys[there][which])[2].all():
-            raise DeviceError(f"{source.path}: blocks were evicted while they were copied")
+        rows = _slots_of(target, slots, size, source)
+        came = source.read(at[which], keys[which], rows, used=False)
         said = expected[which]
-        found = said if gpu is target else np.array(tiles.sums(slots, size), np.uint64)
+        found = said if rows.device else np.array(tiles.sums(slots, size), np.uint64)
         expected[which] = np.where(said == UNKNOWN, found, said)
-        altered[which] = found != expected[which]
+        altered[which] = came & (found != expected[which])
+        which[which] = came
         return found.tolist()  # type: ignore[no-any-return]
 
-    written = target.fill(to[there], keys[there], bring, positions[there], expected)
+    written = target.fill(to[there], keys, bring, positions[there], expected)
     verdicts[there] = np.where(written, PULLED, np.where(altered, ALTERED, FAILED))
     return verdicts
+
+
+def _slots_of(arena: Arena, slots: Addresses, size: int, other: Arena) -> Rows:
+    """Slots as rows, for what is to come from another arena, of which one is a GPU's."""
+    rows = Rows(slots[:, None], np.array([size]), arena, writable=True)
+    if isinstance(arena, DeviceArena):
+        return replace(rows, device=arena.gpu)
+    assert isinstance(other, DeviceArena)
+    return replace(rows, pinned=arena.pinned(other.gpu, slots))
