@@ -512,7 +512,7 @@ class _Lease:
     def _copy(self, places: Places, which: NDArray[np.intp], rows: Rows, verify: bool) -> NDArray[np.bool_]:
         """Read these blocks out of slots of this node; which of them are valid."""
         local, link = self._pool.local, self._pool.link
-        if local is None or not len(which):
+        if local is None or not len(which) or (places["node"][which] != local.index).any():  # replaced meanwhile
             return np.zeros(len(which), np.bool_)
         try:
             ok = local.arena.read(places[which], self.keys[which], rows[which], verify)
