@@ -69,7 +69,7 @@ class Arena:
         data = np.frombuffer(_mapping(fd, self._size), np.uint8)
         self._memory = data[: self._shape[2]].view(np.int64), data
         self._populated: set[int] = set()
-        self._pins: dict[int, str] = {}  # by slab, the GPU that had it pinned, for all; "" where that could not be
+        self._pins: dict[int, tuple[str, bool]] = {}  # by slab, the GPU that asked, for all, and whether it is pinned
         self._discards = header.load(self._memory[0], header.DISCARDS)
         moves.when_gone(data, moves.unpin, data.ctypes.data + self._shape[2], self.slab_bytes, self._pins)
 
@@ -250,7 +250,8 @@ class Arena:
 
     def _discard(self, slab: int) -> None:
         self._populated.discard(slab)
-        moves.unpin(self._memory[1].ctypes.data + self._shape[2], self.slab_bytes, {slab: self._pins.pop(slab, "")})
+        if slab in self._pins:
+            moves.unpin(self.region(0)[0], self.slab_bytes, {slab: self._pins.pop(slab)})
         self._discards += 1
         header.store(self._memory[0], header.DISCARDS, self._discards)
         for region in (self._payload(slab), self._headers(slab)):
@@ -451,9 +452,8 @@ class Arena:
             slabs = np.unique((slots - first) // self.slab_bytes).tolist()
             for slab in slabs:
                 if slab not in self._pins:
-                    reached = device(gpu).pin(first + slab * self.slab_bytes, self.slab_bytes)
-                    self._pins[slab] = gpu if reached else ""
-            return all(self._pins[slab] for slab in slabs)
+                    self._pins[slab] = gpu, device(gpu).pin(first + slab * self.slab_bytes, self.slab_bytes)
+            return all(self._pins[slab][1] for slab in slabs)
 
     def _map_again(self, data: tiles.Bytes) -> None:
         with self._mutex:

@@ -51,12 +51,11 @@ def batches(table: Copies) -> Iterator[Copies]:
         first = stop
 
 
-def unpin(first: int, length: int, pins: dict[int, str]) -> None:
-    """Memory is about to go, of which those ranges of `length` bytes from address `first` on are pinned."""
-    for number, gpu in pins.items():
-        if gpu:
-            with contextlib.suppress(DeviceError):  # a GPU that is lost reaches nothing
-                device(gpu).unpin(first + number * length, length)
+def unpin(first: int, length: int, pins: dict[int, tuple[str, bool]]) -> None:
+    """Memory is about to go, of which those ranges of `length` bytes from address `first` on are pinned, or refused."""
+    for number, (gpu, _) in pins.items():
+        with contextlib.suppress(DeviceError):  # a GPU that is lost reaches nothing
+            device(gpu).unpin(first + number * length, length)
 
 
 def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
