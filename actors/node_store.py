@@ -228,7 +228,7 @@ class NodeStore:
         tier = self._sinking.external.faults if self._sinking else {}
         return {
             "pulled": self._pulled,
-            "corrupt": self._arena.corrupt,
+            "corrupt": sum(home.arena.corrupt for home in self._homes),
             "transports": [
                 {"reader": home.name, "from": name, **lane}
                 for home in self._homes
