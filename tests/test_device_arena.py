@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 from raykv import arena as arenas
 from raykv import device as devices
-from raykv import header, moves
+from raykv import header, locks, moves
 from raykv.arena import Arena, remove, remove_left_behind
 from raykv.cache import _Lease
 from raykv.device import BOUNCE_BYTES, Device
@@ -186,7 +186,7 @@ def test_host_rows(cupy: Any, ours: DeviceArena) -> None:
 def test_bytes_that_were_altered(gpu: Device, ours: DeviceArena) -> None:
     at, keys, blocks = some(2)
     assert ours.write(at, keys, blocks).all()
-    put(gpu, int(ours.addresses(at)[1]) + 5, blocks[1, 5:6] ^ 1)
+    put(gpu, int(ours.addresses(at)[1]) + 5, ~blocks[1, 5:6])
     out = np.zeros_like(blocks)
     assert ours.read(at, keys, out, verify=True).tolist() == [True, False] and ours.corrupt == 1
     assert ours.read(at, keys, out).all(), "nobody asked for it to be verified"
@@ -258,9 +258,10 @@ def test_a_lost_gpu(on_host: Any) -> None:
     on_host.cuda.runtime.lose()
     for arena in (ours, host):
         new = granted(at)
-        for fails in (lambda: arena.write(new, keys, rows), lambda: arena.read(at, keys, rows)):  # noqa: B023
-            with pytest.raises(DeviceError):
-                fails()
+        with pytest.raises(DeviceError):
+            arena.write(new, keys, rows)
+        with pytest.raises(DeviceError):
+            arena.read(at, keys, rows)
         assert not arena._locks.busy(0, 1 << 20) and not len(arena.inventory().busy), "all locks were dropped"
     assert has(host, at, keys, blocks) and host.write(granted(at), keys, blocks).all(), "memory is as it was"
     with pytest.raises(DeviceError):
@@ -338,7 +339,7 @@ def test_from_gpu_to_gpu(on_host: Any, size: int) -> None:
     at, keys, blocks = some(3, size)
     assert across(first, at, keys, second, granted(at)).tolist() == [ALTERED] * 3, "nothing is there"
     assert first.write(at[:1], keys[:1], on_gpu(on_host, blocks[:1])).all()
-    assert first.write(at[1:], keys[1:], blocks[1:], [8, 9]).all()
+    assert first.write(at[1:], keys[1:], blocks[1:], np.array([8, 9])).all()
     put(devices.device(first.gpu), int(first.addresses(at)[2]), ~blocks[2, :1])
     assert across(first, at, keys, second, granted(at)).tolist() == [PULLED, PULLED, ALTERED]
     assert has(second, granted(at)[:2], keys[:2], blocks[:2])
@@ -413,8 +414,8 @@ def test_closed_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.Monkey
 def test_served(request: pytest.FixtureRequest, cupy: Any, kind: str) -> None:
     arena: Arena = request.getfixturevalue(kind)
     at, keys, blocks = some(4)
-    assert arena.write(at[:2], keys[:2], blocks[:2], [3, 4]).all()
-    assert arena.write(at[3:], keys[3:], on_gpu(cupy, blocks[3:]), [6]).all()
+    assert arena.write(at[:2], keys[:2], blocks[:2], np.array([3, 4])).all()
+    assert arena.write(at[3:], keys[3:], on_gpu(cupy, blocks[3:]), np.array([6])).all()
     sums, positions, ok, runs = arena.served(at, keys)
     assert ok.tolist() == [True, True, False, True] and positions[ok].tolist() == [3, 4, 6]
     assert np.concatenate([run.reshape(-1) for run in runs]).tobytes() == blocks[ok].tobytes()
@@ -636,18 +637,17 @@ def test_a_file_that_is_another_by_now(on_host: Any, monkeypatch: pytest.MonkeyP
     """Another store was faster, and has one of that name."""
     gpu = devices.device(devices.visible()[0])
     path = elsewhere(DEAD, POOL, gpu.uuid).stdout.strip()
-    original, made = arenas.lock, []
+    made: list[DeviceArena] = []
 
-    def lock(*args: Any) -> bool:
-        if not made:
-            made.append(None)
-            os.unlink(path)
-            made.append(gpu_arena(gpu))
-        return original(*args)
+    def first(*args: Any) -> bool:
+        monkeypatch.setattr(arenas, "lock", locks.lock)
+        os.unlink(path)
+        made.append(gpu_arena(gpu))
+        return locks.lock(*args)
 
-    monkeypatch.setattr(arenas, "lock", lock)
-    assert not remove(path) and made[1].path == path and os.path.exists(path)
-    made[1].close(unlink=True)
+    monkeypatch.setattr(arenas, "lock", first)
+    assert not remove(path) and made[0].path == path and os.path.exists(path)
+    made[0].close(unlink=True)
 
 
 # ---------------------------------------------------------------------- other processes
