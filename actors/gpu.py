@@ -47,7 +47,7 @@ def _open(
         raise CapacityError(f"{gpu.uuid}: gpu_memory={gpu_memory} are {size} bytes: the smallest tier has {slab}")
     arena = DeviceArena.open_new(pool, fingerprint, gpu, slab, size // slab)
     report = arena.slabs, arena.slabs, b""
-    lanes = open_lanes(arena, transport, ray.util.get_node_ip_address(), gpu)
+    lanes = open_lanes(arena, transport, ray.util.get_node_ip_address())
     return Home(f"{node_id}/{gpu.uuid}", arena, lanes, lambda: report, lambda *_: None)
 
 
@@ -94,7 +94,8 @@ class Cooling:
         for size in np.unique(at["bytes"]):
             some = at["bytes"] == size
             try:
-                stored[some] = across(self._gpu.arena, at[some], keys[some], self._memory.arena, to[some]) == PULLED
+                verdicts = across(self._gpu.arena, at[some], keys[some], self._memory.arena, to[some], used=False)
+                stored[some] = verdicts == PULLED
             except DeviceError as error:
                 log.warning("%s: %s", self._gpu.name, error)
         return stored

@@ -71,7 +71,8 @@ class NodeStore:
         self._pulling: dict[tuple[int, int, int], Future[int]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        threading.Thread(target=self._beat_forever, name="raykv-beat", daemon=True).start()
+        for home in self._homes:  # none waits for another
+            threading.Thread(target=self._beat_forever, args=(home,), name="raykv-beat", daemon=True).start()
 
     def __repr__(self) -> str:
         return f"NodeStore(pool={self._pool}, node={self._node_id[:8]}, cpu={self._size / (1 << 30):.1f}GiB)"
@@ -227,7 +228,7 @@ class NodeStore:
         tier = self._sinking.external.faults if self._sinking else {}
         return {
             "pulled": self._pulled,
-            "corrupt": self._arena.corrupt,
+            "corrupt": sum(home.arena.corrupt for home in self._homes),
             "transports": [
                 {"reader": home.name, "from": name, **lane}
                 for home in self._homes
@@ -277,21 +278,20 @@ class NodeStore:
             home.arena.close(unlink=True)
         remove_left_behind(self._pool)
 
-    def _beat_forever(self) -> None:
+    def _beat_forever(self, home: Home) -> None:
         directory = None
         while not self._stopped.is_set():
             begin = time.monotonic()
             try:
                 directory = directory or actors.find_directory(self._pool)
-                for home in self._homes:
-                    if home.beat(directory):
-                        self._peers.clear()
+                if home.beat(directory):
+                    self._peers.clear()
             except (RayError, ValueError) as error:  # dead, restarting or replaced
-                log.debug("%r: no heartbeat: %r", self, error)
+                log.debug("%r: no heartbeat of %s: %r", self, home.name, error)
                 directory = None
-            except Exception:  # a store that no longer beats would be lost for good
-                log.exception("%r: no heartbeat", self)
+            except Exception:  # what no longer beats would be lost for good
+                log.exception("%r: no heartbeat of %s", self, home.name)
                 directory = None
-            settled = self._memory.joined.is_set() and directory is not None and self._sizing.settled
+            settled = home.joined.is_set() and directory is not None and self._sizing.settled
             pause = HEARTBEAT_S if settled else HEARTBEAT_S / 4
             self._stopped.wait(max(0.0, pause - (time.monotonic() - begin)))

@@ -1,17 +1,14 @@
 """One node's shared-memory file: slabs of slots that describe themselves."""
 
-import contextlib
 import ctypes
 import errno
 import itertools
-import logging
 import mmap
 import os
 import re
 import stat
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -20,12 +17,11 @@ from numpy.typing import NDArray
 
 from raykv import header, moves, native, superblock, tiles
 from raykv.device import device
-from raykv.errors import ArenaMismatch, CapacityError, DeviceError
+from raykv.errors import ArenaMismatch, CapacityError
 from raykv.locks import Locks, lock
 from raykv.place import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
 from raykv.rows import Rows, rows_of
 
-log = logging.getLogger("raykv")
 SHM = "/dev/shm"
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
 _madvise = ctypes.CDLL(None).madvise  # mmap.madvise keeps the GIL, for as long as a slab takes to fault in
@@ -47,7 +43,8 @@ class Arena:
     """One node's shared-memory file. Get one from `create`, `adopt` or `attach`.
 
     Thread-safe. A place that the arena does not offer, whose block is another by now, or whose header was altered is a
-    miss (False), never an exception; wrong shapes, dtypes and lengths are ValueErrors. After `close` all is a miss.
+    miss (False), never an exception; wrong shapes, dtypes and lengths are ValueErrors, and what a GPU fails is a
+    DeviceError. After `close` all is a miss.
     """
 
     def __init__(self, path: str, fd: int, first_page: NDArray[np.int64]) -> None:
@@ -72,11 +69,9 @@ class Arena:
         data = np.frombuffer(_mapping(fd, self._size), np.uint8)
         self._memory = data[: self._shape[2]].view(np.int64), data
         self._populated: set[int] = set()
-        self._pins: dict[int, str] = {}  # by slab, the GPU that had it pinned, for all; "" where that could not be
+        self._pins: dict[int, tuple[str, bool]] = {}  # by slab, the GPU that asked, for all, and whether it is pinned
         self._discards = header.load(self._memory[0], header.DISCARDS)
-        weakref.finalize(
-            data, moves.unpin, data.ctypes.data + self._shape[2], self.slab_bytes, self._pins
-        ).atexit = False
+        moves.when_gone(data, moves.unpin, data.ctypes.data + self._shape[2], self.slab_bytes, self._pins)
 
     @classmethod
     def create(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self:
@@ -255,7 +250,8 @@ class Arena:
 
     def _discard(self, slab: int) -> None:
         self._populated.discard(slab)
-        moves.unpin(self._memory[1].ctypes.data + self._shape[2], self.slab_bytes, {slab: self._pins.pop(slab, "")})
+        if slab in self._pins:
+            moves.unpin(self.region(0)[0], self.slab_bytes, {slab: self._pins.pop(slab)})
         self._discards += 1
         header.store(self._memory[0], header.DISCARDS, self._discards)
         for region in (self._payload(slab), self._headers(slab)):
@@ -285,22 +281,17 @@ class Arena:
         keys: NDArray[np.uint8],
         rows: Rows | NDArray[np.uint8],
         verify: bool = False,
+        used: bool = True,
     ) -> NDArray[np.bool_]:
         """Copy blocks out; (n,) which of the rows now hold their block.
 
         places: (n,) PLACE. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them. An
         invalid row's content is undefined. `verify`: a row whose bytes do not match the block's checksum is invalid
-        too, and counted in `corrupt`.
+        too, and counted in `corrupt`. used: for somebody who needs them, which is a reason to keep them. DeviceError
+        where a GPU fails: that tells nothing of the blocks.
         """
         spots, names = _arguments(places, keys)
         rows = _fitting(rows, spots, writable=True)
-        try:
-            return self._read(spots, names, rows, verify)
-        except DeviceError as error:
-            log.warning("%s: %s", self.path, error)
-            return np.zeros(len(spots), np.bool_)
-
-    def _read(self, spots: header.Words, names: header.Words, rows: Rows, verify: bool) -> NDArray[np.bool_]:
         words, data = self._memory
         at, slots = self._locate(words, data, spots)
         ok, claims = np.zeros(len(spots), np.bool_), np.zeros((len(spots), 2), np.int64)
@@ -312,7 +303,7 @@ class Arena:
         wrong = ok & self._altered(found, claims[:, 0].view(np.uint64))
         self.corrupt += int(wrong.sum())
         ok &= ~wrong
-        header.stamp(words, at, self._now(), ok)
+        header.stamp(words, at, self._now(), ok & used)
         return ok
 
     def write(
@@ -328,6 +319,7 @@ class Arena:
         As `read`, with sources for destinations. `positions`: (n,) of the blocks in their chains; by default 0. A block
         is not written if its grant is of a past epoch, slab format or generation, or if someone writes there.
         `expected`: (n,) xxh3_64; a block with another one never becomes ready, and is counted in `corrupt`.
+        DeviceError where a GPU fails: nothing is written then, and the same grants are good for another try.
         """
         spots, names = _arguments(places, keys)
         rows = _fitting(rows, spots, writable=False)
@@ -335,11 +327,7 @@ class Arena:
         def bring(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
             return self._copy_in(rows[which], slots)
 
-        try:
-            return self._fill(spots, names, bring, positions, expected)
-        except DeviceError as error:
-            log.warning("%s: %s", self.path, error)
-            return np.zeros(len(spots), np.bool_)
+        return self._fill(spots, names, bring, positions, expected)
 
     def fill(
         self,
@@ -352,7 +340,8 @@ class Arena:
         """As `write`, of bytes that come by other means than a copy.
 
         bring(which, addresses): put the blocks of a (n,) mask there, one for each address, and return their xxh3_64. It
-        may take its time: the slots are locked. If it raises they are as good as never written to.
+        may take its time: the slots are locked. Those that it clears in the mask did not come: they are as good as
+        never written to, as all are if it raises.
         """
         return self._fill(*_arguments(places, keys), bring, positions, expected)
 
@@ -373,12 +362,14 @@ class Arena:
             ok = np.zeros(len(spots), np.bool_)
             ok[list(first.values())] = True  # of two places in one slot, only the first is written
             header.begin(words, at, spots, ok)
-            sums = np.zeros(len(spots), np.uint64)
+            sums, begun = np.zeros(len(spots), np.uint64), ok.copy()
             try:
-                sums[ok] = bring(ok, slots[ok])
+                sums[begun] = bring(ok, slots[begun])
             except BaseException:
-                header.undo(words, at, spots, ok)  # for another try with the same grant
+                ok[:] = False
                 raise
+            finally:
+                header.undo(words, at, spots, begun & ~ok)  # for another try with the same grant
             if expected is not None:
                 self.corrupt += int((ok & (sums != expected)).sum())
                 ok &= sums == expected
@@ -449,19 +440,25 @@ class Arena:
 
     def pinned(self, gpu: str, slots: NDArray[np.int64]) -> bool:
         """Have GPUs reach the slabs of these addresses of slots. Whether they can."""
-        words, data = self._memory
         with self._sizing:
+            words, data = self._memory
+            if ((slots < data.ctypes.data) | (slots >= data.ctypes.data + len(data))).any():
+                return False  # of a mapping that is no longer ours: closed, or replaced by another thread
             if header.load(words, header.DISCARDS) != self._discards:
                 # GPUs would go on with pages that the owner gave back: the next copy finds another mapping
-                self._map(self._locks.fd)
+                self._map_again(data)
                 return False
             first = data.ctypes.data + self._shape[2]
             slabs = np.unique((slots - first) // self.slab_bytes).tolist()
             for slab in slabs:
                 if slab not in self._pins:
-                    reached = device(gpu).pin(first + slab * self.slab_bytes, self.slab_bytes)
-                    self._pins[slab] = gpu if reached else ""
-            return all(self._pins[slab] for slab in slabs)
+                    self._pins[slab] = gpu, device(gpu).pin(first + slab * self.slab_bytes, self.slab_bytes)
+            return all(self._pins[slab][1] for slab in slabs)
+
+    def _map_again(self, data: tiles.Bytes) -> None:
+        with self._mutex:
+            if self._memory[1] is data:  # not closed meanwhile
+                self._map(self._locks.fd)
 
     def region(self, slab: int) -> tuple[int, int]:
         """Where a slab is in this process's memory, and its bytes."""
@@ -530,7 +527,8 @@ class Arena:
                     os.unlink(self.path)
             except FileNotFoundError:
                 pass
-        self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped when the last view is gone
+        with self._mutex:
+            self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped with the last view
         self._locks.close()
 
     def _locate(
@@ -638,19 +636,35 @@ def left_behind(pool: str, folder: str = SHM) -> list[str]:
     """Paths of this user's arenas of a pool that are in no living store's hands."""
     ours = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+")
     paths = [entry.path for entry in os.scandir(folder) if ours.fullmatch(entry.name)]
-    return [path for path in paths if not owned(path)]
+    return [path for path in paths if not _owned(path)]
 
 
 def remove_left_behind(pool: str) -> int:
     """Remove this user's arenas of a pool that are in no living store's hands. Returns how many there were."""
-    paths = left_behind(pool)
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # another store that stops was faster
+    return sum(remove(path) for path in left_behind(pool))
+
+
+def remove(path: str) -> bool:
+    """Remove an arena that is in no living store's hands. Returns whether it was.
+
+    Under its owner's lock: by now another store may have taken it up, or have a new one of that name.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        unowned = lock(fd, 0, ALIGN) and _inode(os.stat(path)) == _inode(os.fstat(fd))
+        if unowned:
             os.unlink(path)
-    return len(paths)
+        return unowned
+    except FileNotFoundError:  # another store that stops was faster
+        return False
+    finally:
+        os.close(fd)
 
 
-def owned(path: str) -> bool:
+def _owned(path: str) -> bool:
     """Whether an arena is in a living store's hands, or another user's."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

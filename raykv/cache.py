@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from raykv import keys as key_chain
 from raykv import rows as row_checks
 from raykv.config import KEYS_PER_CALL, MIB
+from raykv.errors import DeviceError
 from raykv.place import PLACE
 from raykv.rows import Rows
 from raykv.swap import Swaps
@@ -202,7 +203,10 @@ class Reservation:
         if local is None or (target["node"] != local.index).any():
             self._pool.look_again()
         else:
-            self._written = local.arena.write(target, self._keys, rows[self._rows], self._positions)
+            try:
+                self._written = local.arena.write(target, self._keys, rows[self._rows], self._positions)
+            except DeviceError as error:
+                self._pool.link.fault("gpu", error)
 
     def commit(self) -> int:
         """Have nodes fetch what is theirs, then offer the blocks. Returns how many are new. Ends the reservation."""
@@ -508,9 +512,13 @@ class _Lease:
     def _copy(self, places: Places, which: NDArray[np.intp], rows: Rows, verify: bool) -> NDArray[np.bool_]:
         """Read these blocks out of slots of this node; which of them are valid."""
         local, link = self._pool.local, self._pool.link
-        if local is None or not len(which):
+        if local is None or not len(which) or (places["node"][which] != local.index).any():  # replaced meanwhile
             return np.zeros(len(which), np.bool_)
-        ok = local.arena.read(places[which], self.keys[which], rows[which], verify)
+        try:
+            ok = local.arena.read(places[which], self.keys[which], rows[which], verify)
+        except DeviceError as error:  # nobody else is to miss the blocks for that
+            link.fault("gpu", error)
+            return np.zeros(len(which), np.bool_)
         if not ok.all():
             link.bad(places[which][~ok])
             link.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")

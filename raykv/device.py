@@ -22,7 +22,7 @@ _OUT_OF_MEMORY, _PORTABLE = 2, 1  # cudaErrorMemoryAllocation, cudaHostRegisterP
 log = logging.getLogger("raykv")
 
 _pinned: dict[tuple[int, int], bool] = {}  # ranges of this process's memory, and whether CUDA took them
-_mutex = threading.Lock()
+_mutex = threading.RLock()  # what is collected meanwhile may be unpinned by the thread that holds it
 
 
 def visible() -> list[str]:

@@ -100,6 +100,11 @@ class Locks:
                 if got:
                     _set(self.fd, fcntl.F_UNLCK, self._base + start * self._width, (stop - start) * self._width)
 
+    def owned_elsewhere(self, length: int) -> bool:
+        """Whether another open file holds a lock in the first `length` bytes; unknown once closed: no."""
+        with self._mutex:
+            return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
+
     def busy(self, start: int, stop: int) -> set[int]:
         """Slots from start to stop - 1 that someone holds, in this process or another."""
         with self._mutex:

@@ -1,12 +1,19 @@
 """Copies between a GPU and this process's memory, which is pinned or is not."""
 
-from collections.abc import Iterator
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
 
 import numpy as np
 
 from raykv import native
 from raykv.device import BOUNCE_BYTES, device
+from raykv.errors import DeviceError
 from raykv.native import Copies
+
+P = ParamSpec("P")
 
 
 def copy(gpu: str, table: Copies, pinned: bool, to_gpu: bool, after: int | None) -> None:
@@ -44,8 +51,20 @@ def batches(table: Copies) -> Iterator[Copies]:
         first = stop
 
 
-def unpin(first: int, length: int, pins: dict[int, str]) -> None:
-    """Memory is about to go, of which those ranges of `length` bytes from address `first` on are pinned."""
-    for number, gpu in pins.items():
-        if gpu:
+def unpin(first: int, length: int, pins: dict[int, tuple[str, bool]]) -> None:
+    """Memory is about to go, of which those ranges of `length` bytes from address `first` on are pinned, or refused."""
+    for number, (gpu, _) in pins.items():
+        with contextlib.suppress(DeviceError):  # a GPU that is lost reaches nothing
             device(gpu).unpin(first + number * length, length)
+
+
+def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call it when nobody has `owner` any more: not as the interpreter ends, nor in a forked child, without GPUs."""
+    process = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == process:
+            with contextlib.suppress(DeviceError):  # a GPU that is lost has let go of everything
+                function(*args, **kwargs)
+
+    weakref.finalize(owner, call).atexit = False

@@ -17,7 +17,7 @@ class Rows:
 
     addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: what keeps the addresses good.
     device: UUID of the GPU that they are addresses of; None: host memory. stream: handle of the CUDA stream that wrote
-    and read there until the rows were made; None: there is nothing to wait for.
+    and read there until the rows were made; None: there is nothing to wait for. pinned: GPUs reach the host memory.
     """
 
     addresses: NDArray[np.int64]
@@ -26,6 +26,7 @@ class Rows:
     writable: bool
     device: str | None = None
     stream: int | None = None
+    pinned: bool = False
 
     def __len__(self) -> int:
         return len(self.addresses)

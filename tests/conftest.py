@@ -1,7 +1,9 @@
 """One Ray cluster of two nodes for the whole session; a pool of a fresh name for every test that asks for one."""
 
+import importlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, os.environ.get(
 
 if TYPE_CHECKING:
     import raykv
+    from raykv.device import Device
 
 MIB = 1 << 20
 NODE = {"num_cpus": 2, "object_store_memory": 256 * MIB}
@@ -109,3 +112,36 @@ def _add_node(cluster: Any) -> Iterator[Callable[[], Any]]:
             cluster.remove_node(node, allow_graceful=False)
     gone = {node.node_id for node in added}
     eventually(lambda: not gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in for CuPy, imported anew, with two GPUs of 64 MiB."""
+    from gpus import ON_HOST, forget
+
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "cupy"}
+    monkeypatch.syspath_prepend(ON_HOST)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    forget()
+    yield importlib.import_module("cupy")
+    forget()
+    sys.modules.update(before)
+
+
+@pytest.fixture(params=["on_host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def cupy(request: pytest.FixtureRequest) -> Any:
+    """CuPy: the stand-in, or the real one."""
+    from raykv import cuda, device
+
+    if request.param == "on_host":
+        return request.getfixturevalue("on_host")
+    if not device.visible():
+        pytest.skip("no GPU here")
+    return cuda.cupy()
+
+
+@pytest.fixture
+def gpu(cupy: Any) -> "Device":
+    from raykv import device
+
+    return device.device(device.visible()[0])

@@ -1,19 +1,17 @@
 """A GPU's memory and copies, on a stand-in for CuPy; with `-m gpu`, on a GPU."""
 
 import ctypes
-import importlib
 import mmap
-import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gpus import Bytes, elsewhere, forget, get, noise, put, table_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -23,45 +21,8 @@ from raykv import device as devices
 from raykv.device import BOUNCE_BYTES, Device
 from raykv.errors import CapacityError, DeviceError
 
-ON_HOST = str(Path(__file__).parent / "cupy_on_host")
 MIB = 1 << 20
-Bytes = NDArray[np.uint8]
 one_by_one = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def _forget() -> None:
-    for cached in (cuda.uuid, devices.device):
-        cached.cache_clear()
-    devices._pinned.clear()
-
-
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The stand-in, imported anew, with two GPUs of 64 MiB."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(ON_HOST)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    _forget()
-    yield importlib.import_module("cupy")
-    _forget()
-    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
-        del sys.modules[name]
-
-
-@pytest.fixture(params=["on_host", pytest.param("gpu", marks=pytest.mark.gpu)])
-def cupy(request: pytest.FixtureRequest) -> Any:
-    """CuPy: the stand-in, or the real one."""
-    if request.param == "on_host":
-        return request.getfixturevalue("on_host")
-    if not devices.visible():
-        pytest.skip("no GPU here")
-    return cuda.cupy()
-
-
-@pytest.fixture
-def gpu(cupy: Any) -> Device:
-    return devices.device(devices.visible()[0])
 
 
 @pytest.fixture
@@ -71,27 +32,6 @@ def pinned(gpu: Device) -> Iterator[Bytes]:
     assert gpu.pin(memory.ctypes.data, MIB)
     yield memory
     gpu.unpin(memory.ctypes.data, MIB)
-
-
-def table_of(*copies: tuple[int, int, int]) -> NDArray[np.int64]:
-    return np.array(copies, np.int64).reshape(-1, 3)
-
-
-def put(gpu: Device, to: int, data: Bytes) -> None:
-    """Into a GPU's memory, over a bounce buffer."""
-    bounce = gpu.bounce()
-    bounce[: len(data)] = data
-    gpu.copy(table_of((to, bounce.ctypes.data, len(data))))
-
-
-def get(gpu: Device, of: int, length: int) -> Bytes:
-    bounce = gpu.bounce()
-    gpu.copy(table_of((bounce.ctypes.data, of, length)))
-    return bounce[:length].copy()
-
-
-def noise(size: int, seed: int = 0) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 LENGTHS = st.one_of(st.integers(0, 70), st.integers(0, 3 * courier.UNIT), st.sampled_from([courier.UNIT, 16, 4096]))
@@ -313,13 +253,6 @@ region.close()
 """
 
 
-def elsewhere(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run in another process, which finds the same CuPy."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_another_process_opens_a_region(gpu: Device) -> None:
     region, data = gpu.allocate(10_001), noise(10_001)
     put(gpu, region.address, data)
@@ -464,8 +397,8 @@ def test_fewer_gpus(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget()
     monkeypatch.setitem(sys.modules, "cupy", None)
-    _forget()
     assert devices.visible() == []
     with pytest.raises(ImportError, match=r"pip install 'raykv\[gpu\]'"):
         cuda.cupy()

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.cache import KVCache, Reservation
 from raykv.client import KVPool
+from raykv.errors import DeviceError
 from raykv.integrations.vllm_manager import ChunksToLoad, ChunksToStore
 from raykv.place import KEY_BYTES, PLACE
 from raykv.rows import Rows, rows_of
@@ -172,7 +173,11 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             link.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
         rows = self._rows(target, len(keys))
-        ok = local.arena.read(places, keys, rows)
+        try:
+            ok = local.arena.read(places, keys, rows)
+        except DeviceError as error:  # nobody else is to miss the blocks for that
+            link.fault("gpu", error)
+            return 0
         if not ok.all():
             link.bad(places[~ok])
             link.fault("load", f"{int((~ok).sum())} of {len(ok)} blocks were not what the directory said")

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.arena import Arena
-from raykv.device import Device
+from raykv.device import device
+from raykv.device_arena import DeviceArena
 from raykv.place import host_of
 from raykv.transports import pair
 from raykv.transports.nccl import Nccl
@@ -138,18 +139,15 @@ class Lanes:
         return [*usable, (last, None)]
 
 
-def open_lanes(arena: Arena, chosen: str, host: str, gpu: Device | None = None) -> Lanes:
-    """The transports of a pool whose PoolConfig says `chosen`, as far as this node has them.
-
-    gpu: whose memory the arena's is.
-    """
+def open_lanes(arena: Arena, chosen: str, host: str) -> Lanes:
+    """The transports of a pool whose PoolConfig says `chosen`, as far as this node has them."""
     # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, the others do not.
     if chosen == "object_store" or os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false"):
         return Lanes([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
     try:
-        if gpu:
-            transports[:0] = [Nccl(arena, gpu)] if chosen == "auto" and not pair.why_not() else []
+        if isinstance(arena, DeviceArena):  # NIXL goes by addresses, of host memory
+            transports[:0] = [Nccl(arena, device(arena.gpu))] if chosen == "auto" and not pair.why_not() else []
         elif (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
             transports.insert(0, Nixl(arena))
     except Exception as error:  # whatever NCCL or UCX find wrong with this machine

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from raykv.arena import Arena
 from raykv.config import KEYS_PER_CALL, MIB
+from raykv.errors import DeviceError
 from raykv.place import KEY_BYTES, PLACE
 from raykv.transports.transport import Peer, Transport
 from raykv.transports.verdicts import ALTERED, data_deadline, judge
@@ -70,7 +71,7 @@ class Listener:
                 if hmac.compare_digest(_receive(peer, 32, time.monotonic() + HELLO_S), _answer(self._token, hello)):
                     while True:
                         self._send_blocks(peer)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, DeviceError) as error:
                 log.debug("a peer that reads from here: %r", error)
 
     def _send_blocks(self, peer: socket.socket) -> None:

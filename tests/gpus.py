@@ -1,0 +1,56 @@
+"""What GPU tests share: CuPy's stand-in, memory of a GPU as bytes, and other processes that find the same CuPy."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv import cuda
+from raykv import device as devices
+from raykv.device import Device
+
+ON_HOST = str(Path(__file__).parent / "cupy_on_host")
+Bytes = NDArray[np.uint8]
+
+
+def forget() -> None:
+    """Another CuPy is next."""
+    for cached in (cuda.uuid, devices.device):
+        cached.cache_clear()
+    devices._pinned.clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        del sys.modules[name]
+
+
+def table_of(*copies: tuple[int, int, int]) -> NDArray[np.int64]:
+    return np.array(copies, np.int64).reshape(-1, 3)
+
+
+def put(gpu: Device, to: int, data: Bytes) -> None:
+    """Into a GPU's memory, over a bounce buffer."""
+    bounce = gpu.bounce()
+    bounce[: len(data)] = data
+    gpu.copy(table_of((to, bounce.ctypes.data, len(data))))
+
+
+def get(gpu: Device, of: int, length: int) -> Bytes:
+    bounce = gpu.bounce()
+    gpu.copy(table_of((bounce.ctypes.data, of, length)))
+    return bounce[:length].copy()
+
+
+def noise(size: int, seed: int = 0) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def elsewhere(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run in another process, which finds the same CuPy."""
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
