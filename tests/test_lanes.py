@@ -145,6 +145,25 @@ def test_what_is_late_is_not_pulled_otherwise(world: World) -> None:
     assert world.pull() == "middle"
 
 
+def test_what_had_no_time_is_not_to_blame(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turn came late: that tells nothing of the transport."""
+    assert world.pull() == "fast"
+
+    class Late:
+        def acquire(self, timeout: float) -> bool:
+            world.now += 0.9 * timeout
+            return True
+
+        def release(self) -> None: ...
+
+    world.lanes._lanes[world.peer].turn = Late()  # type: ignore[assignment]
+    world.fast.error = TimeoutError("late")
+    with pytest.raises(TimeoutError):
+        world.pull()
+    world.fast.error = None
+    assert world.pull() == "fast" and world.lanes.stats()["node"]["failed"] == {}
+
+
 def test_a_peer_that_does_not_say_what_it_offers(world: World) -> None:
     world.offers = RayActorError()
     with pytest.raises(RayActorError):
