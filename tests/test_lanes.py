@@ -145,6 +145,24 @@ def test_what_is_late_is_not_pulled_otherwise(world: World) -> None:
     assert world.pull() == "middle"
 
 
+def test_a_way_that_is_not_needed_again(world: World) -> None:
+    """Or that the peer no longer offers: what it offers is not asked for with every pull."""
+    world.fast.error = world.middle.error = ConnectionError("for now")
+    assert world.pull() == "fast middle last"
+    world.fast.error = None
+    world.now += RETRY_S
+    assert world.pull() == "fast"
+    asked = world.asked
+    assert world.pull() == "fast" and world.pull() == "fast" and world.asked == asked
+    world.fast.error, world.offers = ConnectionError("again"), {"middle": 2}
+    assert world.pull() == "fast middle last"
+    world.middle.error = None
+    world.now += RETRY_S
+    assert world.pull() == "middle"
+    asked = world.asked
+    assert world.pull() == "middle" and world.asked == asked
+
+
 def test_what_had_no_time_is_not_to_blame(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its turn came late: that tells nothing of the transport."""
     assert world.pull() == "fast"

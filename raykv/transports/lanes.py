@@ -133,6 +133,8 @@ class Lanes:
         now = time.monotonic()
         if lane.offers is None or any(0.0 < way.retry_at <= now for way in lane.ways.values()):
             lane.offers = ray.get(peer.store.offers.remote(peer.name), timeout=OFFERS_S)
+            for way in lane.ways.values():
+                way.retry_at = way.retry_at if way.retry_at > now else 0.0  # asked for once, not with every pull
         usable = []
         for transport in self._transports[:-1]:
             way, offer = lane.ways.setdefault(transport.name, Way()), lane.offers.get(transport.name)
