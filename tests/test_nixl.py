@@ -237,3 +237,29 @@ def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) ->
         thread.join()
     assert has(ours, places(np.arange(SLOTS), 1), keys, blocks)
     assert sum(verdict.count(PULLED) for verdict in verdicts) == SLOTS
+
+
+def test_nothing_comes_after_an_error(ours: Arena, theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL says that a transfer failed with its first request that did, while others may be under way."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    nixl = Nixl(ours)
+    keys, blocks = some(1, SLOTS)
+    source = places(np.arange(SLOTS))
+    assert theirs.write(source, keys, blocks).all()
+    with a_peer(theirs, monkeypatch) as peer:
+        assert pull(nixl, peer, source, keys, ours, places(np.arange(SLOTS), 1, 1)) == [PULLED] * SLOTS
+        check, newer, other = nixl._agent.check_xfer_state, places(np.arange(SLOTS), 1, 3), some(2, SLOTS)
+
+        def fail(handle: Any) -> str:
+            check(handle)
+            return "ERR"
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nixl._agent, "check_xfer_state", fail)
+            with pytest.raises(ConnectionError, match="ended as ERR"):
+                pull(nixl, peer, source, keys, ours, places(np.arange(SLOTS), 1, 2))
+        assert ours.write(newer, *other).all(), "the slots are free for another"
+        time.sleep(1.0)
+        assert has(ours, newer, *other)
+        again = places(np.arange(SLOTS), 1, 4)
+        assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)

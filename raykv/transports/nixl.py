@@ -28,6 +28,7 @@ from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
+LATE_S = 1.0  # for what is yet under way of a transfer that failed: neither its release nor `_forget` stops that
 SHOWN = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])  # of a block, to a peer
 Addresses = NDArray[np.int64]
 
@@ -188,12 +189,15 @@ class Nixl(Transport):
             return
         with _translated():
             handle = self._agent.initialize_xfer("READ", self._list(local, size), self._list(remote, size), agent)
+            state = "ERR"
             try:
                 state = self._agent.transfer(handle)
                 while state == "PROC":
                     time.sleep(POLL_S)
                     state = self._agent.check_xfer_state(handle)
             finally:
+                if state != "DONE":  # one of its requests failed: the others may go on
+                    time.sleep(LATE_S)
                 self._agent.release_xfer_handle(handle)
         if state != "DONE":
             raise ConnectionError(f"NIXL: the transfer ended as {state}")
