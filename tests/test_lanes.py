@@ -18,12 +18,13 @@ from raykv.arena import Arena
 from raykv.place import PLACE
 from raykv.transports.lanes import RETRY_S, Lanes, open_lanes
 from raykv.transports.transport import Peer, Transport
-from raykv.transports.verdicts import ALTERED, PULLED
+from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 MIB = 1 << 20
 SOURCE = np.zeros(4, PLACE)
 SOURCE["bytes"] = MIB
 KEYS = np.zeros((4, 16), np.uint8)
+HERE: Any = SimpleNamespace(claims=lambda target, keys: (None, None, np.array([True, False, False, False])))
 
 
 class Moody(Transport):
@@ -73,7 +74,7 @@ class World:
     def pull(self, peer: Peer | None = None) -> str:
         """Which of the transports were asked, in order."""
         before = [transport.pulls for transport in (self.fast, self.middle, self.last)]
-        self.lanes.pull(peer or self.peer, SOURCE, KEYS, None, SOURCE)  # type: ignore[arg-type]
+        self.lanes.pull(peer or self.peer, SOURCE, KEYS, HERE, SOURCE)
         names = ("fast", "middle", "last")
         after = [transport.pulls for transport in (self.fast, self.middle, self.last)]
         return " ".join(name for name, a, b in zip(names, before, after, strict=True) if b > a)
@@ -143,6 +144,15 @@ def test_what_is_late_is_not_pulled_otherwise(world: World) -> None:
         world.pull()
     assert world.middle.pulls == 0
     assert world.pull() == "middle"
+
+
+def test_what_came_by_a_way_that_failed_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot is not written twice."""
+    world.fast.error = ConnectionError("in the middle")
+    verdicts = np.array([FAILED, FAILED, PULLED, ALTERED], np.uint8)
+    monkeypatch.setattr(world.middle, "pull", lambda *args: verdicts.copy())
+    pulled = world.lanes.pull(world.peer, SOURCE, KEYS, HERE, SOURCE)
+    assert pulled.tolist() == [PULLED, FAILED, PULLED, ALTERED]
 
 
 def test_a_way_that_is_not_needed_again(world: World) -> None:

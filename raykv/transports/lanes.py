@@ -23,7 +23,7 @@ from raykv.transports.nixl import Nixl, has_rdma, why_not
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
 from raykv.transports.transport import Peer, Transport
-from raykv.transports.verdicts import PULLED, data_deadline
+from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
 OFFERS_S = 1.0  # for a peer to say what it offers
@@ -90,6 +90,7 @@ class Lanes:
         end = time.monotonic() + seconds
         if not lane.turn.acquire(timeout=seconds):
             raise TimeoutError(f"the blocks before these took {seconds:.1f} s")
+        broken_off = False
         try:
             for transport, offer in self._usable(lane, peer):
                 begin = time.monotonic()
@@ -101,8 +102,11 @@ class Lanes:
                         _failed(lane, transport.name, offer, peer, error)
                     if late:
                         raise
+                    broken_off = True
                     continue
                 _done(lane, transport.name, int(source["bytes"][verdicts == PULLED].sum()), time.monotonic() - begin)
+                if broken_off:  # another way failed: what came by it is ready, and not written again
+                    verdicts[(verdicts == FAILED) & arena.claims(target, keys)[2]] = PULLED
                 return verdicts
         finally:
             lane.turn.release()
