@@ -120,7 +120,7 @@ class Lanes:
             name: {
                 "transport": lane.last,
                 "gbps": lane.ways[lane.last].bytes / max(1e-9, lane.ways[lane.last].seconds) / 1e9,
-                "failed": {by: way.failed for by, way in lane.ways.items() if way.failed},
+                "failed": {by: way.failed for by, way in dict(lane.ways).items() if way.failed},  # a pull may add one
             }
             for name, lane in lanes
         }
