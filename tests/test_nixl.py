@@ -263,3 +263,12 @@ def test_nothing_comes_after_an_error(ours: Arena, theirs: Arena, monkeypatch: p
         assert has(ours, newer, *other)
         again = places(np.arange(SLOTS), 1, 4)
         assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)
+
+
+def test_an_offer_of_a_process_that_is_gone(ours: Arena, theirs: Arena) -> None:
+    keys, _ = some(1, 1)
+    args = places(np.arange(1)).tobytes(), keys.tobytes(), -1
+    nixl = Nixl(theirs)
+    assert nixl.serve(nixl.offer(), *args)[2]
+    with pytest.raises(ValueError, match="ask for its offer again"):
+        nixl.serve("raykv-of-before", *args)

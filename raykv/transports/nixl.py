@@ -79,11 +79,13 @@ class Nixl(Transport):
 
     # ------------------------------------------------------------------ for peers
 
-    def serve(self, places: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
+    def serve(self, agent: str, places: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
         """What is SHOWN of blocks, and the version of this agent's metadata.
 
-        With the metadata itself where the peer knows another version of it.
+        With the metadata itself where the peer knows another version of it. ValueError if it means another agent.
         """
+        if agent != self.offer():
+            raise ValueError(f"{agent} was another process's: ask for its offer again")
         at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         shown = np.zeros(len(at), SHOWN)
         shown["sum"], shown["position"], shown["there"] = self._arena.claims(at, names)
@@ -115,7 +117,7 @@ class Nixl(Transport):
         known = self._known[offer]
         if known.busy:
             raise ConnectionError("an earlier transfer has not ended")
-        data, version, metadata = ask(peer, end, self.name, source.tobytes(), keys.tobytes(), known.version)
+        data, version, metadata = ask(peer, end, self.name, offer, source.tobytes(), keys.tobytes(), known.version)
         shown = np.frombuffer(data, SHOWN)
         there = np.flatnonzero(shown["there"])
         known.busy = True
