@@ -421,9 +421,6 @@ class Arena:
         if (at < 0).any():
             offered = f"{self.offered} slabs of {self.slab_bytes} bytes are offered"
             raise ValueError(f"{self.path}: no slot at {places[at < 0][0]}; {offered}")
-        return self._views(data, places)
-
-    def _views(self, data: tiles.Bytes, places: NDArray[np.void]) -> list[NDArray[np.uint8]]:
         sizes = places["bytes"].astype(np.int64)
         strides = -(-sizes // ALIGN) * ALIGN
         starts = self._shape[2] + places["slab"].astype(np.int64) * self.slab_bytes + places["slot"] * strides

@@ -84,7 +84,7 @@ class Device:
 
     def __init__(self, uuid: str, ordinal: int) -> None:
         """For `device`. ordinal: its number in this process."""
-        self.uuid, self._ordinal = uuid, ordinal
+        self.uuid, self.ordinal = uuid, ordinal
         self._couriers = threading.local()
         with cuda.on(ordinal) as cupy:
             self._kernel = kernel(cupy)  # before anybody waits for it
@@ -108,7 +108,7 @@ class Device:
         """A new region of this process. CapacityError if the GPU has no room for it."""
         if size <= 0:
             raise ValueError(f"size={size}: a region has at least a byte")
-        with cuda.on(self._ordinal) as cupy:
+        with cuda.on(self.ordinal) as cupy:
             runtime = cupy.cuda.runtime
             try:
                 address = runtime.malloc(-(-size // _GRAIN) * _GRAIN)  # not of CuPy's pool, which has no handles
@@ -128,7 +128,7 @@ class Device:
             raise ValueError(
                 f"a handle of {len(handle)} bytes, size={size}: give a Region's handle (64 bytes) and size"
             )
-        with cuda.on(self._ordinal) as cupy:
+        with cuda.on(self.ordinal) as cupy:
             return Region(cupy.cuda.runtime.ipcOpenMemHandle(handle), size, handle, self._let_go)
 
     def copy(self, table: Copies, after: int | None = None) -> None:
@@ -145,7 +145,7 @@ class Device:
         pieces = numbered(table.reshape(-1, 3))
         if not len(pieces) or not pieces[-1, 3]:
             return
-        with cuda.on(self._ordinal) as cupy:
+        with cuda.on(self.ordinal) as cupy:
             if not hasattr(self._couriers, "mine"):
                 self._couriers.mine = Courier(cupy, self._kernel)
             self._couriers.mine.copy(pieces, after)
@@ -165,7 +165,7 @@ class Device:
 
     def _register(self, address: int, length: int) -> bool:
         try:
-            with cuda.on(self._ordinal) as cupy:
+            with cuda.on(self.ordinal) as cupy:
                 cupy.cuda.runtime.hostRegister(address, length, _PORTABLE)  # for every GPU that this process uses
         except DeviceError as error:
             log.warning("%d bytes of host memory cannot be pinned, copies take a way round: %s", length, error)
@@ -176,17 +176,17 @@ class Device:
         """Undo `pin`, before the memory goes; of a range that is not pinned, nothing."""
         with _mutex:
             if _pinned.pop((address, length), False):
-                with cuda.on(self._ordinal) as cupy:
+                with cuda.on(self.ordinal) as cupy:
                     cupy.cuda.runtime.hostUnregister(address)
 
     def bounce(self) -> NDArray[np.uint8]:
         """(BOUNCE_BYTES,) uint8, pinned, for bytes on their way from or to memory that is not. Let it go after use."""
-        with cuda.on(self._ordinal) as cupy:
+        with cuda.on(self.ordinal) as cupy:
             return cuda.pinned(cupy, BOUNCE_BYTES)
 
     def _memory(self) -> tuple[int, int]:
         """Bytes free, and in all."""
-        with cuda.on(self._ordinal) as cupy:
+        with cuda.on(self.ordinal) as cupy:
             free, total = cupy.cuda.runtime.memGetInfo()
         return int(free), int(total)
 
@@ -198,9 +198,9 @@ class Device:
         )
 
     def _free(self, address: int) -> None:
-        with cuda.on(self._ordinal) as cupy:
+        with cuda.on(self.ordinal) as cupy:
             cupy.cuda.runtime.free(address)
 
     def _let_go(self, address: int) -> None:
-        with cuda.on(self._ordinal) as cupy:
+        with cuda.on(self.ordinal) as cupy:
             cupy.cuda.runtime.ipcCloseMemHandle(address)

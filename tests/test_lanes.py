@@ -17,7 +17,7 @@ import raykv.transports.nixl
 from raykv.arena import Arena
 from raykv.place import PLACE
 from raykv.transports.lanes import RETRY_S, Lanes, open_lanes
-from raykv.transports.transport import Peer, Transport
+from raykv.transports.transport import Peer, Transport, Wanted
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ class Moody(Transport):
     def offer(self) -> str:
         return f"{self.name} here"
 
-    def pull(self, peer: Any, offer: Any, source: NDArray[np.void], *rest: Any) -> NDArray[np.uint8]:
+    def pull(self, peer: Any, offer: Any, wanted: Wanted) -> NDArray[np.uint8]:
         self.pulls += 1
         self.offered.append(offer)
         if self.error is not None:

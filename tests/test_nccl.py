@@ -27,7 +27,7 @@ from raykv.transports import pair
 from raykv.transports.lanes import Lanes
 from raykv.transports.nccl import Nccl
 from raykv.transports.pair import READER, SENDER
-from raykv.transports.transport import Peer, Transport
+from raykv.transports.transport import Peer, Transport, Wanted
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 ON_HOST = str(Path(__file__).parent / "cupy_on_host")
@@ -95,7 +95,7 @@ class Node:
     ) -> list[int]:
         """What was put there, into slots here; in another order by step -1."""
         source, names, target = places(FROM)[::step], keys()[::step], places(slots)[::step]
-        verdicts = self.nccl.pull(peer, offer, source, names, self.arena, target, time.monotonic() + seconds)
+        verdicts = self.nccl.pull(peer, offer, Wanted(source, names, self.arena, target, time.monotonic() + seconds))
         return verdicts[::step].tolist()  # type: ignore[no-any-return]
 
     def pull_from(self, other: "Node", slots: Sequence[int] = TO, seconds: float = PATIENCE_S) -> list[int]:
@@ -258,7 +258,7 @@ def test_blocks_that_are_not_there(sender: Node, reader: Node) -> None:
     source["slab"] = 7
     end = time.monotonic() + PATIENCE_S
     offer = sender.nccl.offer()
-    verdicts = reader.nccl.pull(sender.peer, offer, source, keys(), reader.arena, places(ELSEWHERE), end)
+    verdicts = reader.nccl.pull(sender.peer, offer, Wanted(source, keys(), reader.arena, places(ELSEWHERE), end))
     assert verdicts.tolist() == [ALTERED] * 6
     assert reader.pull_from(sender, ELSEWHERE)[0] == PULLED
 
@@ -346,8 +346,8 @@ def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: No
     class Other(Transport):
         name = "other"
 
-        def pull(self, peer: Any, offer: Any, *args: Any) -> Verdicts:
-            _, names, arena, target, end = args
+        def pull(self, peer: Any, offer: Any, wanted: Wanted) -> Verdicts:
+            _, names, arena, target, end = wanted
             assert time.monotonic() < end
             return np.where(arena.write(target, names, blocks()), PULLED, FAILED).astype(np.uint8)
 

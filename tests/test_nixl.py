@@ -19,7 +19,7 @@ import raykv.transports.nixl
 from raykv.arena import Arena
 from raykv.place import COUNTER_BITS, PLACE
 from raykv.transports.nixl import Nixl
-from raykv.transports.transport import Peer
+from raykv.transports.transport import Peer, Wanted
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 pytestmark = WITH_NIXL
@@ -96,7 +96,7 @@ def pull(
     target: NDArray[np.void],
 ) -> list[int]:
     end = time.monotonic() + FOREVER
-    verdicts: list[int] = nixl.pull(PEER, peer.offer, source, keys, arena, target, end).tolist()
+    verdicts: list[int] = nixl.pull(PEER, peer.offer, Wanted(source, keys, arena, target, end)).tolist()
     return verdicts
 
 
@@ -198,12 +198,12 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(raykv.transports.nixl, "ask", stop)
         with pytest.raises(TimeoutError):
-            nixl.pull(PEER, peer.offer, source, keys, ours, target, time.monotonic() + 1.0)
+            nixl.pull(PEER, peer.offer, Wanted(source, keys, ours, target, time.monotonic() + 1.0))
         try:
             newer = places(np.arange(SLOTS), 1, 3)
             assert not ours.write(newer, *some(2, SLOTS)).any()
             with pytest.raises(ConnectionError, match="has not ended"):  # another transport is used meanwhile
-                nixl.pull(PEER, peer.offer, source, keys, ours, newer, time.monotonic() + FOREVER)
+                nixl.pull(PEER, peer.offer, Wanted(source, keys, ours, newer, time.monotonic() + FOREVER))
         finally:
             os.kill(peer.process.pid or 0, signal.SIGCONT)
         eventually(lambda: has(ours, target, keys, blocks))

@@ -22,7 +22,7 @@ from raykv.transports.nccl import Nccl
 from raykv.transports.nixl import Nixl, has_rdma, why_not
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
-from raykv.transports.transport import Peer, Transport
+from raykv.transports.transport import Peer, Transport, Wanted
 from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
@@ -87,7 +87,7 @@ class Lanes:
         with self._mutex:
             lane = self._lanes.setdefault(peer, Lane())
         seconds = data_deadline(int(source["bytes"].sum()))
-        end = time.monotonic() + seconds
+        wanted = Wanted(source, keys, arena, target, time.monotonic() + seconds)
         if not lane.turn.acquire(timeout=seconds):
             raise TimeoutError(f"the blocks before these took {seconds:.1f} s")
         broken_off = False
@@ -95,10 +95,10 @@ class Lanes:
             for transport, offer in self._usable(lane, peer):
                 begin = time.monotonic()
                 try:
-                    verdicts = transport.pull(peer, offer, source, keys, arena, target, end)
+                    verdicts = transport.pull(peer, offer, wanted)
                 except (OSError, RayError) as error:
                     late = isinstance(error, TimeoutError)
-                    if not late or end - begin > seconds / 2:  # else those before it are to blame
+                    if not late or wanted.end - begin > seconds / 2:  # else those before it are to blame
                         _failed(lane, transport.name, offer, peer, error)
                     if late:
                         raise

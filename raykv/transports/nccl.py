@@ -23,8 +23,8 @@ from raykv.arena import Arena
 from raykv.place import KEY_BYTES, PLACE
 from raykv.transports.pair import READER, SENDER, Pair, new_unique, why_not
 from raykv.transports.tcp import CLAIM
-from raykv.transports.transport import Peer, Transport, ask
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED, data_deadline
+from raykv.transports.transport import Peer, Transport, Wanted, ask
+from raykv.transports.verdicts import ALTERED, FAILED, PULLED, data_deadline, seconds_left
 
 Offer = tuple[str, str]  # what it is called, for good; a token, which is new with every process
 
@@ -41,7 +41,7 @@ class Nccl(Transport):
         """gpu: whose memory the arena's slots are. ImportError without NCCL."""
         if why := why_not():
             raise ImportError(why)
-        self._arena, self._ordinal = arena, device.visible().index(gpu.uuid)
+        self._arena, self._ordinal = arena, gpu.ordinal
         self._name, self._token = f"{gpu.uuid}{arena.path}", secrets.token_hex(8)
         self._reading: dict[str, tuple[str, Pair]] = {}  # the peer's token, and the pair, by its name
         self._sending: dict[str, Pair] = {}  # by the reader's name
@@ -107,17 +107,9 @@ class Nccl(Transport):
 
     # ------------------------------------------------------------------ from peers
 
-    def pull(
-        self,
-        peer: Peer,
-        offer: Offer,
-        source: NDArray[np.void],
-        keys: NDArray[np.uint8],
-        arena: Arena,
-        target: NDArray[np.void],
-        end: float,
-    ) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: Offer, wanted: Wanted) -> NDArray[np.uint8]:
         """As Transport's. ConnectionError when half of the time is gone: by then it is another transport's turn."""
+        source, keys, arena, target, end = wanted
         stop = time.monotonic() + (end - time.monotonic()) / 2
         pair = self._pair_with(peer, offer, stop)
         ask = partial(_ask, peer, stop, offer[1])
@@ -144,7 +136,7 @@ class Nccl(Transport):
             self._reading[name] = token, pair
             _ask(peer, stop, token, "join", self._name, pair.unique)
         try:
-            pair.ready.result(max(0.001, stop - time.monotonic()))
+            pair.ready.result(seconds_left(stop))
         except TimeoutError as error:
             raise ConnectionError(f"NCCL has not connected {self._name} and {name} yet") from error
         return pair
@@ -187,6 +179,6 @@ def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
 def _result(job: "Future[NDArray[np.uint8]]", end: float) -> NDArray[np.uint8]:
     """TimeoutError where even the abort does not come to an end in time."""
     try:
-        return job.result(max(0.001, end - time.monotonic()))
+        return job.result(seconds_left(end))
     except TimeoutError as error:
         raise TimeoutError("NCCL does not let go: the slots stay locked until it does") from error

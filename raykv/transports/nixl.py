@@ -12,7 +12,6 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,8 @@ from numpy.typing import NDArray
 from raykv import tiles
 from raykv.arena import Arena
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.transport import Peer, Transport, ask
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED
+from raykv.transports.transport import Peer, Transport, Wanted, ask, translated
+from raykv.transports.verdicts import ALTERED, FAILED, PULLED, seconds_left
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
@@ -104,16 +103,8 @@ class Nixl(Transport):
 
     # ------------------------------------------------------------------ from peers
 
-    def pull(
-        self,
-        peer: Peer,
-        offer: str,
-        source: NDArray[np.void],
-        keys: NDArray[np.uint8],
-        arena: Arena,
-        target: NDArray[np.void],
-        end: float,
-    ) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: str, wanted: Wanted) -> NDArray[np.uint8]:
+        source, keys, arena, target, end = wanted
         known = self._known[offer]
         if known.busy:
             raise ConnectionError("an earlier transfer has not ended")
@@ -124,7 +115,7 @@ class Nixl(Transport):
         job = known.thread.submit(self._read, known, version, metadata, shown[there], keys[there], arena, target[there])
         verdicts = np.full(len(source), ALTERED, np.uint8)
         try:
-            verdicts[there] = job.result(max(0.001, end - time.monotonic()))
+            verdicts[there] = job.result(seconds_left(end))
         except ConnectionError:
             self._forget(offer)
             raise
@@ -134,7 +125,7 @@ class Nixl(Transport):
         """A peer that may never come back; what is still there is learned anew."""
         known = self._known.pop(offer)
         known.thread.shutdown(wait=False)
-        with contextlib.suppress(ConnectionError), _translated():
+        with contextlib.suppress(ConnectionError), translated("NIXL"):
             self._agent.remove_remote_agent(known.agent)
 
     def _read(
@@ -170,7 +161,7 @@ class Nixl(Transport):
 
     def _learn(self, known: Known, version: int, metadata: bytes) -> None:
         if metadata:
-            with _translated():
+            with translated("NIXL"):
                 if known.agent:
                     self._agent.remove_remote_agent(known.agent)
                 known.agent = self._agent.add_remote_agent(metadata)
@@ -182,14 +173,14 @@ class Nixl(Transport):
             with self._mutex:
                 if slab not in self._registered:
                     address, length = self._arena.region(slab)
-                    with _translated():
+                    with translated("NIXL"):
                         self._registered[slab] = self._agent.register_memory([(address, length, 0, "")], "DRAM")
                     self._version += 1
 
     def _transfer(self, agent: str, remote: Addresses, local: Addresses, size: int) -> None:
         if not len(local):
             return
-        with _translated():
+        with translated("NIXL"):
             handle = self._agent.initialize_xfer("READ", self._list(local, size), self._list(remote, size), agent)
             state = "ERR"
             try:
@@ -209,12 +200,3 @@ class Nixl(Transport):
         table = np.zeros((len(addresses), 3), np.uint64)
         table[:, 0], table[:, 1] = addresses, size
         return self._agent.get_xfer_descs(table, "DRAM")
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """NIXL's exceptions share no base of their own."""
-    try:
-        yield
-    except Exception as error:
-        raise ConnectionError(f"NIXL: {error!r}") from error

@@ -1,6 +1,5 @@
 """Blocks cross nodes as Ray objects."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -8,10 +7,9 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError
 
-from raykv.arena import Arena
 from raykv.rows import rows_within
-from raykv.transports.transport import Peer, Transport
-from raykv.transports.verdicts import ALTERED, judge
+from raykv.transports.transport import Peer, Transport, Wanted
+from raykv.transports.verdicts import ALTERED, judge, seconds_left
 
 
 class ObjectStore(Transport):
@@ -19,25 +17,17 @@ class ObjectStore(Transport):
 
     name = "object_store"
 
-    def pull(
-        self,
-        peer: Peer,
-        offer: Any,
-        source: NDArray[np.void],
-        keys: NDArray[np.uint8],
-        arena: Arena,
-        target: NDArray[np.void],
-        end: float,
-    ) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: Any, wanted: Wanted) -> NDArray[np.uint8]:
+        source, keys, arena, target, end = wanted
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
         source, keys, target = source[order], keys[order], target[order]
         read = peer.store.read.options(concurrency_group="lift") if peer.below else peer.store.read
         answer = read.remote(source.tobytes(), keys.tobytes())
         # Not by `get`: one that waits keeps the lock of Ray's store client, and who lets go of an object meanwhile
         # waits for that lock with the GIL in his.
-        if not ray.wait([answer], timeout=max(0.0, end - time.monotonic()))[0]:
+        if not ray.wait([answer], timeout=seconds_left(end))[0]:
             raise GetTimeoutError(f"{len(source)} blocks did not arrive in time")
-        mask, sums, positions, runs = ray.get(answer, timeout=max(0.001, end - time.monotonic()))
+        mask, sums, positions, runs = ray.get(answer, timeout=seconds_left(end))
         ok = np.frombuffer(mask, np.bool_)
         expected = np.frombuffer(sums, np.uint64)[ok]
         size = int(source["bytes"][0])

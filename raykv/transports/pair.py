@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv import cuda
+from raykv.transports.transport import translated
 
 log = logging.getLogger("raykv")
 READER, SENDER = 0, 1  # ranks
@@ -39,7 +40,7 @@ def new_unique() -> bytes:
     """What a pair is known by: 128 bytes, which its SENDER must get from its READER."""
     from cupy.cuda import nccl
 
-    with _translated():
+    with translated("NCCL"):
         return bytes(nccl.get_unique_id())
 
 
@@ -86,7 +87,7 @@ class Pair:
         (time.monotonic()), where NCCL fails, or once the pair is dropped; nothing moves any more then.
         """
         try:
-            with _translated():
+            with translated("NCCL"):
                 self._post(addresses, size)
                 self._wait(end)
         except BaseException:
@@ -116,7 +117,7 @@ class Pair:
         self._cupy, self._nccl = cupy, nccl
         self._stream = cupy.cuda.Stream(non_blocking=True)  # does not wait for the legacy default stream
         self._nowhere = cupy.cuda.Memory(1)
-        with _translated():
+        with translated("NCCL"):
             self._comm = nccl.NcclCommunicator(2, self.unique, self._rank)
         self.move(np.zeros(1, np.int64), 1, math.inf)  # so that no later group waits for the peer to connect
 
@@ -146,7 +147,7 @@ class Pair:
         comm, self._comm = self._comm, None
         if comm is not None:
             threading.Thread(target=comm.abort, name="raykv-nccl-abort", daemon=True).start()
-            with _translated():
+            with translated("NCCL"):
                 self._stream.synchronize()
 
     def _refuse(self) -> None:
@@ -165,14 +166,3 @@ def _do(future: "Future[Result]", task: Callable[[], Result]) -> None:
 
 def _nothing() -> None:
     pass
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """CuPy raises NcclError, CUDARuntimeError, and KeyError for codes of NCCL that it does not know."""
-    try:
-        yield
-    except ConnectionError:
-        raise
-    except Exception as error:
-        raise ConnectionError(f"NCCL: {error!r}") from error

@@ -23,8 +23,8 @@ from raykv.arena import Arena
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.transport import Peer, Transport
-from raykv.transports.verdicts import ALTERED, data_deadline, judge
+from raykv.transports.transport import Peer, Transport, Wanted
+from raykv.transports.verdicts import ALTERED, data_deadline, judge, seconds_left
 
 log = logging.getLogger("raykv")
 
@@ -110,19 +110,10 @@ class Tcp(Transport):
         """Where blocks are served, and the token that is asked for there."""
         return self._listener.address if self._listener else None
 
-    def pull(
-        self,
-        peer: Peer,
-        offer: Address,
-        source: NDArray[np.void],
-        keys: NDArray[np.uint8],
-        arena: Arena,
-        target: NDArray[np.void],
-        end: float,
-    ) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: Address, wanted: Wanted) -> NDArray[np.uint8]:
         connection = self._connections.pop(peer, None) or _connect(offer)
         try:
-            verdicts = _pull(connection, source, keys, arena, target, end)
+            verdicts = _pull(connection, wanted)
         except BaseException:  # what ends early leaves bytes behind
             connection.close()
             raise
@@ -153,16 +144,10 @@ def _connect(address: Address) -> socket.socket:
     return peer
 
 
-def _pull(
-    peer: socket.socket,
-    source: NDArray[np.void],
-    keys: NDArray[np.uint8],
-    arena: Arena,
-    target: NDArray[np.void],
-    end: float,
-) -> NDArray[np.uint8]:
+def _pull(peer: socket.socket, wanted: Wanted) -> NDArray[np.uint8]:
+    source, keys, arena, target, end = wanted
     order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent at once
-    peer.settimeout(max(0.001, end - time.monotonic()))
+    peer.settimeout(seconds_left(end))
     peer.sendall(COUNT.pack(len(source)) + source[order].tobytes() + keys[order].tobytes())
     claims = np.frombuffer(_receive(peer, len(source) * CLAIM.itemsize, end), CLAIM)
     verdicts = np.full(len(source), ALTERED, np.uint8)
@@ -195,7 +180,7 @@ def _receive(peer: socket.socket, count: int, end: float | None = None) -> bytes
 def _receive_into(peer: socket.socket, view: memoryview, end: float | None) -> None:
     """Fill `view`. TimeoutError at the time `end`; ConnectionError if the peer goes before."""
     while len(view):
-        peer.settimeout(end and max(0.001, end - time.monotonic()))
+        peer.settimeout(end and seconds_left(end))
         got = peer.recv_into(view)
         if not got:
             raise ConnectionError("the peer is gone")

@@ -1,6 +1,7 @@
 """How blocks get from the memory of one node store into that of another."""
 
-import time
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ import ray
 from numpy.typing import NDArray
 
 from raykv.arena import Arena
+from raykv.transports.verdicts import seconds_left
 
 
 class Peer(NamedTuple):
@@ -16,6 +18,16 @@ class Peer(NamedTuple):
     name: str  # as the directory has it: see `raykv.place.host_of`
     store: Any  # the actor
     below: bool = False  # its external tier, which is waited for, and not by what comes from memory
+
+
+class Wanted(NamedTuple):
+    """Blocks of a peer, and slots of an arena for them."""
+
+    source: NDArray[np.void]  # (n,) PLACE there
+    keys: NDArray[np.uint8]  # (n, 16)
+    arena: Arena
+    target: NDArray[np.void]  # (n,) PLACE here
+    end: float  # time.monotonic() until which they are waited for
 
 
 class Transport:
@@ -31,20 +43,11 @@ class Transport:
         """What the `pull` of a peer asks of this node, by `NodeStore.serve`."""
         raise ValueError(f"{self.name} is not asked for anything")
 
-    def pull(
-        self,
-        peer: Peer,
-        offer: Any,
-        source: NDArray[np.void],
-        keys: NDArray[np.uint8],
-        arena: Arena,
-        target: NDArray[np.void],
-        end: float,
-    ) -> NDArray[np.uint8]:
-        """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
+    def pull(self, peer: Peer, offer: Any, wanted: Wanted) -> NDArray[np.uint8]:
+        """Copy blocks of a peer, which offers that; (n,) verdicts FAILED, PULLED, or ALTERED there.
 
-        offer: what the peer offers. Raises TimeoutError at the time `end`; what is written from then on is
-        under the slots' locks. OSError or RayError where the peer can't be read by it: another transport may.
+        Raises TimeoutError at their `end`; what is written from then on is under the slots' locks. OSError or RayError
+        where the peer can't be read by it: another transport may.
         """
         raise NotImplementedError
 
@@ -58,4 +61,15 @@ class Transport:
 def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
     """What the `serve` of a peer's transport answers. TimeoutError at the time `end`."""
     answer = peer.store.serve.remote(peer.name, transport, *args)
-    return ray.get(answer, timeout=max(0.001, end - time.monotonic()))
+    return ray.get(answer, timeout=seconds_left(end))
+
+
+@contextlib.contextmanager
+def translated(library: str) -> Iterator[None]:
+    """Whatever a library raises, which has no exceptions in common, is a ConnectionError."""
+    try:
+        yield
+    except ConnectionError:
+        raise
+    except Exception as error:
+        raise ConnectionError(f"{library}: {error!r}") from error

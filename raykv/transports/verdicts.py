@@ -1,5 +1,6 @@
 """What became of blocks that were to cross nodes, and how long they may take."""
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -7,6 +8,11 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 FAILED, PULLED, ALTERED = range(3)
+
+
+def seconds_left(end: float) -> float:
+    """Until the time `end` (time.monotonic()); never 0, which some calls take for no deadline."""
+    return max(0.001, end - time.monotonic())
 
 
 def data_deadline(size: int) -> float:
