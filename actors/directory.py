@@ -5,10 +5,10 @@ import os
 import time
 from typing import Any
 
-import raykv.directory
-from raykv import actors
-from raykv.calls import Call
+import raykv.directory.directory
+from raykv import registry
 from raykv.place import PLACE
+from raykv.protocol import Call
 
 News = tuple[int, int, bytes, bytes, bytes]  # a Call
 Answer = tuple[Any, ...]
@@ -19,9 +19,9 @@ class Directory:
 
     def __init__(self, pool: str, locality: float, share: float, min_hits: int) -> None:
         self._pool = pool
-        epoch = actors.take_epoch(pool)
-        self._directory = raykv.directory.Directory(epoch, locality, share=share, min_hits=min_hits)
-        for name in actors.names(pool, "leaving"):
+        epoch = registry.take_epoch(pool)
+        self._directory = raykv.directory.directory.Directory(epoch, locality, share=share, min_hits=min_hits)
+        for name in registry.names(pool, "leaving"):
             self.leave(name)
         _warm_up()
         gc.freeze()  # a collection that walks all of numba would hold up every caller
@@ -71,7 +71,7 @@ class Directory:
         before = self._directory.epoch
         answer = self._directory.join(name, nonce, slab_bytes, slab_count, epoch, time.monotonic())
         if answer[1] != before:  # the arena knew of later directories than Ray did
-            actors.take_epoch(self._pool, answer[1])
+            registry.take_epoch(self._pool, answer[1])
         return answer
 
     def adopt(
@@ -136,7 +136,7 @@ class Directory:
 
 def _warm_up() -> None:
     """Compile, or load, every kernel before the first caller waits for it."""
-    directory = raykv.directory.Directory()
+    directory = raykv.directory.directory.Directory()
     for name in ("a", "b"):
         directory.join(name, name.encode(), 1 << 20, 1, 0, 0.0)
         directory.adopt(name, b"", b"", b"", b"", b"", 0.0)

@@ -9,14 +9,15 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
-from raykv.actors.home import Home
+from raykv.actors.node_memory import Home
 
-from raykv import actors, device
+from raykv import registry
+from raykv.arena.gpu import device
+from raykv.arena.gpu.gpu_arena import DeviceArena, across
 from raykv.config import METADATA_DEADLINE_S, slab_bytes
-from raykv.device_arena import DeviceArena, across
 from raykv.errors import CapacityError, DeviceError
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.lanes import open_lanes
+from raykv.transports.selector import open_lanes
 from raykv.transports.verdicts import PULLED
 
 log = logging.getLogger("raykv")
@@ -68,7 +69,7 @@ class Cooling:
         while not self._stopped.is_set():
             some = False
             try:
-                directory = directory or actors.find_directory(self._pool)
+                directory = directory or registry.find_directory(self._pool)
                 some = self._cool(directory)
             except (RayError, ValueError) as error:  # dead, restarting or replaced
                 log.debug("cooling: %r", error)

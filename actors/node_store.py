@@ -11,19 +11,20 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
+from raykv.actors.demoter import Sinking, open_external, seed
 from raykv.actors.gpu import Cooling, open_gpus
-from raykv.actors.home import JOIN_DEADLINE_S, Home
-from raykv.actors.sinking import Sinking, open_external, seed
-from raykv.actors.sizing import Sizing, size_of
+from raykv.actors.node_memory import JOIN_DEADLINE_S, Home
+from raykv.actors.resizer import Sizing, size_of
 
-from raykv import actors, room
-from raykv.arena import Arena, open_own, remove_left_behind
+from raykv import registry
+from raykv.arena.arena import Arena, open_own, remove_left_behind
+from raykv.arena.gpu.gpu_arena import DeviceArena, across
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
-from raykv.device_arena import DeviceArena, across
 from raykv.errors import DeviceError
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.lanes import open_lanes
-from raykv.transports.transport import Peer
+from raykv.system import free_memory
+from raykv.transports.base import Peer
+from raykv.transports.selector import open_lanes
 from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
@@ -50,15 +51,15 @@ class NodeStore:
         Serves without `external` while that can't be used (see PoolConfig).
         """
         self._pool, self._node_id = pool, node_id
-        total, mark = room.total_bytes(), fingerprint(pool, secret)
+        total, mark = free_memory.total_bytes(), fingerprint(pool, secret)
         slab = slab_bytes(capacity_bytes(cpu_memory, total))
         limit = max(1, capacity_bytes(size_of(pool, node_id, cpu_memory), total) // slab)
         self._size = limit * slab
-        tier = open_external(pool, mark, external, actors.get(pool, "tier")) if external else None
+        tier = open_external(pool, mark, external, registry.get(pool, "tier")) if external else None
         if tier and not tier[0].open(seed(pool)):
             log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
         # Laid out for all of the node's memory: what is not offered takes none.
-        self._arena: Arena = open_own(pool, mark, slab, max(total // slab, limit), room.check, limit=limit)
+        self._arena: Arena = open_own(pool, mark, slab, max(total // slab, limit), free_memory.check, limit=limit)
         self._sinking = Sinking(pool, node_id, self._arena, *tier) if tier else None
         lanes = open_lanes(self._arena, transport, ray.util.get_node_ip_address())
         self._sizing = Sizing(pool, node_id, self._arena, limit, self._sinking, lanes.withdraw)
@@ -187,8 +188,8 @@ class NodeStore:
     def _peer(self, index: int) -> Peer:
         """The store of the node that places call `index`. KeyError or ValueError where there is none."""
         if index not in self._peers:
-            nodes = ray.get(actors.find_directory(self._pool).nodes.remote(), timeout=1.0)
-            store = actors.find(actors.node_store_name(self._pool, nodes[index]))
+            nodes = ray.get(registry.find_directory(self._pool).nodes.remote(), timeout=1.0)
+            store = registry.find(registry.node_store_name(self._pool, nodes[index]))
             self._peers[index] = Peer(nodes[index], store, below=bool(index & 1))
         return self._peers[index]
 
@@ -283,7 +284,7 @@ class NodeStore:
         while not self._stopped.is_set():
             begin = time.monotonic()
             try:
-                directory = directory or actors.find_directory(self._pool)
+                directory = directory or registry.find_directory(self._pool)
                 if home.beat(directory):
                     self._peers.clear()
             except (RayError, ValueError) as error:  # dead, restarting or replaced

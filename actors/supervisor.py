@@ -12,12 +12,12 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from raykv.actors.departure import drain
 from raykv.actors.directory import Directory
+from raykv.actors.drain import drain
 from raykv.actors.node_store import GROUPS, NodeStore
 
-from raykv import actors
-from raykv.arena import remove_left_behind
+from raykv import registry
+from raykv.arena.arena import remove_left_behind
 from raykv.config import FLUSH_DEADLINE_S, HEARTBEAT_S, WRITE_SHARES
 from raykv.place import host_of
 
@@ -83,7 +83,7 @@ class Supervisor:
         stores = {}
         for node_id in _living():  # not those known here: this process may be a new one
             with contextlib.suppress(ValueError):
-                stores[node_id] = actors.find(actors.node_store_name(self._pool, node_id))
+                stores[node_id] = registry.find(registry.node_store_name(self._pool, node_id))
         self._flush(list(stores.values()))
         stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
         if stops:
@@ -94,12 +94,12 @@ class Supervisor:
         if silent:
             ray.wait(silent, num_returns=len(silent), timeout=DEATH_DEADLINE_S)
         with contextlib.suppress(ValueError):
-            ray.kill(actors.find_directory(self._pool))
-        actors.forget(self._pool)
+            ray.kill(registry.find_directory(self._pool))
+        registry.forget(self._pool)
 
     def _flush(self, stores: list[Any]) -> None:
         """Have those stores that answer bring down to the external tier what is not there yet."""
-        if not (actors.settings(self._pool) or {}).get("external") or not stores:
+        if not (registry.settings(self._pool) or {}).get("external") or not stores:
             return
         pings = {store.ping.remote(): store for store in stores}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=STOP_DEADLINE_S)
@@ -129,15 +129,15 @@ class Supervisor:
             self._pings.pop(node_id, None)
         for node_id in {host_of(name) for name in self._known(directory).values()} - living:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
-            actors.drop(self._pool, f"memory/{node_id}")
+            registry.drop(self._pool, f"memory/{node_id}")
         self._look_for_leaving(directory, living)
 
     def _look_for_leaving(self, directory: Any, living: set[str]) -> None:
-        for node_id in actors.names(self._pool, "leaving"):
+        for node_id in registry.names(self._pool, "leaving"):
             if node_id in living:
                 ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # it may have restarted meanwhile
             else:
-                actors.drop(self._pool, f"leaving/{node_id}")
+                registry.drop(self._pool, f"leaving/{node_id}")
         for node_id, seconds in _noticed().items():
             if node_id in self._stores and node_id not in self._draining:
                 self._draining.add(node_id)
@@ -188,38 +188,38 @@ class Supervisor:
 
     def _directory(self) -> Any:
         try:
-            return actors.find_directory(self._pool)
+            return registry.find_directory(self._pool)
         except ValueError:
             return self._start_directory()
 
     def _start_directory(self) -> Any:
         """Start a directory and put it in charge; its epoch makes all refuse the one before, should it live."""
-        settings = actors.settings(self._pool)
+        settings = registry.settings(self._pool)
         if settings is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
-        old = actors.get(self._pool, "directory")
+        old = registry.get(self._pool, "directory")
         number = int(old.decode().rpartition("-")[2]) + 1 if old else 1
         name = f"{self._pool}/directory-{number}"
         directory: Any = (
             ray.remote(Directory)
-            .options(**actors.options(name, ray.get_runtime_context().get_node_id(), pinned=False))
+            .options(**registry.options(name, ray.get_runtime_context().get_node_id(), pinned=False))
             .remote(self._pool, settings["locality"], WRITE_SHARES[settings["write"]], settings["min_hits"])
         )
         ray.get(directory.ping.remote(), timeout=START_DEADLINE_S)  # compiled, before anybody turns to it
-        actors.put(self._pool, "directory", name.encode())
+        registry.put(self._pool, "directory", name.encode())
         self._answered = time.monotonic()
         if old:
             log.warning("%r: %s does not answer, %s takes over", self, old.decode(), name)
             with contextlib.suppress(ValueError):
-                ray.kill(actors.find(old.decode()))
+                ray.kill(registry.find(old.decode()))
         return directory
 
     def _start_store(self, node_id: str) -> Any:
-        settings = actors.settings(self._pool)
+        settings = registry.settings(self._pool)
         if settings is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
-        name = actors.node_store_name(self._pool, node_id)
-        options = actors.options(name, node_id, pinned=True, threads=4)
+        name = registry.node_store_name(self._pool, node_id)
+        options = registry.options(name, node_id, pinned=True, threads=4)
         secret = bytes.fromhex(settings["secret"])
         return (
             ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]

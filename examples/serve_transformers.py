@@ -32,10 +32,10 @@ from starlette.responses import StreamingResponse
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import raykv
+from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
 from raykv.integrations.serve import PrefixRouter, announce
 from raykv.integrations.transformers import model_cache, prefill
-from raykv.testbed import local_cluster, local_pool
 
 MODEL = "random-llama"
 URL = "http://localhost:8000/"

@@ -28,9 +28,9 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.llm import LLMConfig, build_openai_app
 
+from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
-from raykv.integrations.vllm_router import VLLMPrefixRouter, routed_config
-from raykv.testbed import local_cluster, local_pool
+from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
 
 MODEL = "llm"
 URL = "http://localhost:8000/"

@@ -1,7 +1,7 @@
 """A KV-cache pool for LLM inference that lives inside a Ray cluster."""
 
-from raykv.cache import KVCache, Match
-from raykv.client import KVPool, attach, start
+from raykv.client.cache import KVCache, Match
+from raykv.client.pool import KVPool, attach, start
 from raykv.config import PoolConfig
 from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, RayKVError
 from raykv.tiers import register_tier

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import header, native, tiles
-from raykv.arena import Arena
-from raykv.locks import Locks
+from raykv.arena import block_copy, checksum, header
+from raykv.arena.arena import Arena
 from raykv.place import COUNTER_BITS, PLACE
+from raykv.system.file_locks import Locks
 
 EPOCH = 1
 GEN = EPOCH << COUNTER_BITS  # generation 0 of epoch 1
@@ -86,7 +86,7 @@ def at_step(step: str, act: Callable[[], None]) -> None:
         setattr(owner, name, wrapped)
 
     if step in ("first tile", "last tile"):
-        tiles.TILE = 16 << 10
+        block_copy.TILE = 16 << 10
         calls = iter(range(1 << 30))
         wanted = 0 if step == "first tile" else 3
 
@@ -98,7 +98,7 @@ def at_step(step: str, act: Callable[[], None]) -> None:
             return target
 
         kept_alive.append(memcpy)
-        native._FUNCTIONS[native._MEMCPY] = ctypes.cast(memcpy, ctypes.c_void_p).value or 0
+        checksum._FUNCTIONS[checksum._MEMCPY] = ctypes.cast(memcpy, ctypes.c_void_p).value or 0
     elif step == "half header":
 
         def finish(words: Any, at: Any, spots: Any, names: Any, *rest: Any) -> None:

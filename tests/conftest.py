@@ -16,7 +16,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, os.environ.get(
 
 if TYPE_CHECKING:
     import raykv
-    from raykv.device import Device
+    from raykv.arena.gpu.device import Device
 
 MIB = 1 << 20
 NODE = {"num_cpus": 2, "object_store_memory": 256 * MIB}
@@ -82,7 +82,7 @@ def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls of this process take long: what they return is tested, on a machine that may be busy."""
     from pools import PATIENCE_S
 
-    monkeypatch.setattr("raykv.link.METADATA_DEADLINE_S", PATIENCE_S)
+    monkeypatch.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture(params=["on_host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def cupy(request: pytest.FixtureRequest) -> Any:
     """CuPy: the stand-in, or the real one."""
-    from raykv import cuda, device
+    from raykv.arena.gpu import cuda, device
 
     if request.param == "on_host":
         return request.getfixturevalue("on_host")
@@ -142,6 +142,6 @@ def cupy(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def gpu(cupy: Any) -> "Device":
-    from raykv import device
+    from raykv.arena.gpu import device
 
     return device.device(device.visible()[0])

@@ -7,8 +7,8 @@ import numpy as np
 from oracle import Oracle
 from oracle_slots import KEPT, LIVE
 
-from raykv import index
-from raykv.directory import Directory
+from raykv.directory.directory import Directory
+from raykv.directory.kernels import index
 from raykv.place import host_of
 
 

@@ -8,9 +8,9 @@ import numpy as np
 from directory_checks import chain_of, check_invariants
 from oracle_slots import PLACE, split, unpack
 
-from raykv import index
-from raykv.calls import Call, Cooled, Matched, Reserved, Sunk
-from raykv.directory import Directory
+from raykv.directory.directory import Directory
+from raykv.directory.kernels import index
+from raykv.protocol import Call, Cooled, Matched, Reserved, Sunk
 
 PAGE = 4096
 KEYS = [struct.pack(">QQ", 7, i) for i in range(1000)]

@@ -24,9 +24,9 @@ from pools import (
 )
 
 import raykv
-from raykv import cuda
-from raykv.device_arena import DeviceArena
-from raykv.testbed import local_cluster
+from raykv.arena.gpu import cuda
+from raykv.arena.gpu.gpu_arena import DeviceArena
+from raykv.bench.testbed import local_cluster
 
 MIB = 1 << 20
 CPU, GPU = 64 * MIB, 24 * MIB

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import cuda
-from raykv import device as devices
-from raykv.device import Device
+from raykv.arena.gpu import cuda
+from raykv.arena.gpu import device as devices
+from raykv.arena.gpu.device import Device
 
 ON_HOST = str(Path(__file__).parent / "cupy_on_host")
 Bytes = NDArray[np.uint8]

@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from raykv.arena import Arena
+from raykv.arena.arena import Arena
 from raykv.transports.nixl import Nixl
 
 

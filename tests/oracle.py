@@ -1,8 +1,8 @@
 """The directory's rules once more, as plain Python objects: slow, short, and judged by reading alone.
 
-One object a slot, dicts of lists, full scans. `Oracle` has the public methods of `raykv.directory.Directory` and gives
-the same answers byte for byte. Where two other nodes' oldest blocks are of one age (only `adopt` makes such), the
-directory may evict either: `reserve` is told which by `choices`.
+One object a slot, dicts of lists, full scans. `Oracle` has the public methods of
+`raykv.directory.directory.Directory` and gives the same answers byte for byte. Where two other nodes' oldest blocks are
+of one age (only `adopt` makes such), the directory may evict either: `reserve` is told which by `choices`.
 """
 
 import struct
@@ -29,7 +29,7 @@ from oracle_slots import (
     unpack,
 )
 
-from raykv.calls import Call, Matched, Reserved
+from raykv.protocol import Call, Matched, Reserved
 
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),

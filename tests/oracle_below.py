@@ -7,7 +7,7 @@ from typing import Any
 
 from oracle_slots import LIVE, PRESENT, Node, Row, Shelf, Slab, Slots, Tier, pack, split, unpack
 
-from raykv.calls import Sunk
+from raykv.protocol import Sunk
 
 # In worlds all is small: a tier's slab holds 3, 2 or 1 blocks of `world.SIZES`.
 SLAB_BELOW = 6 * 4096

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from oracle_below import Tiers
 from oracle_slots import Node, Row, Shelf, pack, unpack
 
-from raykv.calls import Cooled
+from raykv.protocol import Cooled
 
 SHARE = 0.25
 BYTES_PER_CALL = 6 * 4096

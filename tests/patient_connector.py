@@ -4,7 +4,7 @@ from typing import Any
 
 from pools import patient
 
-from raykv.integrations.vllm_announce import RoutedConnector
+from raykv.integrations.vllm.announce import RoutedConnector
 
 
 class PatientConnector(RoutedConnector):

@@ -10,9 +10,9 @@ from raykv.integrations.serve import PrefixRouter
 
 class PatientRouter(PrefixRouter):
     def initialize_state(self, model: str, pool: str = "default") -> None:
-        import raykv.scout
+        import raykv.client.prefix_lookup
 
-        raykv.scout.DEADLINE_S = 5.0
+        raykv.client.prefix_lookup.DEADLINE_S = 5.0
         super().initialize_state(model, pool)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from patient_router import PatientRouter
 
-from raykv.integrations.vllm_router import VLLMPrefixRouter, routed_config
+from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
 
 
 class PatientVLLMRouter(VLLMPrefixRouter, PatientRouter):

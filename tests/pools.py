@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
-import raykv.link
-from raykv import actors
+import raykv.client.directory_client
+from raykv import registry
 from raykv.place import PLACE
 from raykv.transports.nixl import why_not
 
@@ -49,7 +49,7 @@ def eventually(check: Callable[[], T], deadline: float = 90.0) -> T:
 
 def patient() -> None:
     """From now on calls of this process may take long: what they return is tested, on a machine that may be busy."""
-    raykv.link.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]
+    raykv.client.directory_client.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]
 
 
 def tokens(seed: int, blocks: int) -> NDArray[np.int64]:
@@ -159,7 +159,7 @@ def other_node(pool: raykv.KVPool) -> str:
 
 
 def node_store(pool: raykv.KVPool, node_id: str) -> Any:
-    return actors.find(actors.node_store_name(pool.name, node_id))
+    return registry.find(registry.node_store_name(pool.name, node_id))
 
 
 def pid(actor: Any) -> int:
@@ -169,8 +169,8 @@ def pid(actor: Any) -> int:
 def part(pool: raykv.KVPool, what: str) -> Any:
     """The "directory" in charge, the "supervisor", or a node's store."""
     if what == "directory":
-        return actors.find_directory(pool.name)
-    return actors.find(actors.supervisor_name(pool.name)) if what == "supervisor" else node_store(pool, what)
+        return registry.find_directory(pool.name)
+    return registry.find(registry.supervisor_name(pool.name)) if what == "supervisor" else node_store(pool, what)
 
 
 def kill(pool: raykv.KVPool, *what: str) -> None:

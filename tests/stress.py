@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
 
 import raykv
-from raykv import actors
+from raykv import registry
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 ROUNDS = 20
@@ -62,7 +62,7 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
 
     kill(0.2, "worker", pids[1])
     kill(0.35, "node store", pid(node_store(pool, pool.node_id)))
-    kill(0.5, "directory", pid(actors.find_directory(pool.name)))
+    kill(0.5, "directory", pid(registry.find_directory(pool.name)))
     time.sleep(max(0.0, begin + 0.75 * seconds - time.monotonic()))
     stats = pool.stats()
     evicted, remote = evicted + stats.get("evicted", 0), remote + stats.get("remote_hits", 0)

@@ -18,11 +18,11 @@ import pytest
 from arena_worker import GEN, PRINT, SLAB, block_of, get, key_of, places, put
 from xxhash import xxh3_64_intdigest
 
-from raykv import header, native, tiles
-from raykv.arena import Arena, open_own
+from raykv.arena import block_copy, checksum, header
+from raykv.arena.arena import Arena, open_own
+from raykv.arena.buffers import rows_of
 from raykv.errors import ArenaMismatch, CapacityError
 from raykv.place import PLACE
-from raykv.rows import rows_of
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_big_batches_are_shared_between_threads(arena: Arena) -> None:
     where["slab"][4:] = 1
     rows = np.random.default_rng(2).integers(0, 256, (8, 1 << 20), np.uint8)
     keys = np.concatenate([key_of(seed) for seed in range(8)])
-    assert rows.nbytes >= tiles.SPLIT and arena.write(where, keys, rows).all()
+    assert rows.nbytes >= block_copy.SPLIT and arena.write(where, keys, rows).all()
     for verify in (False, True):
         out = np.zeros_like(rows)
         assert arena.read(where, keys, out, verify=verify).all() and np.array_equal(out, rows)
@@ -104,24 +104,24 @@ def test_big_batches_are_shared_between_threads(arena: Arena) -> None:
 def test_a_thread_that_fails_fails_the_copy_after_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = np.random.default_rng(3).integers(0, 256, (16, 1 << 20), np.uint8)
     slots = np.zeros_like(blocks)
-    table = tiles.copies(rows_of([blocks]), slots.ctypes.data + np.arange(16) * slots.shape[1], out=False)
-    original = native.copy
+    table = block_copy.copies(rows_of([blocks]), slots.ctypes.data + np.arange(16) * slots.shape[1], out=False)
+    original = checksum.copy
 
-    def fail(part: tiles.Copies) -> None:
+    def fail(part: block_copy.Copies) -> None:
         if part is failing:
             raise MemoryError
         original(part)
 
     shares = list(table)
     failing = shares[9]
-    monkeypatch.setattr(native, "copy", fail)
+    monkeypatch.setattr(checksum, "copy", fail)
     with pytest.raises(MemoryError):
-        tiles._run(native.copy, shares, table)
+        block_copy._run(checksum.copy, shares, table)
     after = slots.copy()
     monkeypatch.undo()
     assert np.array_equal(after, slots), "a thread still copied"
     assert not slots[9].any()
-    tiles.copy(table)
+    block_copy.copy(table)
     assert np.array_equal(slots, blocks)
 
 
@@ -176,14 +176,14 @@ def test_altered_payload(arena: Arena) -> None:
 
 def test_block_overwritten_during_the_copy(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     assert put(arena, 0, 2) and put(arena, 1, 3)
-    original = tiles.copy
+    original = block_copy.copy
 
-    def copy(table: tiles.Copies) -> None:
+    def copy(table: block_copy.Copies) -> None:
         original(table[:1])
         assert put(arena, 1, 4)
         original(table[1:])
 
-    monkeypatch.setattr(tiles, "copy", copy)
+    monkeypatch.setattr(block_copy, "copy", copy)
     keys, out = np.concatenate([key_of(2), key_of(3)]), np.zeros((2, 64 << 10), np.uint8)
     assert client.read(places([0, 1], [2, 3]), keys, out).tolist() == [True, False]
 
@@ -191,14 +191,14 @@ def test_block_overwritten_during_the_copy(arena: Arena, client: Arena, monkeypa
 def test_unreadable_from_the_first_byte_on(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a slot is filled, neither its old block nor its new one is read."""
     assert put(arena, 0, 2)
-    original, seen = tiles.copy_summed, []
+    original, seen = block_copy.copy_summed, []
 
-    def write(table: tiles.Copies) -> list[int]:
+    def write(table: block_copy.Copies) -> list[int]:
         sums = original(table)
         seen.append((get(client, 0, 2), get(client, 0, 3)))
         return sums
 
-    monkeypatch.setattr(tiles, "copy_summed", write)
+    monkeypatch.setattr(block_copy, "copy_summed", write)
     assert put(arena, 0, 3)
     assert seen == [(False, False)] and get(client, 0, 3)
 
@@ -216,11 +216,11 @@ def test_grants_of_the_past_are_refused(arena: Arena, client: Arena) -> None:
 def test_failed_copy_is_never_ready(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     assert put(client, 0, 2)
 
-    def fail(table: tiles.Copies) -> list[int]:
+    def fail(table: block_copy.Copies) -> list[int]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tiles, "copy_summed", fail)
+        patch.setattr(block_copy, "copy_summed", fail)
         put(client, 0, 3)
     assert not get(arena, 0, 2) and not get(arena, 0, 3)
     assert len(arena.inventory().busy) == len(arena.inventory().blocks) == 0
@@ -230,19 +230,19 @@ def test_failed_copy_is_never_ready(arena: Arena, client: Arena, monkeypatch: py
 
 def test_two_threads_of_one_process_on_one_slot(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's locks do not part them: they share the file."""
-    original, inside, go_on = tiles.copy_summed, threading.Event(), threading.Event()
+    original, inside, go_on = block_copy.copy_summed, threading.Event(), threading.Event()
     first: list[bool] = []
 
-    def write(table: tiles.Copies) -> list[int]:
+    def write(table: block_copy.Copies) -> list[int]:
         inside.set()
         assert go_on.wait(30)
         return original(table)
 
-    monkeypatch.setattr(tiles, "copy_summed", write)
+    monkeypatch.setattr(block_copy, "copy_summed", write)
     thread = threading.Thread(target=lambda: first.append(put(arena, 3, 2)))
     thread.start()
     assert inside.wait(30)
-    monkeypatch.setattr(tiles, "copy_summed", original)
+    monkeypatch.setattr(block_copy, "copy_summed", original)
     assert not put(arena, 3, 3)
     assert arena.sweep(places([3], [3])).tolist() == [0]
     assert arena.inventory().busy["slot"].tolist() == [3]
@@ -255,15 +255,15 @@ def test_two_threads_of_one_process_on_one_slot(arena: Arena, monkeypatch: pytes
 
 
 def test_close_waits_for_a_copy_under_way(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = tiles.copy_summed
+    original = block_copy.copy_summed
 
-    def write(table: tiles.Copies) -> list[int]:
+    def write(table: block_copy.Copies) -> list[int]:
         client.close()
         assert arena.sweep(places([0], [2])).tolist() == [0], "still locked"
         return original(table)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiles, "copy_summed", write)
+        patch.setattr(block_copy, "copy_summed", write)
         assert put(client, 0, 2)
     assert get(arena, 0, 2) and arena.sweep(places([0], [2])).tolist() == [2]
     assert not get(client, 0, 2) and not put(client, 1, 3) and client.offered == 0
@@ -444,7 +444,7 @@ def test_open_own(pool: str) -> None:
 
 FULL = """
 import os, sys
-from raykv.arena import Arena
+from raykv.arena.arena import Arena
 from raykv.errors import CapacityError
 arena = Arena.create(sys.argv[1] + "/arena", b"f" * 16, 4 << 20, 4)
 assert arena.offer_next() and arena.offer_next()

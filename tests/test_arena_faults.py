@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from arena_worker import GEN, PRINT, SLAB, STEPS, Child, at_step, get, places, put
 
-from raykv import superblock, tiles
-from raykv.arena import Arena
-from raykv.rows import rows_of
+from raykv.arena import block_copy, superblock
+from raykv.arena.arena import Arena
+from raykv.arena.buffers import rows_of
 
 
 @pytest.fixture
@@ -253,8 +253,8 @@ def test_forked_child_writes_through_its_parents_arena(arena: Arena) -> None:
         os._exit(0 if client.write(where, keys[:4], rows[:4]).all() else 1)
 
     big = np.zeros((4, 4 << 20), np.uint8)
-    table = tiles.copies(rows_of([big[:2]]), big.ctypes.data + np.array([2, 3]) * big.shape[1], out=True)
-    tiles.copy(table)  # the parent has copy threads now
+    table = block_copy.copies(rows_of([big[:2]]), big.ctypes.data + np.array([2, 3]) * big.shape[1], out=True)
+    block_copy.copy(table)  # the parent has copy threads now
     process = w.fork.Process(target=write)
     process.start()
     process.join(30)

@@ -9,15 +9,16 @@ from directory_pool import KEYS, PAGE, Pool, blocks, staged
 from oracle_slots import split, unpack
 from world import DOCUMENTS
 
-from raykv import below, demotion, index
-from raykv.calls import Call, Sunk
+from raykv.directory import tier_catalog
+from raykv.directory.kernels import demotion, index
+from raykv.protocol import Call, Sunk
 
 SLAB = 8 * PAGE  # of a tier: 4 blocks of a page, which take a page more there
 
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(below, "slab_bytes", lambda _: SLAB)
+    monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: SLAB)
 
 
 def beat(
@@ -129,10 +130,10 @@ def test_nothing_goes_down_while_a_slab_is_spare_unless_everything_is_to() -> No
 def test_one_call_brings_down_no_more_than_a_batch_but_a_block_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:7])
-    monkeypatch.setattr(below, "BATCH_BYTES", 3 * PAGE)
+    monkeypatch.setattr(tier_catalog, "BATCH_BYTES", 3 * PAGE)
     got = pool.sink("a")
     assert len(split(got.keys)) == 3
-    monkeypatch.setattr(below, "BATCH_BYTES", 1)
+    monkeypatch.setattr(tier_catalog, "BATCH_BYTES", 1)
     assert len(split(pool.sink("a", got).keys)) == 1
 
 
@@ -289,7 +290,7 @@ def test_what_is_read_below_is_evicted_last_there(monkeypatch: pytest.MonkeyPatc
     pool = tiered(slabs=1)
     only_below(pool, KEYS[:4])
     pool.read("a", [KEYS[3]])  # which went down first
-    monkeypatch.setattr(below, "KEYS_PER_CALL", 3)
+    monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 3)
     assert split(pool.sink("a", whole=True).doomed) == [KEYS[2], KEYS[1], KEYS[0]]
     assert lie_below(pool, KEYS[3:4]) == [True]
 
@@ -399,7 +400,7 @@ def test_what_is_still_in_memory_is_not_the_first_to_go_below(monkeypatch: pytes
     pool.read("a", KEYS[2:4])
     pool.store("a", KEYS[900:905])
     assert pool.has(KEYS[:4]) == [False, False, True, True]
-    monkeypatch.setattr(below, "KEYS_PER_CALL", 1)
+    monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 1)
     assert split(pool.sink("a", whole=True).doomed) == [KEYS[1]]
 
 
@@ -506,7 +507,7 @@ def test_few_keys_to_delete_are_told_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     beat(pool)
     tell(pool, KEYS[:5])
     pool.directory.clear(pool.now)
-    monkeypatch.setattr(below, "KEYS_PER_CALL", 3)
+    monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 3)
     told = [split(pool.sink("a").doomed) for _ in range(3)]
     assert list(map(len, told)) == [3, 2, 0] and sorted(told[0] + told[1]) == KEYS[:5]
 

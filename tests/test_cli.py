@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import raykv
-from raykv.cli import Memory
+from raykv.cli.main import Memory
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ from directory_pool import KEYS, PAGE, Pool, primary
 from oracle_slots import PLACE, split, unpack
 from test_below import beat, tell
 
-from raykv import below, cooling
-from raykv.calls import Cooled
+from raykv.directory import demotion, tier_catalog
+from raykv.protocol import Cooled
 
 GPU = "a/0"
 LAST_FIRST = KEYS[6::-1]  # a batch of 7 is let go last to first: these are the oldest first
@@ -134,7 +134,7 @@ def test_blocks_that_fit_in_no_slab_of_the_node_stay_on_its_gpu() -> None:
 
 
 def test_large_blocks_go_down_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cooling, "BYTES_PER_CALL", 1)
+    monkeypatch.setattr(demotion, "BYTES_PER_CALL", 1)
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     got = pool.cool(GPU)
@@ -153,7 +153,7 @@ def test_a_block_that_went_down_knows_how_often_it_was_asked_for() -> None:
 
 
 def test_a_block_that_sinks_into_memory_is_not_taken_to_lie_in_the_tier_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(below, "slab_bytes", lambda _: 8 * PAGE)
+    monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: 8 * PAGE)
     pool = Pool(nodes=("a", GPU), share=1.0)
     beat(pool)
     tell(pool, [])

@@ -11,17 +11,19 @@ from directory_checks import check_invariants
 from directory_pool import KEYS, PAGE, Pool, blocks, primary
 from oracle_slots import PLACE, split, unpack
 from pools import eventually
-from raykv.actors import departure, supervisor
+from raykv.actors import drain, supervisor
 from test_below import beat, lie_below, only_below, tell, tiered
 
-from raykv import actors, below, directory, index
+from raykv import registry
+from raykv.directory import directory, tier_catalog
+from raykv.directory.kernels import index
 
 SLAB = 8 * PAGE
 
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(below, "slab_bytes", lambda _: SLAB)
+    monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: SLAB)
 
 
 def leave(pool: Pool, node: str) -> None:
@@ -237,15 +239,15 @@ def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(mon
 
     there = SimpleNamespace(leave=call(partial(leave, pool)), departing=call(left_now), go_down=call(lambda _: False))
     for name in ("find", "find_directory"):
-        monkeypatch.setattr(actors, name, lambda _: there)
-    monkeypatch.setattr(actors, "put", lambda *_: True)
-    monkeypatch.setattr(actors, "names", lambda *_: ["a"])
-    monkeypatch.setattr(departure, "_take_over", SimpleNamespace(options=lambda **_: call(lambda *_: None)))
-    monkeypatch.setattr(departure, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+        monkeypatch.setattr(registry, name, lambda _: there)
+    monkeypatch.setattr(registry, "put", lambda *_: True)
+    monkeypatch.setattr(registry, "names", lambda *_: ["a"])
+    monkeypatch.setattr(drain, "_take_over", SimpleNamespace(options=lambda **_: call(lambda *_: None)))
+    monkeypatch.setattr(drain, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
     nodes = call(lambda: [{"NodeID": name, "Alive": True} for name in alive.pop(0)]).remote
     asked = SimpleNamespace(get=lambda answer, timeout: answer, nodes=nodes, wait=lambda *_, **__: None)
-    monkeypatch.setattr(departure, "ray", asked)
-    assert departure.drain("p", "a", 30.0) == 4 and not alive
+    monkeypatch.setattr(drain, "ray", asked)
+    assert drain.drain("p", "a", 30.0) == 4 and not alive
 
 
 def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +265,7 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(supervisor, "DRAIN_AGAIN_S", 0.0)
     monkeypatch.setattr(supervisor, "drain", drain)
     monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
-    monkeypatch.setattr(actors, "names", lambda *_: [])
+    monkeypatch.setattr(registry, "names", lambda *_: [])
     for tries in (1, 2, 3, 3):
         watch._look_for_leaving(None, {"n"})
         eventually(lambda tries=tries: len(answered) == tries and ("n" in watch._draining) == (tries == 3))  # type: ignore[misc]

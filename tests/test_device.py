@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from raykv import courier, cuda, rows
-from raykv import device as devices
-from raykv.device import BOUNCE_BYTES, Device
+from raykv.arena import buffers
+from raykv.arena.gpu import copy_kernel, cuda
+from raykv.arena.gpu import device as devices
+from raykv.arena.gpu.device import BOUNCE_BYTES, Device
 from raykv.errors import CapacityError, DeviceError
 
 MIB = 1 << 20
@@ -34,7 +35,9 @@ def pinned(gpu: Device) -> Iterator[Bytes]:
     gpu.unpin(memory.ctypes.data, MIB)
 
 
-LENGTHS = st.one_of(st.integers(0, 70), st.integers(0, 3 * courier.UNIT), st.sampled_from([courier.UNIT, 16, 4096]))
+LENGTHS = st.one_of(
+    st.integers(0, 70), st.integers(0, 3 * copy_kernel.UNIT), st.sampled_from([copy_kernel.UNIT, 16, 4096])
+)
 
 
 @st.composite
@@ -151,15 +154,15 @@ def test_nothing_to_copy(gpu: Device) -> None:
     gpu.copy(table_of((1, 2, 0)))  # addresses of nothing are not looked at
 
 
-@given(st.lists(st.integers(0, 5 * courier.UNIT), min_size=1, max_size=30))
+@given(st.lists(st.integers(0, 5 * copy_kernel.UNIT), min_size=1, max_size=30))
 def test_units(lengths: list[int]) -> None:
     """Every unit is of one piece, in order, and those of a piece cover its bytes."""
     table = np.zeros((len(lengths), 3), np.int64)
     table[:, 2] = lengths
-    pieces = courier.numbered(table)
+    pieces = copy_kernel.numbered(table)
     assert (pieces[:, :3] == table).all() and pieces.dtype == np.int64 and pieces.flags.c_contiguous
     units = np.diff(pieces[:, 3], prepend=0)
-    assert ((units - 1) * courier.UNIT < table[:, 2]).all() and (table[:, 2] <= units * courier.UNIT).all()
+    assert ((units - 1) * copy_kernel.UNIT < table[:, 2]).all() and (table[:, 2] <= units * copy_kernel.UNIT).all()
 
 
 SHIM = r"""
@@ -193,8 +196,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if compiler is None:
         pytest.skip("no C++ compiler here")
     folder = tmp_path_factory.mktemp("kernel")
-    (folder / "kernel.cpp").write_text(SHIM % courier.SOURCE)
-    names = [f"-DUNIT={courier.UNIT}LL", f"-DTHREADS={courier.THREADS}"]
+    (folder / "kernel.cpp").write_text(SHIM % copy_kernel.SOURCE)
+    names = [f"-DUNIT={copy_kernel.UNIT}LL", f"-DTHREADS={copy_kernel.THREADS}"]
     safe = ["-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
     subprocess.run([compiler, *names, *safe, "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")], check=True)
     library = ctypes.CDLL(str(folder / "kernel.so"))
@@ -203,11 +206,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @one_by_one
-@given(layouts(), st.integers(1, courier.BLOCKS), st.sampled_from([1, 32, courier.THREADS]))
+@given(layouts(), st.integers(1, copy_kernel.BLOCKS), st.sampled_from([1, 32, copy_kernel.THREADS]))
 def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], blocks: int, threads: int) -> None:
     """It writes every byte once, and none beside."""
     source, to = noise(MIB), np.zeros(MIB, np.uint8)
-    pieces = courier.numbered(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
+    pieces = copy_kernel.numbered(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
     if len(pieces):
         table = ctypes.c_void_p(pieces.ctypes.data)
         written = compiled.launch(blocks, threads, table, ctypes.c_longlong(len(pieces)))
@@ -242,7 +245,7 @@ def test_without_after_a_copy_may_come_first(on_host: Any) -> None:
 READER = """
 import sys
 import numpy as np
-from raykv.device import device, visible
+from raykv.arena.gpu.device import device, visible
 uuid, handle, size = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
 gpu = device(uuid)
 region, bounce = gpu.open(handle, size), gpu.bounce()
@@ -275,7 +278,9 @@ def test_a_region_that_is_gone(on_host: Any) -> None:
 
 def test_a_region_whose_process_died(on_host: Any) -> None:
     gpu = devices.device(devices.visible()[0])
-    owner = "import sys; from raykv.device import device; print(device(sys.argv[1]).allocate(100).handle.hex())"
+    owner = (
+        "import sys; from raykv.arena.gpu.device import device; print(device(sys.argv[1]).allocate(100).handle.hex())"
+    )
     handle = bytes.fromhex(elsewhere(owner, gpu.uuid).stdout)
     assert len(handle) == devices.HANDLE_BYTES
     with pytest.raises(DeviceError):
@@ -406,33 +411,33 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_on_a_gpu(cupy: Any, gpu: Device) -> None:
     layers = [cupy.asarray(noise(40, seed).reshape(4, 10)) for seed in range(2)]
-    found = rows.paged(layers, [3, 1], 2, 20, writable=True)
+    found = buffers.paged(layers, [3, 1], 2, 20, writable=True)
     assert found.device == gpu.uuid and found[:1].device == gpu.uuid and found[:1].stream == found.stream
     assert found.addresses.tolist() == [[layer.data.ptr + 10 * i for layer in layers] for i in (3, 1)]
     to = gpu.bounce()
     gpu.copy(np.stack([to.ctypes.data + 10 * np.arange(4), found.addresses.ravel(), np.full(4, 10)], 1), found.stream)
     assert (to[:40].reshape(2, 20) == np.hstack([layer.get() for layer in layers])[[3, 1]]).all()
-    assert rows.dense("out", layers[0], 3, 10).device == gpu.uuid
-    assert rows.rows_of([layers[0], np.zeros((0, 10), np.uint8)]).device == gpu.uuid  # there is nothing to reach
-    assert rows.rows_of([np.zeros((2, 2), np.uint8)]).device is None
+    assert buffers.dense("out", layers[0], 3, 10).device == gpu.uuid
+    assert buffers.rows_of([layers[0], np.zeros((0, 10), np.uint8)]).device == gpu.uuid  # there is nothing to reach
+    assert buffers.rows_of([np.zeros((2, 2), np.uint8)]).device is None
 
 
 def test_rows_of_the_wrong_kind(cupy: Any) -> None:
     with pytest.raises(ValueError, match=r"blocks: float32 of shape \(2, 8\)"):
-        rows.dense("blocks", cupy.zeros((2, 8), np.float32), 2, 8)
+        buffers.dense("blocks", cupy.zeros((2, 8), np.float32), 2, 8)
     with pytest.raises(ValueError, match=r"paged is on GPU-.* and host memory"):
-        rows.paged([cupy.zeros((2, 8), np.uint8), np.zeros((2, 8), np.uint8)], [0], 1, 16)
+        buffers.paged([cupy.zeros((2, 8), np.uint8), np.zeros((2, 8), np.uint8)], [0], 1, 16)
     with pytest.raises(ValueError, match="is a ndarray: give a numpy array"):
-        rows.keys(cupy.zeros((2, 16), np.uint8))
+        buffers.keys(cupy.zeros((2, 16), np.uint8))
 
 
 def test_rows_on_two_gpus(on_host: Any) -> None:
     here = on_host.zeros((2, 8), np.uint8)
     with on_host.cuda.Device(1):
         there = on_host.zeros((2, 8), np.uint8)
-    assert rows.rows_of([there]).device == devices.visible()[1]
+    assert buffers.rows_of([there]).device == devices.visible()[1]
     with pytest.raises(ValueError, match=" and ".join(devices.visible())):
-        rows.rows_of([here, there])
+        buffers.rows_of([here, there])
 
 
 class Foreign:
@@ -446,12 +451,12 @@ class Foreign:
 
 def test_streams_of_rows(on_host: Any) -> None:
     array = on_host.zeros((2, 8), np.uint8)
-    assert rows.rows_of([array]).stream == 1
+    assert buffers.rows_of([array]).stream == 1
     with on_host.cuda.Stream(non_blocking=True) as stream:
-        assert rows.rows_of([array, array]).stream == stream.ptr
-    assert rows.rows_of([Foreign(array)]).stream == 1  # what says nothing may have used the default stream
-    assert rows.rows_of([Foreign(array, stream=None)]).stream is None
-    assert rows.rows_of([Foreign(array, stream=None), Foreign(array, stream=stream.ptr)]).stream == stream.ptr
+        assert buffers.rows_of([array, array]).stream == stream.ptr
+    assert buffers.rows_of([Foreign(array)]).stream == 1  # what says nothing may have used the default stream
+    assert buffers.rows_of([Foreign(array, stream=None)]).stream is None
+    assert buffers.rows_of([Foreign(array, stream=None), Foreign(array, stream=stream.ptr)]).stream == stream.ptr
 
 
 @pytest.mark.parametrize("handles", [[2], ["own", 1]])
@@ -463,7 +468,7 @@ def test_streams_that_are_waited_for_at_once(on_host: Any, handles: list[Any]) -
     bounce[:16] = range(1, 17)
     for i, stream in enumerate(streams):
         on_host.cuda.runtime.memcpyAsync(array.data.ptr + 8 * i, bounce.ctypes.data, 8, 1, stream)
-    assert rows.rows_of([Foreign(array, stream=stream) for stream in streams]).stream is None
+    assert buffers.rows_of([Foreign(array, stream=stream) for stream in streams]).stream is None
     assert array.get()[: len(streams)].tolist() == [list(range(1, 9))] * len(streams)
 
 
@@ -481,7 +486,9 @@ def test_rows_of_torch(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for handle, stream in ((0, 1), (77, 77)):
         current = type("Stream", (), {"cuda_stream": handle})
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
-        assert rows.rows_of([tensor]).stream == stream and rows.rows_of([tensor]).addresses[0, 0] == array.data.ptr
-    assert rows.rows_of([torch.zeros((2, 8), dtype=torch.uint8)]).device is None
+        assert (
+            buffers.rows_of([tensor]).stream == stream and buffers.rows_of([tensor]).addresses[0, 0] == array.data.ptr
+        )
+    assert buffers.rows_of([torch.zeros((2, 8), dtype=torch.uint8)]).device is None
     with pytest.raises(ValueError, match=r"memory: on meta.*\.cpu\(\)"):
-        rows.rows_of([torch.zeros((2, 8), dtype=torch.uint8, device="meta")])
+        buffers.rows_of([torch.zeros((2, 8), dtype=torch.uint8, device="meta")])

@@ -23,16 +23,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from raykv import arena as arenas
-from raykv import device as devices
-from raykv import header, locks, moves
-from raykv.arena import Arena, remove, remove_left_behind
-from raykv.cache import _Lease
-from raykv.device import BOUNCE_BYTES, Device
-from raykv.device_arena import UNKNOWN, DeviceArena, across
+from raykv.arena import arena as arenas
+from raykv.arena import header
+from raykv.arena.arena import Arena, remove, remove_left_behind
+from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.gpu import device as devices
+from raykv.arena.gpu import host_copy
+from raykv.arena.gpu.device import BOUNCE_BYTES, Device
+from raykv.arena.gpu.gpu_arena import UNKNOWN, DeviceArena, across
+from raykv.client.cache import _Lease
 from raykv.errors import CapacityError, DeviceError
-from raykv.rows import Rows, rows_of
-from raykv.transports import lanes
+from raykv.system import file_locks
+from raykv.transports import selector
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
@@ -436,11 +438,11 @@ def test_served_and_evicted(ours: DeviceArena, monkeypatch: pytest.MonkeyPatch) 
 def test_no_nixl_for_a_gpu(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes addresses for those of host memory."""
     host, ours = memory_arena(), gpu_arena(devices.device(devices.visible()[0]))
-    monkeypatch.setattr(lanes, "why_not", lambda: "")
-    monkeypatch.setattr(lanes, "Nixl", lambda arena: SimpleNamespace(name="nixl", close=lambda: None))
+    monkeypatch.setattr(selector, "why_not", lambda: "")
+    monkeypatch.setattr(selector, "Nixl", lambda arena: SimpleNamespace(name="nixl", close=lambda: None))
     names = {}
     for arena in (host, ours):
-        opened = lanes.open_lanes(arena, "nixl", "127.0.0.1")
+        opened = selector.open_lanes(arena, "nixl", "127.0.0.1")
         names[arena] = [transport.name for transport in opened._transports]
         opened.close()
         arena.close(unlink=True)
@@ -461,7 +463,7 @@ def test_batches(lengths: list[int]) -> None:
     table[:, 0] = 1_000_000 + np.cumsum(lengths) - lengths
     table[:, 1] = 5_000_000_000 - 2 * table[:, 0]  # another order
     before = table.copy()
-    batches = list(moves.batches(table))
+    batches = list(host_copy.batches(table))
     sizes = [int(batch[2].sum()) for batch in batches]
     assert (table == before).all() and all(0 < size <= BOUNCE_BYTES for size in sizes) and sum(sizes) == sum(lengths)
     assert all(a + b > BOUNCE_BYTES - max(lengths) for a, b in itertools.pairwise(sizes))
@@ -475,7 +477,7 @@ def test_batches(lengths: list[int]) -> None:
 
 def test_big_blocks_through_the_bounce(cupy: Any, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "_register", lambda *_: False)
-    monkeypatch.setattr(moves, "BOUNCE_BYTES", 70_001)
+    monkeypatch.setattr(host_copy, "BOUNCE_BYTES", 70_001)
     arena = memory_arena()
     at, keys, blocks = some(3, 300_001)
     assert arena.write(at, keys, on_gpu(cupy, blocks)).all() and has(arena, at, keys, blocks)
@@ -612,7 +614,7 @@ def test_no_room(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 DEAD = """
 import os, sys
-from raykv.device import device
+from raykv.arena.gpu.device import device
 from raykv.device_arena import DeviceArena
 print(DeviceArena.open_new(sys.argv[1], b"fingerprint 16 B", device(sys.argv[2]), 4 << 20, 2).path, flush=True)
 os._exit(0)
@@ -640,10 +642,10 @@ def test_a_file_that_is_another_by_now(on_host: Any, monkeypatch: pytest.MonkeyP
     made: list[DeviceArena] = []
 
     def first(*args: Any) -> bool:
-        monkeypatch.setattr(arenas, "lock", locks.lock)
+        monkeypatch.setattr(arenas, "lock", file_locks.lock)
         os.unlink(path)
         made.append(gpu_arena(gpu))
-        return locks.lock(*args)
+        return file_locks.lock(*args)
 
     monkeypatch.setattr(arenas, "lock", first)
     assert not remove(path) and made[0].path == path and os.path.exists(path)
@@ -680,7 +682,7 @@ def test_another_process_stores_and_reads(ours: DeviceArena, gpu: Device) -> Non
 
 STORE = """
 import sys
-from raykv.device import device
+from raykv.arena.gpu.device import device
 from test_device_arena import gpu_arena, some
 import test_device_arena
 test_device_arena.POOL = sys.argv[2]

@@ -6,8 +6,8 @@ from directory_checks import check_invariants
 from directory_pool import KEYS, PAGE, Pool
 from oracle_slots import PLACE, unpack
 
-from raykv.calls import Call
-from raykv.directory import Directory
+from raykv.directory.directory import Directory
+from raykv.protocol import Call
 
 
 def test_a_suspect_node_keeps_its_rows_but_offers_none() -> None:

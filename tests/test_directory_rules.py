@@ -11,9 +11,9 @@ from directory_pool import KEYS, PAGE, Pool, blocks, staged
 from oracle_slots import PLACE, unpack
 from world import DOCUMENTS
 
-from raykv import index
-from raykv.calls import Call
-from raykv.memory import staging_window
+from raykv.directory.allocator import staging_window
+from raykv.directory.kernels import index
+from raykv.protocol import Call
 
 # ---------------------------------------------------------------------- what is where
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pools import BLOCK, MIB, Worker, eventually, kill, read, store, tokens, worker
 
 import raykv
+from raykv import registry
 
 Start = Callable[..., raykv.KVPool]
 
@@ -42,7 +43,7 @@ def state(pool: raykv.KVPool, node_id: str) -> str | None:
 
 def left(pool: raykv.KVPool, node_id: str) -> int:
     """Blocks that would go with a node."""
-    answer = ray.get(raykv.actors.find_directory(pool.name).departing.remote(node_id), timeout=10)
+    answer = ray.get(registry.find_directory(pool.name).departing.remote(node_id), timeout=10)
     return 1 if answer is None else int(answer[2])
 
 

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from pools import eventually, payload
 from xxhash import xxh3_64_intdigest
 
-from raykv import external
-from raykv.arena import Arena
-from raykv.external import CONTENT_BYTES, External
+from raykv.arena.arena import Arena
 from raykv.place import PLACE
-from raykv.tiers import MARKER, Block, Tier, open_tier, parse
+from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
+from raykv.tiers.guarded import CONTENT_BYTES, External
 from raykv.tiers.names import path_of
 from raykv.transports.verdicts import ALTERED, PULLED, judge
 
@@ -117,9 +116,9 @@ def opened() -> Iterator[Callable[..., External]]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external, "CALL_S", DEADLINE_S)
-    monkeypatch.setattr(external, "data_deadline", lambda size: DEADLINE_S)
-    monkeypatch.setattr(external, "BACK_OFF_S", (0.05,))
+    monkeypatch.setattr(guarded, "CALL_S", DEADLINE_S)
+    monkeypatch.setattr(guarded, "data_deadline", lambda size: DEADLINE_S)
+    monkeypatch.setattr(guarded, "BACK_OFF_S", (0.05,))
 
 
 def folder(path: Path) -> Tier:
@@ -162,7 +161,7 @@ def file_of(folder: Path, key: bytes) -> Path:
 def test_blocks_come_back_piece_by_piece_and_after_a_restart(
     tmp_path: Path, opened: Callable[..., External], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "PIECE_BYTES", 3 * SIZE)
+    monkeypatch.setattr(guarded, "PIECE_BYTES", 3 * SIZE)
     tier, keys = opened(tmp_path), some_keys(8)
     assert all(store(tier, keys[:7]))
     assert load(tier, keys) == [True] * 7 + [False]
@@ -187,7 +186,7 @@ def test_what_others_wrote_is_refused_and_left_as_it_is(
     tier.close()
     marker = file_of(tmp_path, MARKER)
     if other == "version":
-        marker.write_bytes(marker.read_bytes().replace(external.MAGIC, b"raykv\0t0"))
+        marker.write_bytes(marker.read_bytes().replace(guarded.MAGIC, b"raykv\0t0"))
     before = contents(tmp_path)
     stranger = External(lambda: folder(tmp_path), OTHERS if other == "secret" else OURS)
     with pytest.raises(ValueError, match=r"another secret or by another version.*another path"):
@@ -220,7 +219,7 @@ def test_a_tier_that_others_have_taken_over_is_left_to_them(opened: Callable[...
 def test_a_tier_that_is_not_there_at_first_is_opened_when_it_is(
     tmp_path: Path, opened: Callable[..., External], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "BACK_OFF_S", (0.05,))
+    monkeypatch.setattr(guarded, "BACK_OFF_S", (0.05,))
     path, keys = tmp_path / "tier", some_keys(2)
     assert all(store(opened(path), keys))
     moved = path.rename(tmp_path / "moved")
@@ -385,7 +384,7 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back_by_itself(
 def test_it_is_asked_ever_more_rarely(
     opened: Callable[..., External], hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "BACK_OFF_S", (0.02, 0.2, 30.0))
+    monkeypatch.setattr(guarded, "BACK_OFF_S", (0.02, 0.2, 30.0))
     moody = Moody()
     tier = opened(moody)
     moody.error = OSError("no route")
@@ -422,17 +421,17 @@ def test_memory_that_a_late_call_has_is_not_used_again(opened: Callable[..., Ext
 def test_a_tier_that_is_only_busy_is_not_out_of_order(
     opened: Callable[..., External], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, keys = opened(moody := Moody()), some_keys(external.READERS + 1)
+    tier, keys = opened(moody := Moody()), some_keys(guarded.READERS + 1)
     assert all(store(tier, keys))
-    monkeypatch.setattr(external, "data_deadline", lambda size: 60.0)
+    monkeypatch.setattr(guarded, "data_deadline", lambda size: 60.0)
     moody.open.clear()
-    with ThreadPoolExecutor(external.READERS) as threads:
-        reading = [threads.submit(load, tier, keys[i : i + 1]) for i in range(external.READERS)]
-        eventually(lambda: moody.calls.count("get") == external.READERS + 1)  # and the marker
-        monkeypatch.setattr(external, "data_deadline", lambda size: DEADLINE_S)
+    with ThreadPoolExecutor(guarded.READERS) as threads:
+        reading = [threads.submit(load, tier, keys[i : i + 1]) for i in range(guarded.READERS)]
+        eventually(lambda: moody.calls.count("get") == guarded.READERS + 1)  # and the marker
+        monkeypatch.setattr(guarded, "data_deadline", lambda size: DEADLINE_S)
         assert load(tier, keys[-1:]) == [] and tier.up and not tier.faults["load"]
         moody.open.set()
-        assert [one.result() for one in reading] == [[True]] * external.READERS
+        assert [one.result() for one in reading] == [[True]] * guarded.READERS
     assert load(tier, keys[-1:]) == [True]
 
 
@@ -455,7 +454,7 @@ def test_a_call_that_did_not_begin_in_time_never_does(opened: Callable[..., Exte
         assert not any(map(any, threads.map(lambda _: load(tier, keys), range(12))))
     moody.open.set()
     assert eventually(tier.probe) is True
-    assert moody.calls.count("get") <= external.READERS + 3  # those, the one of `open`, and probes
+    assert moody.calls.count("get") <= guarded.READERS + 3  # those, the one of `open`, and probes
 
 
 def test_a_tier_that_is_full_says_so_and_stays(opened: Callable[..., External]) -> None:
@@ -473,7 +472,7 @@ def test_a_tier_that_lost_its_content_says_so(
     opened: Callable[..., External], hasty: None, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
     """Whether calls failed meanwhile, or nobody asked while it was away."""
-    monkeypatch.setattr(external, "CHECK_S", 0.05)
+    monkeypatch.setattr(guarded, "CHECK_S", 0.05)
     moody, keys = Moody(), some_keys(2)
     tier = opened(moody)
     assert all(store(tier, keys))
@@ -491,7 +490,7 @@ def test_a_tier_that_lost_its_content_says_so(
 def test_a_tier_that_stands_still_while_nobody_asks_is_noticed(
     opened: Callable[..., External], hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "CHECK_S", 0.05)
+    monkeypatch.setattr(guarded, "CHECK_S", 0.05)
     moody = Moody()
     tier = opened(moody)
     moody.open.clear()
@@ -536,7 +535,7 @@ def test_stores_that_share_a_tier_agree_on_its_content(opened: Callable[..., Ext
 def test_a_content_that_another_store_changed_is_taken_over(
     opened: Callable[..., External], hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external, "CHECK_S", 0.05)
+    monkeypatch.setattr(guarded, "CHECK_S", 0.05)
     shared, keys = Moody(), some_keys(2)
     one, other = opened(shared), opened(shared)
     assert all(store(one, keys))

@@ -29,7 +29,7 @@ from pools import (
 from ray.exceptions import RayError
 
 import raykv
-from raykv import header, superblock, tiles
+from raykv.arena import block_copy, header, superblock
 
 pytestmark = pytest.mark.usefixtures("patiently")
 
@@ -50,16 +50,16 @@ class Unlucky(Worker):
     def store_and_suffer(self, keys: NDArray[np.uint8]) -> int:
         assert self.pool.local
         arena, link = self.pool.local.arena, self.pool.link
-        write, call, copy = arena.write, link.call, tiles.copy_summed
+        write, call, copy = arena.write, link.call, block_copy.copy_summed
 
         def write_later(*args: Any) -> Any:
             self.strike()
             return write(*args)
 
-        def copy_half(table: tiles.Copies) -> Any:
+        def copy_half(table: block_copy.Copies) -> Any:
             half = table.copy()
             half[..., 2] //= 2
-            tiles.copy(half)
+            block_copy.copy(half)
             self.strike()
             return copy(table)
 
@@ -71,7 +71,7 @@ class Unlucky(Worker):
         if self.when == "granted":
             arena.write = write_later  # type: ignore[assignment,method-assign]
         elif self.when == "half copied":
-            tiles.copy_summed = copy_half
+            block_copy.copy_summed = copy_half
         else:
             link.call = call_later  # type: ignore[method-assign]
         return self.store(keys)

@@ -25,7 +25,7 @@ from pools import (
 )
 
 import raykv
-from raykv import actors
+from raykv import registry
 from raykv.place import PLACE, epoch_of
 
 
@@ -70,7 +70,7 @@ def test_all_actors_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
         kill(pool, "supervisor", "directory", pool.node_id, other_node(pool))
         come_back(cache, prompts, workers)
         keep(cache, cache.keys(tokens(200, 8)))
-    ray.kill(actors.find_directory(pool.name))  # for good: Ray restarts it no more, the supervisor makes a new one
+    ray.kill(registry.find_directory(pool.name))  # for good: Ray restarts it no more, the supervisor makes a new one
     come_back(cache, prompts, workers)
     keep(cache, cache.keys(tokens(201, 8)))
     ray.kill(node_store(pool, pool.node_id))
@@ -85,7 +85,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Call
     pool = start()
     assert pool.local
     cache, prompts, workers = on_both(pool)
-    old = actors.find_directory(pool.name)
+    old = registry.find_directory(pool.name)
     process, epoch = pid(old), pool.stats()["epoch"]
     late = cache.keys(tokens(300, 4))
     hold, grant = eventually(lambda: granted(pool, late))
@@ -93,7 +93,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Call
     try:
         with cache.match(prompts[0]) as match:  # a miss, in its deadline
             assert match.num_blocks == 0
-        eventually(lambda: actors.get(pool.name, "directory") != b"%s/directory-1" % pool.name.encode())
+        eventually(lambda: registry.get(pool.name, "directory") != b"%s/directory-1" % pool.name.encode())
         eventually(lambda: pool.stats().get("epoch", 0) > epoch)
         come_back(cache, prompts)
         eventually(lambda: pool.local and pool.local.arena.epoch > epoch)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raykv import device
+from raykv.arena.gpu import device
 
 HERE = Path(__file__).parent
 ON_HOST = str(HERE / "cupy_on_host")

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from pools import WITH_NIXL
 from ray.exceptions import RayActorError
 
-import raykv.afford
-import raykv.transports.lanes
 import raykv.transports.nixl
-from raykv.arena import Arena
+import raykv.transports.selector
+from raykv.arena.arena import Arena
 from raykv.place import PLACE
-from raykv.transports.lanes import RETRY_S, Lanes, open_lanes
-from raykv.transports.transport import Peer, Transport, Wanted
+from raykv.start import _ask
+from raykv.transports.base import Peer, Transport, Wanted
+from raykv.transports.selector import RETRY_S, Lanes, open_lanes
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 MIB = 1 << 20
@@ -62,8 +62,8 @@ class World:
         self.fast, self.middle, self.last = (Moody(name) for name in ("fast", "middle", "last"))
         self.lanes = Lanes([self.fast, self.middle, self.last])
         self.peer = Peer("node", Store())
-        monkeypatch.setattr(raykv.transports.lanes.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
-        monkeypatch.setattr(raykv.transports.lanes.ray, "get", self.get)  # type: ignore[attr-defined]
+        monkeypatch.setattr(raykv.transports.selector.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
+        monkeypatch.setattr(raykv.transports.selector.ray, "get", self.get)  # type: ignore[attr-defined]
 
     def get(self, reference: str, timeout: float) -> dict[str, Any]:
         self.asked += 1
@@ -288,5 +288,5 @@ def test_nixl_that_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> 
     """Each node says so before anything is started."""
     monkeypatch.setattr(raykv.transports.nixl, "why_not", lambda: "NIXL is not installed here")
     asked = ["nixl", "auto"]
-    refusals = [raykv.afford._ask("p", 8 * MIB, chosen, None, b"", None)["refusals"] for chosen in asked]
+    refusals = [_ask("p", 8 * MIB, chosen, None, b"", None)["refusals"] for chosen in asked]
     assert refusals == [["", "transport='nixl': NIXL is not installed here"], ["", ""]]

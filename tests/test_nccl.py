@@ -19,15 +19,15 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raykv import cuda
-from raykv import device as devices
-from raykv.arena import Arena
+from raykv.arena.arena import Arena
+from raykv.arena.gpu import cuda
+from raykv.arena.gpu import device as devices
 from raykv.transports import nccl as transport
-from raykv.transports import pair
-from raykv.transports.lanes import Lanes
+from raykv.transports import nccl_pair
+from raykv.transports.base import Peer, Transport, Wanted
 from raykv.transports.nccl import Nccl
-from raykv.transports.pair import READER, SENDER
-from raykv.transports.transport import Peer, Transport, Wanted
+from raykv.transports.nccl_pair import READER, SENDER
+from raykv.transports.selector import Lanes
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 ON_HOST = str(Path(__file__).parent / "cupy_on_host")
@@ -216,13 +216,13 @@ class ByHand:
 
 
 def test_without_nccl(reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not pair.why_not()
+    assert not nccl_pair.why_not()
     monkeypatch.setattr(cuda.cupy().cuda.nccl, "available", False)
-    assert "pip install nvidia-nccl-cu13" in pair.why_not()
+    assert "pip install nvidia-nccl-cu13" in nccl_pair.why_not()
     with pytest.raises(ImportError, match="nvidia-nccl-cu13"):
         Nccl(reader.arena, reader.gpu)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert "pip install 'raykv[gpu]'" in pair.why_not()
+    assert "pip install 'raykv[gpu]'" in nccl_pair.why_not()
 
 
 def test_blocks_arrive_in_scattered_slots(nccl: Any, sender: Node, reader: Node) -> None:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from pools import WITH_NIXL, eventually
 
 import raykv.transports.nixl
-from raykv.arena import Arena
+from raykv.arena.arena import Arena
 from raykv.place import COUNTER_BITS, PLACE
+from raykv.transports.base import Peer, Wanted
 from raykv.transports.nixl import Nixl
-from raykv.transports.transport import Peer, Wanted
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 pytestmark = WITH_NIXL

@@ -33,8 +33,8 @@ from pools import (
 )
 
 import raykv
-from raykv import actors
 from raykv import keys as key_chain
+from raykv import registry
 from raykv.config import HEARTBEAT_S
 
 pytestmark = pytest.mark.usefixtures("patiently")
@@ -49,24 +49,24 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 5))
     assert store(cache, keys) == 5
-    pids = [pid(actors.find(name)) for name in actor_names(pool.name)]
+    pids = [pid(registry.find(name)) for name in actor_names(pool.name)]
     again = raykv.start(raykv.PoolConfig(name=pool.name, cpu_memory=32 << 20))
     assert read(a_cache(again), keys)[:3] == (5, 5, 0)
-    assert [pid(actors.find(name)) for name in actor_names(pool.name)] == pids
+    assert [pid(registry.find(name)) for name in actor_names(pool.name)] == pids
     with pytest.raises(ValueError, match="another secret"):
         raykv.start(raykv.PoolConfig(name=pool.name, secret=b"other"))
 
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     stores = [f"{pool.name}/node-{node_id[:16]}" for node_id in nodes]
     assert actor_names(pool.name) == sorted([f"{pool.name}/directory-1", *stores, f"{pool.name}/supervisor"])
-    shown = {name: ray.get(actors.find(name).__ray_call__.remote(repr)) for name in actor_names(pool.name)}
+    shown = {name: ray.get(registry.find(name).__ray_call__.remote(repr)) for name in actor_names(pool.name)}
     assert shown[f"{pool.name}/directory-1"] == f"Directory(pool={pool.name})"
     assert shown[f"{pool.name}/supervisor"] == f"Supervisor(pool={pool.name})"
     assert {shown[name] for name in stores} == {
         f"NodeStore(pool={pool.name}, node={node_id[:8]}, cpu=0.1GiB)" for node_id in nodes
     }
 
-    os.kill(pid(actors.find(stores[1])), signal.SIGKILL)
+    os.kill(pid(registry.find(stores[1])), signal.SIGKILL)
     raykv.start(raykv.PoolConfig(name=pool.name)).close()  # does not end a pool whose store is just restarting
     eventually(lambda: served(pool, 2))
     assert read(cache, keys)[:3] == (5, 5, 0)
@@ -74,7 +74,7 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     again.close()
     assert len(shm_files(pool.name)) == 2
     pool.stop()
-    assert not shm_files(pool.name) and actors.settings(pool.name) is None
+    assert not shm_files(pool.name) and registry.settings(pool.name) is None
     eventually(lambda: not actor_names(pool.name))
     with cache.match(keys) as match:  # who still uses it has misses
         assert match.num_blocks == 0
@@ -113,7 +113,7 @@ def test_more_memory_than_there_is(cluster: Any, cpu_memory: float) -> None:
     name = f"t{os.getpid()}-greedy"
     with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*2 Ray nodes.*free.*Lower cpu_memory"):
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=cpu_memory))
-    assert not actor_names(name) and not shm_files(name) and actors.settings(name) is None
+    assert not actor_names(name) and not shm_files(name) and registry.settings(name) is None
     with pytest.raises(raykv.PoolNotFound):
         raykv.attach(name)
 
@@ -129,7 +129,7 @@ def test_a_secret_that_others_can_read_is_refused(cluster: Any, tmp_path: Path) 
     path.chmod(0o600)
     with pytest.raises(ValueError, match="empty"):
         raykv.start(raykv.PoolConfig(name=name, secret=path))
-    assert not actor_names(name) and actors.settings(name) is None
+    assert not actor_names(name) and registry.settings(name) is None
 
 
 def test_the_secret_and_the_cleared(start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_a_call_that_a_signal_interrupts_leaves_no_lease(start: Callable[..., ra
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    directory = pid(actors.find_directory(pool.name))
+    directory = pid(registry.find_directory(pool.name))
     os.kill(directory, signal.SIGSTOP)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)

@@ -36,7 +36,7 @@ from pools import (
 from redis_server import RedisServer, redis_server
 
 import raykv
-from raykv import actors
+from raykv import registry
 from raykv.tiers.names import path_of
 
 pytestmark = pytest.mark.usefixtures("patiently")
@@ -621,7 +621,7 @@ def refused(external: str, *words: str, **settings: Any) -> None:
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, external=external, **{"secret": b"s", **settings}))
     for word in ("external=", *words):
         assert word in str(raised.value)
-    assert not actor_names(name) and not shm_files(name) and actors.settings(name) is None
+    assert not actor_names(name) and not shm_files(name) and registry.settings(name) is None
     with pytest.raises(raykv.PoolNotFound):
         raykv.attach(name)
 
@@ -650,7 +650,7 @@ def test_a_redis_that_does_not_run_or_let_us_in_is_refused(cluster: Any, tmp_pat
 
 def test_content_of_another_secret_is_refused_and_left_as_it_is(asked: raykv.KVPool, moody: raykv.KVPool) -> None:
     for pool in (asked, moody):
-        settings = actors.settings(pool.name)
+        settings = registry.settings(pool.name)
         assert settings
         before = {tier["blocks"] for tier in tiers(pool)}
         refused(settings["external"], "another secret", "give that secret and pool name")

@@ -32,7 +32,7 @@ from pools import (
 from test_cli import command, last_json
 
 import raykv
-from raykv import actors
+from raykv import registry
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -159,7 +159,7 @@ def test_two_at_once(pool: raykv.KVPool) -> None:
         thread.join()
     assert len(got) == 3 and (last := has(pool)) in sizes
     assert got[last] == last
-    asked = actors.get(pool.name, f"memory/{pool.node_id}")
+    asked = registry.get(pool.name, f"memory/{pool.node_id}")
     assert asked and json.loads(asked) == last
 
 
@@ -183,12 +183,12 @@ def test_it_outlasts_store_and_directory(pool: raykv.KVPool) -> None:
 
 @pytest.mark.parametrize("cpu_memory", [1 << 45, 1.0])
 def test_more_than_there_is(pool: raykv.KVPool, cpu_memory: float) -> None:
-    before = actors.get(pool.name, f"memory/{pool.node_id}")
+    before = registry.get(pool.name, f"memory/{pool.node_id}")
     with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*are free.*Lower cpu_memory") as caught:
         pool.resize(pool.node_id, cpu_memory)
     assert "Traceback" not in str(caught.value)
     assert has(pool) == SIZE and node_of(pool)["limit"] == 16
-    assert actors.get(pool.name, f"memory/{pool.node_id}") == before
+    assert registry.get(pool.name, f"memory/{pool.node_id}") == before
 
 
 def test_what_makes_no_sense(pool: raykv.KVPool) -> None:
@@ -232,7 +232,7 @@ def test_with_a_tier_below_nothing_is_lost(start: Callable[..., raykv.KVPool], t
     assert pool.resize(pool.node_id, 16 * MIB) == 16 * MIB == has(pool)
     assert node_of(pool)["state"] == "leaving"
     pool.stop()
-    assert actors.get(pool.name, f"memory/{pool.node_id}") is None
+    assert registry.get(pool.name, f"memory/{pool.node_id}") is None
 
 
 def test_while_it_is_still_being_offered(cluster: Any) -> None:

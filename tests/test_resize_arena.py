@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from arena_worker import GEN, PRINT, SLAB, Child, at_step, block_of, die_here, get, key_of, places, put, stop_here
 
-from raykv import tiles
-from raykv.arena import Arena, open_own
+from raykv.arena import block_copy
+from raykv.arena.arena import Arena, open_own
 
 NEWER = GEN + 1000  # than all grants before
 
@@ -133,24 +133,24 @@ def test_reader_in_the_middle_of_a_copy(arena: Arena, client: Arena, monkeypatch
     where = places([0, 0], [2, 3])
     where["slab"] = [1, 0]
     keys, rows = np.concatenate([key_of(2), key_of(3)]), np.zeros((2, 64 << 10), np.uint8)
-    original = tiles.copy
+    original = block_copy.copy
 
-    def copy(table: tiles.Copies) -> None:
+    def copy(table: block_copy.Copies) -> None:
         assert shed(arena, 1)
         original(table)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiles, "copy", copy)
+        patch.setattr(block_copy, "copy", copy)
         assert client.read(where, keys, rows).tolist() == [False, True]
     assert np.array_equal(rows[1:], block_of(key_of(3)))
     assert arena.offer_next() and put(arena, 0, 2000, slab=1, slab_gen=NEWER + 1)
 
-    def copy_again(table: tiles.Copies) -> None:
+    def copy_again(table: block_copy.Copies) -> None:
         assert shed(arena, 1, NEWER + 5000) and arena.offer_next()
         assert put(arena, 0, 9000, slab=1, slab_gen=NEWER + 6000)
         original(table)
 
-    monkeypatch.setattr(tiles, "copy", copy_again)
+    monkeypatch.setattr(block_copy, "copy", copy_again)
     assert not get(client, 0, 2000, slab=1, slab_gen=NEWER + 1)
 
 
@@ -159,13 +159,13 @@ def test_headers_go_before_what_they_speak_of(arena: Arena, client: Arena, monke
     sizes = {"size": 8 << 10, "slab": 1}
     slots = (0, 1, 77, SLAB // (8 << 10) - 1)
     assert all(put(arena, slot, 2 + slot, **sizes) for slot in slots)
-    original = tiles.copy
+    original = block_copy.copy
 
-    def copy(table: tiles.Copies) -> None:
+    def copy(table: block_copy.Copies) -> None:
         arena.give_back(1, NEWER)
         original(table)
 
-    monkeypatch.setattr(tiles, "copy", copy)
+    monkeypatch.setattr(block_copy, "copy", copy)
     where, keys = places(slots, [2 + slot for slot in slots], **sizes), [key_of(2 + slot) for slot in slots]
     rows = np.zeros((len(slots), 8 << 10), np.uint8)
     assert not client.read(where, np.concatenate(keys), rows).any() and rows.any()
@@ -175,13 +175,13 @@ def test_reader_of_another_process_in_the_middle_of_a_copy(arena: Arena) -> None
     assert put(arena, 0, 2, slab=1)
 
     def read(client: Arena) -> bool:
-        original = tiles.copy
+        original = block_copy.copy
 
         def copy(table: Any) -> None:
             stop_here()
             original(table)
 
-        tiles.copy = copy
+        block_copy.copy = copy
         return get(client, 0, 2, slab=1)
 
     child = Child(arena, read)

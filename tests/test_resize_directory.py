@@ -6,9 +6,9 @@ from directory_checks import check_invariants
 from directory_pool import KEYS, PAGE, Pool, blocks
 from oracle_slots import PLACE, unpack
 
-from raykv import index
-from raykv.directory import Directory
-from raykv.memory import staging_window
+from raykv.directory.allocator import staging_window
+from raykv.directory.directory import Directory
+from raykv.directory.kernels import index
 
 SLOTS = 8
 PART = SLOTS - 1  # blocks: the last slot is the staging window's, of one slot a slab

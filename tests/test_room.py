@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raykv import room
 from raykv.errors import CapacityError
+from raykv.system import free_memory
 
 MIB = 1 << 20
 
@@ -31,7 +31,7 @@ def cgroup(folder: Path, limit: str, used: int, cache: int, v1: bool = False) ->
 
 
 def free(proc: Path, tmp_path: Path) -> int | None:
-    return room.free_bytes(str(proc), str(tmp_path / "cgroup")).cgroup_free
+    return free_memory.free_bytes(str(proc), str(tmp_path / "cgroup")).cgroup_free
 
 
 def test_no_limit(proc: Path, tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_cgroup_v1_in_a_container_that_sees_only_its_own(proc: Path, tmp_path: P
 
 
 def test_free_is_the_least_of_all_minus_what_ray_may_fill() -> None:
-    assert room.Room(shm_free=90, memory_free=80, cgroup_free=None, plasma_unfilled=30).free == 50
-    assert room.Room(shm_free=90, memory_free=80, cgroup_free=70, plasma_unfilled=30).free == 40
-    assert room.Room(shm_free=20, memory_free=80, cgroup_free=70, plasma_unfilled=30).free == 0
+    assert free_memory.Room(shm_free=90, memory_free=80, cgroup_free=None, plasma_unfilled=30).free == 50
+    assert free_memory.Room(shm_free=90, memory_free=80, cgroup_free=70, plasma_unfilled=30).free == 40
+    assert free_memory.Room(shm_free=20, memory_free=80, cgroup_free=70, plasma_unfilled=30).free == 0
 
 
 def test_raylet_with_its_store_on_disk(proc: Path) -> None:
@@ -74,14 +74,14 @@ def test_raylet_with_its_store_on_disk(proc: Path) -> None:
         )
     (proc / "9").mkdir()
     (proc / "9/comm").write_text("bash\n")
-    assert room.free_bytes(str(proc)).plasma_unfilled == MIB
+    assert free_memory.free_bytes(str(proc)).plasma_unfilled == MIB
 
 
 def test_check() -> None:
-    assert room.free_bytes().memory_free > 0
-    room.check(1)
+    assert free_memory.free_bytes().memory_free > 0
+    free_memory.check(1)
     with pytest.raises(CapacityError, match=r"asked for .*32768\.00 GiB.* are free: .*Lower cpu_memory"):
-        room.check(1 << 45)
+        free_memory.check(1 << 45)
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def ray_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if ray.is_initialized():
         pytest.skip("another test's cluster is in this process")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    before = set(room._raylets(Path("/proc")))
+    before = set(free_memory._raylets(Path("/proc")))
     ray.init("local", num_cpus=1, object_store_memory=100 * MIB, include_dashboard=False, logging_level="ERROR")
     session = ray._private.worker._global_node.get_session_dir_path().encode()
-    new = set(room._raylets(Path("/proc"))) - before
+    new = set(free_memory._raylets(Path("/proc"))) - before
     yield next(process for process in new if session in (process / "cmdline").read_bytes())
     ray.shutdown()
 
@@ -102,10 +102,10 @@ def ray_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_real_raylet(ray_store: Path) -> None:
     import ray
 
-    whole = room._unfilled(ray_store, "/dev/shm")
+    whole = free_memory._unfilled(ray_store, "/dev/shm")
     assert 99 * MIB < whole <= 100 * MIB
     held = ray.put(np.ones(40 * MIB, np.uint8))
-    assert whole - room._unfilled(ray_store, "/dev/shm") >= 40 * MIB
-    assert room.free_bytes().plasma_unfilled >= 59 * MIB
+    assert whole - free_memory._unfilled(ray_store, "/dev/shm") >= 40 * MIB
+    assert free_memory.free_bytes().plasma_unfilled >= 59 * MIB
     del held
     assert os.path.exists(ray_store)

@@ -22,8 +22,8 @@ from ray.serve.request_router import PendingRequest
 import raykv
 from examples import serve_transformers
 from raykv import keys
+from raykv.client.prefix_lookup import Scout
 from raykv.integrations.serve import WORTH, PrefixRouter, announce, ranked
-from raykv.scout import Scout
 
 BLOCK_TOKENS = 4
 ROOT = keys.root(b"secret", model="m")
@@ -190,7 +190,9 @@ def test_tenants_and_adapters_have_keys_of_their_own() -> None:
 def test_a_scout_sees_what_is_where_and_nobody_when_the_directory_is_silent(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raykv.scout.DEADLINE_S", 2.0)  # what it says is tested, on a machine that may be busy
+    monkeypatch.setattr(
+        "raykv.client.prefix_lookup.DEADLINE_S", 2.0
+    )  # what it says is tested, on a machine that may be busy
     pool = start()
     cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
     prompt = cache.keys(tokens(0, 6))

@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 
 from examples import serve_vllm
 from raykv import keys
-from raykv.integrations.vllm_router import block_hashes, prompt_keys
+from raykv.integrations.vllm.router import block_hashes, prompt_keys
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = keys.root(b"secret", model="m")

@@ -12,15 +12,16 @@ import pytest
 from arena_worker import PRINT, SLAB
 from directory_checks import check_invariants
 from pools import eventually
-from raykv.actors import sizing
-from raykv.actors.sizing import Sizing, size_of
+from raykv.actors import resizer
+from raykv.actors.resizer import Sizing, size_of
 
-from raykv import actors, room
-from raykv.arena import Arena
-from raykv.calls import Call
-from raykv.directory import Directory
+from raykv import registry
+from raykv.arena.arena import Arena
+from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
 from raykv.place import PLACE
+from raykv.protocol import Call
+from raykv.system import free_memory
 
 SLABS, LIMIT, SIZE = 12, 6, 64 << 10
 
@@ -101,8 +102,8 @@ class Node:
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     kv = Kv()
     for name, function in (("get", kv.ask), ("put", kv.put), ("drop", kv.drop)):
-        monkeypatch.setattr(actors, name, function)
-    monkeypatch.setattr(sizing, "data_deadline", lambda _: 0.05)
+        monkeypatch.setattr(registry, name, function)
+    monkeypatch.setattr(resizer, "data_deadline", lambda _: 0.05)
     path = f"/dev/shm/raykv-test-sizing-{os.getpid()}"
     node = Node(path, kv)
     node.settle(LIMIT)
@@ -327,7 +328,7 @@ def test_a_node_that_cannot_afford_it(node: Node, monkeypatch: pytest.MonkeyPatc
         asked.append(size)
         raise CapacityError("no room")
 
-    monkeypatch.setattr(room, "check", check)
+    monkeypatch.setattr(free_memory, "check", check)
     assert isinstance(resize(node, LIMIT + 2), CapacityError) and kept(node) is None
     assert 2 * SLAB <= asked[0] < 3 * SLAB, "only for what is new"
     assert isinstance(resize(node, SLABS + 1), CapacityError) and node.sizing.limit == LIMIT

@@ -92,7 +92,7 @@ def test_what_the_directory_did_not_hear_of_is_forgotten_later(
     os.kill(directory, signal.SIGSTOP)
     try:
         with monkeypatch.context() as hasty:
-            hasty.setattr("raykv.link.METADATA_DEADLINE_S", 0.02)
+            hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.02)
             cache.swap_drop("a")
             eventually(lambda: pool.link.faults["directory"] > faults)
     finally:

@@ -30,7 +30,7 @@ from pools import (
 )
 
 import raykv
-import raykv.cache
+import raykv.client.cache
 from raykv.config import KEYS_PER_CALL
 from raykv.transports.tcp import CLAIM, COUNT
 
@@ -130,7 +130,7 @@ def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> N
 def test_a_read_ends_with_the_first_piece_that_does_not_arrive(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.cache, "PIECE_BYTES", 5 * BLOCK)
+    monkeypatch.setattr(raykv.client.cache, "PIECE_BYTES", 5 * BLOCK)
     pool = start()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 30))
@@ -144,7 +144,7 @@ def test_a_read_ends_with_the_first_piece_that_does_not_arrive(
                 assert match.num_blocks == 30 and match.read(np.zeros((30, BLOCK), np.uint8)) == 0
             finally:
                 os.kill(process, signal.SIGCONT)
-        assert pool.link.faults["pull"] <= raykv.cache.PIECES_AHEAD, "six pieces, of which two were asked for"
+        assert pool.link.faults["pull"] <= raykv.client.cache.PIECES_AHEAD, "six pieces, of which two were asked for"
         eventually(lambda: settled(pool))
 
 

@@ -15,7 +15,7 @@ from redis_server import redis_server
 from sqlite_tier import SqliteTier
 
 import raykv
-from raykv.testbed import local_cluster
+from raykv.bench.testbed import local_cluster
 
 MIB = 1 << 20
 CPU = 64 * MIB  # of a node, of which there are two

@@ -24,9 +24,9 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm_engine import ENVIRONMENT, Engine, save_model
 
-from raykv.integrations.vllm import check
-from raykv.integrations.vllm_manager import FAILED, HITS, ChunksToStore, RayKVManager
-from raykv.integrations.vllm_worker import RayKVWorker
+from raykv.integrations.vllm.connector import check
+from raykv.integrations.vllm.manager import FAILED, HITS, ChunksToStore, RayKVManager
+from raykv.integrations.vllm.worker import RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens: 8 KiB each

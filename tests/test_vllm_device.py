@@ -15,10 +15,10 @@ from pools import eventually, tokens
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 import raykv
-from raykv import cuda
-from raykv import device as devices
-from raykv.integrations.vllm_manager import ChunksToLoad, ChunksToStore
-from raykv.integrations.vllm_worker import RayKVWorker
+from raykv.arena.gpu import cuda
+from raykv.arena.gpu import device as devices
+from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
+from raykv.integrations.vllm.worker import RayKVWorker
 
 ON_HOST = str(Path(__file__).parent / "cupy_on_host")
 LAYERS, PAGES, PAGE, PER_CHUNK = 3, 32, 8 << 10, 4

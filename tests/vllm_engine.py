@@ -9,9 +9,9 @@ from pools import PATIENCE_S, patient
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
-import raykv.cache
-from raykv.integrations.vllm import RayKVConnector, kv_transfer_config
-from raykv.integrations.vllm_manager import ChunksToLoad
+import raykv.client.cache
+from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
+from raykv.integrations.vllm.manager import ChunksToLoad
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -38,7 +38,7 @@ class FaultyConnector(RayKVConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         patient()
-        raykv.cache.PATIENCE_S = PATIENCE_S  # so small a model computes faster than a disk reads
+        raykv.client.cache.PATIENCE_S = PATIENCE_S  # so small a model computes faster than a disk reads
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

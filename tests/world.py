@@ -28,10 +28,11 @@ from oracle_cooling import BYTES_PER_CALL
 from oracle_cooling import KEYS_PER_CALL as COOLED_PER_CALL
 from oracle_slots import PLACE, unpack
 
-from raykv import below, cooling, directory, index
-from raykv.calls import Call, Cooled, Sunk
-from raykv.directory import Directory
+from raykv.directory import demotion, directory, tier_catalog
+from raykv.directory.directory import Directory
+from raykv.directory.kernels import index
 from raykv.place import host_of, slot_bytes
+from raykv.protocol import Call, Cooled, Sunk
 
 SIZES = (4096, 8000, 12288)  # block_bytes: slots of 1, 2 and 3 pages
 SLAB = 8 * 4096
@@ -745,18 +746,18 @@ def _keys(keys: bytes) -> list[bytes]:
 @contextmanager
 def _small_calls() -> Iterator[None]:
     """A directory in which a tier holds, and a call brings down or tells of, a few blocks."""
-    before = {name: getattr(below, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
+    before = {name: getattr(tier_catalog, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
     small = {"slab_bytes": lambda _: SLAB_BELOW, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
-    at_once = {name: getattr(cooling, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
+    at_once = {name: getattr(demotion, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
     departing = directory.DEPARTING_PER_CALL
     try:
-        vars(below).update(small)
-        vars(cooling).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": COOLED_PER_CALL})
+        vars(tier_catalog).update(small)
+        vars(demotion).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": COOLED_PER_CALL})
         directory.DEPARTING_PER_CALL = DEPARTING_PER_CALL
         yield
     finally:
-        vars(below).update(before)
-        vars(cooling).update(at_once)
+        vars(tier_catalog).update(before)
+        vars(demotion).update(at_once)
         directory.DEPARTING_PER_CALL = departing
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
-from raykv.testbed import local_cluster, local_pool, on_node
 
 POOL = "bench-cross"
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a read

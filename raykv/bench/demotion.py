@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-import raykv.link
+import raykv.client.directory_client
 from raykv.bench import local
 from raykv.bench.local import BATCH, BLOCK_BYTES, MATCH_KEYS
+from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
-from raykv.testbed import local_cluster, local_pool, on_node
 
 T = TypeVar("T")
 POOL = "bench-demotion"
@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
 class Engine(local.Worker):
     def __init__(self) -> None:
-        raykv.link.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]  # what is late counts, too
+        raykv.client.directory_client.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]  # what is late counts, too
         super().__init__(POOL)
         self.fresh = self.turn = 0  # the last batch that was stored, and how many were read
         self.read_batches: list[int] = []

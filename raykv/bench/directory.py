@@ -1,6 +1,7 @@
 """What the directory costs at size: bytes an entry, match, release, store with eviction, loss of a node.
 
-Everything goes through the public methods of `raykv.directory.Directory`. Its floor is the same state in plain dicts.
+Everything goes through the public methods of `raykv.directory.directory.Directory`. Its floor is the same state in
+plain dicts.
 """
 
 import itertools
@@ -13,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.calls import Call
-from raykv.directory import Directory
+from raykv.directory.directory import Directory
 from raykv.place import PLACE
+from raykv.protocol import Call
 
 Keys = NDArray[np.uint64]  # (n, 2)
 

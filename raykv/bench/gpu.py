@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import cuda, device, moves, tiles
-from raykv.arena import SHM, Arena
+from raykv.arena import block_copy
+from raykv.arena.arena import SHM, Arena
+from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.gpu import cuda, device, host_copy
+from raykv.arena.gpu.gpu_arena import DeviceArena, across
 from raykv.config import MIB
-from raykv.device_arena import DeviceArena, across
 from raykv.place import COUNTER_BITS, KEY_BYTES, PLACE
-from raykv.rows import Rows, rows_of
-from raykv.transports import pair
+from raykv.transports import nccl_pair
 from raykv.transports.verdicts import PULLED
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a copy
@@ -45,7 +46,7 @@ def run() -> dict[str, Any]:
         figures = _in_process(gpu.uuid, fast, memory)
         with get_context("spawn").Pool(1) as other:
             figures |= other.apply(_over_ipc, (fast.path, fast.nonce, gpu.uuid, fast.handle))
-        if not pair.why_not():
+        if not nccl_pair.why_not():
             figures |= _nccl_to_self(gpu.uuid, fast) | _nccl_between_two(gpu.uuid, fast)
         return {"gpu": gpu.uuid, **figures, "pairs": float(PAIRS)}
     finally:
@@ -90,7 +91,7 @@ def _nccl_to_self(gpu: str, fast: DeviceArena) -> dict[str, float]:
     from cupy.cuda import nccl
 
     turns, stream = _Turns(), cuda.cupy().cuda.Stream(non_blocking=True)
-    one = nccl.NcclCommunicator(1, pair.new_unique(), 0)
+    one = nccl.NcclCommunicator(1, nccl_pair.new_unique(), 0)
     of, to = fast.addresses(turns.places()), fast.addresses(turns.places(into=1))
 
     def move() -> None:
@@ -107,12 +108,12 @@ def _nccl_to_self(gpu: str, fast: DeviceArena) -> dict[str, float]:
 def _nccl_between_two(gpu: str, fast: DeviceArena) -> dict[str, float]:
     """Two processes on one GPU, which NCCL takes for two hosts: over its sockets, so right is what this can be."""
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    turns, unique, context = _Turns(), pair.new_unique(), get_context("spawn")
+    turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
     pipe, theirs = context.Pipe()
     sender = context.Process(target=_send, args=(theirs, unique), daemon=True)
     sender.start()
     try:
-        reader, to = pair.Pair(0, unique, pair.READER), fast.addresses(turns.places(into=1))
+        reader, to = nccl_pair.Pair(0, unique, nccl_pair.READER), fast.addresses(turns.places(into=1))
         reader.ready.result(CONNECT_S)
 
         def move() -> None:
@@ -122,7 +123,7 @@ def _nccl_between_two(gpu: str, fast: DeviceArena) -> dict[str, float]:
         figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.places()))))
         move()  # after the last copy by hand
         got = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        moves.copy(gpu, tiles.copies(rows_of([got]), to, out=True), pinned=False, to_gpu=False, after=None)
+        host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), pinned=False, to_gpu=False, after=None)
         assert (got == SENT).all(), "bytes are not what was sent"
         return {"nccl_two_gbps": figures["nccl_two_gbps"]}
     finally:
@@ -133,7 +134,7 @@ def _nccl_between_two(gpu: str, fast: DeviceArena) -> dict[str, float]:
 def _send(pipe: Connection, unique: bytes) -> None:
     os.environ["NCCL_HOSTID"] = "sender"
     pages = cuda.cupy().asarray(np.full((BLOCKS, BLOCK_BYTES), SENT, np.uint8))
-    of, sender = rows_of([pages]).addresses[:, 0], pair.Pair(0, unique, pair.SENDER)
+    of, sender = rows_of([pages]).addresses[:, 0], nccl_pair.Pair(0, unique, nccl_pair.SENDER)
     while pipe.recv():
         sender.do(partial(sender.move, of, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
 
@@ -149,7 +150,7 @@ def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turn
     def load() -> None:
         assert arena.read(at, keys, rows).all()
 
-    into, out = (tiles.copies(rows, slots, out=out) for out in (False, True))
+    into, out = (block_copy.copies(rows, slots, out=out) for out in (False, True))
     return {
         **_pairs(f"{name}store", store, lambda: _hand(gpu, into)),
         **_pairs(f"{name}load", load, lambda: _hand(gpu, out)),

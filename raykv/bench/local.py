@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import tiles
+from raykv.arena import block_copy
+from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 from raykv.place import PLACE
-from raykv.testbed import local_cluster, local_pool, on_node
 
 POOL = "bench-local"
 BLOCK_BYTES, BATCH = 2 * MIB, 16
@@ -34,14 +34,14 @@ class Worker:
         self.arena = self.pool.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
         self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # all alike: the floor may write over any block
-        self.threads = ThreadPoolExecutor(tiles.THREADS)
+        self.threads = ThreadPoolExecutor(block_copy.THREADS)
 
     def keys(self, batch: int) -> NDArray[np.uint8]:
         return self.cache.keys(np.arange(BATCH * 16) + batch * BATCH * 16)
 
     def memcpy(self, to: list[NDArray[np.uint8]], of: list[NDArray[np.uint8]]) -> float:
         """Seconds to copy rows with as many threads as the arena uses."""
-        shares = [list(zip(to, of, strict=True))[i :: tiles.THREADS] for i in range(tiles.THREADS)]
+        shares = [list(zip(to, of, strict=True))[i :: block_copy.THREADS] for i in range(block_copy.THREADS)]
         begin = time.perf_counter()
         for done in [self.threads.submit(_copy, share) for share in shares]:
             done.result()

@@ -16,10 +16,10 @@ except ImportError as error:
     raise ImportError("this needs Ray Serve: pip install 'raykv[serve]'") from error
 
 import raykv
+from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 from raykv.integrations.serve import ASKED, PrefixRouter, announce
 from raykv.place import KEY_BYTES
-from raykv.testbed import local_cluster, local_pool, on_node
 
 POOL, MODEL = "bench-route", "bench"
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 187, 16, 4096  # a prompt of 3,000 tokens

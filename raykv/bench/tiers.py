@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.actors.sinking import Sinking
-from raykv.arena import SHM, Arena
-from raykv.below import BATCH_BYTES
+from raykv.actors.demoter import Sinking
+from raykv.arena.arena import SHM, Arena
 from raykv.config import MIB, fingerprint
-from raykv.external import CONTENT_BYTES, External
+from raykv.directory.tier_catalog import BATCH_BYTES
 from raykv.place import COUNTER_BITS, KEY_BYTES, PLACE
 from raykv.tiers import open_tier, parse
 from raykv.tiers.file import IN_FLIGHT
+from raykv.tiers.guarded import CONTENT_BYTES, External
 from raykv.transports.verdicts import PULLED
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64

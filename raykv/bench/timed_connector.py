@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from raykv.integrations import vllm
-from raykv.integrations.vllm import RayKVConnector
+from raykv.integrations.vllm import connector
+from raykv.integrations.vllm.connector import RayKVConnector
 
 
 def kv_transfer_config(pool: str, folder: str) -> dict[str, Any]:
     """As of the integration. folder: where each of the engine's processes adds up its seconds, in a file of its own."""
-    transfer = vllm.kv_transfer_config(pool)
+    transfer = connector.kv_transfer_config(pool)
     transfer["kv_connector_extra_config"]["seconds"] = folder
     return {**transfer, "kv_connector": TimedConnector.__name__, "kv_connector_module_path": __name__}
 

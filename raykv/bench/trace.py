@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.calls import Call
 from raykv.config import MIB, PoolConfig
-from raykv.directory import Directory
+from raykv.directory.directory import Directory
 from raykv.place import ALIGN, KEY_BYTES, PLACE
+from raykv.protocol import Call
 
 BLOCK_TOKENS = 512  # of the trace format
 BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With its head a power of two, so that tiers have few slots too many

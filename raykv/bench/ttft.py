@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
-from raykv.testbed import local_cluster, local_pool, on_node
 
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32

@@ -32,10 +32,11 @@ try:
 except ImportError as error:
     raise ImportError("this needs Ray Serve: pip install 'raykv[serve]'") from error
 
-from raykv import keys, scout
+from raykv import keys
+from raykv.client import prefix_lookup
 
 if TYPE_CHECKING:
-    from raykv.cache import KVCache
+    from raykv.client.cache import KVCache
 
 log = logging.getLogger("raykv")
 
@@ -46,7 +47,7 @@ NO_KEYS = np.zeros((0, 16), np.uint8)
 
 def announce(cache: KVCache, model: str) -> None:
     """Tell the routers of `model` how prompts become keys of `cache`. For the constructor of a deployment."""
-    scout.announce(cache._pool.name, model, root=cache._root.hex(), block_tokens=cache.block_tokens)
+    prefix_lookup.announce(cache._pool.name, model, root=cache._root.hex(), block_tokens=cache.block_tokens)
 
 
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
@@ -61,7 +62,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
         """Called by Serve with request_router_kwargs."""
-        self.scout = scout.Scout(pool, model)
+        self.scout = prefix_lookup.Scout(pool, model)
         self._warned = False
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

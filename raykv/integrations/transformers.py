@@ -22,8 +22,8 @@ except ImportError as error:
     raise ImportError("this needs torch and transformers: pip install 'raykv[transformers]'") from error
 
 if TYPE_CHECKING:
-    from raykv.cache import KVCache
-    from raykv.client import KVPool
+    from raykv.client.cache import KVCache
+    from raykv.client.pool import KVPool
 
 Shape = tuple[int, int, int, int, int]
 

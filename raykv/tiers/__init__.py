@@ -1,7 +1,7 @@
 """Where blocks can lie below the memory of nodes: one small interface, found by URL scheme."""
 
+from raykv.tiers.base import HEAD_BYTES, MARKER, Block, Tier, TierUrl
 from raykv.tiers.registry import open_tier, register_tier, tier_for
-from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, Tier, TierUrl
 from raykv.tiers.url import parse
 
 __all__ = [

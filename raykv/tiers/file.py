@@ -21,10 +21,10 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from raykv.locks import lock
+from raykv.system.file_locks import lock
+from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl
 from raykv.tiers.names import FOLDERS, key_of, path_of
 from raykv.tiers.taken import Taken
-from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, TierUrl
 
 PAGE = 4096  # what direct I/O wants addresses, lengths and offsets to be multiples of
 IN_FLIGHT = 4

@@ -10,9 +10,9 @@ from typing import Any
 
 import fsspec
 
+from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl
 from raykv.tiers.names import key_of, path_of
 from raykv.tiers.pieces import pieces
-from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, TierUrl
 
 PIECE_BYTES = 64 << 20  # moved at a time: each object is a request of its own, many in flight
 BATCH = 4096  # blocks of a scan

@@ -10,9 +10,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
 from redis.retry import Retry
 
+from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl
 from raykv.tiers.pieces import pieces
 from raykv.tiers.taken import Taken
-from raykv.tiers.tier import HEAD_BYTES, MARKER, Block, TierUrl
 
 TIMEOUT_S = 2.0  # to connect, and for each answer
 READ_BYTES = 1 << 20

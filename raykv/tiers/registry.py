@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from raykv.tiers.tier import Tier, TierUrl
+from raykv.tiers.base import Tier, TierUrl
 
 Maker = Callable[[TierUrl], Tier]
 ENTRY_POINTS = "raykv.tiers"

@@ -3,8 +3,8 @@
 import re
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
+from raykv.tiers.base import TierUrl
 from raykv.tiers.registry import registered
-from raykv.tiers.tier import TierUrl
 
 LOCAL = ("file", "local")  # no credentials in these
 UNITS = {"": 1} | {f"{u}iB": 1 << 10 * i for i, u in enumerate("KMGT", 1)}

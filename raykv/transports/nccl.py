@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError
 
-from raykv import device
-from raykv.arena import Arena
+from raykv.arena.arena import Arena
+from raykv.arena.gpu import device
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.pair import READER, SENDER, Pair, new_unique, why_not
+from raykv.transports.base import Peer, Transport, Wanted, ask
+from raykv.transports.nccl_pair import READER, SENDER, Pair, new_unique, why_not
 from raykv.transports.tcp import CLAIM
-from raykv.transports.transport import Peer, Transport, Wanted, ask
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED, data_deadline, seconds_left
 
 Offer = tuple[str, str]  # what it is called, for good; a token, which is new with every process

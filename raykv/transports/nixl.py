@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import tiles
-from raykv.arena import Arena
+from raykv.arena import block_copy
+from raykv.arena.arena import Arena
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.transport import Peer, Transport, Wanted, ask, translated
+from raykv.transports.base import Peer, Transport, Wanted, ask, translated
 from raykv.transports.verdicts import ALTERED, FAILED, PULLED, seconds_left
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
@@ -150,7 +150,7 @@ class Nixl(Transport):
             def bring(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
                 size = int(target["bytes"][0])
                 self._transfer(known.agent, shown["address"][which], slots, size)
-                sums = tiles.sums(slots, size)
+                sums = block_copy.sums(slots, size)
                 altered[which] = np.array(sums, np.uint64) != shown["sum"][which]
                 return sums
 

@@ -7,8 +7,8 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError
 
-from raykv.rows import rows_within
-from raykv.transports.transport import Peer, Transport, Wanted
+from raykv.arena.buffers import rows_within
+from raykv.transports.base import Peer, Transport, Wanted
 from raykv.transports.verdicts import ALTERED, judge, seconds_left
 
 

@@ -19,11 +19,11 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.arena import Arena
+from raykv.arena.arena import Arena
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.place import KEY_BYTES, PLACE
-from raykv.transports.transport import Peer, Transport, Wanted
+from raykv.transports.base import Peer, Transport, Wanted
 from raykv.transports.verdicts import ALTERED, data_deadline, judge, seconds_left
 
 log = logging.getLogger("raykv")

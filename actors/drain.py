@@ -1,0 +1,92 @@
+"""How a node is emptied before it leaves: what is nowhere else goes to a tier that outlives it, or to other nodes."""
+
+import time
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv import registry
+from raykv.config import KEYS_PER_CALL
+from raykv.place import KEY_BYTES
+
+ASK_S = 10.0  # for a question without blocks: who leaves has no use for a quick refusal
+ATTACH_S = 30.0  # for a process on another node to be there
+ALL_LEAVE_S = 0.2  # before it is asked again
+
+
+def drain(pool: str, node_id: str, seconds: float) -> int:
+    """Empty a node of the pool. Returns how many blocks are on no other node, nor below, after so many seconds."""
+    end = time.monotonic() + seconds
+    registry.put(pool, f"leaving/{node_id}", b"")  # for a directory that restarts meanwhile
+    ray.get(registry.find_directory(pool).leave.remote(node_id), timeout=ASK_S)
+    store = registry.find(registry.node_store_name(pool, node_id))
+    ray.get(store.go_down.remote(seconds), timeout=seconds + ASK_S)
+    left = _left(pool, node_id, 1)
+    while left and time.monotonic() < end:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        takers = alive.difference(registry.names(pool, "leaving"))
+        if node_id not in alive or not takers:
+            break
+        tasks = [
+            _take_over.options(scheduling_strategy=NodeAffinitySchedulingStrategy(taker, soft=False)).remote(
+                pool, node_id, taker, i, len(takers), end - time.monotonic()
+            )
+            for i, taker in enumerate(takers)
+        ]
+        ray.wait(tasks, num_returns=len(tasks), timeout=max(0.0, end - time.monotonic()) + ATTACH_S)
+        before, left = left, _left(pool, node_id, left)
+        if left >= before:  # there is no room for the rest
+            time.sleep(ALL_LEAVE_S)
+    return left
+
+
+def _left(pool: str, node_id: str, before: int) -> int:
+    """How many blocks would go with a node; as many as before while the directory does not know."""
+    try:
+        answer = ray.get(registry.find_directory(pool).departing.remote(node_id), timeout=ASK_S)
+    except (RayError, ValueError):  # restarting
+        return before
+    return before if answer is None else int(answer[2])
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seconds: float) -> None:
+    """Pull a share of a leaving node's blocks to this node, youngest first, until none is left or none comes."""
+    from raykv.client.pool import KVPool  # which imports this
+
+    client, end = KVPool(pool, here), time.monotonic() + seconds
+    try:
+        store = registry.find(registry.node_store_name(pool, leaving))
+        while time.monotonic() < end:
+            directory = registry.find_directory(pool)
+            answer = ray.get(directory.departing.remote(leaving), timeout=ASK_S)
+            if answer is None:
+                return
+            places, keys, _ = answer
+            sizes = np.frombuffer(ray.get(store.sizes.remote(places), timeout=ASK_S), np.int64)
+            names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+            mine = {size: names[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
+            came = sum(_fetch(client, part, size, end) for size, part in mine.items())
+            if not came:
+                return
+    finally:
+        client.close()
+
+
+def _fetch(client: Any, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
+    """Bring blocks here, as long as there is time. Returns how many came."""
+    from raykv.client.cache import KVCache
+
+    came, cache = 0, KVCache(client, b"", 1, block_bytes, 1.0)
+    for first in range(0, len(keys), KEYS_PER_CALL):
+        part = keys[first : first + KEYS_PER_CALL]
+        while len(part) and time.monotonic() < end:
+            with cache.match(part) as match:
+                came += match.fetch(whole=True)
+                part = part[match.num_blocks + 1 :]  # the one that ended the match is gone
+    client.link.call("beat_client")  # what has landed is said before it is counted
+    return came

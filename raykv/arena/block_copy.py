@@ -1,0 +1,114 @@
+"""Copies between slots and callers' memory, with or without a checksum, over a few threads."""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena import checksum
+from raykv.arena.buffers import Rows
+
+Bytes = NDArray[np.uint8]
+Copies = NDArray[np.int64]  # (blocks, parts, 3): addresses to and from, and length
+T = TypeVar("T")
+
+TILE = 64 << 10  # stays in a core's cache between copy and checksum
+SEGMENT = 2 << 20  # what a thread takes at a time of a plain copy
+SPLIT = 8 << 20  # copies from here on are shared between threads
+THREADS = min(4, len(os.sched_getaffinity(0)))
+
+_executor: ThreadPoolExecutor | None = None
+_mutex = threading.Lock()
+
+
+def copies(rows: Rows, slots: NDArray[np.int64], out: bool) -> Copies:
+    """Copies of blocks between the addresses of their slots and rows: out of the slots, or into them."""
+    ends = np.cumsum(rows.lengths)
+    table = np.empty((*rows.addresses.shape, 3), np.int64)
+    table[..., 0 if out else 1] = rows.addresses
+    table[..., 1 if out else 0] = slots[:, None] + (ends - rows.lengths)
+    table[..., 2] = rows.lengths
+    return table
+
+
+def copy(table: Copies) -> None:
+    """Do the copies. Their memory must stay as it is until this returns."""
+    _run(checksum.copy, _segments(table), table)
+
+
+def copy_summed(table: Copies) -> list[int]:
+    """As `copy`; xxh3_64 of what arrived, by block."""
+    return _run(_copy_summed, list(table), table)
+
+
+def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
+    """xxh3_64 of `size` bytes at each address."""
+    table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)
+    return copy_summed(table[:, None])
+
+
+def sums_of(rows: Rows) -> list[int]:
+    """xxh3_64 of each row."""
+    lengths = np.broadcast_to(rows.lengths, rows.addresses.shape)
+    return copy_summed(np.stack([rows.addresses, rows.addresses, lengths], axis=2))
+
+
+def _copy_summed(block: NDArray[np.int64]) -> int:
+    return checksum.copy_summed(block, TILE)
+
+
+def _segments(table: Copies) -> list[NDArray[np.int64]]:
+    """The same copies in shares for threads: blocks, or where a part is longer than SEGMENT as many pieces of it."""
+    if not table.size or table[0, :, 2].max() <= SEGMENT:
+        return list(table)
+    return [
+        np.array([[to + at, of + at, min(SEGMENT, length - at)]], np.int64)
+        for to, of, length in table.reshape(-1, 3).tolist()
+        for at in range(0, length, SEGMENT)
+    ]
+
+
+def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copies) -> list[T]:
+    """`function` of every item, over several threads if the table's copies are big enough to gain by it."""
+    threads = min(THREADS, len(items)) if table[..., 2].sum() >= SPLIT else 1
+    if threads <= 1:
+        return [function(item) for item in items]
+    results: list[T | None] = [None] * len(items)
+    numbers = iter(range(len(items)))
+
+    def share() -> None:
+        for i in numbers:  # each thread takes the next item: a slow core takes fewer
+            results[i] = function(items[i])
+
+    helpers: list[Future[None]] = []
+    try:
+        helpers += [_threads().submit(share) for _ in range(threads - 1)]
+        share()
+    finally:
+        for _ in numbers:  # after an exception: nobody starts another item,
+            pass
+        helpers = [helper for helper in helpers if not helper.cancel()]
+        wait(helpers)  # and nobody is still copying when the caller drops its locks
+    for helper in helpers:
+        helper.result()
+    return results  # type: ignore[return-value]
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _executor
+    with _mutex:
+        if _executor is None:
+            _executor = ThreadPoolExecutor(max(1, THREADS - 1), thread_name_prefix="raykv-copy")
+        return _executor
+
+
+def _after_fork() -> None:
+    global _executor, _mutex
+    _executor, _mutex = None, threading.Lock()  # a child has none of its parent's threads
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,163 @@
+"""What callers hand over, checked before a byte moves: keys, and the rows of memory that blocks come from or go to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena.gpu import cuda
+from raykv.place import KEY_BYTES
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where n blocks come from or go to, each in `len(lengths)` parts: addresses instead of n objects.
+
+    addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: what keeps the addresses good.
+    device: UUID of the GPU that they are addresses of; None: host memory. stream: handle of the CUDA stream that wrote
+    and read there until the rows were made; None: there is nothing to wait for. pinned: GPUs reach the host memory.
+    """
+
+    addresses: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    memory: object
+    writable: bool
+    device: str | None = None
+    stream: int | None = None
+    pinned: bool = False
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __getitem__(self, which: slice | NDArray[Any]) -> "Rows":
+        return replace(self, addresses=self.addresses[which])
+
+    @property
+    def bytes(self) -> int:
+        """Of one row."""
+        return int(self.lengths.sum())
+
+
+def keys(given: Any) -> NDArray[np.uint8]:
+    """(n, 16) uint8, contiguous."""
+    array = _numpy("keys", given)
+    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != KEY_BYTES:
+        raise ValueError(
+            f"keys: {array.dtype} of shape {array.shape}, not uint8 of (n, {KEY_BYTES}): get them from cache.keys()"
+        )
+    return np.ascontiguousarray(array)
+
+
+def count(of: NDArray[np.uint8], start: int) -> int:
+    """How many keys there are from `start` on."""
+    if not 0 <= start <= len(of):
+        raise ValueError(f"start={start}, but there are {len(of)} keys")
+    return len(of) - start
+
+
+def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> Rows:
+    """(rows, block_bytes) uint8, contiguous; of more rows the first, unless they must be `exact`."""
+    array = _view(name, given)
+    fits = array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == block_bytes
+    if not fits or len(array) < rows or (exact and len(array) > rows):
+        raise ValueError(
+            f"{name}: {array.dtype} of shape {array.shape}, but the cache wants uint8 of ({rows}, {block_bytes}): "
+            f"blocks times block_bytes (view other dtypes as uint8)"
+        )
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name} of shape {array.shape} is not contiguous (strides {array.strides})")
+    if name == "out" and not array.flags.writeable:
+        raise ValueError(f"{name} is read-only")
+    return rows_of([given], name)[:rows]
+
+
+def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
+    """Rows made of row block_ids[i] of each array of paged memory."""
+    if len(block_ids) != rows:
+        raise ValueError(f"{len(block_ids)} block_ids for {rows} blocks")
+    pages = rows_of(given if isinstance(given, (list, tuple)) else [given], "paged")
+    if writable and not pages.writable:
+        raise ValueError("paged memory is read-only")
+    if pages.bytes != block_bytes:
+        raise ValueError(f"a row of paged memory has {pages.bytes} bytes in all, a block of the cache {block_bytes}")
+    ids = np.asarray(block_ids)
+    if rows and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        raise ValueError(f"block_ids: {ids.dtype} of shape {ids.shape}: give one integer a block")
+    if rows and (ids.min() < 0 or ids.max() >= len(pages)):
+        raise ValueError(f"block_ids from {ids.min()} to {ids.max()}, but there are {len(pages)} pages")
+    return pages[ids.astype(np.int64)]
+
+
+def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
+    """Rows whose parts are the rows of each array: numpy, torch, or anything on a GPU that says where.
+
+    ValueError unless those are (n, bytes) uint8 whose rows are contiguous, all on one GPU or all in host memory.
+    ImportError where they are on a GPU and CuPy is not installed.
+    """
+    views = [_view(name, array) for array in arrays]
+    for view in views:
+        if view.dtype != np.uint8 or view.ndim != 2 or (view.size and view.shape[1] > 1 and view.strides[1] != 1):
+            shape = f"{view.dtype} of shape {view.shape}, strides {view.strides}"
+            raise ValueError(f"{name}: {shape}: give (n, bytes) uint8 whose rows are contiguous")
+    n = min((len(view) for view in views), default=0)
+    addresses = np.empty((n, len(views)), np.int64)
+    for part, view in enumerate(views):
+        addresses[:, part] = view.ctypes.data + np.arange(n) * view.strides[0]
+    lengths = np.array([view.shape[1] for view in views], np.int64)
+    writable = all(view.flags.writeable for view in views)
+    return Rows(addresses, lengths, list(arrays), writable, *_origin(name, arrays, views))
+
+
+def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tuple[str | None, int | None]:
+    """Device and stream of Rows; ValueError if there is more than one device."""
+    filled = [(array, view) for array, view in zip(arrays, views, strict=True) if view.size]
+    ordinals = {
+        cuda.ordinal_at(view.ctypes.data) if isinstance(view.base, _Description) else None for _, view in filled
+    }
+    if len(ordinals) > 1:
+        devices = sorted("host memory" if ordinal is None else cuda.uuid(ordinal) for ordinal in ordinals)
+        raise ValueError(f"{name} is on {' and '.join(devices)}: all of its arrays must be on one device")
+    ordinal = next(iter(ordinals), None)
+    if ordinal is None:
+        return None, None
+    return cuda.uuid(ordinal), cuda.settled(ordinal, {cuda.stream_of(array) for array, _ in filled})
+
+
+def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
+    """Rows of `row_bytes` that lie one after another in each of the arrays."""
+    addresses = [array.ctypes.data + np.arange(array.size // row_bytes) * row_bytes for array in arrays]
+    column = np.concatenate([np.zeros(0, np.int64), *addresses])
+    return Rows(column[:, None], np.array([row_bytes]), arrays, all(array.flags.writeable for array in arrays))
+
+
+class _Description:
+    """Memory of a GPU, for numpy to take its shape and address from: nobody may look at its elements."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        names = ("shape", "typestr", "data", "strides")
+        self.__array_interface__ = {"version": 3, **{name: interface.get(name) for name in names}}
+
+
+def _view(name: str, given: Any) -> NDArray[Any]:
+    """As `_numpy`, or an array that only describes memory of a GPU."""
+    is_cuda = getattr(given, "is_cuda", True)  # of a torch tensor, which is slow to say that it has no interface
+    if is_cuda and hasattr(given, "__cuda_array_interface__"):
+        return np.asarray(_Description(given.__cuda_array_interface__))
+    return _numpy(name, given)
+
+
+def _numpy(name: str, given: Any) -> NDArray[Any]:
+    """The array itself, never a copy: bytes must move from and to the caller's memory."""
+    if isinstance(given, np.ndarray):
+        return given
+    if hasattr(given, "numpy") and getattr(given, "device", None) is not None:
+        if given.device.type != "cpu":
+            raise ValueError(f"{name}: on {given.device}, where raykv cannot reach: copy it with .cpu()")
+        try:
+            array: NDArray[Any] = given.detach().numpy()
+        except TypeError as error:
+            raise ValueError(f"{name}: {given.dtype}, but blocks are uint8: .view(torch.uint8) it") from error
+        return array
+    raise ValueError(f"{name} is a {type(given).__name__}: give a numpy array or a torch tensor")

@@ -1,0 +1,124 @@
+"""memcpy and XXH3 of C, called from kernels: a whole block is copied and summed without the GIL.
+
+An engine's Python is busy while its blocks are copied: taking the GIL back between two tiles, or two layers of a
+block, costs as much as copying 100 KiB.
+"""
+
+import ctypes
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from raykv.system.jit import kernel
+
+Copies = NDArray[np.int64]  # (n, 3): addresses to and from, and length
+PAGE = 4096
+_WORD = ir.IntType(64)
+
+
+def _address(library: ctypes.CDLL, *names: str) -> int:
+    """Of the first of these functions that there is."""
+    for name in names:
+        if hasattr(library, name):
+            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    raise ImportError(f"{library._name} has no {names[0]}: install the wheel of xxhash from PyPI (pip install xxhash)")
+
+
+def _functions() -> NDArray[np.int64]:
+    """Addresses of memcpy and of XXH3's streaming functions: those that python-xxhash itself calls."""
+    xxhash = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    names = [
+        ["XXH3_createState"],
+        ["XXH3_64bits_reset"],
+        ["XXH3_64bits_update_dispatch", "XXH3_64bits_update"],  # x86: what this processor's vectors can do
+        ["XXH3_64bits_digest"],
+        ["XXH3_freeState"],
+    ]
+    return np.array([_address(ctypes.CDLL(None), "memcpy"), *(_address(xxhash, *n) for n in names)], np.int64)
+
+
+_FUNCTIONS = _functions()
+_MEMCPY, _CREATE, _RESET, _UPDATE, _DIGEST, _FREE = range(6)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _call(typing_context: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+    """Call the C function at an address with three words; one that takes fewer ignores the rest."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_WORD, [_WORD] * 3)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, which need not be valid."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, kind, "llvm.prefetch.p0"
+        )
+        builder.call(function, [builder.inttoptr(args[0], pointer), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@kernel
+def _memcpy(to: int, of: int, length: int, function: int) -> None:
+    """Page by page, the first lines of pages to come on their way: hardware prefetch stops at the end of a page."""
+    for at in range(0, length, PAGE):
+        for line in range(0, 512, 64):
+            _prefetch(of + at + 2 * PAGE + line)
+        _prefetch(to + at + 2 * PAGE)
+        _call(function, to + at, of + at, min(PAGE, length - at))
+
+
+@kernel
+def _copy(table: Copies, functions: NDArray[np.int64]) -> None:
+    for i in range(len(table)):
+        _memcpy(table[i, 0], table[i, 1], table[i, 2], functions[_MEMCPY])
+
+
+@kernel
+def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64]) -> int:
+    state = _call(functions[_CREATE], 0, 0, 0)
+    _call(functions[_RESET], state, 0, 0)
+    for i in range(len(table)):
+        to, of, length = table[i, 0], table[i, 1], table[i, 2]
+        for at in range(0, length, tile):
+            size = min(tile, length - at)
+            if to != of:
+                _memcpy(to + at, of + at, size, functions[_MEMCPY])
+            _call(functions[_UPDATE], state, to + at, size)
+    total = _call(functions[_DIGEST], state, 0, 0)
+    _call(functions[_FREE], state, 0, 0)
+    return total  # type: ignore[no-any-return]
+
+
+def copy(table: Copies) -> None:
+    """Do the copies. Their memory must stay as it is until this returns."""
+    _copy(table, _FUNCTIONS)
+
+
+def copy_summed(table: Copies, tile: int) -> int:
+    """As `copy`, `tile` bytes at a time; xxh3_64 of all that was copied, in order. What stays in place is summed."""
+    return int(_copy_summed(table, tile, _FUNCTIONS)) & (1 << 64) - 1
+
+
+@functools.cache
+def warm() -> None:
+    """Compile both kernels, or load them from numba's cache."""
+    nothing = np.zeros((0, 3), np.int64)
+    copy(nothing)
+    copy_summed(nothing, 1)

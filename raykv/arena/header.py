@@ -1,0 +1,282 @@
+"""The words of an arena's file that several processes read and write at once: superblock, slab table, slot headers.
+
+Every access goes through these kernels: atomic loads and stores and fences order them against the payload. A header is
+eight 8-byte words: word (generation << 2 | state), key (2), length, chain position, last-read stamp, checksum, unused.
+Kernels take the file as a flat int64 array and `shape` = (slab_bytes, first header, first payload byte), the header in
+words; places and keys come as (n, 4) and (n, 2) int64 views of PLACE and key arrays.
+"""
+
+import functools
+import platform
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.place import ALIGN
+from raykv.system.jit import kernel
+
+if platform.machine() not in ("x86_64", "aarch64") or platform.system() != "Linux":
+    raise ImportError(
+        f"raykv needs Linux on x86_64 or aarch64: shared headers rely on their atomics; this is {platform.platform()}"
+    )
+
+from numba import types
+from numba.extending import intrinsic
+
+Words = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Shape = tuple[int, int, int]
+
+FREE, WRITING, READY = 0, 1, 2
+MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint are two words each
+SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS = range(6, 14)
+TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
+GIVEN_BACK = -1  # for a stride: the slab's memory is the machine's again
+HEADER_WORDS = 8
+KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _load(typing_context: Any, words: Any, at: Any) -> Any:
+    """The word, before anything that follows in program order (acquire)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        pointer = builder.gep(array.data, [args[1]])
+        return builder.load_atomic(pointer, "acquire", 8, typ=context.get_value_type(types.int64))
+
+    return types.int64(words, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _store(typing_context: Any, words: Any, at: Any, value: Any) -> Any:
+    """Write the word, after everything that precedes in program order (release)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        builder.store_atomic(args[2], builder.gep(array.data, [args[1]]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(words, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _fence(typing_context: Any) -> Any:
+    """Nothing passes, non-temporal stores of a memcpy included."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@kernel
+def load(words: Words, at: int) -> int:
+    """One word, acquired."""
+    return _load(words, at)  # type: ignore[no-any-return]
+
+
+@kernel
+def store(words: Words, at: int, value: int) -> None:
+    """One word, released and visible to all before this returns."""
+    _store(words, at, value)
+    _fence()
+
+
+@kernel
+def locate(words: Words, shape: Shape, places: Words, header: Words, payload: Words) -> None:
+    """Fill the first word of each place's header and its first payload byte; -1 where the arena offers no such slot."""
+    offered = _load(words, OFFERED)
+    for i in range(len(places)):
+        slab, slot, size = places[i, 0] >> 32, places[i, 1] & 0xFFFFFFFF, places[i, 1] >> 32
+        stride = -(-size // ALIGN) * ALIGN
+        header[i] = -1
+        there = 0 <= slab < offered and _load(words, TABLE + 2 * slab + 1) != GIVEN_BACK
+        if there and size > 0 and (slot + 1) * stride <= shape[0]:
+            header[i] = shape[1] + (slab * (shape[0] // ALIGN) + slot) * HEADER_WORDS
+            payload[i] = shape[2] + slab * shape[0] + slot * stride
+
+
+@kernel
+def check(words: Words, header: Words, places: Words, keys: Words, claims: Words, ok: Mask) -> None:
+    """Before a copy: which places hold exactly that ready block, and the (checksum, position) their headers claim."""
+    for i in range(len(places)):
+        h = header[i]
+        ok[i] = (
+            h >= 0
+            and _load(words, h) == places[i, 3] << 2 | READY
+            and words[h + KEY] == keys[i, 0]
+            and words[h + KEY + 1] == keys[i, 1]
+            and words[h + LENGTH] == places[i, 1] >> 32
+        )
+        if ok[i]:
+            claims[i, 0], claims[i, 1] = words[h + CHECKSUM], words[h + POSITION]
+
+
+@kernel
+def recheck(words: Words, header: Words, places: Words, keys: Words, ok: Mask) -> None:
+    """After a copy: clears `ok` where the header is no longer what `check` saw, so the copy may be of another block."""
+    _fence()
+    for i in range(len(places)):
+        h = header[i]
+        ok[i] = ok[i] and (
+            _load(words, h) == places[i, 3] << 2 | READY
+            and words[h + KEY] == keys[i, 0]
+            and words[h + KEY + 1] == keys[i, 1]
+        )
+
+
+@kernel
+def stamp(words: Words, header: Words, now: int, ok: Mask) -> None:
+    """Mark blocks as read at `now`."""
+    for i in range(len(header)):
+        if ok[i] and words[header[i] + STAMP] != now:
+            words[header[i] + STAMP] = now
+
+
+@kernel
+def formatted(words: Words, header: Words, places: Words) -> bool:
+    """Whether every place's slab has the format that the place was granted for, or a later one."""
+    for i in range(len(places)):
+        if header[i] >= 0 and _load(words, TABLE + 2 * (places[i, 0] >> 32)) < places[i, 2]:
+            return False
+    return True
+
+
+@kernel
+def begin(words: Words, header: Words, places: Words, ok: Mask) -> None:
+    """Under the slots' locks: set `writing`, or clear `ok` where the grant is of a past epoch, format or generation."""
+    for i in range(len(places)):
+        if not ok[i]:
+            continue
+        h, generation = header[i], places[i, 3]
+        slab, size = places[i, 0] >> 32, places[i, 1] >> 32
+        ok[i] = (
+            _load(words, EPOCH) <= generation >> 40
+            and _load(words, TABLE + 2 * slab) == places[i, 2]
+            and words[TABLE + 2 * slab + 1] == -(-size // ALIGN) * ALIGN
+            and _load(words, h) >> 2 < generation
+        )
+        if ok[i]:
+            _store(words, h, generation << 2 | WRITING)
+    _fence()
+
+
+@kernel
+def undo(words: Words, header: Words, places: Words, ok: Mask) -> None:
+    """Under the slots' locks, after `begin`: what was there is gone, and the same grant may begin again."""
+    for i in range(len(places)):
+        if ok[i]:
+            _store(words, header[i], (places[i, 3] - 1) << 2 | FREE)
+    _fence()
+
+
+@kernel
+def finish(
+    words: Words, header: Words, places: Words, keys: Words, sums: Words, positions: Words, now: int, ok: Mask
+) -> None:
+    """Fill in the headers of copied blocks, `ready` last.
+
+    Where `ok` is no longer true the header stays `writing`, to be swept.
+    """
+    _fence()
+    for i in range(len(places)):
+        if ok[i]:
+            h = header[i]
+            words[h + KEY] = keys[i, 0]
+            words[h + KEY + 1] = keys[i, 1]
+            words[h + LENGTH] = places[i, 1] >> 32
+            words[h + POSITION] = positions[i]
+            words[h + STAMP] = now
+            words[h + CHECKSUM] = sums[i]
+            _store(words, h, places[i, 3] << 2 | READY)
+
+
+@kernel
+def reclaim(words: Words, header: Words, places: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
+    """Under the slots' locks: 2 where the slot was written since the grant and not cleared, else 1: a late writer will
+    be refused."""
+    floor = _load(words, FLOOR)
+    for i in range(len(places)):
+        if ok[i]:
+            word, generation, slab = _load(words, header[i]), places[i, 3], places[i, 0] >> 32
+            states[i] = 1
+            if _load(words, TABLE + 2 * slab) != places[i, 2]:
+                continue  # a slab of another format holds nothing of this grant: its headers are not ours to touch
+            if word & 3 == READY and word >> 2 >= generation and word >> 2 > floor:
+                states[i] = 2
+            elif word >> 2 <= generation:
+                _store(words, header[i], generation << 2 | FREE)
+    _fence()
+
+
+@kernel
+def identify(words: Words, header: Words, out: Words) -> None:
+    """Fill (generation, key, key) of the slots' headers; zeros where there is no such slot."""
+    for i in range(len(header)):
+        if header[i] >= 0:
+            out[i, 0] = _load(words, header[i]) >> 2
+            out[i, 1] = words[header[i] + KEY]
+            out[i, 2] = words[header[i] + KEY + 1]
+
+
+@kernel
+def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int) -> None:
+    """Under the lock of the slab's whole header range: forget its blocks and give it slots of `stride` bytes.
+
+    Or none: GIVEN_BACK.
+    """
+    smallest = words[TABLE + 2 * slab + 1]
+    smallest = stride if smallest <= 0 else min(smallest, stride)
+    smallest = ALIGN if stride == GIVEN_BACK else smallest
+    first = shape[1] + slab * (shape[0] // ALIGN) * HEADER_WORDS
+    for h in range(first, first + shape[0] // smallest * HEADER_WORDS, HEADER_WORDS):
+        _store(words, h, 0)
+    _fence()
+    words[TABLE + 2 * slab + 1] = stride
+    _store(words, TABLE + 2 * slab, generation)
+    _fence()
+
+
+@kernel
+def collect(words: Words, first: int, stride: int, locked: Mask, out: Words) -> None:
+    """Fill (state, generation, key, key, length, position, stamp) of every slot of a slab; a locked one is WRITING."""
+    for slot in range(len(out)):
+        h = first + slot * HEADER_WORDS
+        word = _load(words, h)
+        state = word & 3
+        for k in range(5):
+            out[slot, 2 + k] = words[h + KEY + k]
+        _fence()
+        if locked[slot] or _load(words, h) != word:
+            state = WRITING
+        elif state == READY and (word >> 2 <= 0 or -(-out[slot, 4] // ALIGN) * ALIGN != stride):
+            state = FREE  # an altered header: not a block
+        out[slot, 0] = state
+        out[slot, 1] = word >> 2
+
+
+@functools.cache
+def warm() -> None:
+    """Compile every kernel, or load it from numba's cache."""
+    words, spots, keys = (
+        np.zeros(TABLE + 2 + HEADER_WORDS, np.int64),
+        np.zeros((0, 4), np.int64),
+        np.zeros((0, 2), np.int64),
+    )
+    none, mask, shape = np.zeros(0, np.int64), np.zeros(0, np.bool_), (ALIGN, TABLE + 2, 0)
+    store(words, OFFERED, load(words, OFFERED))
+    locate(words, shape, spots, none, none)
+    check(words, none, spots, keys, keys, mask)
+    recheck(words, none, spots, keys, mask)
+    stamp(words, none, 0, mask)
+    formatted(words, none, spots)
+    begin(words, none, spots, mask)
+    undo(words, none, spots, mask)
+    finish(words, none, spots, keys, none, none, 0, mask)
+    reclaim(words, none, spots, mask, np.zeros(0, np.uint8))
+    identify(words, none, np.zeros((0, 3), np.int64))
+    reformat(words, shape, 0, 1, ALIGN)
+    collect(words, TABLE + 2, ALIGN, mask, np.zeros((0, 7), np.int64))

@@ -1,0 +1,61 @@
+"""An arena file's first page, and where its regions lie."""
+
+import os
+import secrets
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena import header
+from raykv.place import ALIGN
+
+MAGIC = int.from_bytes(b"raykv\0ar", "little")
+VERSION = 1
+SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # bytes of slab whose headers fill a page
+HUGE_PAGE = 2 << 20
+
+
+def layout(slab_bytes: int, slabs: int) -> tuple[int, int, int]:
+    """Offsets of the header table and the payload, and the file's size."""
+    first = ALIGN + -(-slabs * 16 // ALIGN) * ALIGN
+    payload = -(-(first + slabs * (slab_bytes // ALIGN) * 8 * header.HEADER_WORDS) // HUGE_PAGE) * HUGE_PAGE
+    return first, payload, payload + slabs * slab_bytes
+
+
+def fresh(fingerprint: bytes, slab_bytes: int, slabs: int) -> NDArray[np.int64]:
+    """The first page of a new arena. ValueError on a geometry that cannot be."""
+    if slab_bytes <= 0 or slab_bytes % SLAB_UNIT or slabs <= 0:
+        raise ValueError(f"{slabs} slabs of {slab_bytes} bytes: give at least one, of a multiple of {SLAB_UNIT} bytes")
+    words = np.zeros(header.TABLE, np.int64)
+    words[header.MAGIC], words[header.VERSION] = MAGIC, VERSION
+    words[header.NONCE : header.NONCE + 2] = np.frombuffer(secrets.token_bytes(16), np.int64)
+    words[header.FINGERPRINT : header.FINGERPRINT + 2] = np.frombuffer(fingerprint, np.int64)
+    words[header.SLAB_BYTES], words[header.SLABS] = slab_bytes, slabs
+    words[header.INCARNATION], words[header.CLOCK_BASE] = 1, int(time.time())
+    return words
+
+
+def read(fd: int) -> NDArray[np.int64] | None:
+    """The file's first page, or None if this is not a whole arena."""
+    page = os.pread(fd, ALIGN, 0)
+    if len(page) < ALIGN:
+        return None
+    words = np.frombuffer(page, np.int64)
+    slab_bytes, slabs = int(words[header.SLAB_BYTES]), int(words[header.SLABS])
+    if (words[header.MAGIC], words[header.VERSION]) != (MAGIC, VERSION) or slabs <= 0:
+        return None
+    if slab_bytes <= 0 or slab_bytes % SLAB_UNIT or os.fstat(fd).st_size != layout(slab_bytes, slabs)[2]:
+        return None
+    return words
+
+
+def nonce_of(words: NDArray[np.int64]) -> bytes:
+    """What tells this file from any other, for as long as it exists."""
+    return words[header.NONCE : header.NONCE + 2].tobytes()
+
+
+def fits(words: NDArray[np.int64], fingerprint: bytes, slab_bytes: int, slabs: int) -> bool:
+    """Whether it is of that pool, secret and geometry."""
+    same = words[header.FINGERPRINT : header.FINGERPRINT + 2].tobytes() == fingerprint
+    return same and (words[header.SLAB_BYTES], words[header.SLABS]) == (slab_bytes, slabs)

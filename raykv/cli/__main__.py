@@ -1,0 +1,5 @@
+"""python -m raykv.cli"""
+
+from raykv.cli.main import main
+
+main()

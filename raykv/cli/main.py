@@ -1,0 +1,331 @@
+"""The `raykv` command."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from raykv.config import MIB, TRANSPORTS, WRITE_SHARES, PoolConfig
+from raykv.errors import RayKVError
+
+UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
+NAME = click.option("--name", default="default", show_default=True, help="Name of the pool.")
+TRANSPORT = click.option(
+    "--transport", type=click.Choice(TRANSPORTS), default="auto", show_default=True, help="How blocks cross nodes."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
+
+
+class Memory(click.ParamType[float | int]):
+    """A fraction of the node's memory (0.3) or bytes (4GiB, 500MB, 1073741824)."""
+
+    name = "memory"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float | int:
+        if isinstance(value, (int, float)):
+            return value
+        text = value.strip().lower().removesuffix("b").removesuffix("i")
+        unit = text[-1:] if text[-1:] in UNITS else ""
+        try:
+            number = float(text.removesuffix(unit))
+            return number if not unit and number <= 1 else int(number * UNITS[unit])
+        except (ValueError, OverflowError):  # inf and nan are numbers, too
+            self.fail(f"{value!r}: give a fraction such as 0.3, or bytes such as 4GiB", param, context)
+
+
+class Commands(click.Group):
+    """Says what a user can do about an error, without a traceback."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (RayKVError, ImportError, ValueError) as error:
+            raise click.ClickException(str(error)) from error
+        except Exception as error:
+            from ray.exceptions import RayError
+
+            if isinstance(error, RayError):
+                raise click.ClickException(f"the pool does not answer, try again: {error}") from error
+            raise
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """A KV-cache pool inside a Ray cluster."""
+
+
+@main.command()
+@NAME
+@click.option("--cpu-memory", type=Memory(), default=0.3, show_default=True, help=Memory.__doc__)
+@click.option("--gpu-memory", type=Memory(), default=0, show_default=True, help="The same of every GPU; 0: no tier.")
+@click.option("--locality", type=float, default=1.5, show_default=True, help="1 is exact cluster-wide LRU.")
+@TRANSPORT
+@click.option("--external", help="Tier below memory: file:///mnt/nvme/raykv?capacity=200GiB, redis://..., s3://...")
+@click.option(
+    "--write", type=click.Choice(list(WRITE_SHARES)), default="back", show_default=True, help="What goes there."
+)
+@click.option("--min-hits", default=0, show_default=True, help="How often it must have been asked for to go there.")
+@click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
+@JSON
+def start(name: str, secret_file: str | None, as_json: bool, **settings: Any) -> None:
+    """Start a pool on every node of the Ray cluster that runs here."""
+    import raykv
+
+    config = PoolConfig(name, secret=secret_file, **settings)
+    with _spinner(f"starting pool {name}"):
+        pool = raykv.start(config)
+    _status(pool, as_json)
+
+
+@main.command()
+@NAME
+def stop(name: str) -> None:
+    """End a pool, and give its memory back."""
+    import raykv
+
+    with _spinner(f"stopping pool {name}"):
+        raykv.attach(name).stop()
+
+
+@main.command()
+@NAME
+@JSON
+def status(name: str, as_json: bool) -> None:
+    """Nodes, tiers, fill, hit rate, replicas and leases at a glance."""
+    import raykv
+
+    _status(raykv.attach(name), as_json)
+
+
+@main.command()
+@NAME
+@JSON
+def clear(name: str, as_json: bool) -> None:
+    """Forget every block of a pool."""
+    import raykv
+
+    keys = raykv.attach(name).clear()
+    click.echo(json.dumps({"cleared": keys}) if as_json else f"{keys} blocks forgotten")
+
+
+@main.command()
+@click.argument("node")
+@click.option("--deadline", default=60.0, show_default=True, help="Seconds.")
+@NAME
+@JSON
+def drain(node: str, deadline: float, name: str, as_json: bool) -> None:
+    """Empty a node (its Ray node id) that is about to leave."""
+    import raykv
+
+    with _spinner(f"draining node {node[:16]}"):
+        left = raykv.attach(name).drain(node, deadline)
+    click.echo(json.dumps({"left": left}) if as_json else f"{left} blocks are on no other node")
+
+
+@main.command()
+@click.argument("node")
+@click.option("--cpu-memory", type=Memory(), required=True, help=Memory.__doc__)
+@click.option("--deadline", default=60.0, show_default=True, help="Seconds.")
+@NAME
+@JSON
+def resize(node: str, cpu_memory: float | int, deadline: float, name: str, as_json: bool) -> None:
+    """Give a node (its Ray node id) more memory, or less, while the pool is in use."""
+    import raykv
+
+    with _spinner(f"resizing node {node[:16]}"):
+        size = raykv.attach(name).resize(node, cpu_memory, deadline)
+    click.echo(json.dumps({"bytes": size}) if as_json else f"the node has {size / (1 << 30):.2f} GiB now")
+
+
+@main.command()
+@click.option("--requests", default=12, show_default=True, type=click.IntRange(1), help="How many questions are asked.")
+@click.option(
+    "--nodes", default=2, show_default=True, type=click.IntRange(1), help="Ray nodes, with an engine on each."
+)
+@click.option("--seed", default=0, show_default=True, help="Of the model's weights and the questions.")
+@JSON
+def demo(requests: int, nodes: int, seed: int, as_json: bool) -> None:
+    """Two engines on two Ray nodes of this machine share what they have read."""
+    from raykv.cli.demo import run
+
+    if not run(requests, nodes, seed, as_json):
+        raise click.ClickException("tokens differ from those without the pool")
+
+
+@main.group()
+def bench() -> None:
+    """Measure, each figure beside its floor of the same run."""
+
+
+@bench.command("local")
+@JSON
+def bench_local(as_json: bool) -> None:
+    """Store and read on one node, against memcpy and an empty actor call."""
+    from raykv.bench import local
+
+    _report(local.run, as_json)
+
+
+@bench.command("cross")
+@TRANSPORT
+@JSON
+def bench_cross(transport: str, as_json: bool) -> None:
+    """Read from another node, against ray.get and a socket."""
+    from raykv.bench import cross
+
+    _report(lambda: cross.run(transport), as_json)
+
+
+@bench.command("directory")
+@click.option("--entries", default=1_000_000, show_default=True)
+@JSON
+def bench_directory(entries: int, as_json: bool) -> None:
+    """The directory's calls and memory, against plain dicts."""
+    from raykv.bench import directory
+
+    _report(lambda: directory.run(entries), as_json)
+
+
+@bench.command("trace")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--nodes", default=8, show_default=True)
+@click.option("--capacity", default="5000,10000,30000", show_default=True, help="Blocks of all nodes together.")
+@click.option("--external", default=0, help="Blocks of external tiers below them.")
+@JSON
+def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bool) -> None:
+    """Hit rate on a trace in Mooncake's format, against exact LRU and isolated caches."""
+    from raykv.bench import trace
+
+    _report(lambda: trace.run(file, nodes, [int(part) for part in capacity.split(",")], external), as_json)
+
+
+@bench.command("tiers")
+@click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
+@JSON
+def bench_tiers(directory: str, as_json: bool) -> None:
+    """Store to and load from external tiers, against bare direct I/O and redis-py."""
+    from raykv.bench import tiers
+
+    _report(lambda: tiers.run(directory), as_json)
+
+
+@bench.command("demotion")
+@click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
+@JSON
+def bench_demotion(directory: str, as_json: bool) -> None:
+    """Store, read and match in memory while blocks go down to a disk, against the same while none does."""
+    from raykv.bench import demotion
+
+    _report(lambda: demotion.run(directory), as_json)
+
+
+@bench.command("ttft")
+@click.option("--engine", type=click.Choice(["vllm"]), default="vllm", show_default=True)
+@JSON
+def bench_ttft(engine: str, as_json: bool) -> None:
+    """A prompt's first token with the pool, against the engine's own prefix cache and no pool."""
+    from raykv.bench import ttft
+
+    _report(ttft.run, as_json)
+
+
+@bench.command("route")
+@JSON
+def bench_route(as_json: bool) -> None:
+    """What PrefixRouter adds to a request of Ray Serve, against an empty actor call."""
+    from raykv.bench import route
+
+    _report(route.run, as_json)
+
+
+@bench.command("gpu")
+@JSON
+def bench_gpu(as_json: bool) -> None:
+    """Copies of a GPU tier, against the same copies by cudaMemcpyAsync."""
+    from raykv.bench import gpu
+
+    _report(gpu.run, as_json)
+
+
+def _spinner(text: str) -> Progress:
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    progress.add_task(text, total=None)
+    return progress
+
+
+def _report(run: Callable[[], dict[str, Any]], as_json: bool) -> None:
+    begin = time.monotonic()
+    with _spinner("measuring"):
+        figures = run()
+    figures["seconds"] = round(time.monotonic() - begin, 1)
+    if as_json:
+        click.echo(json.dumps(figures))
+        return
+    rows = figures.pop("results", None)
+    console = Console()
+    if rows:
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*(_number(value) for value in row.values()))
+        console.print(table)
+    table = Table("figure", "value", show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, _number(value))
+    console.print(table)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _status(pool: Any, as_json: bool) -> None:
+    stats = pool.stats()
+    if as_json:
+        click.echo(json.dumps(stats))
+        return
+    if "nodes" not in stats:
+        raise click.ClickException(f"pool {pool.name!r}: its directory does not answer; try again in a few seconds")
+    table = Table("node", "state", "tier", "size", "fill", "ready", "replicas", "staging", "writing", title=str(pool))
+    for name, node in stats["nodes"].items():
+        size = (node["slabs"] + node["spare_slabs"]) * node["slab_bytes"]
+        fill = node["bytes_used"] / size if size else 0.0
+        counts = (str(node[state]) for state in ("ready", "replica", "staging", "writing"))
+        table.add_row(_short(name), node["state"], node["tier"], f"{size / (1 << 30):.2f} GiB", f"{fill:.0%}", *counts)
+    for name, tier in stats["tiers"].items():
+        size, fill = f"{tier['capacity'] / (1 << 30):.2f} GiB", f"{tier['bytes_used'] / tier['capacity']:.0%}"
+        table.add_row(name[:16] or "all", tier["state"], "external", size, fill, str(tier["blocks"]), "", "", "")
+    console = Console()
+    console.print(table)
+    if stats["transports"]:
+        console.print(_lanes(stats["transports"]))
+    hits, lookups = stats["hits"], stats["lookups"]
+    console.print(
+        f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
+        f"{stats['gpu_hits']} on the GPU, {stats['remote_hits']} on another node, {stats['external_hits']} below), "
+        f"{stats['leases']} leases, "
+        f"{stats['reservations']} reservations, {stats['evicted']} evicted, {stats['clients']} clients"
+    )
+
+
+def _short(name: str) -> str:
+    """A Ray node id, and perhaps a GPU's UUID."""
+    return "/".join(part[:16] for part in name.split("/"))
+
+
+def _lanes(transports: list[dict[str, Any]]) -> Table:
+    table = Table("reader", "from", "by", "GB/s", "failed", title="between nodes")
+    for lane in transports:
+        failed = ", ".join(f"{name} {count}" for name, count in lane["failed"].items())
+        table.add_row(_short(lane["reader"]), _short(lane["from"]), lane["transport"], f"{lane['gbps']:.2f}", failed)
+    return table

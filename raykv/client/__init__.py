@@ -1,0 +1,1 @@
+"""A pool as an engine's process sees it."""

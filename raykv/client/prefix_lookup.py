@@ -1,0 +1,75 @@
+"""Asks where a prompt's blocks are without being a client of the pool: for routers."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from raykv import registry
+from raykv.config import HEARTBEAT_S
+
+log = logging.getLogger("raykv")
+
+DEADLINE_S = 0.05  # a request is not held up for longer
+
+
+class Scout:
+    """An event loop's line to a pool's directory, and what was announced of a model.
+
+    Questions are asked only while the directory answers in time. Otherwise it is looked for beside, once a second, and
+    nobody waits. Not thread-safe.
+    """
+
+    def __init__(self, pool: str, model: str) -> None:
+        self.announced: dict[str, Any] | None = None  # how prompts become keys; None while nobody answers
+        self._pool, self._model = pool, model
+        self._directory: Any = None
+        self._search: asyncio.Task[None] | None = None
+
+    def look(self) -> None:
+        """Look for the directory and the announcement, in the background; what is known is used meanwhile."""
+        if self._search is None or self._search.done():
+            self._search = asyncio.get_running_loop().create_task(self._look())
+
+    async def whereabouts(self, keys: NDArray[np.uint8]) -> dict[str, int]:
+        """By Ray node id, how many blocks of the longest ready prefix of `keys` lie there; empty if nobody answers.
+
+        keys: (n, 16), at most KEYS_PER_CALL.
+        """
+        if self._directory is not None:
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    found: dict[str, int] = await self._directory.whereabouts.remote(keys.tobytes())
+                    return found
+            except (RayError, TimeoutError) as error:
+                log.info("pool %s: the directory did not answer a router: %r", self._pool, error)
+                self._directory = self.announced = None
+        self.look()
+        return {}
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                directory, announced = await asyncio.to_thread(self._find)
+                async with asyncio.timeout(DEADLINE_S):
+                    await directory.whereabouts.remote(b"")
+            except (ValueError, RayError, TimeoutError):
+                await asyncio.sleep(HEARTBEAT_S)
+            else:
+                self._directory, self.announced = directory, announced
+                return
+
+    def _find(self) -> tuple[Any, dict[str, Any]]:
+        announced = registry.get(self._pool, f"model/{self._model}")
+        if announced is None:
+            raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")
+        return registry.find_directory(self._pool), json.loads(announced)
+
+
+def announce(pool: str, model: str, **fields: Any) -> None:
+    """Say in a pool how prompts of a model become keys: JSON values, for scouts. The last to say it is believed."""
+    registry.put(pool, f"model/{model}", json.dumps(fields).encode())

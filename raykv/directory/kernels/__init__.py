@@ -1,0 +1,1 @@
+"""The directory's inner loops, compiled by numba."""

@@ -1,0 +1,205 @@
+"""What goes down to an external tier, and what is evicted there for it.
+
+A tier's blocks are rows of shelves of its own: EXTERNAL, or SINKING while they are being written. What goes down
+stays where it is in memory; from then on its eviction loses nothing.
+"""
+
+import numpy as np
+
+from raykv.directory.kernels.index import (
+    EXTERNAL,
+    LISTS_PER_SHELF,
+    READY,
+    SINKING,
+    delete,
+    forget,
+    free,
+    grant,
+    list_of,
+    node_of,
+    present,
+    probe,
+    shelf_of,
+    touch,
+    unlink,
+)
+from raykv.directory.kernels.placement import oldest, room
+from raykv.system.jit import kernel
+
+LOOKS = 1 << 14  # at rows, by one call while others wait: what is clean already costs a look
+CHANCES = 8  # blocks that are in memory too, which one eviction passes over
+
+
+@kernel
+def short(c, shelf, slots, share):  # type: ignore[no-untyped-def]
+    """How many more of a shelf's `slots` should be free, or be free to take, to make `share` of them."""
+    oldest(c, shelf)  # what is held at the old end can't be taken
+    ready = c.lists[shelf * LISTS_PER_SHELF + 1]
+    return np.int64(np.ceil(slots * share)) - max(0, room(c, shelf)) - ready.behind
+
+
+@kernel
+def lies_below(c, row):  # type: ignore[no-untyped-def]
+    """Whether a row's key is in a tier below, or on its way there: into memory a GPU's blocks sink, too."""
+    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    while other >= 0:
+        if c.rows[other].state == EXTERNAL or (c.rows[other].state == SINKING and node_of(c, other) & 1):
+            return True
+        other = np.int64(c.rows[other].same)
+    return False
+
+
+@kernel
+def in_memory(c, row):  # type: ignore[no-untyped-def]
+    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    while other >= 0:
+        if present(c.rows[other].state):
+            return True
+        other = np.int64(c.rows[other].same)
+    return False
+
+
+@kernel
+def take_below(c, below, gone, count):  # type: ignore[no-untyped-def]
+    """A row of a tier's shelf: a free one, else its oldest, whose key is appended to gone[:count].
+
+    One that is in memory too was used lately, whatever its age says: another goes first. Returns (row or -1, count).
+    """
+    row = np.int64(c.lists[below * LISTS_PER_SHELF].head)
+    if row >= 0:
+        unlink(c, below * LISTS_PER_SHELF, row)
+        return row, count
+    row = oldest(c, below)
+    for _ in range(CHANCES):
+        if row < 0 or not in_memory(c, row):
+            break
+        touch(c, row)
+        row = oldest(c, below)
+    if row >= 0:
+        gone[count, 0], gone[count, 1] = c.rows[row].k0, c.rows[row].k1
+        count += 1
+        forget(c, row)
+        c.shelves[below].evicted += 1
+    return row, count
+
+
+@kernel
+def sink(c, shelf, slots, share, min_uses, below, looks, pinned, source, target, gone):  # type: ignore[no-untyped-def]
+    """Choose a shelf's oldest blocks that are not below yet, until `share` of its slots can be had for nothing.
+
+    Where that takes more than nobody holds, then of the `pinned` rows, too. source[i], target[i]: the row in memory,
+    which nobody holds for that (its reader finds out), and the SINKING one in `below`. gone: keys of what is evicted
+    there. looks: at so many rows. Returns (blocks, evicted ones).
+    """
+    which = shelf * LISTS_PER_SHELF + 1
+    n, count, row = 0, 0, np.int64(0)
+    for _ in range(looks):
+        if n == len(source) or short(c, shelf, slots, share) <= 0:
+            break
+        mark = c.lists[which].mark
+        row = np.int64(c.rows[mark].prev if mark >= 0 else c.lists[which].tail)
+        if row < 0:
+            break
+        if share < 1.0 and c.rows[row].pins > 0:  # it can't be taken; once it is let go, it is the youngest
+            unlink(c, which, row)
+            continue
+        if c.rows[row].uses >= min_uses and not lies_below(c, row):
+            before = n
+            n, count = _send(c, row, below, source, target, gone, n, count)
+            if n == before:
+                break
+        c.lists[which].mark = row
+        c.lists[which].behind += 1
+    most = min(len(source), n + max(0, short(c, shelf, slots, share)))
+    for held in pinned if row < 0 else pinned[:0]:
+        if n < most and shelf_of(c, held) == shelf and c.rows[held].state == READY and not lies_below(c, held):
+            n, count = _send(c, held, below, source, target, gone, n, count)
+    return n, count
+
+
+@kernel
+def _send(c, row, below, source, target, gone, n, count):  # type: ignore[no-untyped-def]
+    """Append a row, if there is a place for it in `below`."""
+    place, count = take_below(c, below, gone, count)
+    if place >= 0:
+        grant(c, place, c.rows[row].k0, c.rows[row].k1, SINKING)
+        c.rows[place].pins = 0
+        source[n] = row
+        target[n] = place
+        n += 1
+    return n, count
+
+
+@kernel
+def sunk(c, rows, gens, stored, lost):  # type: ignore[no-untyped-def]
+    """SINKING rows that were stored are EXTERNAL from now on; others are free. lost[i]: what was stored is not wanted.
+
+    Idempotent. Returns how many are EXTERNAL that were not before.
+    """
+    fresh = 0
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        mine = row >= 0 and c.rows[row].gen == gens[i]
+        lost[i] = not mine or (c.rows[row].state != SINKING and c.rows[row].state != EXTERNAL)
+        if lost[i] or c.rows[row].state == EXTERNAL:
+            continue
+        if stored[i]:
+            c.rows[row].state = EXTERNAL
+            touch(c, row)
+            fresh += 1
+        else:
+            delete(c, row)
+            free(c, row)
+    return fresh
+
+
+@kernel
+def give_up(c, rows):  # type: ignore[no-untyped-def]
+    """Free SINKING rows."""
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        delete(c, row)
+        free(c, row)
+
+
+@kernel
+def in_tier(c, tier, keys, out):  # type: ignore[no-untyped-def]
+    """out[i]: whether keys[i] lies in the tier of that index, or is on its way there."""
+    for i in range(len(keys)):
+        out[i] = _row_in(c, tier, keys[i, 0], keys[i, 1]) >= 0
+
+
+@kernel
+def _row_in(c, tier, k0, k1):  # type: ignore[no-untyped-def]
+    at = probe(c, k0, k1)
+    row = (c.table[at] & 0xFFFFFFFF) - 1 if at >= 0 else np.int64(-1)
+    while row >= 0:
+        if node_of(c, row) == tier and (c.rows[row].state == EXTERNAL or c.rows[row].state == SINKING):
+            return row
+        row = np.int64(c.rows[row].same)
+    return np.int64(-1)
+
+
+@kernel
+def found(c, below, keys, refused):  # type: ignore[no-untyped-def]
+    """Keys that are in a tier already, oldest first. refused[i]: there is no room for it."""
+    taken = 0
+    for i in range(len(keys)):
+        row = np.int64(c.lists[below * LISTS_PER_SHELF].head)
+        known = _row_in(c, c.shelves[below].node, keys[i, 0], keys[i, 1]) >= 0
+        refused[i] = row < 0 and not known
+        if row < 0 or known:
+            continue
+        unlink(c, list_of(c, row, 0), row)
+        grant(c, row, keys[i, 0], keys[i, 1], EXTERNAL)
+        c.rows[row].pins = 0
+        touch(c, row)
+        taken += 1
+    return taken
+
+
+@kernel
+def forget_marks(c, shelf):  # type: ignore[no-untyped-def]
+    """Look at a shelf's blocks again from the oldest on: some that were to go down did not."""
+    c.lists[shelf * LISTS_PER_SHELF + 1].mark = -1
+    c.lists[shelf * LISTS_PER_SHELF + 1].behind = 0

@@ -1,0 +1,442 @@
+"""Hash table, LRU lists and free slots over numpy columns: the numba kernels beneath the directory.
+
+A *row* stands for one slot of one node and, while that slot holds something, for the (key, place) pair. Rows of a slab
+are consecutive, so a row's place costs nothing. The rows of one key form a chain behind the table's entry.
+
+A row that somebody holds (`pins` > 0) is never a victim: eviction takes it out of its list where it meets it at the
+old end. Letting go links it at the young end, last block first, so that plain LRU never evicts a parent before its
+children.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from raykv.place import COUNTER_BITS
+from raykv.system.jit import kernel
+
+# What a row is. A slot goes FREE -> WRITING -> READY -> (evicted) WRITING ..., or FREE -> STAGING -> REPLICA -> ...
+# One of an external tier goes FREE -> SINKING -> EXTERNAL -> (evicted) SINKING ...
+FREE, WRITING, READY, REPLICA, STAGING, LIMBO, DROPPED, SINKING, EXTERNAL, CLOSED = range(10)
+STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
+# LIMBO: its holder is gone and may still be writing; a node store frees it. DROPPED: forgotten, but still held.
+# CLOSED: belongs to no slab.
+
+PAGE_BITS = 6  # rows are handed to slabs in pages of 64
+PINS_MAX = 65535
+# Who is sent to a shelf: of a node that leaves, readers; of a GPU, readers, and writers that are there.
+NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
+NODE_BITS = 20  # of a node's index that count; above them stands the epoch, so that a new directory repeats none
+NODE_MASK = (1 << NODE_BITS) - 1
+NOWHERE = -2  # `prev` of a row that is in no list
+
+ROW = np.dtype(
+    [
+        ("k0", "<u8"),
+        ("k1", "<u8"),
+        ("gen", "<i8"),
+        ("last", "<i8"),  # tick of the last touch
+        ("prev", "<i4"),  # towards the young end; NOWHERE
+        ("next", "<i4"),  # towards the old end
+        ("same", "<i4"),  # next row of the same key
+        ("pins", "<u2"),
+        ("state", "u1"),
+        ("uses", "u1"),  # matches since it was stored
+    ]
+)
+# mark: the youngest row of a run from the old end that an eviction may take without losing anything, because it is in
+# the tier below, on its way there, or not wanted there; -1: there is none. behind: how many these are.
+LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8"), ("mark", "<i8"), ("behind", "<i8")])
+SHELF = np.dtype(  # the slots of one size on one node
+    [("node", "<i4"), ("offered", "<i4"), ("window", "<i8"), ("staging", "<i8"), ("limbo", "<i8"), ("evicted", "<i8")]
+)
+SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("shelf", "<i4"), ("number", "<i4"), ("gen", "<i8")])
+LISTS_PER_SHELF = 3  # free rows, READY (or EXTERNAL) rows, REPLICA rows
+HEAP = np.dtype([("tick", "<i8"), ("shelf", "<i8")])
+
+CLOCK, COUNTER, EPOCH, ENTRIES = range(4)  # of Columns.state
+
+
+class Columns(NamedTuple):
+    """All state that kernels touch."""
+
+    rows: NDArray[np.void]
+    table: NDArray[np.int64]  # tag << 32 | row + 1, or 0
+    lists: NDArray[np.void]
+    shelves: NDArray[np.void]
+    slabs: NDArray[np.void]
+    pages: NDArray[np.int32]  # slab of each page of rows
+    grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1
+    state: NDArray[np.int64]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
+    """Ask for the element's cache lines, both where it straddles two, without waiting for them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        start = builder.gep(context.make_array(kind)(context, builder, arguments[0]).data, [arguments[1]])
+        number = ir.IntType(32)
+        byte = ir.IntType(8).as_pointer()
+        start = builder.bitcast(start, byte)
+        signature_ = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, signature_, "llvm.prefetch.p0")
+        size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+        for offset in (0, size - 8) if size > 8 else (0,):
+            pointer = builder.gep(start, [ir.IntType(64)(offset)])
+            builder.call(function, [pointer, number(1), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@kernel
+def tag_of(k0, k1):  # type: ignore[no-untyped-def]
+    mixed = (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
+    return np.int64(mixed >> np.uint64(33))
+
+
+@kernel
+def probe(c, k0, k1):  # type: ignore[no-untyped-def]
+    """Position in the table of a key, or -1."""
+    mask = len(c.table) - 1
+    tag = tag_of(k0, k1)
+    i = tag & mask
+    while True:
+        entry = c.table[i]
+        if entry == 0:
+            return -1
+        if entry >> 32 == tag:
+            row = (entry & 0xFFFFFFFF) - 1
+            if c.rows[row].k0 == k0 and c.rows[row].k1 == k1:
+                return i
+        i = (i + 1) & mask
+
+
+@kernel
+def insert(c, row):  # type: ignore[no-untyped-def]
+    """Append a row to its key's chain."""
+    k0, k1 = c.rows[row].k0, c.rows[row].k1
+    c.rows[row].same = -1
+    at = probe(c, k0, k1)
+    if at >= 0:
+        last = (c.table[at] & 0xFFFFFFFF) - 1
+        while c.rows[last].same >= 0:
+            last = np.int64(c.rows[last].same)
+        c.rows[last].same = row
+        return
+    mask = len(c.table) - 1
+    tag = tag_of(k0, k1)
+    i = tag & mask
+    while c.table[i] != 0:
+        i = (i + 1) & mask
+    c.table[i] = tag << 32 | (row + 1)
+    c.state[ENTRIES] += 1
+
+
+@kernel
+def close_gap(c, hole):  # type: ignore[no-untyped-def]
+    """Backward-shift delete: no tombstones, so probes never grow longer with age."""
+    mask = len(c.table) - 1
+    i = hole
+    while True:
+        i = (i + 1) & mask
+        entry = c.table[i]
+        if entry == 0:
+            break
+        home = (entry >> 32) & mask
+        if ((i - home) & mask) >= ((i - hole) & mask):
+            c.table[hole] = entry
+            hole = i
+    c.table[hole] = 0
+
+
+@kernel
+def delete(c, row):  # type: ignore[no-untyped-def]
+    """Take a row out of its key's chain."""
+    at = probe(c, c.rows[row].k0, c.rows[row].k1)
+    first = (c.table[at] & 0xFFFFFFFF) - 1
+    after = np.int64(c.rows[row].same)
+    c.rows[row].same = -1
+    if first != row:
+        while c.rows[first].same != row:
+            first = np.int64(c.rows[first].same)
+        c.rows[first].same = after
+    elif after >= 0:
+        c.table[at] = c.table[at] >> 32 << 32 | (after + 1)
+    else:
+        close_gap(c, at)
+        c.state[ENTRIES] -= 1
+
+
+@kernel
+def find(c, keys, out):  # type: ignore[no-untyped-def]
+    """out[i] = first row of keys[i], or -1. Three passes a piece, so that cache misses overlap instead of queueing."""
+    mask = len(c.table) - 1
+    n = len(keys)
+    for start in range(0, n, 64):
+        stop = min(n, start + 64)
+        for i in range(start, stop):
+            prefetch(c.table, tag_of(keys[i, 0], keys[i, 1]) & mask)
+        for i in range(start, stop):
+            tag = tag_of(keys[i, 0], keys[i, 1])
+            at = tag & mask
+            entry = c.table[at]
+            while entry != 0 and entry >> 32 != tag:
+                at = (at + 1) & mask
+                entry = c.table[at]
+            out[i] = (entry & 0xFFFFFFFF) - 1
+            if entry != 0:
+                prefetch(c.rows, out[i])
+                prefetch(c.pages, out[i] >> PAGE_BITS)  # whoever asks for a row asks for its shelf
+        for i in range(start, stop):
+            row = out[i]
+            if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):
+                at = probe(c, keys[i, 0], keys[i, 1])  # two keys with one tag
+                out[i] = (c.table[at] & 0xFFFFFFFF) - 1 if at >= 0 else -1
+
+
+@kernel
+def prefetch_entry(c, row):  # type: ignore[no-untyped-def]
+    """Ask for where the table holds a row's key."""
+    prefetch(c.table, tag_of(c.rows[row].k0, c.rows[row].k1) & (len(c.table) - 1))
+
+
+@kernel
+def list_of(c, row, state):  # type: ignore[no-untyped-def]
+    return shelf_of(c, row) * LISTS_PER_SHELF + (0 if state == FREE else 2 if state == REPLICA else 1)
+
+
+@kernel
+def link(c, which, row):  # type: ignore[no-untyped-def]
+    """Put a row at the young end of a list."""
+    head = c.lists[which].head
+    c.rows[row].prev = -1
+    c.rows[row].next = head
+    if head >= 0:
+        c.rows[head].prev = row
+    else:
+        c.lists[which].tail = row
+    c.lists[which].head = row
+    c.lists[which].count += 1
+
+
+@kernel
+def link_old(c, which, row):  # type: ignore[no-untyped-def]
+    """Put a row at the old end of a list, as the oldest there."""
+    tail = c.lists[which].tail
+    c.rows[row].prev = tail
+    c.rows[row].next = -1
+    if tail >= 0:
+        c.rows[tail].next = row
+        c.rows[row].last = min(c.rows[row].last, c.rows[tail].last - 1)
+    else:
+        c.lists[which].head = row
+    c.lists[which].tail = row
+    c.lists[which].count += 1
+
+
+@kernel
+def unlink(c, which, row):  # type: ignore[no-untyped-def]
+    before, after, mark = c.rows[row].prev, c.rows[row].next, c.lists[which].mark
+    if mark >= 0 and c.rows[row].last <= c.rows[mark].last:
+        c.lists[which].behind -= 1
+        c.lists[which].mark = after if mark == row else mark
+    if before >= 0:
+        c.rows[before].next = after
+    else:
+        c.lists[which].head = after
+    if after >= 0:
+        c.rows[after].prev = before
+    else:
+        c.lists[which].tail = before
+    c.lists[which].count -= 1
+    c.rows[row].prev = NOWHERE
+
+
+@kernel
+def listed(c, row):  # type: ignore[no-untyped-def]
+    return c.rows[row].prev != NOWHERE
+
+
+@kernel
+def touch(c, row):  # type: ignore[no-untyped-def]
+    """Make an unheld row that is kept the youngest of its list."""
+    which = list_of(c, row, c.rows[row].state)
+    if listed(c, row):
+        unlink(c, which, row)
+    c.state[CLOCK] += 1
+    c.rows[row].last = c.state[CLOCK]
+    link(c, which, row)
+
+
+@kernel
+def free(c, row):  # type: ignore[no-untyped-def]
+    c.rows[row].state = FREE
+    c.rows[row].pins = 0
+    link(c, list_of(c, row, FREE), row)
+
+
+@kernel
+def pin(c, row):  # type: ignore[no-untyped-def]
+    """Hold a row. Replicas leave their list, whose count says how many may be taken."""
+    if listed(c, row) and c.rows[row].state == REPLICA:
+        unlink(c, list_of(c, row, REPLICA), row)
+    c.rows[row].pins += 1
+
+
+@kernel
+def unpin(c, row):  # type: ignore[no-untyped-def]
+    """End one hold of a row."""
+    c.rows[row].pins -= 1
+    if c.rows[row].pins == 0:
+        if kept(c.rows[row].state):
+            touch(c, row)
+        else:
+            give_back(c, row)
+
+
+@kernel
+def give_back(c, row):  # type: ignore[no-untyped-def]
+    """Free an unheld row that holds nothing worth keeping."""
+    if unfinished(c.rows[row].state):
+        withdraw(c, row)
+    free(c, row)
+
+
+@kernel
+def unfinished(state):  # type: ignore[no-untyped-def]
+    return state == WRITING or state == STAGING  # a tuple to look in costs numba a loop
+
+
+@kernel
+def withdraw(c, row):  # type: ignore[no-untyped-def]
+    """Take an unfinished row out of the table; the caller says what becomes of it."""
+    if c.rows[row].state == STAGING:
+        c.shelves[shelf_of(c, row)].staging -= 1
+    else:
+        promote(c, row)
+    delete(c, row)
+
+
+@kernel
+def shelf_of(c, row):  # type: ignore[no-untyped-def]
+    return np.int64(c.slabs[c.pages[row >> PAGE_BITS]].shelf)
+
+
+@kernel
+def node_of(c, row):  # type: ignore[no-untyped-def]
+    return c.shelves[shelf_of(c, row)].node
+
+
+@kernel
+def to_limbo(c, row):  # type: ignore[no-untyped-def]
+    """Somebody may still write there: nobody's until a node store has seen that its lock is free."""
+    withdraw(c, row)
+    suspend(c, row)
+
+
+@kernel
+def suspend(c, row):  # type: ignore[no-untyped-def]
+    """Limbo for a row that is in no table and no list."""
+    c.rows[row].state = LIMBO
+    c.rows[row].pins = 0
+    c.shelves[shelf_of(c, row)].limbo += 1
+
+
+@kernel
+def present(state):  # type: ignore[no-untyped-def]
+    return state == READY or state == REPLICA  # as above
+
+
+@kernel
+def kept(state):  # type: ignore[no-untyped-def]
+    """Whether it holds a block, in memory or below."""
+    return present(state) or state == EXTERNAL
+
+
+@kernel
+def taken(c, k0, k1):  # type: ignore[no-untyped-def]
+    """Whether a key is stored or being written."""
+    at = probe(c, k0, k1)
+    if at < 0:
+        return False
+    row = (c.table[at] & 0xFFFFFFFF) - 1
+    while row >= 0:
+        state = c.rows[row].state
+        if present(state) or state == WRITING:
+            return True
+        row = np.int64(c.rows[row].same)
+    return False
+
+
+@kernel
+def promote(c, row):  # type: ignore[no-untyped-def]
+    """A primary, or what was to be one, goes: the first replica of its key takes its place."""
+    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    while other >= 0 and c.rows[other].state != REPLICA:
+        other = np.int64(c.rows[other].same)
+    if other >= 0:
+        turn(c, other, READY)
+
+
+@kernel
+def turn(c, row, state):  # type: ignore[no-untyped-def]
+    """Make a replica a primary, or the other way round."""
+    if listed(c, row):
+        unlink(c, list_of(c, row, c.rows[row].state), row)
+    c.rows[row].state = state
+    if c.rows[row].pins == 0:
+        touch(c, row)
+
+
+@kernel
+def forget(c, row):  # type: ignore[no-untyped-def]
+    """Take a row that is kept out of table and lists; where it was the primary, a replica takes its place."""
+    if listed(c, row):
+        unlink(c, list_of(c, row, c.rows[row].state), row)
+    at = probe(c, c.rows[row].k0, c.rows[row].k1)
+    if alone(c, at, row):  # most are: no second probe
+        close_gap(c, at)
+        c.state[ENTRIES] -= 1
+        return
+    if c.rows[row].state == READY:
+        promote(c, row)
+    delete(c, row)
+
+
+@kernel
+def alone(c, at, row):  # type: ignore[no-untyped-def]
+    """Whether a row is the only one of its key, whose entry is at `at`."""
+    return c.rows[row].same < 0 and (c.table[at] & 0xFFFFFFFF) - 1 == row
+
+
+@kernel
+def grant(c, row, k0, k1, state):  # type: ignore[no-untyped-def]
+    """Make a row that is in no list the holder's, for this key."""
+    c.state[COUNTER] += 1
+    c.rows[row].k0 = k0
+    c.rows[row].k1 = k1
+    c.rows[row].gen = c.state[EPOCH] << COUNTER_BITS | c.state[COUNTER]
+    c.rows[row].state = state
+    c.rows[row].pins = 1
+    c.rows[row].uses = 0
+    insert(c, row)
+
+
+@kernel
+def rehash(c, old):  # type: ignore[no-untyped-def]
+    """Move the entries of a smaller table into c.table."""
+    mask = len(c.table) - 1
+    for entry in old:
+        if entry != 0:
+            i = (entry >> 32) & mask
+            while c.table[i] != 0:
+                i = (i + 1) & mask
+            c.table[i] = entry

@@ -1,0 +1,258 @@
+"""The rows of whole slabs, and what node stores say about them."""
+
+import numpy as np
+
+from raykv.directory.kernels.index import (
+    CLOCK,
+    CLOSED,
+    DROPPED,
+    FREE,
+    LIMBO,
+    NODE_MASK,
+    PAGE_BITS,
+    READY,
+    REPLICA,
+    SINKING,
+    delete,
+    forget,
+    free,
+    insert,
+    kept,
+    list_of,
+    prefetch,
+    prefetch_entry,
+    shelf_of,
+    suspend,
+    taken,
+    touch,
+    unfinished,
+    unlink,
+    withdraw,
+)
+from raykv.system.jit import kernel
+
+AHEAD = 16  # rows that cache lines are asked for before their turn: about as many misses as a core keeps in flight
+
+
+@kernel
+def open_rows(c, base, slots):  # type: ignore[no-untyped-def]
+    """The rows of a new slab, free; slot 0 is taken first."""
+    for j in range(slots):
+        row = base + slots - 1 - j
+        c.rows[row].gen = 0
+        free(c, row)
+
+
+@kernel
+def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
+    """Take a slab's rows out of everything, held or not. Holders find another generation."""
+    for row in range(base, base + slots):
+        ahead = row + AHEAD
+        if ahead < base + slots and kept(c.rows[ahead].state):
+            prefetch_entry(c, ahead)
+            prefetch(c.rows, max(0, np.int64(c.rows[ahead].prev)))
+            prefetch(c.rows, max(0, np.int64(c.rows[ahead].next)))
+        state = c.rows[row].state
+        if state == FREE:
+            unlink(c, list_of(c, row, FREE), row)
+        elif kept(state):
+            forget(c, row)
+        elif unfinished(state):
+            withdraw(c, row)
+        elif state == SINKING:
+            delete(c, row)
+        elif state == LIMBO:
+            c.shelves[shelf_of(c, row)].limbo -= 1
+        c.rows[row].state = CLOSED
+        c.rows[row].pins = 0
+        c.rows[row].gen = 0
+
+
+@kernel
+def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
+    """Forget a slab's blocks; what is held stays held until it is let go. Slot 0 is taken first again."""
+    for j in range(slots):
+        row = base + slots - 1 - j
+        state = c.rows[row].state
+        if kept(state):
+            forget(c, row)
+        elif unfinished(state):
+            withdraw(c, row)
+        elif state == SINKING:
+            delete(c, row)
+        else:
+            continue
+        _drop_or_free(c, row)
+
+
+@kernel
+def _drop_or_free(c, row):  # type: ignore[no-untyped-def]
+    if c.rows[row].pins == 0:
+        free(c, row)
+    else:
+        c.rows[row].state = DROPPED
+
+
+@kernel
+def retire(c, base, slots):  # type: ignore[no-untyped-def]
+    """Close the rows of a slab that nobody holds: a slab that is never all unheld at once is emptied so, too.
+
+    Returns how many rows are left.
+    """
+    left = 0
+    for row in range(base, base + slots):
+        state = c.rows[row].state
+        if c.rows[row].pins > 0 or state == LIMBO:
+            left += 1
+        elif state != CLOSED:
+            if state == FREE:
+                unlink(c, list_of(c, row, FREE), row)
+            else:
+                forget(c, row)
+            c.rows[row].state = CLOSED
+            c.rows[row].gen = 0
+    return left
+
+
+@kernel
+def reopen(c, base, slots):  # type: ignore[no-untyped-def]
+    """Undo `retire`: the rows are free."""
+    for row in range(base, base + slots):
+        if c.rows[row].state == CLOSED:
+            free(c, row)
+
+
+@kernel
+def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
+    """counts[state] of a slab's rows. Returns (tick of its newest block or -1, whether one is held)."""
+    newest, held = np.int64(-1), False
+    for row in range(base, base + slots):
+        state = c.rows[row].state
+        counts[state] += 1
+        held |= c.rows[row].pins > 0 or state == LIMBO
+        held |= state == SINKING
+        if kept(state):
+            newest = max(newest, c.rows[row].last)
+    return newest, held
+
+
+@kernel
+def adopt(c, rows, keys, gens):  # type: ignore[no-untyped-def]
+    """Blocks found in free slots of a node that has no others, oldest first. The first copy of a key is primary."""
+    c.state[CLOCK] = max(c.state[CLOCK], len(rows))
+    floor = c.state[CLOCK] - len(rows)
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        if c.rows[row].state != FREE:
+            continue
+        unlink(c, list_of(c, row, FREE), row)
+        _enter(c, row, keys[i, 0], keys[i, 1], gens[i])
+        c.rows[row].last = floor + i + 1  # nodes are adopted one by one: their ages must interleave
+        c.state[CLOCK] -= 1
+
+
+@kernel
+def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
+    c.rows[row].k0 = k0
+    c.rows[row].k1 = k1
+    c.rows[row].gen = gen
+    c.rows[row].pins = 0
+    c.rows[row].uses = 0
+    c.rows[row].state = REPLICA if taken(c, k0, k1) else READY
+    insert(c, row)
+    touch(c, row)
+
+
+@kernel
+def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
+    """Free slots in which somebody was found writing: limbo, until a sweep."""
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        if row >= 0 and c.rows[row].state == FREE:
+            unlink(c, list_of(c, row, FREE), row)
+            c.rows[row].gen = gens[i]
+            suspend(c, row)
+
+
+@kernel
+def settle(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no-untyped-def]
+    """What a sweep found of LIMBO rows: 0 still written, 1 freed, 2 finished as keys[i], found_gens[i]."""
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        if row < 0 or c.rows[row].state != LIMBO or c.rows[row].gen != gens[i] or verdicts[i] == 0:
+            continue
+        c.shelves[shelf_of(c, row)].limbo -= 1
+        if verdicts[i] == 2 and found_gens[i] > floor and not taken(c, keys[i, 0], keys[i, 1]):
+            _enter(c, row, keys[i, 0], keys[i, 1], found_gens[i])
+        else:
+            free(c, row)
+
+
+@kernel
+def drop(c, rows, gens):  # type: ignore[no-untyped-def]
+    """Forget blocks that were found altered. Returns how many were still there."""
+    dropped = 0
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        if row >= 0 and c.rows[row].gen == gens[i] and kept(c.rows[row].state):
+            forget(c, row)
+            _drop_or_free(c, row)
+            dropped += 1
+    return dropped
+
+
+@kernel
+def forget_rows(c, rows):  # type: ignore[no-untyped-def]
+    """Forget blocks that are there, or on their way to a tier; what is held stays held until it is let go."""
+    for row in rows:
+        if kept(c.rows[row].state):
+            forget(c, row)
+        elif c.rows[row].state == SINKING:
+            delete(c, row)
+        else:
+            continue
+        _drop_or_free(c, row)
+
+
+@kernel
+def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
+    """Append the slab's rows that are in `state` to out[count:]; returns the new count."""
+    for row in range(base, base + slots):
+        if c.rows[row].state == state and count < len(out):
+            out[count] = row
+            count += 1
+    return count
+
+
+@kernel
+def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
+    """gens[i], out[i] = generation and PLACE of rows[i]; slab_gen 0 where that is negative."""
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        if row < 0:
+            gens[i] = 0
+            out[i].slab_gen = 0
+            continue
+        slab = c.pages[row >> PAGE_BITS]
+        gens[i] = c.rows[row].gen
+        out[i].node = c.shelves[c.slabs[slab].shelf].node
+        out[i].slab = c.slabs[slab].number
+        out[i].slot = row - c.slabs[slab].base
+        out[i].bytes = block_bytes
+        out[i].slab_gen = c.slabs[slab].gen
+        out[i].gen = c.rows[row].gen
+
+
+@kernel
+def rows_of(c, places, rows):  # type: ignore[no-untyped-def]
+    """rows[i] = the row of places[i], or -1 where that slab is not, or no longer, what the place says."""
+    for i in range(len(places)):
+        rows[i] = -1
+        node, number = np.int64(places[i].node) & NODE_MASK, np.int64(places[i].slab)
+        if node >= c.grid.shape[0] or number >= c.grid.shape[1]:
+            continue
+        slab = c.grid[node, number]
+        if slab < 0 or c.shelves[c.slabs[slab].shelf].node != np.int64(places[i].node):
+            continue
+        if c.slabs[slab].gen == np.int64(places[i].slab_gen) and places[i].slot < c.slabs[slab].slots:
+            rows[i] = c.slabs[slab].base + np.int64(places[i].slot)

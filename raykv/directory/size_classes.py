@@ -1,0 +1,199 @@
+"""Slabs and the rows in them: which sizes a node's memory serves. A shelf is the slots of one size on one node."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.directory.kernels import index, placement, slabs
+from raykv.directory.kernels.index import COUNTER, EPOCH, LISTS_PER_SHELF, NODE_MASK, PAGE_BITS
+from raykv.place import COUNTER_BITS, PLACE
+
+Rows = NDArray[np.int64]
+Places = NDArray[np.void]
+
+
+def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
+    if length <= len(array):
+        return array
+    grown = np.zeros(max(length, len(array) + len(array) // 8), array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+def _pages(slots: int) -> int:
+    return -(-slots // (1 << PAGE_BITS))
+
+
+class Shelves:
+    """Owns the columns; opens and closes slabs; turns places into rows and back."""
+
+    def __init__(self, epoch: int) -> None:
+        self.c = index.Columns(
+            rows=np.zeros(64, index.ROW),
+            table=np.zeros(128, np.int64),
+            lists=np.zeros(0, index.LIST),
+            shelves=np.zeros(0, index.SHELF),
+            slabs=np.zeros(0, index.SLAB),
+            pages=np.zeros(1, np.int32),
+            grid=np.full((1, 1), -1, np.int32),
+            state=np.zeros(4, np.int64),
+        )
+        self.c.state[EPOCH] = epoch
+        self.sizes: dict[int, list[int]] = {}  # shelves by slot size
+        self.heaps: dict[int, NDArray[np.void]] = {}  # of `placement.coldest`, by slot size
+        self._shelf_count = 0
+        self._slab_count = 0
+        self._page_count = 0
+        self._free_slabs: list[int] = []  # records of slabs that were closed
+        self._free_pages: list[tuple[int, int]] = []  # runs of pages of such slabs: first, length
+
+    def next_gen(self) -> int:
+        """A generation higher than every one before."""
+        self.c.state[COUNTER] += 1
+        return self.last_gen
+
+    @property
+    def last_gen(self) -> int:
+        return int(self.c.state[EPOCH]) << COUNTER_BITS | int(self.c.state[COUNTER])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(array.nbytes for array in self.c)
+
+    # ------------------------------------------------------------------ shelves
+
+    def add(self, node: int, stride: int, window: int, offered: int) -> int:
+        """A shelf for slots of `stride` bytes, of which `window` may be staging."""
+        shelf = self._add(node, window, offered)
+        self.sizes.setdefault(stride, []).append(shelf)
+        self._reset_heap(stride)
+        return shelf
+
+    def add_below(self, tier: int, offered: int) -> int:
+        """A shelf of an external tier: nobody writes there, and nothing is evicted there for a writer."""
+        return self._add(tier, 0, offered)
+
+    def _add(self, node: int, window: int, offered: int) -> int:
+        shelf = self._shelf_count
+        self._shelf_count += 1
+        lists = _grown(self.c.lists, self._shelf_count * LISTS_PER_SHELF)
+        lists[shelf * LISTS_PER_SHELF :][:LISTS_PER_SHELF] = (-1, -1, 0, -1, 0)
+        shelves = _grown(self.c.shelves, self._shelf_count)
+        shelves[shelf] = (node, offered, window, 0, 0, 0)
+        self.c = self.c._replace(lists=lists, shelves=shelves)
+        return shelf
+
+    def offer(self, shelf: int, stride: int, offered: int) -> None:
+        """Who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
+        self.c.shelves[shelf]["offered"] = offered
+        self._reset_heap(stride)
+
+    def resize_window(self, shelf: int, window: int) -> None:
+        """How many slots may be staging; those that are now stay so."""
+        at = self.c.shelves[shelf]
+        at["window"] = max(window, at["staging"])
+
+    def remove(self, shelf: int, stride: int) -> None:
+        """Its node is gone, and all its slabs are closed."""
+        self.sizes[stride].remove(shelf)
+        self._reset_heap(stride)
+
+    def _reset_heap(self, stride: int) -> None:
+        heap = np.zeros(len(self.sizes[stride]), index.HEAP)
+        heap["shelf"] = self.sizes[stride]  # with ticks of 0, a lower bound of any: a valid heap
+        self.heaps[stride] = heap
+
+    def room(self, shelf: int) -> int:
+        """Blocks that fit without evicting one that is nowhere else."""
+        return int(placement.room(self.c, shelf))
+
+    def takeable(self, shelf: int) -> int:
+        """Slots that are free, or hold a replica that nobody reads."""
+        return int(placement.takeable(self.c, shelf))
+
+    def coldest(self, shelf: int) -> int:
+        """Tick of the last touch of the shelf's next victim; -1 where it has none."""
+        row = int(placement.oldest(self.c, shelf))
+        return int(self.c.rows[row]["last"]) if row >= 0 else -1
+
+    # ------------------------------------------------------------------ slabs
+
+    def open(self, node: int, number: int, shelf: int, slots: int, gen: int) -> int:
+        """Slab `number` of a node serves a shelf from now on. Returns its record."""
+        pages = _pages(slots)
+        first = self._take_pages(pages)
+        record = self._free_slabs.pop() if self._free_slabs else self._slab_count
+        self._slab_count = max(self._slab_count, record + 1)
+        records = _grown(self.c.slabs, self._slab_count)
+        records[record] = (first << PAGE_BITS, slots, shelf, number, gen)
+        self._grow_grid(node & NODE_MASK, number)
+        self.c = self.c._replace(slabs=records)
+        self.c.pages[first : first + pages] = record
+        self.c.grid[node & NODE_MASK, number] = record
+        slabs.open_rows(self.c, first << PAGE_BITS, slots)
+        return record
+
+    def close(self, node: int, record: int) -> int:
+        """Forget a slab and all that is in it, held or not. Returns its number on the node."""
+        base, slots = self.span(record)
+        slabs.close_rows(self.c, base, slots)
+        number = int(self.c.slabs[record]["number"])
+        self.c.grid[node & NODE_MASK, number] = -1
+        self._free_pages.append((base >> PAGE_BITS, _pages(slots)))
+        self._free_slabs.append(record)
+        return number
+
+    def disown(self, rows: Rows, gens: Rows) -> None:
+        """Set row and generation of what was closed to -1, in what is held."""
+        closed = (rows >= 0) & (self.c.rows["state"][rows] == index.CLOSED)
+        rows[closed] = gens[closed] = -1
+
+    def span(self, record: int) -> tuple[int, int]:
+        """(first row, slots) of a slab."""
+        return int(self.c.slabs[record]["base"]), int(self.c.slabs[record]["slots"])
+
+    def census(self, record: int, counts: NDArray[np.int64]) -> tuple[int, bool]:
+        """Add the slab's rows to counts[state]; (tick of its newest block or -1, whether anything in it is held)."""
+        newest, held = slabs.census(self.c, *self.span(record), counts)
+        return int(newest), bool(held)
+
+    def _take_pages(self, pages: int) -> int:
+        """A run of row pages: one that a slab of the same shape gave back, else new ones."""
+        for i, (first, length) in enumerate(self._free_pages):
+            if length == pages:
+                del self._free_pages[i]
+                return first
+        first = self._page_count
+        self._page_count += pages
+        rows = _grown(self.c.rows, self._page_count << PAGE_BITS)
+        table = self.c.table
+        while self._page_count << PAGE_BITS > len(table) * 3 // 4:
+            table = np.zeros(len(table) * 2, np.int64)
+        old = self.c.table
+        self.c = self.c._replace(rows=rows, pages=_grown(self.c.pages, self._page_count), table=table)
+        if table is not old:
+            index.rehash(self.c, old)
+        return first
+
+    def _grow_grid(self, node: int, number: int) -> None:
+        shape = self.c.grid.shape
+        if node >= shape[0] or number >= shape[1]:
+            grid = np.full((max(node + 1, shape[0]), max(number + 1, shape[1])), -1, np.int32)
+            grid[: shape[0], : shape[1]] = self.c.grid
+            self.c = self.c._replace(grid=grid)
+
+    # ------------------------------------------------------------------ places
+
+    def describe(self, rows: Rows, block_bytes: int) -> tuple[Rows, Places]:
+        """(generations, PLACEs) of rows; zeros where a row is negative."""
+        gens, out = np.empty(len(rows), np.int64), np.zeros(len(rows), PLACE)
+        slabs.describe(self.c, rows, block_bytes, gens, out)
+        return gens, out
+
+    def rows_of(self, places: Places) -> tuple[Rows, Rows]:
+        """(rows, generations) of places; row -1 where the slab is not, or no longer, what the place says."""
+        rows = np.empty(len(places), np.int64)
+        slabs.rows_of(self.c, places, rows)
+        return rows, places["gen"].astype(np.int64)

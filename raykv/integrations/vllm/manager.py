@@ -1,0 +1,233 @@
+"""The scheduler's side of vLLM on a pool: what of a request is there, and where. Never waits for Ray."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingCounterMetadata,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+)
+
+from raykv.client.cache import KVCache, Match
+from raykv.client.pool import KVPool
+
+log = logging.getLogger("raykv")
+
+THREADS = 16  # requests that ask, or wait for a pull, at a time
+NOT_ASKED = 1 << 62
+ASKED, HITS, FAILED = "vllm:raykv_asked_chunks", "vllm:raykv_hit_chunks", "vllm:raykv_failed_loads"
+METRICS = {
+    ASKED: OffloadingCounterMetadata("Chunks that requests asked the raykv pool for."),
+    HITS: OffloadingCounterMetadata("Of them, chunks that were leased on, or brought to, the engine's node."),
+    FAILED: OffloadingCounterMetadata("Requests that were computed since a load from the raykv pool failed."),
+}
+
+
+@dataclass
+class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
+    """Where chunks lie. parts: by rank, the nonce of the arena, PLACEs there and keys, as bytes."""
+
+    parts: list[tuple[bytes, bytes, bytes]]
+
+
+@dataclass
+class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
+    """Chunks that the workers are to offer. keys: by rank, as bytes. position: of the first in its chain."""
+
+    keys: list[bytes]
+    position: int
+
+
+@dataclass
+class Found:
+    """What the pool has of a request: by rank a match, and how many leading chunks are on this node in all of them."""
+
+    matches: list[Match]
+    chunks: int
+
+    def release(self) -> None:
+        for match in self.matches:
+            match.release()
+
+
+@dataclass
+class Ask:
+    """A request's question to the pool. numbers: of the chunks that it asked for, in order."""
+
+    numbers: dict[bytes, int]
+    answer: Future[Found]
+    loading: bool = False
+    counted: bool = False
+
+
+@dataclass
+class Computing:
+    """What a request has to compute, and since when: chunks that the pool does not have."""
+
+    since: float
+    missed: set[bytes]
+    offered: bool = False  # some of them: `complete_store` will tell
+
+
+class RayKVManager(OffloadingManager):  # type: ignore[misc]
+    """One question a request, asked and answered beside the scheduler's loop."""
+
+    def __init__(self, pools: list[KVPool], arguments: dict[str, Any]) -> None:
+        """pools: by rank, each of which has a cache. arguments: of `KVPool.cache`, but for the part."""
+        self._pools, self._arguments = pools, arguments
+        self._caches = self._make_caches()
+        self._asks: dict[str, Ask] = {}
+        self._refused: set[str] = set()  # requests whose load failed: asked again, they would find the same
+        self._counts: Counter[str] = Counter()
+        self._computing: dict[str, Computing] = {}
+        self._rate = 0.0  # tokens a second that requests got computed, lately
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        request = req_context.req_id
+        if request in self._refused:
+            return LookupResult.MISS
+        ask = self._asks.get(request)
+        if ask is None:
+            ask = self._asks[request] = self._ask(key, req_context)
+        if not ask.answer.done():
+            return LookupResult.RETRY
+        found = ask.answer.result()
+        if not ask.counted:
+            ask.counted = True
+            self._counts[HITS] += found.chunks
+            missed = {key for key, number in ask.numbers.items() if number >= found.chunks}
+            self._computing[request] = Computing(time.monotonic(), missed)
+        return LookupResult.HIT if ask.numbers.get(key, NOT_ASKED) < found.chunks else LookupResult.MISS
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
+        ask = self._asks[req_context.req_id]
+        ask.loading = True
+        numbers = np.array([ask.numbers[key] for key in keys], np.int64)
+        places = [match.places(numbers) for match in ask.answer.result().matches]
+        arenas = [pool.local.arena.nonce if pool.local else b"" for pool in self._pools]
+        parts = zip(arenas, places, strict=True)
+        return ChunksToLoad([(arena, where.tobytes(), names.tobytes()) for arena, (where, names) in parts])
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        self._forget(req_context.req_id)
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
+        """Whatever is offered goes to the workers: what is stored already is sorted out there, beside the loop."""
+        keys = list(keys)
+        if computing := self._computing.get(req_context.req_id):
+            computing.offered |= not computing.missed.isdisjoint(keys)
+        end = req_context.get_offload_key_position(keys[0]) if keys else None
+        position = end // self._caches[0].block_tokens - 1 if end else 0
+        names = [name.tobytes() for name in _names(self._caches, keys)]
+        return PrepareStoreOutput(keys, ChunksToStore(names, position), [])
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """How fast this engine computes says how long it waits for chunks of an external tier."""
+        computing = self._computing.get(req_context.req_id)
+        if computing is None or not (chunks := len(computing.missed.intersection(keys))):
+            return
+        del self._computing[req_context.req_id]
+        rate = chunks * self._caches[0].block_tokens / max(1e-3, time.monotonic() - computing.since)
+        self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
+        for cache in self._caches:
+            cache.recompute_tokens_per_s = self._rate
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._refused.discard(req_context.req_id)
+        if (computing := self._computing.get(req_context.req_id)) and not computing.offered:
+            del self._computing[req_context.req_id]
+        self.settle(req_context.req_id)
+
+    def settle(self, request: str) -> None:
+        """The request has its blocks, or is done: what it found and does not load is let go."""
+        ask = self._asks.get(request)
+        if ask is not None and not ask.loading:
+            self._forget(request)
+
+    def refuse(self, request: str) -> None:
+        """The request's load failed: from now on it is to be computed."""
+        self._refused.add(request)
+        self._counts[FAILED] += 1
+
+    def reset_cache(self) -> None:
+        """The weights may be others now: what is stored from here on is for this engine alone.
+
+        Leases of loads under way go too: nobody will report those, and a reader sees that a block was overwritten.
+        """
+        self._arguments = {**self._arguments, "salt": secrets.token_hex(16)}
+        self._caches = self._make_caches()
+        self._computing.clear()
+        for request in list(self._asks):
+            self._forget(request)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        if not self._counts:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, count in self._counts.items():
+            stats.increase_counter(name, count)
+        self._counts.clear()
+        return stats
+
+    def shutdown(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            pool.close()
+
+    def _make_caches(self) -> list[KVCache]:
+        return [pool.cache(**self._arguments, part=part) for part, pool in enumerate(self._pools)]
+
+    def _ask(self, first: bytes, req_context: Any) -> Ask:
+        """Ask for the request's chunks from `first` on."""
+        keys = list(itertools.dropwhile(lambda key: key != first, req_context._offload_key_positions))
+        self._counts[ASKED] += len(keys)
+        return Ask({key: i for i, key in enumerate(keys)}, self._threads.submit(_find, self._caches, keys))
+
+    def _forget(self, request: str) -> None:
+        ask = self._asks.pop(request, None)
+        if ask is not None and not ask.answer.cancel():
+            ask.answer.add_done_callback(lambda answer: answer.result().release())
+
+
+def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
+    """Lease what the pool has of the keys, and bring it to this node. Whatever goes wrong is a miss."""
+    found = Found([], len(keys))
+    try:
+        for cache, names in zip(caches, _names(caches, keys), strict=True):
+            match = cache.match(names[: found.chunks])
+            found.matches.append(match)
+            found.chunks = match.fetch()
+            if not found.chunks:
+                break
+    except Exception:
+        log.exception("a look-up failed")
+        found.chunks = 0
+    if not found.chunks:
+        found.release()
+    return found
+
+
+def _names(caches: Sequence[KVCache], keys: list[bytes]) -> list[NDArray[np.uint8]]:
+    hashes = [get_offload_block_hash(key) for key in keys]
+    return [cache.rekey(hashes) for cache in caches]

@@ -1,0 +1,54 @@
+"""A pool from inside vLLM's own processes, which Ray did not start."""
+
+import os
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from raykv.client import pool as pools
+from raykv.config import NAMESPACE
+
+
+def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
+    """The pool, from any process under a Ray actor: as on the actor's node. gpu: see `raykv.attach`.
+
+    Such a process is a driver of its own and may join another raylet of the machine, whose arena is not its node's.
+    """
+    with _own_random():
+        raylet = _raylet()
+        if raylet is None:
+            return pools.attach(pool, device=gpu)
+        node_id, address = raylet
+        if not ray.is_initialized():
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        return pools.attach(pool, node_id=node_id, device=gpu)
+
+
+@contextmanager
+def _own_random() -> Iterator[None]:
+    """Random numbers that no other process has: Ray names its subscriptions by them, but vLLM seeds every worker alike.
+
+    Drivers of one name would take each other's long polls, a thousand a second.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def _raylet() -> tuple[str, str] | None:
+    """(node id, GCS address) of the raylet that started the actor above this process."""
+    try:
+        line = Path(f"/proc/{os.environ['RAY_RAYLET_PID']}/cmdline").read_text()
+    except (KeyError, OSError):
+        return None
+    found = {name: re.search(rf"--{name}[=\0]([^\0 ]+)", line) for name in ("node_id", "gcs-address")}
+    if not all(found.values()):
+        return None
+    return found["node_id"][1], found["gcs-address"][1]  # type: ignore[index]

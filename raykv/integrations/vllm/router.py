@@ -1,0 +1,103 @@
+"""Ray Serve's LLM applications on a pool: a request goes to the vLLM replica whose node holds its prompt's blocks.
+
+LLMConfig(
+    model_loading_config={"model_id": "my-model", ...},
+    engine_kwargs={"kv_transfer_config": routed_config("default"), ...},
+    deployment_config={"request_router_config": RequestRouterConfig(
+        request_router_class=VLLMPrefixRouter, request_router_kwargs={"model": "my-model", "pool": "default"}
+    )},
+)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ray.serve.request_router import PendingRequest
+from transformers import AutoTokenizer
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import hash_block_tokens
+
+from raykv import keys
+from raykv.integrations.serve import NO_KEYS, PrefixRouter
+from raykv.integrations.vllm.connector import kv_transfer_config
+
+
+def routed_config(pool: str = "default") -> dict[str, Any]:
+    """The value of `kv_transfer_config` for engines behind a VLLMPrefixRouter."""
+    own = {"kv_connector": "RoutedConnector", "kv_connector_module_path": "raykv.integrations.vllm.announce"}
+    return kv_transfer_config(pool) | own
+
+
+class VLLMPrefixRouter(PrefixRouter):
+    """A PrefixRouter for OpenAI requests: completions with one prompt, and chats of text.
+
+    Prompts are tokenized here as the engine does it, with the model's tokenizer and chat template. Requests with
+    images, several prompts or a LoRA adapter are Serve's to place. request_router_kwargs: `model` is LLMConfig's
+    model_id, and `pool`.
+    """
+
+    async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
+        body = request.args[0] if request.args else None
+        if body is None or request.metadata.multiplexed_model_id:
+            return NO_KEYS
+        return await asyncio.to_thread(prompt_keys, body, announced)
+
+
+def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
+    """Keys of an OpenAI request's prompt, (chunks, 16), as its engine's connector has them."""
+    token_ids = _token_ids(body, announced)
+    hashes = block_hashes(token_ids, announced, getattr(body, "cache_salt", None))
+    last = announced["block_tokens"] // announced["hash_tokens"] - 1
+    return keys.rekey(bytes.fromhex(announced["root"]), hashes[last :: last + 1])
+
+
+def block_hashes(token_ids: list[int], announced: dict[str, Any], salt: str | None = None) -> list[bytes]:
+    """What vLLM calls a prompt's full blocks."""
+    function, size = get_hash_fn_by_name(announced["hash_algorithm"]), announced["hash_tokens"]
+    hashes, parent = [], function(announced["hash_seed"])
+    extra = (("cache_salt", salt),) if salt else None
+    for start in range(0, len(token_ids) - size + 1, size):
+        parent = hash_block_tokens(function, parent, token_ids[start : start + size], extra)
+        hashes.append(parent)
+        extra = None  # of the first block only
+    return hashes
+
+
+def _token_ids(body: Any, announced: dict[str, Any]) -> list[int]:
+    """ValueError for a request without one prompt of text or token ids."""
+    tokenizer = _tokenizer(announced["tokenizer"], announced["tokenizer_revision"], announced["trust_remote_code"])
+    if messages := getattr(body, "messages", None):
+        return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+            [{**message, "content": _text(message.get("content"))} for message in messages],
+            tools=body.tools and [tool.model_dump() for tool in body.tools],
+            chat_template=body.chat_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            return_dict=False,
+            **(body.chat_template_kwargs or {}),
+        )
+    prompt = getattr(body, "prompt", None)
+    if isinstance(prompt, str):
+        return tokenizer(prompt, add_special_tokens=body.add_special_tokens).input_ids  # type: ignore[no-any-return]
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    raise ValueError("no single prompt")
+
+
+def _text(content: Any) -> Any:
+    """A message's text, whether it came whole or in parts."""
+    if not isinstance(content, list):
+        return content
+    if any(part.get("type") != "text" for part in content):
+        raise ValueError("a prompt with more than text")
+    return "\n".join(part["text"] for part in content)
+
+
+@functools.cache
+def _tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)

@@ -1,0 +1,220 @@
+"""The worker's side of vLLM on a pool: one copy between the engine's KV tensors and an arena of the node.
+
+On a GPU too: what its stream was given before a job was submitted is waited for, and then all pages of a job are one
+batched copy, of which vLLM hears when it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+from raykv.arena.buffers import Rows, rows_of
+from raykv.client.cache import KVCache, Reservation
+from raykv.client.pool import KVPool
+from raykv.errors import DeviceError
+from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
+from raykv.place import KEY_BYTES, PLACE
+
+log = logging.getLogger("raykv")
+
+PAUSE_S = 0.002  # of an engine that has nothing to compute
+GRACE_S = 0.02  # that an engine waits for the directory when it wants back a block that is still to be stored
+
+
+@dataclass
+class Job:
+    """A transfer. state: "queued" -> "copying" -> "done"; one that is done before it copies is not to copy at all."""
+
+    id: int
+    state: str
+    ready: Any = None  # event on a GPU, after which its pages may be touched
+    begin: float = field(default_factory=time.perf_counter)
+    future: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until the engine is done with its pages: it may have been given work on them just before."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+
+class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
+    """Loads and stores chunks in threads of its own. Every job ends well for vLLM; `take_failed` tells the truth."""
+
+    def __init__(self, pool: KVPool, cache: KVCache, part: int, kv_caches: Any, blocks_per_chunk: int) -> None:
+        """cache: of this worker's part, of a block size that `kv_caches` must add up to. part: its rank.
+
+        ValueError if they don't. ImportError where the tensors are on a GPU and CuPy is not installed.
+        """
+        tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
+        self._pages = replace(rows_of(tensors), stream=None)  # jobs wait for what was submitted before them
+        chunk_bytes = self._pages.bytes * blocks_per_chunk
+        if chunk_bytes != cache.block_bytes:
+            raise ValueError(
+                f"a chunk has {chunk_bytes} bytes of KV tensors, but vLLM said {cache.block_bytes}: a layout of the "
+                f"KV cache that raykv does not know; leave kv_transfer_config out"
+            )
+        self._pool, self._cache, self._part, self._per_chunk = pool, cache, part, blocks_per_chunk
+        length = int(self._pages.lengths.max())
+        self._spare = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)  # for what is not wanted
+        self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
+        self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
+        if pool.local is not None:
+            self._loads.submit(pool.local.arena.populate, self._pages.device)
+        self._jobs: dict[int, Job] = {}
+        self._mutex = threading.Lock()  # of every job's state
+        self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
+        self._some_done = threading.Event()
+        self._failed: set[int] = set()
+        self._reported: set[int] = set()
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: ChunksToStore) -> bool:
+        job = self._jobs[job_id] = Job(job_id, "queued", self._mark())
+        job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any) -> bool:
+        job = self._jobs[job_id] = Job(job_id, "copying", self._mark())
+        job.future = self._loads.submit(self._load, job, src_spec, dst_spec)
+        return True
+
+    def pause(self) -> None:
+        """For steps that compute nothing: two processes that ask each other for news would take the copy's cores."""
+        self._some_done.wait(PAUSE_S)
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        self._some_done.clear()
+        while not self._done.empty():
+            result = self._done.get_nowait()
+            del self._jobs[result.job_id]
+            if result.job_id in self._failed:
+                self._failed.remove(result.job_id)
+                self._reported.add(result.job_id)
+            results.append(result)
+        return results
+
+    def take_failed(self) -> set[int]:
+        """Loads among those that `get_finished` gave last whose blocks did not arrive."""
+        failed, self._reported = self._reported, set()
+        return failed
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Until none of these jobs touches the engine's blocks. A store that still waits for its slots is given up."""
+        jobs = [self._jobs[job] for job in job_ids if job in self._jobs]
+        wait([job.future for job in jobs if job.future], timeout=GRACE_S)
+        for job in jobs:
+            self._finish(job, "queued", 0)
+        wait([job.future for job in jobs if job.future and job.state == "copying"])
+
+    def shutdown(self) -> None:
+        for threads in (self._loads, self._stores, self._commits):
+            threads.shutdown(cancel_futures=True)
+        self._pool.close()
+
+    def _store(self, job: Job, source: Any, target: ChunksToStore) -> None:
+        """Copy chunks into slots; the directory learns of it after vLLM has its blocks back."""
+        size = 0
+        if job.state == "done":
+            return
+        try:
+            keys = np.frombuffer(target.keys[self._part], np.uint8).reshape(-1, KEY_BYTES)
+            if len(source.block_ids) != len(keys) * self._per_chunk:
+                raise ValueError(f"{len(source.block_ids)} blocks for {len(keys)} chunks of {self._per_chunk}")
+            reservation = self._cache.reserve(keys, target.position)
+            if len(reservation) and self._begin(job):
+                job.wait()
+                reservation.copy_in(self._rows(source, len(keys)))
+                size = len(reservation) * self._cache.block_bytes
+                self._commits.submit(self._commit, reservation)
+            else:
+                reservation.release()
+        except Exception:  # whatever it is, the engine goes on: its blocks are not in the pool, that is all
+            log.exception("pool %s: a store failed", self._pool.name)
+        self._finish(job, job.state, size)
+
+    def _commit(self, reservation: Reservation) -> None:
+        try:
+            reservation.commit()
+        except Exception:
+            log.exception("pool %s: a commit failed", self._pool.name)
+            reservation.release()
+
+    def _load(self, job: Job, source: ChunksToLoad, target: Any) -> None:
+        """Copy chunks out of this node's arena. What does not arrive is computed."""
+        size = 0
+        try:
+            job.wait()
+            size = self._read(source, target)
+        except Exception:
+            log.exception("pool %s: a load failed", self._pool.name)
+        if not size:
+            self._failed.add(job.id)
+        self._finish(job, "copying", size)
+
+    def _read(self, source: ChunksToLoad, target: Any) -> int:
+        """Bytes read: of all chunks, or 0 if one of them is not there any more."""
+        arena, at, names = source.parts[self._part]
+        places, keys = np.frombuffer(at, PLACE), np.frombuffer(names, np.uint8).reshape(-1, KEY_BYTES)
+        local, link = self._pool.local, self._pool.link
+        if local is None or local.arena.nonce != arena:  # not by index: a new directory calls nodes otherwise
+            self._pool.look_again()
+            link.fault("load", "the blocks are in another arena than the one that this worker knows")
+            return 0
+        rows = self._rows(target, len(keys))
+        try:
+            ok = local.arena.read(places, keys, rows)
+        except DeviceError as error:  # nobody else is to miss the blocks for that
+            link.fault("gpu", error)
+            return 0
+        if not ok.all():
+            link.bad(places[~ok])
+            link.fault("load", f"{int((~ok).sum())} of {len(ok)} blocks were not what the directory said")
+            return 0
+        return rows.bytes * len(rows)
+
+    def _rows(self, spec: Any, chunks: int) -> Rows:
+        """The engine's blocks as rows of chunks. A load may want the chunks at either end of the run in part."""
+        ids: NDArray[np.int64] = spec.block_ids.astype(np.int64)
+        skipped = spec.block_indices[0] % self._per_chunk
+        wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), self._spare.data_ptr())
+        wanted[skipped : skipped + len(ids)] = self._pages.addresses[ids]
+        lengths = np.tile(self._pages.lengths, self._per_chunk)
+        memory = (self._pages, self._spare)
+        return Rows(wanted.reshape(chunks, -1), lengths, memory, writable=True, device=self._pages.device)
+
+    def _mark(self) -> Any:
+        """An event after what this thread's stream was given until now. None in host memory."""
+        if self._pages.device is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _begin(self, job: Job) -> bool:
+        """Whether a store may touch the engine's blocks: they have not been taken back."""
+        with self._mutex:
+            if job.state == "queued":
+                job.state = "copying"
+            return job.state == "copying"
+
+    def _finish(self, job: Job, state: str, size: int) -> bool:
+        """Report a job to vLLM, once, if it is in this state."""
+        with self._mutex:
+            if job.state != state or state == "done":
+                return False
+            job.state = "done"
+        self._done.put(TransferResult(job.id, True, size, time.perf_counter() - job.begin))
+        self._some_done.set()
+        return True

@@ -1,0 +1,99 @@
+"""The Ray actors of a pool, and how they are found: detached, named, in the namespace `raykv`."""
+
+import json
+from typing import Any
+
+import ray
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv.config import NAMESPACE
+
+# What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
+# secret), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>` (taken by a directory),
+# `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON: the cpu_memory that it was resized to),
+# `<pool>/tier` (what was given to `register_tier`, pickled).
+
+
+def supervisor_name(pool: str) -> str:
+    return f"{pool}/supervisor"
+
+
+def node_store_name(pool: str, node_id: str) -> str:
+    return f"{pool}/node-{node_id[:16]}"
+
+
+def find(name: str) -> Any:
+    """A handle of one of our actors. ValueError where there is none."""
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def find_directory(pool: str) -> Any:
+    """A handle of the directory that is in charge. ValueError where there is none."""
+    name = get(pool, "directory")
+    if name is None:
+        raise ValueError(f"pool {pool!r} has no directory")
+    return find(name.decode())
+
+
+def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str, Any]:
+    """How an actor of ours is made: on `node_id`, and only there if `pinned`."""
+    return {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "max_concurrency": threads,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=not pinned),
+    }
+
+
+def get(pool: str, key: str) -> bytes | None:
+    """A value of the pool in Ray's internal KV."""
+    value: bytes | None = _internal_kv_get(f"{pool}/{key}", namespace=NAMESPACE.encode())
+    return value
+
+
+def put(pool: str, key: str, value: bytes, overwrite: bool = True) -> bool:
+    """Set it; False if it was there and may not be overwritten."""
+    existed: bool = _internal_kv_put(f"{pool}/{key}", value, overwrite=overwrite, namespace=NAMESPACE.encode())
+    return overwrite or not existed
+
+
+def drop(pool: str, key: str) -> None:
+    _internal_kv_del(f"{pool}/{key}", namespace=NAMESPACE.encode())
+
+
+def forget(pool: str) -> None:
+    """Remove all that is known of a pool."""
+    for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
+        _internal_kv_del(key, namespace=NAMESPACE.encode())
+
+
+def names(pool: str, folder: str) -> list[str]:
+    """What follows `<pool>/<folder>/` in Ray's internal KV."""
+    prefix = f"{pool}/{folder}/"
+    found = _internal_kv_list(prefix, namespace=NAMESPACE.encode())
+    return [key.decode().removeprefix(prefix) for key in found]
+
+
+def settings(pool: str) -> dict[str, Any] | None:
+    """What a pool was started with: `secret` (hex) and all else of PoolConfig. None if there is no such pool."""
+    value = get(pool, "settings")
+    return json.loads(value) if value else None
+
+
+def take_epoch(pool: str, at_least: int = 1) -> int:
+    """An epoch that no directory of the pool has had."""
+    epoch = max(at_least, int(get(pool, "last_epoch") or 0) + 1)
+    while not put(pool, f"epoch/{epoch}", b"", overwrite=False):
+        epoch += 1
+    put(pool, "last_epoch", str(epoch).encode())
+    return epoch

@@ -1,0 +1,1 @@
+"""What raykv needs of the operating system and the compiler."""
