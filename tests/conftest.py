@@ -58,7 +58,7 @@ def start(cluster: Any) -> Iterator[Callable[..., "raykv.KVPool"]]:
 
 def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
     import ray
-    from pools import eventually, served, shm_files
+    from helpers.pools import eventually, served, shm_files
 
     import raykv
 
@@ -80,7 +80,7 @@ def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
 @pytest.fixture
 def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls of this process take long: what they return is tested, on a machine that may be busy."""
-    from pools import PATIENCE_S
+    from helpers.pools import PATIENCE_S
 
     monkeypatch.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", PATIENCE_S)
 
@@ -98,7 +98,7 @@ def third_node_for_module(cluster: Any) -> Iterator[Callable[[], Any]]:
 
 def _add_node(cluster: Any) -> Iterator[Callable[[], Any]]:
     import ray
-    from pools import eventually
+    from helpers.pools import eventually
 
     added = []
 
@@ -117,7 +117,7 @@ def _add_node(cluster: Any) -> Iterator[Callable[[], Any]]:
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in for CuPy, imported anew, with two GPUs of 64 MiB."""
-    from gpus import ON_HOST, forget
+    from helpers.gpus import ON_HOST, forget
 
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "cupy"}
     monkeypatch.syspath_prepend(ON_HOST)

@@ -1,0 +1,150 @@
+"""Faults of a pool's own actors and nodes, under load: users see misses, and afterwards all blocks again."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+from helpers.pools import (
+    BLOCK,
+    come_back,
+    eventually,
+    keep,
+    kill,
+    node_store,
+    other_node,
+    pid,
+    read,
+    served,
+    settled,
+    tokens,
+    worker,
+)
+from numpy.typing import NDArray
+
+import raykv
+from raykv import registry
+from raykv.place import PLACE, epoch_of
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+
+
+def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[NDArray[np.uint8]], list[Any]]:
+    """Blocks of both nodes, and a worker on each."""
+    cache = a_cache(pool)
+    workers = [worker(pool, node_id, be_patient=False) for node_id in (pool.node_id, other_node(pool))]
+    prompts = [cache.keys(tokens(100 + i, 40)) for i in range(2)]
+    for there, keys in zip(workers, prompts, strict=True):
+        ray.get(there.keep.remote(keys), timeout=120)
+    return cache, prompts, workers
+
+
+def test_stores_and_directory_killed_under_load(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache, prompts, workers = on_both(pool)
+    epoch = pool.stats()["epoch"]
+    load = [there.churn.remote(25.0, seed=i, prompts=4, blocks=20) for i, there in enumerate(workers)]
+    kill(pool, pool.node_id)
+    kill(pool, "directory")
+    kill(pool, other_node(pool))
+    for stored, readings, wrong in ray.get(load, timeout=120):
+        assert stored and readings and not wrong
+    come_back(cache, prompts, workers)
+    eventually(lambda: settled(pool))
+    assert pool.stats()["epoch"] > epoch and pool.stats()["corrupt"] == 0
+    # whoever attaches now finds a store that knows its place
+    for node_id in (pool.node_id, other_node(pool)):
+        newcomer = worker(pool, node_id)
+        assert ray.get(newcomer.read.remote(prompts[0]), timeout=120)[1:3] == (40, 0)
+
+
+def test_all_actors_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
+    """Each store takes up one of the machine's arenas, maybe the other's: clients look where their blocks are now."""
+    pool = start()
+    cache, prompts, workers = on_both(pool)
+    for _ in range(2):
+        kill(pool, "supervisor", "directory", pool.node_id, other_node(pool))
+        come_back(cache, prompts, workers)
+        keep(cache, cache.keys(tokens(200, 8)))
+    ray.kill(registry.find_directory(pool.name))  # for good: Ray restarts it no more, the supervisor makes a new one
+    come_back(cache, prompts, workers)
+    keep(cache, cache.keys(tokens(201, 8)))
+    ray.kill(node_store(pool, pool.node_id))
+    far = cache.keys(tokens(202, 8))
+    ray.get(workers[1].keep.remote(far), timeout=120)
+    come_back(cache, [far, *prompts], workers)  # who pulled through the old store pulls through the new one
+    assert pool.stats()["corrupt"] == 0
+    eventually(lambda: settled(pool))
+
+
+def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    assert pool.local
+    cache, prompts, workers = on_both(pool)
+    old = registry.find_directory(pool.name)
+    process, epoch = pid(old), pool.stats()["epoch"]
+    late = cache.keys(tokens(300, 4))
+    hold, grant = eventually(lambda: granted(pool, late))
+    os.kill(process, signal.SIGSTOP)
+    try:
+        with cache.match(prompts[0]) as match:  # a miss, in its deadline
+            assert match.num_blocks == 0
+        eventually(lambda: registry.get(pool.name, "directory") != b"%s/directory-1" % pool.name.encode())
+        eventually(lambda: pool.stats().get("epoch", 0) > epoch)
+        come_back(cache, prompts)
+        eventually(lambda: pool.local and pool.local.arena.epoch > epoch)
+        places = np.frombuffer(grant.places, PLACE)
+        assert epoch_of(int(places["gen"][0])) == epoch
+        blocks = np.zeros((4, BLOCK), np.uint8)
+        assert not pool.local.arena.write(places, late, blocks).any()
+        late_commit = ("commit", hold, grant.places, late.tobytes(), b"\1" * 4)
+        assert eventually(lambda: pool.link.call(*late_commit))[1] == 0
+        load = [there.churn.remote(10.0, seed=i, prompts=4, blocks=20) for i, there in enumerate(workers)]
+        now = pool.stats()["epoch"]
+    finally:
+        os.kill(process, signal.SIGCONT)
+    for stored, readings, wrong in ray.get(load, timeout=120):
+        assert stored and readings and not wrong
+    assert pool.stats()["epoch"] == now
+    eventually(lambda: not os.path.exists(f"/proc/{process}"))
+    come_back(cache, prompts, workers)
+    assert read(cache, late).matched == 0
+    eventually(lambda: settled(pool))
+
+
+def granted(pool: raykv.KVPool, keys: NDArray[np.uint8]) -> Any:
+    hold, answer = pool.link.hold("reserve", pool.node_id, keys.tobytes(), 0, BLOCK)
+    if answer is not None and len(answer.places) == len(keys) * PLACE.itemsize:
+        return hold, answer
+    pool.link.let_go(hold)
+    return None
+
+
+def test_a_killed_supervisor_comes_back_and_a_raylet_dies_under_load(
+    start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], cluster: Any
+) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    kill(pool, "supervisor")
+    node = third_node()
+    eventually(lambda: served(pool, 3))
+    there = worker(pool, node.node_id)
+    lost, kept = cache.keys(tokens(400, 20)), cache.keys(tokens(401, 20))  # nothing that the load stores
+    assert ray.get(there.store.remote(lost), timeout=120) == 20
+    keep(cache, kept)
+    near = worker(pool, pool.node_id, be_patient=False)
+    come_back(cache, [kept], [near])
+    load = near.churn.remote(20.0, seed=1, prompts=4, blocks=20)
+    cluster.remove_node(node, allow_graceful=False)
+    eventually(lambda: pool.stats()["nodes"].get(node.node_id, {}).get("state") in (None, "suspect"))
+    assert read(cache, lost).matched == 0  # it is not offered any more,
+    eventually(lambda: node.node_id not in pool.stats()["nodes"])  # and then Ray gives it up
+    stored, readings, wrong = ray.get(load, timeout=120)
+    assert stored and readings and not wrong
+    come_back(cache, [kept], [near])
+    keep(cache, lost)
+    eventually(lambda: settled(pool))

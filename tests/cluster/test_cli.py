@@ -1,0 +1,102 @@
+"""The `raykv` command, as a user runs it, on a cluster of its own or the session's."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from helpers.command_line import command, last_json
+
+import raykv
+from raykv.cli.main import Memory
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("0.3", 0.3), ("1", 1.0), ("4GiB", 4 << 30), ("500MB", 500 * MIB), ("1073741824", 1 << 30), ("64m", 64 * MIB)],
+)
+def test_memory(given: str, meant: float) -> None:
+    value = Memory().convert(given, None, None)
+    assert value == meant and isinstance(value, float) == (meant <= 1)
+
+
+@pytest.mark.parametrize("given", ["inf", "nan", "1e999", "much", ""])
+def test_no_memory(given: str) -> None:
+    with pytest.raises(click.BadParameter, match="give a fraction such as"):
+        Memory().convert(given, None, None)
+
+
+def test_start_status_clear_stop(cluster: Any) -> None:
+    name = f"cli{os.getpid()}"
+    size = ("--cpu-memory", "32MiB")
+    started = last_json(command("start", "--name", name, *size, "--json", address=cluster.address))
+    assert [node["state"] for node in started["nodes"].values()] == ["alive", "alive"]
+    try:
+        pool = raykv.attach(name)
+        cache = pool.cache(model="m", block_tokens=16, block_bytes=4096)
+        keys = cache.keys(np.arange(160))
+        assert cache.store(keys, np.ones((10, 4096), np.uint8)) == 10
+        assert last_json(command("status", "--name", name, "--json", address=cluster.address))["keys"] == 10
+        table = command("status", "--name", name, address=cluster.address)
+        assert table.returncode == 0 and "10 blocks, hit rate" in table.stdout and "alive" in table.stdout
+        again = last_json(command("start", "--name", name, *size, "--json", address=cluster.address))
+        assert again["keys"] == 10, "start is idempotent"
+        assert last_json(command("clear", "--name", name, "--json", address=cluster.address)) == {"cleared": 10}
+        pool.close()
+    finally:
+        stopped = command("stop", "--name", name, address=cluster.address)
+    assert stopped.returncode == 0, stopped.stderr
+    gone = command("status", "--name", name, address=cluster.address)
+    assert gone.returncode == 1 and f"raykv start --name {name}" in gone.stderr and "Traceback" not in gone.stderr
+    assert not list(Path("/dev/shm").glob(f"raykv-{name}-*"))
+
+
+def test_what_a_user_gets_wrong(cluster: Any, tmp_path: Path) -> None:
+    huge = command("start", "--name", "huge", "--cpu-memory", "900TiB", address=cluster.address)
+    assert huge.returncode == 1 and "are free" in huge.stderr and "Traceback" not in huge.stderr
+    assert "fraction such as 0.3" in command("start", "--cpu-memory", "lots").stderr
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    secret.chmod(0o644)
+    loose = command("start", "--name", "loose", "--secret-file", str(secret), address=cluster.address)
+    assert loose.returncode == 1 and "chmod 600" in loose.stderr
+
+
+@pytest.mark.own_cluster
+def test_demo() -> None:
+    """Cold on engine 0, then from its node on engine 1, then again on engine 0."""
+    figures = last_json(command("demo", "--requests", "3", "--json"))
+    assert figures["tokens_equal"] is True
+    assert [row["kind"] for row in figures["requests"]] == ["cold", "pool-remote", "pool-local"]
+    assert [row["pool_tokens"] for row in figures["requests"]] == [0, 2000, 2000]
+    assert {"cold_ms", "pool_local_ms", "pool_remote_ms"} <= figures.keys()
+
+
+def test_bench_directory() -> None:
+    figures = last_json(command("bench", "directory", "--entries", "200000", "--json"))
+    assert figures["bytes_per_entry"] > 0
+
+
+def test_bench_trace_with_external_tiers(tmp_path: Path) -> None:
+    """Prompts of 10 blocks each, asked for in turn: twice as many as memory holds, all of which tiers do."""
+    trace = tmp_path / "trace.jsonl"
+    requests = [list(range(10 * i, 10 * i + 10)) for i in range(40)] * 3
+    trace.write_text("".join(json.dumps({"hash_ids": ids, "input_length": 5120}) + "\n" for ids in requests))
+    sizes = ("--nodes", "2", "--capacity", "200", "--external", "480")
+    (row,) = last_json(command("bench", "trace", str(trace), *sizes, "--json"))["results"]
+    assert row["pool"] == row["exact_lru"] == 0.0
+    assert row["exact_lru_external"] == row["pool_shared_tier"] == row["pool_own_tiers"] == 66.67
+    refused = command("bench", "trace", str(trace), "--nodes", "2", "--capacity", "200", "--external", "1")
+    assert refused.returncode == 1 and "every node needs a block" in refused.stderr
+
+
+def test_bench_tiers(tmp_path: Path) -> None:
+    figures = last_json(command("bench", "tiers", "--directory", str(tmp_path), "--json"))
+    assert figures["file_store_ratio"] > 0 and figures["file_load_ratio"] > 0
+    assert "left out" in figures["redis"] if "redis" in figures else figures["redis_load_ratio"] > 0
+    assert not list(tmp_path.iterdir())

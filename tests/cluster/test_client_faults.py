@@ -1,0 +1,246 @@
+"""Faults that happen to users of a pool, and to its memory: one test a row of the table."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import (
+    BLOCK,
+    TRANSPORTS,
+    Worker,
+    eventually,
+    holds,
+    keep,
+    node_store,
+    other_node,
+    places,
+    read,
+    settled,
+    store,
+    tokens,
+    totals,
+    worker,
+)
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+import raykv
+from raykv.arena import block_copy, header, superblock
+
+pytestmark = pytest.mark.usefixtures("patiently")
+
+WHEN = ("granted", "half copied", "written")
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+class Unlucky(Worker):
+    """Sends itself a signal in the middle of a store."""
+
+    def __init__(self, pool: str, when: str, what: str) -> None:
+        super().__init__(pool)
+        self.when, self.signal = when, SIGNALS[what]
+
+    def strike(self) -> None:
+        os.kill(os.getpid(), self.signal)
+
+    def store_and_suffer(self, keys: NDArray[np.uint8]) -> int:
+        assert self.pool.local
+        arena, link = self.pool.local.arena, self.pool.link
+        write, call, copy = arena.write, link.call, block_copy.copy_summed
+
+        def write_later(*args: Any) -> Any:
+            self.strike()
+            return write(*args)
+
+        def copy_half(table: block_copy.Copies) -> Any:
+            half = table.copy()
+            half[..., 2] //= 2
+            block_copy.copy(half)
+            self.strike()
+            return copy(table)
+
+        def call_later(method: str, *args: Any) -> Any:
+            if method == "commit":
+                self.strike()
+            return call(method, *args)
+
+        if self.when == "granted":
+            arena.write = write_later  # type: ignore[assignment,method-assign]
+        elif self.when == "half copied":
+            block_copy.copy_summed = copy_half
+        else:
+            link.call = call_later  # type: ignore[method-assign]
+        return self.store(keys)
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+
+
+def fill(pool: raykv.KVPool, cache: raykv.KVCache, seed: int) -> None:
+    """Store until every slot was granted anew."""
+    slots = totals(pool)["slots"]
+    goal = pool.stats()["evicted"] + 3 * slots
+    for i in range(10_000):
+        store(cache, cache.keys(tokens(seed + i, 16)))
+        if pool.stats().get("evicted", 0) > goal:
+            return
+    raise AssertionError(f"{pool.stats()} after 10,000 prompts")
+
+
+def test_a_writer_killed_at_any_point(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    victims = [worker(pool, other_node(pool), Unlucky, when=when, what="killed") for when in WHEN]
+    prompts = [cache.keys(tokens(i, 8)) for i in range(len(WHEN))]
+    for victim, keys in zip(victims, prompts, strict=True):
+        with pytest.raises(RayError):
+            ray.get(victim.store_and_suffer.remote(keys), timeout=120)
+    eventually(lambda: settled(pool))
+    found = [read(cache, keys, verify=True) for keys in prompts]
+    assert [reading.wrong for reading in found] == [0, 0, 0]
+    assert [reading.read for reading in found] == [0, 0, 8]  # what was whole is not lost with its writer
+    for keys in prompts:
+        keep(cache, keys)
+
+
+def test_a_reader_killed_while_it_holds(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 100))
+    keep(cache, keys)
+    reader = worker(pool, other_node(pool))
+    assert ray.get(reader.lease.remote(keys), timeout=120) == 100
+    eventually(lambda: totals(pool).get("staging", 0) > 0 and pool.stats()["leases"] == 1)
+    process, lookups = ray.get(reader.pid.remote(), timeout=60), pool.stats()["lookups"]
+    reading = reader.churn.remote(60.0, seed=1, prompts=2, blocks=100)
+    eventually(lambda: pool.stats()["lookups"] > lookups)
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(RayError):
+        ray.get(reading, timeout=120)
+    eventually(lambda: settled(pool))
+    assert holds(cache, keys)
+
+
+def test_writers_stopped_and_continued(start: Callable[..., raykv.KVPool]) -> None:
+    """Long enough that their reservations ended, and that all that could be given away was."""
+    pool = start(cpu_memory=16 << 20)
+    cache = a_cache(pool)
+    victims = [worker(pool, pool.node_id, Unlucky, when=when, what="stopped") for when in WHEN]
+    pids = ray.get([victim.pid.remote() for victim in victims], timeout=120)
+    prompts = [cache.keys(tokens(i, 8)) for i in range(len(WHEN))]
+    storing = [victim.store_and_suffer.remote(keys) for victim, keys in zip(victims, prompts, strict=True)]
+    try:
+        eventually(lambda: all(map(stopped, pids)))
+        eventually(lambda: totals(pool)["writing"] == 0 and pool.stats()["reservations"] == 0)
+        eventually(lambda: totals(pool)["limbo"] == 8)  # of the one whose locks keep them from everybody
+        fill(pool, cache, 1000)
+        assert totals(pool)["limbo"] == 8
+    finally:
+        for process in pids:
+            os.kill(process, signal.SIGCONT)
+    assert ray.get(storing[0], timeout=120) == 0
+    assert ray.get(victims[0].faults.remote(), timeout=60)["write"] == 1  # its slots were given away: it was refused
+    ray.get(storing, timeout=120)
+    eventually(lambda: settled(pool))
+    latest = [cache.keys(tokens(seed, 16)) for seed in range(1000, 1200)]
+    found = [read(cache, keys, verify=True) for keys in [*prompts, *latest]]
+    assert sum(reading.wrong for reading in found) == 0
+    assert sum(reading.read for reading in found) > 0
+    assert pool.stats()["corrupt"] == 0
+
+
+def stopped(process: int) -> bool:
+    with open(f"/proc/{process}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_reader_stopped_and_continued(start: Callable[..., raykv.KVPool]) -> None:
+    """Its lease ends, its blocks go, and its read tells."""
+    pool = start(cpu_memory=16 << 20)
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 8))
+    keep(cache, keys)
+    reader = worker(pool, pool.node_id, Dozing)
+    process = ray.get(reader.pid.remote(), timeout=120)
+    reading = reader.read_late.remote(keys)
+    try:
+        eventually(lambda: stopped(process))
+        eventually(lambda: pool.stats()["leases"] == 0)
+        fill(pool, cache, 1000)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    matched, count, wrong = ray.get(reading, timeout=120)
+    assert (matched, wrong) == (8, 0) and count < 8
+    eventually(lambda: settled(pool))
+    assert pool.stats()["corrupt"] == 0
+
+
+class Dozing(Worker):
+    """Is stopped between match and read."""
+
+    def read_late(self, keys: NDArray[np.uint8]) -> tuple[int, int, int]:
+        assert self.pool.local
+        arena = self.pool.local.arena
+        read_now = arena.read
+
+        def read_late(*args: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return read_now(*args)
+
+        arena.read = read_late  # type: ignore[assignment,method-assign]
+        return self.read(keys)[:3]
+
+
+def alter(pool: raykv.KVPool, place: np.void, payload: bool) -> None:
+    """Flip a bit of a block of this node, in its payload or in its header's key, as a stray write would."""
+    assert pool.local
+    arena = pool.local.arena
+    first, start, size = superblock.layout(arena.slab_bytes, arena.slabs)
+    stride = -(-int(place["bytes"]) // 4096) * 4096
+    if payload:
+        at = start + int(place["slab"]) * arena.slab_bytes + int(place["slot"]) * stride + int(place["bytes"]) // 2
+    else:
+        slot = int(place["slab"]) * (arena.slab_bytes // 4096) + int(place["slot"])
+        at = first + 8 * (slot * header.HEADER_WORDS + header.KEY)
+    assert at < size
+    with open(arena.path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def altered(start_for_module: Callable[..., raykv.KVPool], request: Any) -> tuple[raykv.KVPool, Any]:
+    """A pool, and a worker on its other node."""
+    pool = start_for_module(transport=request.param)
+    return pool, worker(pool, other_node(pool))
+
+
+@pytest.mark.parametrize("payload", [False, True], ids=["header", "payload"])
+@pytest.mark.parametrize("reader", ["here", "there"])
+def test_what_was_altered_behind_our_back(altered: tuple[raykv.KVPool, Any], payload: bool, reader: str) -> None:
+    pool, there = altered
+    cache = a_cache(pool)
+    pool.clear()
+    keys = cache.keys(tokens(1, 10))
+    keep(cache, keys)
+    before, arrivals = pool.stats()["corrupt"], node_store(pool, other_node(pool)).stats
+    arrived = ray.get(arrivals.remote(), timeout=60)["corrupt"]
+    alter(pool, places(pool, cache, keys)[6], payload)
+    if reader == "here":
+        found = read(cache, keys, verify=payload)
+    else:
+        found = ray.get(there.read.remote(keys), timeout=120)
+        assert ray.get(arrivals.remote(), timeout=60)["corrupt"] - arrived == int(payload)
+    faults = pool.link.faults["read"] if reader == "here" else ray.get(there.faults.remote(), timeout=60)["pull"]
+    assert found[:3] == (10, 6, 0) and faults
+    eventually(lambda: pool.stats()["corrupt"] - before == 1)
+    assert read(cache, keys).matched == 6  # it is not offered again,
+    keep(cache, keys)  # and can be stored again
+    eventually(lambda: settled(pool))

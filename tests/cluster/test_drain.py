@@ -1,0 +1,79 @@
+"""A node that leaves: what only it had is elsewhere before it is gone."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from helpers.pools import BLOCK, MIB, Worker, eventually, kill, read, store, tokens, worker
+from numpy.typing import NDArray
+
+import raykv
+from raykv import registry
+
+Start = Callable[..., raykv.KVPool]
+
+
+def cache_of(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=100)
+
+
+def keep_there(pool: raykv.KVPool, node_id: str, seed: int) -> list[NDArray[Any]]:
+    """Prompts whose blocks only that node has."""
+    there = worker(pool, node_id, Worker)
+    prompts = [cache_of(pool).keys(tokens(seed + i, 50)) for i in range(4)]
+    ray.get([there.keep.remote(keys) for keys in prompts], timeout=120)
+    return prompts
+
+
+def notice(cluster: Any, node_id: str) -> None:
+    """Ray is told that a node will leave."""
+    command = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--reason-message", "bye"]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "600"]
+    subprocess.run([Path(sys.executable).with_name("ray"), *command], check=True, capture_output=True, timeout=60)
+
+
+def state(pool: raykv.KVPool, node_id: str) -> str | None:
+    """None while its directory does not answer, or does not know the node."""
+    return pool.stats().get("nodes", {}).get(node_id, {}).get("state")  # type: ignore[no-any-return]
+
+
+def left(pool: raykv.KVPool, node_id: str) -> int:
+    """Blocks that would go with a node."""
+    answer = ray.get(registry.find_directory(pool.name).departing.remote(node_id), timeout=10)
+    return 1 if answer is None else int(answer[2])
+
+
+def test_what_only_a_leaving_node_had_is_readable_after_it_is_gone_while_a_load_runs(
+    cluster: Any, start: Start, third_node: Callable[[], Any], patiently: None, tmp_path: Path
+) -> None:
+    leaving = third_node()
+    staying = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != leaving.node_id]
+    roomy = start(cpu_memory=128 * MIB)
+    tiered = start(external=f"file://{tmp_path}?capacity=1GiB&shared=1", secret=b"s")
+    for i in range(10):  # the others' memory is full: what leaves has only the tier to go to
+        store(cache_of(tiered), cache_of(tiered).keys(tokens(300 + i, 50)))
+    prompts = {pool: keep_there(pool, leaving.node_id, 400) for pool in (roomy, tiered)}
+    read(cache_of(roomy), prompts[roomy][0])  # a replica elsewhere, that load may take the room of
+    running = [worker(roomy, node_id).churn.remote(20.0, i, 6, 40) for i, node_id in enumerate(staying)]
+
+    with pytest.raises(ValueError, match="not a living node"):
+        roomy.drain("no-such-node")
+    assert roomy.drain(leaving.node_id, deadline=60.0) == 0
+    there = worker(roomy, leaving.node_id)
+    assert not ray.get(there.store.remote(cache_of(roomy).keys(tokens(999, 5))), timeout=60), "nothing new goes there"
+    kill(roomy, "directory")  # a new one is told who leaves
+    eventually(lambda: state(roomy, leaving.node_id) == "leaving")
+    ray.kill(there)
+    notice(cluster, leaving.node_id)  # to which the other pool's supervisor answers by itself
+    eventually(lambda: state(tiered, leaving.node_id) == "leaving" and not left(tiered, leaving.node_id))
+
+    cluster.remove_node(leaving, allow_graceful=False)
+    for pool in (roomy, tiered):
+        for keys in prompts[pool]:
+            eventually(lambda pool=pool, keys=keys: read(cache_of(pool), keys)[:3] == (50, 50, 0))  # type: ignore[misc]
+    stored, readings, wrong = zip(*ray.get(running, timeout=90), strict=True)
+    assert any(stored) and all(readings) and not any(wrong)

@@ -1,0 +1,34 @@
+"""A pool with a GPU tier, on a stand-in for CuPy; with `-m gpu`, on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raykv.arena.gpu import device
+
+HERE = Path(__file__).parents[1]
+ON_HOST = str(HERE / "helpers" / "cupy_on_host")
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        pytest.param([ON_HOST], marks=pytest.mark.own_cluster, id="on_host"),
+        pytest.param([], marks=pytest.mark.gpu, id="gpu"),
+    ],
+)
+def test_engines_memory_and_nodes(ahead: list[str]) -> None:
+    if not ahead and not device.visible():
+        pytest.skip("no GPU here")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*ahead, str(HERE), *sys.path]),
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    command = [sys.executable, str(HERE / "helpers" / "gpu_pool.py"), f"gpu-{os.getpid()}"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    print(ran.stdout)

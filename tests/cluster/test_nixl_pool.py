@@ -1,0 +1,98 @@
+"""NIXL between node stores: it is used, it is seen, and a peer that dies or stops in the middle of a read is a miss."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+from helpers.pools import (
+    WITH_NIXL,
+    Reading,
+    eventually,
+    keep,
+    kill,
+    node_store,
+    other_node,
+    pid,
+    read,
+    settled,
+    tokens,
+    worker,
+)
+
+import raykv
+
+pytestmark = [pytest.mark.usefixtures("patiently"), WITH_NIXL]
+
+BLOCKS = 100  # 25 MiB
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=256 << 10)
+
+
+def test_what_a_pair_uses_is_seen(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(transport="nixl")
+    cache, there = a_cache(pool), other_node(pool)
+    reader = worker(pool, there)
+    keys = cache.keys(tokens(1, BLOCKS))
+    keep(cache, keys)
+    assert pool.stats()["transports"] == []
+    assert ray.get(reader.read.remote(keys), timeout=60) == (BLOCKS, BLOCKS, 0, [pool.node_id])
+    (lane,) = pool.stats()["transports"]
+    assert lane.pop("gbps") > 0
+    assert lane == {"reader": there, "from": pool.node_id, "transport": "nixl", "failed": {}}
+    back = cache.keys(tokens(2, BLOCKS))  # and the other way
+    ray.get(reader.keep.remote(back), timeout=60)
+    assert read(cache, back)[:3] == (BLOCKS, BLOCKS, 0)
+    assert {lane["transport"] for lane in pool.stats()["transports"]} == {"nixl"}
+
+
+def test_a_peer_that_is_killed_in_the_middle(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(transport="nixl")
+    cache, reader = a_cache(pool), worker(pool, other_node(pool))
+    for seed in range(4):
+        keys = cache.keys(tokens(seed, BLOCKS))
+        keep(cache, keys)
+        reading = reader.read.remote(keys)
+        time.sleep(random.Random(seed).uniform(0.0, 0.05))
+        kill(pool, pool.node_id)
+        found: Reading = ray.get(reading, timeout=60)
+        assert not found.wrong
+        eventually(lambda keys=keys: ray.get(reader.holds.remote(keys), timeout=60))  # type: ignore[misc]
+        pool.clear()
+    eventually(lambda: settled(pool))
+    eventually(lambda: reads_by_nixl(pool, cache, reader))  # its next process is read so again
+
+
+def test_a_peer_that_is_stopped_in_the_middle(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(transport="nixl")
+    cache, reader = a_cache(pool), worker(pool, other_node(pool))
+    process = pid(node_store(pool, pool.node_id))
+    for seed in range(3):
+        keys = cache.keys(tokens(seed, BLOCKS))
+        keep(cache, keys)
+        reading = reader.read.remote(keys)
+        time.sleep(random.Random(seed).uniform(0.0, 0.05))
+        os.kill(process, signal.SIGSTOP)
+        try:
+            found: Reading = ray.get(reading, timeout=60)
+        finally:
+            os.kill(process, signal.SIGCONT)
+        assert not found.wrong
+        eventually(lambda keys=keys: ray.get(reader.holds.remote(keys), timeout=60))  # type: ignore[misc]
+        pool.clear()
+    eventually(lambda: settled(pool))
+
+
+def reads_by_nixl(pool: raykv.KVPool, cache: raykv.KVCache, reader: Any) -> bool:
+    pool.clear()
+    keys = cache.keys(tokens(99, BLOCKS))
+    keep(cache, keys)
+    found: Reading = ray.get(reader.read.remote(keys), timeout=60)
+    assert not found.wrong
+    return found.read == BLOCKS and {lane["transport"] for lane in pool.stats()["transports"]} == {"nixl"}

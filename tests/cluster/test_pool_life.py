@@ -1,0 +1,254 @@
+"""Pools that start, stop, grow and restart; who attaches to them, and what they refuse."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from helpers.pools import (
+    BLOCK,
+    actor_names,
+    eventually,
+    holds,
+    kill,
+    node_store,
+    other_node,
+    pid,
+    read,
+    served,
+    settled,
+    shm_files,
+    store,
+    tokens,
+    worker,
+)
+
+import raykv
+from raykv import keys as key_chain
+from raykv import registry
+from raykv.config import HEARTBEAT_S
+
+pytestmark = pytest.mark.usefixtures("patiently")
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+
+
+def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 5))
+    assert store(cache, keys) == 5
+    pids = [pid(registry.find(name)) for name in actor_names(pool.name)]
+    again = raykv.start(raykv.PoolConfig(name=pool.name, cpu_memory=32 << 20))
+    assert read(a_cache(again), keys)[:3] == (5, 5, 0)
+    assert [pid(registry.find(name)) for name in actor_names(pool.name)] == pids
+    with pytest.raises(ValueError, match="another secret"):
+        raykv.start(raykv.PoolConfig(name=pool.name, secret=b"other"))
+
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    stores = [f"{pool.name}/node-{node_id[:16]}" for node_id in nodes]
+    assert actor_names(pool.name) == sorted([f"{pool.name}/directory-1", *stores, f"{pool.name}/supervisor"])
+    shown = {name: ray.get(registry.find(name).__ray_call__.remote(repr)) for name in actor_names(pool.name)}
+    assert shown[f"{pool.name}/directory-1"] == f"Directory(pool={pool.name})"
+    assert shown[f"{pool.name}/supervisor"] == f"Supervisor(pool={pool.name})"
+    assert {shown[name] for name in stores} == {
+        f"NodeStore(pool={pool.name}, node={node_id[:8]}, cpu=0.1GiB)" for node_id in nodes
+    }
+
+    os.kill(pid(registry.find(stores[1])), signal.SIGKILL)
+    raykv.start(raykv.PoolConfig(name=pool.name)).close()  # does not end a pool whose store is just restarting
+    eventually(lambda: served(pool, 2))
+    assert read(cache, keys)[:3] == (5, 5, 0)
+
+    again.close()
+    assert len(shm_files(pool.name)) == 2
+    pool.stop()
+    assert not shm_files(pool.name) and registry.settings(pool.name) is None
+    eventually(lambda: not actor_names(pool.name))
+    with cache.match(keys) as match:  # who still uses it has misses
+        assert match.num_blocks == 0
+    assert store(cache, keys) == 0
+    pool.stop()
+    with pytest.raises(raykv.PoolNotFound):
+        raykv.attach(pool.name)
+
+
+def test_attaching_to_what_does_not_run(cluster: Any) -> None:
+    with pytest.raises(raykv.PoolNotFound, match=r"'nowhere'.*raykv start --name nowhere"):
+        raykv.attach("nowhere")
+
+
+def test_without_a_ray_cluster(tmp_path: Path) -> None:
+    code = (
+        "import functools, ray._private.services as services\n"
+        "services._cached_find_gcs_addresses = functools.cache(set)\n"  # that of other tests runs on this machine
+        "import raykv\n"
+        "for face in (lambda: raykv.attach('p'), lambda: raykv.start(raykv.PoolConfig(name='p'))):\n"
+        "    try:\n"
+        "        face()\n"
+        "    except raykv.PoolNotFound as error:\n"
+        "        print(error)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["RAY_TMPDIR"] = str(tmp_path)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 2, ran.stderr
+    assert all("ray start --head" in line and "raykv start --name p" in line for line in lines)
+
+
+@pytest.mark.parametrize("cpu_memory", [1 << 45, 1.0])
+def test_more_memory_than_there_is(cluster: Any, cpu_memory: float) -> None:
+    name = f"t{os.getpid()}-greedy"
+    with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*2 Ray nodes.*free.*Lower cpu_memory"):
+        raykv.start(raykv.PoolConfig(name=name, cpu_memory=cpu_memory))
+    assert not actor_names(name) and not shm_files(name) and registry.settings(name) is None
+    with pytest.raises(raykv.PoolNotFound):
+        raykv.attach(name)
+
+
+def test_a_secret_that_others_can_read_is_refused(cluster: Any, tmp_path: Path) -> None:
+    name = f"t{os.getpid()}-secret"
+    path = tmp_path / "secret"
+    path.write_bytes(b"s")
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match=rf"{path}.*644.*chmod 600"):
+        raykv.start(raykv.PoolConfig(name=name, secret=path))
+    path.write_bytes(b"\n")
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match="empty"):
+        raykv.start(raykv.PoolConfig(name=name, secret=path))
+    assert not actor_names(name) and registry.settings(name) is None
+
+
+def test_the_secret_and_the_cleared(start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An explicit secret enters the keys. What was cleared is not found again when all of the pool restarts."""
+    monkeypatch.setenv("RAYKV_SECRET", "of the environment")
+    pool = start()
+    monkeypatch.delenv("RAYKV_SECRET")
+    fields = {"model": "m", "revision": "", "dtype": "", "layout": "", "parallel": "", "part": 0, "salt": ""}
+    root = key_chain.root(b"of the environment", **fields, block_tokens=16, block_bytes=BLOCK)  # type: ignore[arg-type]
+    cache = a_cache(pool)
+    assert (cache.keys(tokens(1, 3)) == key_chain.chain(root, tokens(1, 3), 16)).all()
+
+    forgotten, kept = cache.keys(tokens(1, 10)), cache.keys(tokens(2, 10))
+    assert store(cache, forgotten) == 10
+    assert pool.clear() == 10
+    assert read(cache, forgotten).matched == 0
+    assert store(cache, kept) == 10
+    epoch = pool.stats()["epoch"]
+    kill(pool, "directory", pool.node_id, other_node(pool))
+    eventually(lambda: holds(cache, kept))
+    assert pool.stats()["epoch"] > epoch
+    assert read(cache, forgotten).matched == 0
+    assert pool.stats()["keys"] == 10
+
+
+def test_a_node_that_joins_gets_its_store(
+    start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], cluster: Any
+) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    node = third_node()
+    begin = time.monotonic()
+    eventually(lambda: pool.stats()["nodes"].get(node.node_id, {}).get("state") == "alive")
+    took = time.monotonic() - begin
+    eventually(lambda: served(pool, 3))
+    assert len(actor_names(pool.name)) == 5, f"it had its store after {took:.1f} s"
+    print(f"a node that joined had its store after {took:.1f} s")
+    keys = cache.keys(tokens(1, 4))
+    assert store(cache, keys) == 4
+    assert ray.get(worker(pool, node.node_id).read.remote(keys), timeout=120)[:3] == (4, 4, 0)
+
+
+def open_things() -> tuple[int, int, int]:
+    """Files of arenas, mappings of arenas, threads of ours."""
+    gc.collect()
+    files = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            files += "raykv-" in os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+    maps = Path("/proc/self/maps").read_text().count("/dev/shm/raykv-")
+    return files, maps, sum(thread.name.startswith("raykv") for thread in threading.enumerate())
+
+
+def nothing_ends() -> bool:
+    """Whether all that was closed before is gone: its threads end when they next wake."""
+    before = open_things()
+    time.sleep(2 * HEARTBEAT_S)
+    return open_things() == before
+
+
+def test_after_close_all_is_a_miss(start: Callable[..., raykv.KVPool]) -> None:
+    attached = raykv.attach(start().name)
+    cache = a_cache(attached)
+    keys = cache.keys(tokens(1, 3))
+    assert store(cache, keys) == 3
+    attached.close()
+    assert read(cache, keys)[0] == 0 and store(cache, cache.keys(tokens(2, 3))) == 0
+
+    async def ask() -> int:
+        async with cache.amatch(keys) as match:
+            return match.num_blocks
+
+    assert asyncio.run(ask()) == 0
+
+
+def test_attaching_and_closing_leaves_nothing_open(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    keys = a_cache(pool).keys(tokens(1, 3))
+    assert store(a_cache(pool), keys) == 3
+    eventually(nothing_ends)
+    before = open_things()
+    for closes in (True, False):  # or is forgotten
+        for _ in range(3):
+            attached = raykv.attach(pool.name)
+            assert read(a_cache(attached), keys)[:3] == (3, 3, 0)
+            if closes:
+                attached.close()
+        del attached
+        eventually(lambda: open_things() == before)
+    eventually(lambda: pool.stats()["clients"] == 1)
+
+
+def test_stopping_a_pool_whose_store_does_not_answer(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    os.kill(pid(node_store(pool, other_node(pool))), signal.SIGSTOP)
+    pool.stop()
+    assert not shm_files(pool.name)
+
+
+def test_a_call_that_a_signal_interrupts_leaves_no_lease(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 5))
+    assert store(cache, keys) == 5
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    directory = pid(registry.find_directory(pool.name))
+    os.kill(directory, signal.SIGSTOP)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            cache.match(keys)
+    finally:
+        os.kill(directory, signal.SIGCONT)
+        signal.signal(signal.SIGALRM, before)
+    eventually(lambda: settled(pool))
+    assert read(cache, keys)[:3] == (5, 5, 0)

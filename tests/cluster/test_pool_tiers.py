@@ -1,0 +1,657 @@
+"""A pool with an external tier as its users see it, on two Ray nodes: what goes down, what comes back, what breaks."""
+
+import itertools
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.moody_tier import WAIT_S, Moods, MoodyTier
+from helpers.pools import (
+    Worker,
+    actor_names,
+    eventually,
+    holds,
+    kill,
+    node_store,
+    other_node,
+    payload,
+    places,
+    read,
+    settled,
+    shm_files,
+    store,
+    tokens,
+    worker,
+)
+from helpers.redis_server import RedisServer, redis_server
+from numpy.typing import NDArray
+
+import raykv
+from raykv import registry
+from raykv.tiers.names import path_of
+
+pytestmark = pytest.mark.usefixtures("patiently")
+
+MIB = 1 << 20
+CPU = 8 * MIB  # of a node: two slabs, and a staging window of 1 MiB
+SIZE = 32 << 10
+BLOCKS = 16  # of a prompt: half a MiB
+MEMORY = 2 * CPU // (BLOCKS * SIZE)  # prompts that it holds
+IN_TIME_S = WAIT_S / 2  # far more than any deadline, far less than a tier that waits
+Keys = NDArray[np.uint8]
+Start = Callable[..., raykv.KVPool]
+_seeds = itertools.count(os.getpid() << 20)  # workers have their own
+
+
+def a_cache(pool: raykv.KVPool, model: str = "m", tokens_per_s: float = 20.0) -> raykv.KVCache:
+    """Patient: so slow a model waits long for a tier."""
+    return pool.cache(model=model, block_tokens=16, block_bytes=SIZE, recompute_tokens_per_s=tokens_per_s)
+
+
+class Engine(Worker):
+    """Patient with tiers."""
+
+    def cache(self, model: str = "m", block_bytes: int = SIZE) -> raykv.KVCache:
+        return a_cache(self.pool, model)
+
+    def push_out(self, keys: Keys) -> None:
+        push_out(self.pool, self.cache(), keys)
+
+
+class Totals(NamedTuple):
+    stored: int
+    read: int
+    wrong: int
+    calls: int
+    longest_s: float
+    errors: list[str]
+
+
+class Load(Worker):
+    """An engine that stores and reads without end, by the deadlines that engines have, until it is told to stop."""
+
+    def __init__(self, pool: str) -> None:
+        super().__init__(pool, be_patient=False)
+        self._stopped = threading.Event()
+        self._stored = self._read = self._wrong = self._calls = 0
+        self._longest, self._errors = 0.0, list[str]()
+        self._thread = threading.Thread(target=self._go, daemon=True)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def calls(self) -> int:
+        return self._calls
+
+    def end(self) -> Totals:
+        self._stopped.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return Totals(self._stored, self._read, self._wrong, self._calls, self._longest, self._errors)
+
+    def _go(self) -> None:
+        cache, random = a_cache(self.pool, "load", 10_000.0), np.random.default_rng(os.getpid())
+        while not self._stopped.is_set():
+            try:
+                self._step(cache, cache.keys(tokens(int(random.integers(40)), int(random.integers(1, BLOCKS + 1)))))
+            except Exception as error:
+                self._errors.append(repr(error))
+
+    def _step(self, cache: raykv.KVCache, keys: Keys) -> None:
+        begin = time.monotonic()
+        with cache.match(keys) as match:
+            out = np.zeros((match.num_blocks, SIZE), np.uint8)
+            n = match.read(out)
+        self._longest = max(self._longest, time.monotonic() - begin)
+        self._read += n
+        blocks = payload(keys, SIZE)
+        self._wrong += int((out[:n] != blocks[:n]).any(axis=1).sum())
+        begin = time.monotonic()
+        self._stored += cache.store(keys, blocks[n:], start=n)
+        self._longest = max(self._longest, time.monotonic() - begin)
+        self._calls += 1
+
+
+class Under:
+    """Load on both nodes while a `with` block lasts; nothing of it went wrong, or took long."""
+
+    def __init__(self, pool: raykv.KVPool) -> None:
+        self._loads = [worker(pool, node_id, Load) for node_id in (pool.node_id, other_node(pool))]
+
+    def __enter__(self) -> "Under":
+        ray.get([load.begin.remote() for load in self._loads], timeout=120)
+        self.goes_on(10)
+        return self
+
+    def goes_on(self, calls: int) -> None:
+        """So many calls more on each node."""
+        before = self._calls()
+        eventually(lambda: all(now >= old + calls for now, old in zip(self._calls(), before, strict=True)))
+
+    def _calls(self) -> list[int]:
+        found: list[int] = ray.get([load.calls.remote() for load in self._loads], timeout=60)
+        return found
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        found = ray.get([load.end.remote() for load in self._loads], timeout=120)
+        if kind is None:
+            for totals in found:
+                assert totals.errors == [] and totals.wrong == 0 and totals.stored and totals.read
+                assert totals.longest_s < IN_TIME_S, totals
+
+
+def tiers(pool: raykv.KVPool) -> list[dict[str, Any]]:
+    return list(pool.stats().get("tiers", {}).values())
+
+
+def states(pool: raykv.KVPool) -> set[str]:
+    return {tier["state"] for tier in tiers(pool)}
+
+
+def total(pool: raykv.KVPool, what: str) -> int:
+    return sum(tier[what] for tier in tiers(pool))
+
+
+def below(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> int:
+    """How many of these blocks a match would read from a tier."""
+    return int((places(pool, cache, keys)["node"] & 1).sum())
+
+
+def prompts(cache: raykv.KVCache, count: int, blocks: int = BLOCKS) -> list[Keys]:
+    """That nobody has stored before."""
+    return [cache.keys(tokens(next(_seeds), blocks)) for _ in range(count)]
+
+
+def store_slowly(pool: raykv.KVPool, cache: raykv.KVCache, kept: list[Keys]) -> None:
+    """At a pace that demotion can follow: a quarter of the memory, and then as much goes down."""
+    for at in range(0, len(kept), MEMORY // 4):
+        before, end = total(pool, "sunk"), time.monotonic() + 20.0
+        stored = sum(store(cache, keys) for keys in kept[at : at + MEMORY // 4])
+        for keys in kept[at : at + MEMORY // 4]:
+            holds(cache, keys)  # some pools want that
+        while total(pool, "sunk") < before + stored and time.monotonic() < end:
+            time.sleep(0.02)
+
+
+def keep_all(cache: raykv.KVCache, kept: list[Keys]) -> None:
+    """Store what is not there until all of it is: some may be evicted before it went down."""
+
+    def missing() -> list[Keys]:
+        return [keys for keys in kept if not holds(cache, keys)]
+
+    def all_there() -> bool:
+        for keys in missing():
+            store(cache, keys)
+        return not missing()
+
+    eventually(all_there)
+
+
+def push_out(pool: raykv.KVPool, cache: raykv.KVCache, *pushed: Keys) -> None:
+    """Have it below, and no longer in memory."""
+
+    def out() -> bool:
+        store_slowly(pool, cache, list(pushed))
+        for filler in prompts(cache, 5 * MEMORY // 4):  # more than there is room for
+            store(cache, filler)
+        return [below(pool, cache, keys) for keys in pushed] == list(map(len, pushed))  # that look was a use of them
+
+    eventually(out)
+
+
+# ---------------------------------------------------------------------- files, each node's own, on a small disk
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """128 MiB."""
+    if os.geteuid() and not os.environ.get("CI"):
+        pytest.skip("it takes root to mount a disk")
+    folder = tmp_path_factory.mktemp("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "none", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def files(start_for_module: Start, disk: Path) -> raykv.KVPool:
+    """Every node keeps its own."""
+    external = f"file://{disk}/tier?capacity=56MiB"
+    return start_for_module(cpu_memory=CPU, external=external, secret=b"s", write="through")
+
+
+def test_three_times_the_memory_is_kept_and_read_through_either_node(files: raykv.KVPool) -> None:
+    files.clear()
+    mine, there = a_cache(files), worker(files, other_node(files), Engine)
+    kept = prompts(mine, 3 * MEMORY)
+
+    def all_below() -> bool:
+        store_slowly(files, mine, kept)
+        return total(files, "blocks") == len(kept) * BLOCKS
+
+    eventually(all_below)
+    stats = files.stats()
+    assert len(stats["tiers"]) == 2 and stats["keys"] == len(kept) * BLOCKS
+    assert min(tier["blocks"] for tier in tiers(files)) > 0
+    nodes, hits = set[str](), stats["external_hits"]
+    for keys in kept:
+        found = eventually(lambda keys=keys: whole(read(mine, keys)))  # type: ignore[misc]
+        nodes |= set(found.nodes)
+    assert nodes == {files.node_id, other_node(files)}
+    assert files.stats()["external_hits"] - hits > len(kept) * BLOCKS // 3
+    for keys in kept[::4]:
+        eventually(lambda keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
+    eventually(lambda: settled(files))
+
+
+def whole(found: Any) -> Any:
+    assert not found.wrong
+    return found if found.read == BLOCKS else None
+
+
+def test_what_another_nodes_own_tier_has_is_read_through_that_node(files: raykv.KVPool) -> None:
+    mine, there = a_cache(files), worker(files, other_node(files), Engine)
+    kept = prompts(mine, 2)
+    own = {tier["index"]: name for name, tier in files.stats()["tiers"].items()}
+
+    def each_has_its_own() -> bool:
+        push_out(files, mine, kept[0])
+        ray.get(there.push_out.remote(kept[1]), timeout=120)
+        found = [{own[int(at["node"])] for at in places(files, mine, keys) if at["node"] & 1} for keys in kept]
+        return found == [{files.node_id}, {other_node(files)}]
+
+    eventually(each_has_its_own)
+    for keys in kept:
+        eventually(lambda keys=keys: holds(mine, keys))  # type: ignore[misc]
+        eventually(lambda keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
+
+
+def test_files_that_were_cut_short_or_altered_are_misses(files: raykv.KVPool, disk: Path) -> None:
+    mine = a_cache(files)
+    kept = prompts(mine, 2)
+    push_out(files, mine, *kept)
+    before = files.stats()["corrupt"]
+    with Under(files) as load:
+        for keys, block, damage in zip(kept, (11, 5), (cut, flip), strict=True):
+            paths = list(disk.rglob(path_of(keys[block].tobytes())))
+            assert paths
+            for path in paths:  # each node may have it
+                damage(path)
+            eventually(lambda keys=keys, block=block: damaged(mine, keys, block))  # type: ignore[misc]
+            eventually(lambda keys=keys, block=block: read(mine, keys).matched == block)  # type: ignore[misc]
+        load.goes_on(5)
+        eventually(lambda: files.stats()["corrupt"] >= before + 2)
+        keep_all(mine, kept)
+    assert states(files) == {"up"}
+
+
+def damaged(cache: raykv.KVCache, keys: Keys, block: int) -> bool:
+    found = read(cache, keys)
+    assert not found.wrong and found.read <= block
+    return found.read == block
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPool, disk: Path) -> None:
+    mine, others = a_cache(files), disk / "of somebody else"
+
+    def refused() -> int:
+        """Blocks for which there was no room, ever; of all that are stored, and what others fill the disk with."""
+        with suppress(OSError), open(others, "ab", buffering=0) as file:
+            while file.write(bytes(MIB)) == MIB:
+                pass
+        for keys in prompts(mine, MEMORY // 4):
+            store(mine, keys)
+        stores = [node_store(files, node_id) for node_id in (files.node_id, other_node(files))]
+        return sum(stats.get("tier_refused", 0) for stats in ray.get([one.stats.remote() for one in stores]))
+
+    files.clear()
+    eventually(lambda: total(files, "doomed") == 0)
+    kill(files, files.node_id, other_node(files))  # else they write over files that they keep for that
+    eventually(lambda: len(tiers(files)) == 2 and states(files) == {"up"})
+    try:
+        with Under(files) as load:
+            eventually(lambda: refused() > 0)
+            load.goes_on(10)
+            assert states(files) == {"up"}
+            assert files.clear() > 0  # what may be deleted makes room for saying so
+            load.goes_on(5)
+            others.unlink()
+            sunk = total(files, "sunk")
+            eventually(lambda: total(files, "sunk") > sunk + 50)
+    finally:
+        others.unlink(missing_ok=True)
+    (keys,) = prompts(mine, 1)
+    push_out(files, mine, keys)
+    eventually(lambda: holds(mine, keys))
+
+
+def test_what_is_below_survives_stores_and_directory_and_what_was_cleared_does_not(files: raykv.KVPool) -> None:
+    mine = a_cache(files)
+    kept = prompts(mine, 2)
+    push_out(files, mine, *kept)
+    with Under(files) as load:
+        kill(files, files.node_id)
+        kill(files, other_node(files), "directory")
+        eventually(lambda: len(tiers(files)) == 2 and states(files) == {"up"})
+        for keys in kept:
+            eventually(lambda keys=keys: holds(mine, keys))  # type: ignore[misc]
+        load.goes_on(5)
+    push_out(files, mine, *kept)
+    assert files.clear()
+    assert [read(mine, keys).matched for keys in kept] == [0, 0]
+    kill(files, files.node_id, other_node(files), "directory")
+    eventually(lambda: len(tiers(files)) == 2 and states(files) == {"up"})
+    for keys in kept:  # of what was to be deleted, some may still be there
+        assert read(mine, keys).read == 0
+        eventually(lambda keys=keys: read(mine, keys).matched == 0)  # type: ignore[misc]
+    keep_all(mine, kept)
+
+
+# ---------------------------------------------------------------------- a redis server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    pytest.importorskip("redis")
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def remote(start_for_module: Start, server: RedisServer) -> raykv.KVPool:
+    return start_for_module(cpu_memory=CPU, external=server.url(), secret=b"s", write="through")
+
+
+def test_a_killed_redis_is_forgotten_and_a_new_one_is_used(remote: raykv.KVPool, server: RedisServer) -> None:
+    mine = a_cache(remote)
+    (keys,) = prompts(mine, 1)
+    push_out(remote, mine, keys)
+    assert len(tiers(remote)) == 1 and holds(mine, keys)
+    push_out(remote, mine, keys)
+    with Under(remote) as load:
+        server.kill()
+        eventually(lambda: states(remote) == {"down"})
+        kill(remote, remote.node_id)  # that store serves without its tier
+        load.goes_on(10)
+        assert read(mine, keys).read == 0
+        server.start()
+        eventually(lambda: states(remote) == {"up"})
+        sunk = total(remote, "sunk")
+        assert read(mine, keys).read == 0  # it is not served, and forgotten
+        eventually(lambda: total(remote, "sunk") > sunk + 50)
+        load.goes_on(5)
+    eventually(lambda: settled(remote))
+    push_out(remote, mine, keys)
+    eventually(lambda: holds(mine, keys))
+
+
+def test_a_redis_that_stands_still_is_left_alone_and_found_again(remote: raykv.KVPool, server: RedisServer) -> None:
+    mine = a_cache(remote)
+    kept = prompts(mine, 2)
+    push_out(remote, mine, *kept)
+    with Under(remote) as load:
+        server.pause()
+        try:
+            begin = time.monotonic()
+            assert read(mine, kept[0]).read == 0
+            assert time.monotonic() - begin < IN_TIME_S
+            eventually(lambda: states(remote) == {"down"})
+            begin = time.monotonic()
+            assert read(mine, kept[0]).matched == 0
+            assert time.monotonic() - begin < IN_TIME_S
+            load.goes_on(10)
+        finally:
+            server.resume()
+        eventually(lambda: states(remote) == {"up"})
+    for keys in kept:
+        eventually(lambda keys=keys: holds(mine, keys))  # type: ignore[misc]
+
+
+def test_what_redis_has_lost_behind_our_back_is_a_miss(remote: raykv.KVPool, server: RedisServer) -> None:
+    redis = pytest.importorskip("redis")
+    mine = a_cache(remote)
+    (keys,) = prompts(mine, 1)
+    push_out(remote, mine, keys)
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+    eventually(lambda: read(mine, keys).matched == 0)
+    push_out(remote, mine, keys)
+    eventually(lambda: holds(mine, keys))
+
+
+# ---------------------------------------------------------------------- a tier that waits, written through
+
+
+@pytest.fixture(scope="module")
+def moods(tmp_path_factory: pytest.TempPathFactory) -> Moods:
+    return Moods(tmp_path_factory.mktemp("moods"))
+
+
+@pytest.fixture(scope="module")
+def moody(start_for_module: Start, moods: Moods, tmp_path_factory: pytest.TempPathFactory) -> raykv.KVPool:
+    raykv.register_tier("moody", MoodyTier)
+    folder = tmp_path_factory.mktemp("tier")
+    url = f"moody://{folder}?capacity=256MiB&shared=1&moods={moods.folder}"
+    return start_for_module(cpu_memory=CPU, external=url, secret=b"s", write="through")
+
+
+@pytest.fixture
+def lifted(moods: Moods) -> Iterator[Moods]:
+    yield moods
+    moods.lift()
+
+
+def test_written_through_is_soon_below(moody: raykv.KVPool) -> None:
+    moody.clear()
+    eventually(lambda: total(moody, "doomed") == 0)
+    mine = a_cache(moody)
+    kept = prompts(mine, 4)  # there is room for more
+    for keys in kept:
+        assert store(mine, keys) == BLOCKS
+    eventually(lambda: total(moody, "blocks") == 4 * BLOCKS)
+    assert [below(moody, mine, keys) for keys in kept] == [0] * 4  # memory has them, too
+
+
+def test_nobody_waits_for_a_tier_that_does_not_take_blocks(moody: raykv.KVPool, lifted: Moods) -> None:
+    with Under(moody) as load:
+        lifted.set("put")
+        eventually(lambda: lifted.waiting("put"))
+        begin = time.monotonic()
+        load.goes_on(10)
+        assert time.monotonic() - begin < WAIT_S
+        eventually(lambda: states(moody) == {"down"})
+        lifted.lift()
+        eventually(lambda: states(moody) == {"up"})
+
+
+def test_nobody_waits_for_a_tier_that_does_not_give_blocks(moody: raykv.KVPool, lifted: Moods) -> None:
+    """Reads of memory, and another node's too, are not behind those of the tier, of which there are many."""
+    mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
+    cold = prompts(mine, 24, blocks=1)
+    push_out(moody, mine, np.concatenate(cold))
+    near, far = prompts(mine, 2, blocks=4)
+    push_out(moody, mine, far)
+    eventually(lambda: ray.get(there.holds.remote(far), timeout=60))  # there, and nowhere else
+    index = moody.stats()["nodes"][other_node(moody)]["index"]
+    eventually(lambda: set(places(moody, mine, far)["node"]) == {index})
+    assert store(mine, near) == 4
+    reads = 0
+    with ThreadPoolExecutor(len(cold)) as threads:
+        lifted.set("get")
+        reading = [threads.submit(read, mine, keys) for keys in cold]
+        eventually(lambda: lifted.waiting("get"))
+        begin = time.monotonic()
+        while not any(one.done() for one in reading):
+            kept, (new,) = [near, far], prompts(mine, 1, blocks=1)
+            assert [read(mine, keys)[:3] for keys in kept] == [(4, 4, 0)] * 2 and store(mine, new) == 1
+            reads += not any(one.done() for one in reading)
+        assert reads > 0
+        assert {one.result().wrong for one in reading} == {0}
+        assert time.monotonic() - begin < WAIT_S
+    lifted.lift()
+    eventually(lambda: states(moody) == {"up"})
+    for keys in cold:
+        eventually(lambda keys=keys: holds(mine, keys))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("memory", ["here", "there"])
+def test_who_computes_faster_than_a_tier_reads_takes_what_memory_has(
+    moody: raykv.KVPool, lifted: Moods, memory: str
+) -> None:
+    mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
+    (keys,) = prompts(mine, 1)
+    push_out(moody, mine, keys)
+    eventually(lambda: holds(mine, keys[:4]) if memory == "here" else ray.get(there.holds.remote(keys[:4]), timeout=60))
+    eventually(lambda: (places(moody, mine, keys)["node"] & 1).tolist() == [0] * 4 + [1] * 12)
+    fast = a_cache(moody, tokens_per_s=1e9)
+    lifted.set("get")
+    begin = time.monotonic()
+    found = read(fast, keys)
+    assert time.monotonic() - begin < IN_TIME_S
+    assert found[:3] == (BLOCKS, 4, 0) and lifted.waiting("get")
+    lifted.lift()
+    eventually(lambda: read(mine, keys)[:3] == (BLOCKS, BLOCKS, 0))
+
+
+def pulled(pool: raykv.KVPool) -> int:
+    return int(ray.get(node_store(pool, pool.node_id).stats.remote(), timeout=60)["pulled"])
+
+
+def test_what_is_prefetched_is_read_from_memory(moody: raykv.KVPool, lifted: Moods) -> None:
+    mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
+    (keys,) = prompts(mine, 1, blocks=3 * BLOCKS)  # more than goes through the staging window
+    push_out(moody, mine, keys)
+    eventually(lambda: mine.prefetch(keys).result(60) == len(keys))
+    fast = a_cache(moody, tokens_per_s=1e9)
+    lifted.set("get")
+    assert read(fast, keys) == (len(keys), len(keys), 0, [moody.node_id])
+    assert not lifted.waiting("get")
+    (other,) = prompts(mine, 1)
+    lifted.lift()
+    push_out(moody, mine, other)
+    eventually(lambda: ray.get(there.holds.remote(other[:4]), timeout=60))
+    eventually(lambda: (places(moody, mine, other)["node"] & 1).tolist() == [0] * 4 + [1] * 12)
+    before = pulled(moody)
+    with mine.match(other, prefetch=True) as match:
+        assert match.num_blocks == BLOCKS
+        eventually(lambda: pulled(moody) == before + BLOCKS)  # and nobody has read it
+        out = np.zeros((BLOCKS, SIZE), np.uint8)
+        lifted.set("get")
+        assert match.read(out) == BLOCKS and (out == payload(other, SIZE)).all()
+    assert not lifted.waiting("get")
+    eventually(lambda: settled(moody))
+
+
+# ---------------------------------------------------------------------- one folder for all nodes
+
+
+@pytest.fixture(scope="module")
+def asked(start_for_module: Start, tmp_path_factory: pytest.TempPathFactory) -> raykv.KVPool:
+    """What was asked for once goes down at once."""
+    url = f"file://{tmp_path_factory.mktemp('shared')}?capacity=256MiB&shared=1"
+    return start_for_module(cpu_memory=CPU, external=url, secret=b"s", write="through", min_hits=1)
+
+
+def test_what_nobody_asked_for_stays_up(asked: raykv.KVPool) -> None:
+    mine = a_cache(asked)
+    wanted, unwanted = prompts(mine, 2)
+    assert store(mine, wanted) == store(mine, unwanted) == BLOCKS
+    assert read(mine, wanted)[:3] == (BLOCKS, BLOCKS, 0)
+    eventually(lambda: total(asked, "blocks") == BLOCKS)
+    for _ in range(2):
+        for keys in prompts(mine, 2 * MEMORY):
+            store(mine, keys)
+    assert below(asked, mine, wanted) == BLOCKS
+    assert read(mine, unwanted).matched == 0
+    assert total(asked, "blocks") == BLOCKS
+
+
+def test_a_shared_folder_is_read_by_each_node_itself(asked: raykv.KVPool) -> None:
+    mine, there = a_cache(asked), worker(asked, other_node(asked), Engine)
+    assert [tier for tier in asked.stats()["tiers"]] == [""]
+    kept = prompts(mine, 2)
+    push_out(asked, mine, *kept)
+    one, other = kept
+    eventually(lambda: holds(mine, one))
+    eventually(lambda: ray.get(there.holds.remote(other), timeout=60))
+    nodes = asked.stats()["nodes"]
+    for keys, node_id in ((one, asked.node_id), (other, other_node(asked))):
+        at = nodes[node_id]["index"]
+        eventually(lambda keys=keys, at=at: set(places(asked, mine, keys)["node"]) == {at})  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------- what is refused at the start
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid():
+        tmp_path.chmod(0o500)
+        yield tmp_path
+        tmp_path.chmod(0o700)
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def refused(external: str, *words: str, **settings: Any) -> None:
+    """`start` raises an error with these words in it, and leaves nothing."""
+    name = f"t{os.getpid()}-refused"
+    with pytest.raises((ValueError, OSError, ImportError)) as raised:
+        raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, external=external, **{"secret": b"s", **settings}))
+    for word in ("external=", *words):
+        assert word in str(raised.value)
+    assert not actor_names(name) and not shm_files(name) and registry.settings(name) is None
+    with pytest.raises(raykv.PoolNotFound):
+        raykv.attach(name)
+
+
+def test_a_tier_that_no_node_can_use_is_refused(cluster: Any, tmp_path: Path) -> None:
+    refused("tape:///x?capacity=1GiB", "unknown scheme 'tape'", "file", "redis", "register_tier")
+    refused(f"file://{tmp_path}/x", "?capacity=200GiB")
+    refused(f"file://{tmp_path}/x?capacity=much", "'much'", "200GiB")
+    refused(f"file://{tmp_path}/x?capacity=9000TiB", "that disk has", "lower capacity")
+    refused(f"file://{tmp_path}/x?capacity=1GiB", "secret=", "RAYKV_SECRET", secret=None)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+def test_a_folder_that_can_not_be_written_is_refused(cluster: Any, read_only: Path) -> None:
+    refused(f"file://{read_only}/tier?capacity=1MiB", "name a folder to write in", "on nodes")
+
+
+def test_a_redis_that_does_not_run_or_let_us_in_is_refused(cluster: Any, tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    with redis_server(tmp_path, requirepass="right") as server:
+        refused(server.url(":wr0ng@"), "RAYKV_REDIS_PASSWORD", "on nodes")
+        refused(server.url(), "RAYKV_REDIS_PASSWORD")
+        server.kill()
+        refused(server.url(":right@"), "does a server run there")
+
+
+def test_content_of_another_secret_is_refused_and_left_as_it_is(asked: raykv.KVPool, moody: raykv.KVPool) -> None:
+    for pool in (asked, moody):
+        settings = registry.settings(pool.name)
+        assert settings
+        before = {tier["blocks"] for tier in tiers(pool)}
+        refused(settings["external"], "another secret", "give that secret and pool name")
+        assert {tier["blocks"] for tier in tiers(pool)} == before and states(pool) == {"up"}

@@ -1,0 +1,90 @@
+"""`ray up` of our cluster.yaml on three machines, a Serve example on it, and its end."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.machines import DESK, Machines, address, why_not
+from helpers.machines import machines as up
+from helpers.pools import eventually
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = Path(__file__).parents[2]
+YAML = (ROOT / "cluster.yaml").read_text()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    reason = why_not()
+    if reason and "CI" not in os.environ:
+        pytest.skip(reason)
+    assert not reason
+    with up(tmp_path, shm="3g") as machines:
+        yield machines
+
+
+@pytest.mark.own_cluster
+@pytest.mark.timeout(540)
+def test_ray_up(machines: Machines, tmp_path: Path) -> None:
+    """Launch it, see what one replica stored on the other's node, and take it down."""
+    config = tmp_path / "cluster.yaml"
+    config.write_text(filled_in(machines))
+    machines.run(DESK, f"cd {ROOT} && ray up -y {config} --no-config-cache")
+
+    def nodes() -> dict[str, Any]:
+        found: dict[str, Any] = machines.json(1, "raykv status --json").get("nodes", {})
+        return found if len(found) == 3 and all(node["slabs"] + node["spare_slabs"] for node in found.values()) else {}
+
+    stores = eventually(nodes, deadline=180)
+    assert all(node["state"] == "alive" for node in stores.values())
+
+    machines.run(1, "serve start --http-host 0.0.0.0")
+    machines.run(1, f"cd {ROOT}/examples && serve run --non-blocking --working-dir . serve_transformers:build")
+    first = asked(machines, 1)[0]
+    assert first["pool_tokens"] == 0 and len(first["tokens"]) == 4
+
+    def crossed() -> bool:
+        answers = asked(machines, 12)
+        assert all(answer["tokens"] == first["tokens"] for answer in answers)
+        return any(answer["node"] != first["node"] and answer["from"] == [first["node"]] for answer in answers)
+
+    eventually(crossed)
+    assert machines.json(1, "raykv status --json")["remote_hits"] >= first["prompt_tokens"] // 16 - 1
+
+    machines.run(DESK, f"cd {ROOT} && ray exec {config} 'raykv stop' && ray down -y {config}")
+    for machine in (1, 2, 3):
+        assert "raykv" not in machines.run(machine, "ls /dev/shm")
+    assert machines.ask(1, "pgrep raylet").returncode == 1
+
+
+def test_other_providers() -> None:
+    """AWS's and GCP's sections of cluster.yaml, in the place of ours, make configurations that Ray accepts."""
+    ours = {name: value for name, value in yaml.safe_load(YAML).items() if name not in ("provider", "auth")}
+    commented = re.findall(r"(?m)^# provider:\n(?:#.*\n)+", YAML)
+    sections = [yaml.safe_load(re.sub("(?m)^# ", "", section)) for section in commented]
+    assert [section["provider"]["type"] for section in sections] == ["aws", "gcp"]
+    for section in sections:
+        validate_config(prepare_config({**ours, **section}))
+
+
+def filled_in(machines: Machines) -> str:
+    """cluster.yaml as a user of these machines would edit it; they share one machine's memory."""
+    text = YAML
+    for ours, theirs in {
+        "192.168.1.1": "10.77.0.",
+        "ubuntu": "root",
+        "~/.ssh/id_ed25519": str(machines.key),
+        "--cpu-memory=0.3": "--cpu-memory=256MiB",
+    }.items():
+        assert ours in text
+        text = text.replace(ours, theirs)
+    return text
+
+
+def asked(machines: Machines, times: int) -> Any:
+    """Answers of the application to one prompt, asked so often at once."""
+    return machines.json(DESK, f"python3 {ROOT}/tests/helpers/serve_asker.py {address(1)} {times}")

@@ -1,0 +1,250 @@
+"""A node of a running pool gets more memory, or less."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.command_line import command, last_json
+from helpers.pools import (
+    BLOCK,
+    come_back,
+    eventually,
+    holds,
+    keep,
+    kill,
+    other_node,
+    payload,
+    places,
+    read,
+    served,
+    settled,
+    shm_files,
+    store,
+    tokens,
+    worker,
+)
+
+import raykv
+from raykv import registry
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+pytestmark = pytest.mark.usefixtures("patiently")
+
+
+@pytest.fixture(scope="module")
+def shared(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
+    return start_for_module(cpu_memory=SIZE)
+
+
+@pytest.fixture
+def pool(shared: raykv.KVPool) -> raykv.KVPool:
+    """Of the size that it was started with, and empty."""
+    for node_id in (shared.node_id, other_node(shared)):
+        assert shared.resize(node_id, SIZE) == SIZE
+    shared.clear()
+    eventually(lambda: served(shared, 2))
+    return shared
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+
+
+def node_of(pool: raykv.KVPool, node_id: str | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = pool.stats()["nodes"][node_id or pool.node_id]
+    return found
+
+
+def has(pool: raykv.KVPool, node_id: str | None = None) -> int:
+    """Bytes of a node, as the directory has it."""
+    node = node_of(pool, node_id)
+    return int((node["slabs"] + node["spare_slabs"]) * node["slab_bytes"])
+
+
+def taken(pool: raykv.KVPool) -> int:
+    """Bytes of the arena beside this process that are really there."""
+    assert pool.local
+    return os.stat(pool.local.arena.path).st_blocks * 512
+
+
+def test_less_and_more(pool: raykv.KVPool) -> None:
+    cache = a_cache(pool)
+    prompts = [cache.keys(tokens(i, 16)) for i in range(12)]
+    for keys in prompts:
+        keep(cache, keys)
+    hot = prompts[3]
+    assert holds(cache, hot)
+    before = taken(pool)
+
+    assert pool.resize(pool.node_id, 24 * MIB + 1) == 24 * MIB == has(pool), "whole slabs"
+    assert before - taken(pool) > SIZE - 24 * MIB and taken(pool) < 26 * MIB
+    assert node_of(pool)["limit"] == 6 and has(pool, other_node(pool)) == SIZE
+    assert read(cache, hot)[:3] == (16, 16, 0), "what was used last stays"
+    assert not any(read(cache, keys).wrong for keys in prompts)
+    more = [cache.keys(tokens(100 + i, 16)) for i in range(8)]
+    for keys in more:
+        keep(cache, keys)
+        assert set(places(pool, cache, keys)["slab"]) <= set(range(16))
+
+    total = 3 * SIZE // 2
+    assert pool.resize(pool.node_id, total) == total == has(pool), "more than it was started with"
+    assert taken(pool) > total and holds(cache, more[-1])
+    for keys in prompts * 2:
+        keep(cache, keys)
+    assert all(holds(cache, keys) for keys in prompts)
+    assert node_of(pool)["bytes_used"] > 24 * MIB
+
+
+def test_under_load(pool: raykv.KVPool) -> None:
+    nodes = (pool.node_id, other_node(pool))
+    workers = [worker(pool, node_id) for node_id in nodes for _ in range(2)]
+    load = [there.churn.remote(12.0, seed=i, prompts=12, blocks=24) for i, there in enumerate(workers)]
+    end, sizes = time.monotonic() + 12.0, 0
+    while time.monotonic() < end:
+        for node_id, size in zip(nodes, ((16, 96), (80, 12), (SIZE // MIB, SIZE // MIB))[sizes % 3], strict=True):
+            assert pool.resize(node_id, size * MIB) == size * MIB
+        sizes += 1
+    for stored, readings, wrong in ray.get(load, timeout=120):
+        assert stored and readings and not wrong
+    assert sizes >= 2
+    faults = [ray.get(there.faults.remote(), timeout=60) for there in workers]
+    eventually(lambda: settled(pool))
+    assert pool.stats()["corrupt"] == 0, faults
+    keys = a_cache(pool).keys(tokens(99, 20))
+    keep(a_cache(pool), keys)
+    come_back(a_cache(pool), [keys], workers)  # a small node's window may be what somebody let go of just now
+
+
+def test_a_lease_holds_its_slabs(pool: raykv.KVPool) -> None:
+    cache = a_cache(pool)
+    prompts = [cache.keys(tokens(i, 16)) for i in range(14)]
+    for keys in prompts:
+        keep(cache, keys)
+    leased = prompts[-6:]
+    matches = [cache.match(keys) for keys in leased]
+    assert [match.num_blocks for match in matches] == [16] * 6
+    begun = time.monotonic()
+    left = pool.resize(pool.node_id, 8 * MIB, deadline=3.0)
+    assert 16 * MIB <= left == has(pool) < SIZE and time.monotonic() - begun > 2.0
+    assert node_of(pool)["limit"] == 2 and node_of(pool)["state"] == "alive"
+    for match, keys in zip(matches, leased, strict=True):
+        out = np.zeros((16, BLOCK), np.uint8)
+        assert match.read(out, verify=True) == 16
+        assert np.array_equal(out, payload(keys, BLOCK))
+        match.release()
+    eventually(lambda: has(pool) == 8 * MIB)
+    eventually(lambda: taken(pool) < 9 * MIB)
+    assert not any(read(cache, keys).wrong for keys in prompts)
+
+
+def test_two_at_once(pool: raykv.KVPool) -> None:
+    got: dict[int, int] = {}
+
+    def resize(size: int) -> None:
+        got[size] = pool.resize(pool.node_id, size)
+
+    sizes = [16 * MIB, 128 * MIB, 40 * MIB]
+    threads = [threading.Thread(target=resize, args=(size,)) for size in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 3 and (last := has(pool)) in sizes
+    assert got[last] == last
+    asked = registry.get(pool.name, f"memory/{pool.node_id}")
+    assert asked and json.loads(asked) == last
+
+
+def test_it_outlasts_store_and_directory(pool: raykv.KVPool) -> None:
+    cache = a_cache(pool)
+    assert pool.resize(pool.node_id, 16 * MIB) == 16 * MIB
+    far = other_node(pool)
+    assert pool.resize(far, 96 * MIB) == 96 * MIB
+    prompts = [cache.keys(tokens(i, 12)) for i in range(3)]
+    for keys in prompts:
+        keep(cache, keys)
+    for parts in ((pool.node_id,), ("directory",), (far, "directory")):
+        kill(pool, *parts)
+        eventually(lambda: served(pool, 2))
+        assert (has(pool), has(pool, far)) == (16 * MIB, 96 * MIB), parts
+        for keys in prompts:
+            eventually(lambda keys=keys: holds(cache, keys))  # type: ignore[misc]
+    assert taken(pool) < 18 * MIB
+    assert pool.resize(pool.node_id, SIZE) == SIZE, "what was given back can be had again"
+
+
+@pytest.mark.parametrize("cpu_memory", [1 << 45, 1.0])
+def test_more_than_there_is(pool: raykv.KVPool, cpu_memory: float) -> None:
+    before = registry.get(pool.name, f"memory/{pool.node_id}")
+    with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*are free.*Lower cpu_memory") as caught:
+        pool.resize(pool.node_id, cpu_memory)
+    assert "Traceback" not in str(caught.value)
+    assert has(pool) == SIZE and node_of(pool)["limit"] == 16
+    assert registry.get(pool.name, f"memory/{pool.node_id}") == before
+
+
+def test_what_makes_no_sense(pool: raykv.KVPool) -> None:
+    for cpu_memory in (0, 0.0, -1, 1.5, True, 1 << 20, "64MiB"):
+        with pytest.raises(ValueError, match="cpu_memory="):
+            pool.resize(pool.node_id, cpu_memory)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'nowhere' is not a living node"):
+        pool.resize("nowhere", SIZE)
+    with pytest.raises(ValueError, match="less than a slab of this pool: give 4194304 bytes") as caught:
+        pool.resize(pool.node_id, 1e-6)
+    assert "Traceback" not in str(caught.value)
+    assert has(pool) == SIZE
+
+
+def test_from_a_shell(pool: raykv.KVPool, cluster: Any) -> None:
+    args = ("resize", pool.node_id, "--name", pool.name)
+    done = command(*args, "--cpu-memory", "32MiB", "--json", address=cluster.address)
+    assert last_json(done) == {"bytes": 32 * MIB} and has(pool) == 32 * MIB
+    huge = command(*args, "--cpu-memory", "900TiB", address=cluster.address)
+    assert huge.returncode == 1 and "are free" in huge.stderr and "Traceback" not in huge.stderr
+    assert command(*args, address=cluster.address).returncode == 2 and has(pool) == 32 * MIB
+
+
+def test_with_a_tier_below_nothing_is_lost(start: Callable[..., raykv.KVPool], tmp_path: Path) -> None:
+    """Nor is a node that is about to leave left out, and its size ends with the pool."""
+    pool = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
+    cache = a_cache(pool)
+    prompts = [cache.keys(tokens(i, 16)) for i in range(10)]
+    for keys in prompts:
+        keep(cache, keys)
+    eventually(lambda: pool.stats()["tiers"].get(pool.node_id, {}).get("state") == "up")
+    assert pool.stats()["tiers"][pool.node_id]["blocks"] < 160, "some are in memory only"
+    assert pool.resize(pool.node_id, 8 * MIB) == 8 * MIB == has(pool)
+    for keys in prompts:
+        eventually(lambda keys=keys: holds(cache, keys))  # type: ignore[misc]
+    assert pool.stats()["external_hits"] > 0
+    hold = threading.Thread(target=pool.drain, args=(pool.node_id, 5.0))
+    hold.start()
+    assert pool.resize(pool.node_id, 24 * MIB) == 24 * MIB
+    hold.join()
+    assert pool.resize(pool.node_id, 16 * MIB) == 16 * MIB == has(pool)
+    assert node_of(pool)["state"] == "leaving"
+    pool.stop()
+    assert registry.get(pool.name, f"memory/{pool.node_id}") is None
+
+
+def test_while_it_is_still_being_offered(cluster: Any) -> None:
+    name = f"t{os.getpid()}-young"
+    pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=512 * MIB))
+    try:
+        assert pool.resize(pool.node_id, 64 * MIB) == 64 * MIB
+        eventually(lambda: has(pool) == 64 * MIB and served(pool, 2))
+        cache = a_cache(pool)
+        keys = cache.keys(tokens(1, 100))
+        assert store(cache, keys) == 100 and read(cache, keys)[:3] == (100, 100, 0)
+        assert taken(pool) < 70 * MIB
+    finally:
+        pool.stop()
+    assert not shm_files(name)

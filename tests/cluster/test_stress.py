@@ -1,0 +1,28 @@
+"""Four engines on two nodes, a pool that is always full, and a SIGKILL for one of everything."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SECONDS = 60.0
+
+
+@pytest.mark.cluster  # not own_cluster: it is to store and read so much in its minute
+def test_everything_is_killed_once_under_load() -> None:
+    """In a process and a cluster of its own: a raylet dies last."""
+    script = Path(__file__).parents[1] / "helpers" / "stress.py"
+    ran = subprocess.run([sys.executable, script, str(SECONDS)], capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    print(found)
+    assert found["wrong"] == 0 and found["errors"] == []
+    assert found["stored"] > 1000 and found["read"] > 1000 and found["remote"] > 0 and found["evicted"] > 1000
+    assert found["killed"] == ["worker", "node store", "directory", "raylet"]
+    assert found["slots"]["free"] + found["slots"]["ready"] + found["slots"]["replica"] == found["slots"]["slots"] > 0
+    assert found["leases"] == found["reservations"] == 0
+    left = [name for name in os.listdir("/dev/shm") if name.startswith(f"raykv-{found['pool']}-")]
+    assert not left

@@ -1,0 +1,163 @@
+"""Blocks that stay because somebody said so: those of preempted requests, and pinned ones."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import BLOCK, Worker, eventually, keep, part, pid, read, settled, store, tokens, worker
+from numpy.typing import NDArray
+
+import raykv
+
+ROOM = 224  # blocks on each of two nodes of 64 MiB, less the staging window
+
+
+class Engine(Worker):
+    """An engine that swaps out, and may be killed."""
+
+    def swap_out(self, blocks: int) -> int:
+        paged = np.ones((blocks, BLOCK), np.uint8)
+        return self.cache().swap_out(paged, range(blocks), "r").result()
+
+    def ping(self) -> int:
+        return os.getpid()
+
+
+@pytest.fixture(scope="module")
+def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
+    return start_for_module()
+
+
+@pytest.fixture
+def cache(pool: raykv.KVPool, patiently: None) -> raykv.KVCache:
+    pool.clear()
+    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+
+
+def pages(seed: int, blocks: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 255, (blocks, BLOCK), np.uint8)
+
+
+def fill(cache: raykv.KVCache, seed: int) -> None:
+    """Ask for more room than there is."""
+    for i in range(2 * ROOM * 2 // 64):
+        store(cache, cache.keys(tokens(1000 * seed + i, 64)))
+
+
+def test_a_preempted_request_comes_back_whatever_was_stored_meanwhile(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    paged = pages(1, 64)
+    before = paged.copy()
+    swapped = pool.stats()["num_cumulative_preemption"]
+    assert cache.swap_out(paged, range(8, 48), "a").result() == 40
+    assert cache.swap_out(paged, range(8), "b").result() == 8
+    paged[:] = 0
+    fill(cache, 1)
+    assert cache.swap_in(paged, range(8), "b").result() == 8
+    assert cache.swap_in(paged, range(8, 48), "a").result() == 40
+    assert (paged[:48] == before[:48]).all() and not paged[48:].any()
+    assert cache.swap_in(paged, range(40), "a").result() == 0, "it is back, and forgotten"
+    assert pool.stats()["num_cumulative_preemption"] == swapped + 2
+    eventually(lambda: settled(pool))
+
+
+def test_blocks_that_come_back_are_forgotten_at_once(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    paged = pages(2, 40)
+    assert cache.swap_out(paged, range(40), "a").result() == 40
+    assert cache.swap_in(paged, range(40), "a").result() == 40
+    eventually(lambda: pool.stats()["keys"] == 0)
+    assert cache.swap_out(paged, range(40), "b").result() == 40
+    cache.swap_drop("b")
+    eventually(lambda: pool.stats()["keys"] == 0 and settled(pool))
+
+
+def test_a_request_that_is_swapped_out_again_has_its_last_blocks(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    for seed in range(20, 30):
+        cache.swap_out(pages(seed - 1, 40), range(40), "a")
+        paged, back = pages(seed, 40), np.zeros((40, BLOCK), np.uint8)
+        assert cache.swap_out(paged, range(40), "a").result() == 40
+        assert cache.swap_in(back, range(40), "a").result() == 40 and (back == paged).all()
+    eventually(lambda: pool.stats()["keys"] == pool.stats()["pinned"] == 0 and settled(pool))
+
+
+def test_what_the_directory_did_not_hear_of_is_forgotten_later(
+    cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache.swap_out(pages(31, 40), range(40), "a").result() == 40
+    directory, faults = pid(part(pool, "directory")), pool.link.faults["directory"]
+    os.kill(directory, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as hasty:
+            hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.02)
+            cache.swap_drop("a")
+            eventually(lambda: pool.link.faults["directory"] > faults)
+    finally:
+        os.kill(directory, signal.SIGCONT)
+    eventually(lambda: pool.stats().get("pinned") == 0 == pool.stats().get("keys"))
+
+
+def test_a_request_that_finds_no_room_is_left_to_be_computed(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    blocks = 2 * ROOM + 100
+    assert cache.swap_out(pages(3, blocks), range(blocks), "big").result() == 0
+    eventually(lambda: settled(pool) and pool.stats()["keys"] == 0)
+    assert cache.swap_in(pages(3, blocks), range(blocks), "big").result() == 0
+
+
+def test_requests_for_which_memory_is_too_small_go_down_and_come_back(
+    start: Callable[..., raykv.KVPool], patiently: None, tmp_path: Path
+) -> None:
+    tiered = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
+    cache = tiered.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0)
+    requests = {str(i): pages(10 + i, 64) for i in range(3 * ROOM // 64)}  # memory has room for two thirds of them
+    for name, paged in requests.items():
+        eventually(lambda name=name, paged=paged: cache.swap_out(paged, range(64), name).result())  # type: ignore[misc]
+    assert all(value["evicted"] == 0 for value in tiered.stats()["tiers"].values())
+    assert sum(value["blocks"] for value in tiered.stats()["tiers"].values()) > 0
+    for name, paged in requests.items():
+        back = np.zeros_like(paged)
+        assert cache.swap_in(back, range(64), name).result() == 64 and (back == paged).all()
+    eventually(lambda: settled(tiered) and tiered.stats()["keys"] == tiered.stats()["pinned"] == 0)
+
+
+def test_what_is_wrong_is_said_before_a_byte_moves(cache: raykv.KVCache) -> None:
+    paged = pages(4, 10)
+    with pytest.raises(ValueError, match="block_ids from 0 to 10"):
+        cache.swap_out(paged, range(11), "a")
+    assert cache.swap_out(paged, range(10), "a").result() == 10
+    with pytest.raises(ValueError, match="9 block_ids for request 'a', which has 10"):
+        cache.swap_in(paged, range(9), "a")
+    assert cache.swap_in(paged, range(10), "a").result() == 10, "nothing was lost by it"
+
+
+def test_an_engine_that_dies_lets_go(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    engine: Any = worker(pool, pool.node_id, Engine)
+    assert ray.get(engine.swap_out.remote(100), timeout=60) == 100
+    assert pool.stats()["pinned"] == 100
+    os.kill(pid(engine), signal.SIGKILL)
+    eventually(lambda: settled(pool) and pool.stats()["pinned"] == pool.stats()["keys"] == 0)
+
+
+def test_what_is_pinned_stays_until_it_is_unpinned(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    keys = cache.keys(tokens(6, 20))
+    keep(cache, keys)
+    unknown = cache.keys(tokens(7, 5))
+    assert cache.pin(np.concatenate([keys, unknown])) == 20 and cache.pin(keys) == 20
+    fill(cache, 6)
+    assert read(cache, keys)[:3] == (20, 20, 0) and pool.stats()["pinned"] == 20
+    cache.unpin(keys)
+    fill(cache, 7)
+    assert read(cache, keys).matched == 0 and pool.stats()["pinned"] == 0
+    eventually(lambda: settled(pool))
+
+
+def test_clear_forgets_what_is_pinned(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+    keys = cache.keys(tokens(8, 20))
+    keep(cache, keys)
+    cache.pin(keys)
+    pool.clear()
+    assert pool.stats()["pinned"] == 0 and read(cache, keys).matched == 0
+    eventually(lambda: settled(pool))

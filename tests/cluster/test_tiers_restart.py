@@ -1,0 +1,92 @@
+"""What went down to an external tier is there when all has been restarted: pools, node stores, Ray itself."""
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.pools import eventually, holds, patient, shm_files, store, tokens
+from helpers.redis_server import redis_server
+from helpers.sqlite_tier import SqliteTier
+from numpy.typing import NDArray
+
+import raykv
+from raykv.bench.testbed import local_cluster
+
+MIB = 1 << 20
+CPU = 64 * MIB  # of a node, of which there are two
+BLOCK_BYTES = 256 << 10
+PROMPTS, BLOCKS = 24, 64
+PACE_S = 0.3
+
+
+def main(phase: str, *urls: str) -> None:
+    """Store, or read, the same prompts in a pool for each tier, in a Ray cluster that lasts as long as this."""
+    patient()
+    raykv.register_tier("sqlite", SqliteTier)
+    configs = [raykv.PoolConfig(name=name_of(url), cpu_memory=CPU, external=url, secret=b"s") for url in urls]
+    with local_cluster(2), ThreadPoolExecutor(len(urls)) as threads:
+        pools = list(threads.map(raykv.start, configs))
+        try:
+            for pool in pools:
+                cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK_BYTES, recompute_tokens_per_s=20.0)
+                prompts = [cache.keys(tokens(i, BLOCKS)) for i in range(PROMPTS)]
+                (store_all if phase == "store" else read_all)(pool, cache, prompts)
+        finally:
+            list(threads.map(raykv.KVPool.stop, pools))
+        assert not any(shm_files(pool.name) for pool in pools)
+
+
+def name_of(url: str) -> str:
+    return f"restart-{os.getppid()}-{url.partition(':')[0]}"
+
+
+def store_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[NDArray[np.uint8]]) -> None:
+    """At a pace that demotion can follow, and what it could not, again."""
+
+    def followed() -> bool:
+        """Whether it has made room for as much again, or has none to make."""
+        only_in_memory: int = pool.stats()["keys"] - total(pool, "blocks")
+        return only_in_memory <= 2 * CPU // BLOCK_BYTES * 5 // 8
+
+    def all_stored() -> bool:
+        for keys in prompts:
+            store(cache, keys)
+            end = time.monotonic() + PACE_S
+            while not followed() and time.monotonic() < end:
+                time.sleep(0.02)
+        return bool(pool.stats()["keys"] == PROMPTS * BLOCKS)
+
+    eventually(all_stored)
+
+
+def read_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[NDArray[np.uint8]]) -> None:
+    eventually(lambda: total(pool, "blocks") == PROMPTS * BLOCKS, 30.0)
+    for keys in prompts:
+        eventually(lambda keys=keys: holds(cache, keys))  # type: ignore[misc]
+    assert pool.stats()["stored"] == 0
+
+
+def total(pool: raykv.KVPool, what: str) -> int:
+    return sum(tier[what] for tier in pool.stats().get("tiers", {}).values())
+
+
+@pytest.mark.own_cluster
+def test_three_times_the_memory_is_there_after_a_restart_of_everything(tmp_path: Path) -> None:
+    """Files of each node's own, redis, and a tier of this test's own."""
+    assert PROMPTS * BLOCKS * BLOCK_BYTES == 3 * 2 * CPU
+    with redis_server(tmp_path) as server:
+        redis = f"redis://127.0.0.1:{server.port}/0?capacity={8 * CPU}"
+        urls = [f"file://{tmp_path}/files?capacity={4 * CPU}", redis, f"sqlite://{tmp_path}/blocks?capacity={8 * CPU}"]
+        for phase in ("store", "read"):
+            command = [sys.executable, __file__, phase, *urls]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=140)
+            assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

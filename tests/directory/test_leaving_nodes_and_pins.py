@@ -1,0 +1,556 @@
+"""Nodes that are about to leave, and blocks that stay or go because somebody said so, by example."""
+
+import struct
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.directory_checks import check_invariants
+from helpers.directory_pool import KEYS, PAGE, Pool, blocks, primary
+from helpers.directory_tiers import beat, lie_below, only_below, tell, tiered
+from helpers.oracle.slots import PLACE, split, unpack
+from helpers.pools import eventually
+from raykv.actors import drain, supervisor
+
+from raykv import registry
+from raykv.directory import directory, tier_catalog
+from raykv.directory.kernels import index
+
+SLAB = 8 * PAGE
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: SLAB)
+
+
+def leave(pool: Pool, node: str) -> None:
+    pool.directory.leave(node, pool.now)
+
+
+def departing(pool: Pool, node: str) -> list[bytes]:
+    """Keys that would go with a node."""
+    places, keys, _ = pool.directory.departing(node, pool.now) or (b"", b"", 0)
+    there = unpack(places)
+    assert {(place[0], place[3]) for place in there} <= {(pool.directory.nodes[node].index, PAGE)}
+    check_invariants(pool.directory)
+    return split(keys)
+
+
+def left(pool: Pool, node: str) -> int | None:
+    """How many blocks would go with a node; None where that is not known."""
+    answer = pool.directory.departing(node, pool.now)
+    return None if answer is None else answer[2]
+
+
+def pin(pool: Pool, keys: list[bytes], node: str = "a") -> int:
+    return pool.directory.pin(pool.call(node), b"".join(keys), pool.now)[1]
+
+
+def unpin(pool: Pool, keys: list[bytes], node: str = "a") -> None:
+    pool.directory.unpin(pool.call(node), b"".join(keys), pool.now)
+
+
+def forget(pool: Pool, keys: list[bytes], node: str = "a") -> None:
+    pool.directory.forget(pool.call(node), b"".join(keys), pool.now)
+
+
+# ---------------------------------------------------------------------- what would go with a node
+
+
+def test_unique_blocks_of_a_node_that_leaves_are_departing_the_youngest_first() -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:4])
+    assert departing(pool, "a") == [], "it stays"
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[:4] and departing(pool, "b") == []
+    pool.read("a", KEYS[2:4])
+    assert departing(pool, "a") == [*KEYS[2:4], *KEYS[:2]]
+    assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "leaving"
+
+
+def test_few_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "DEPARTING_PER_CALL", 2)
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:5])
+    leave(pool, "a")
+    for keys in (KEYS[:5], KEYS[2:5], KEYS[4:5]):
+        assert departing(pool, "a") == keys[:2] and left(pool, "a") == len(keys)
+        pool.replicate("b", keys[:2])
+    assert departing(pool, "a") == [] and left(pool, "a") == 0
+
+
+def test_what_is_still_being_written_on_a_node_that_leaves_will_go_with_it() -> None:
+    pool = Pool(nodes="ab")
+    hold, got = pool.reserve("a", KEYS[:2])
+    leave(pool, "a")
+    assert departing(pool, "a") == [] and left(pool, "a") == 2
+    pool.commit("a", hold, got, KEYS[:2])
+    assert departing(pool, "a") == KEYS[:2] and left(pool, "a") == 2
+
+
+def test_what_is_held_is_departing_too_after_what_is_not() -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:7])
+    for keys in (KEYS[6:7], KEYS[:5]):
+        pool.read("a", keys)
+    lease, _ = pool.match("a", KEYS[5:7])  # the oldest: out of turn
+    leave(pool, "a")
+    assert departing(pool, "a") == [*KEYS[:5], *KEYS[5:7]], "whether an eviction met them or not"
+    pool.release("a", lease)
+    assert departing(pool, "a") == [*KEYS[5:7], *KEYS[:5]]
+
+
+def test_a_copy_elsewhere_that_could_be_evicted_is_handed_over() -> None:
+    pool = Pool(nodes="ab", window=3)
+    pool.store("a", KEYS[:3])
+    pool.replicate("b", KEYS[:2])
+    assert pool.count("replica", "b") == 2 and primary(pool, KEYS[0]) == "a"
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[2:3]
+    assert [primary(pool, key) for key in KEYS[:3]] == ["b", "b", "a"]
+    assert (pool.count("ready", "b"), pool.count("replica", "a")) == (2, 2)
+    pool.store("b", KEYS[10:13])  # room for which replicas would have been taken
+    pool.directory.remove_node("a", pool.now)
+    assert pool.has(KEYS[:3]) == [True, True, False]
+
+
+def test_what_is_handed_over_costs_as_many_of_the_oldest_at_most() -> None:
+    pool = Pool(nodes="ab", window=3)
+    pool.store("a", KEYS[:2])
+    pool.store("b", KEYS[10:15])
+    pool.replicate("b", KEYS[:2])
+    leave(pool, "a")
+    departing(pool, "a")
+    assert pool.has(KEYS[10:15]) == [True] * 3 + [False] * 2 and pool.count("free", "b") == 3
+
+
+def test_what_is_handed_over_may_open_slabs_and_the_rest_is_still_departing() -> None:
+    pool = Pool(slots=128, nodes="ab", window=64, slabs=1)
+    pool.store("a", KEYS[:60])
+    pool.store("b", KEYS[100:164])
+    pool.replicate("b", KEYS[:50])
+    pool.directory.beat("b", 3, pool.now)  # spare slabs, whose rows are new
+    lease, _ = pool.match("a", KEYS[55:60])  # the oldest
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[50:60]
+    assert len(pool.directory.nodes["b"].slabs) > 1 and all(pool.has(KEYS[100:164]))
+    pool.release("a", lease)
+    check_invariants(pool.directory)
+
+
+def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
+    pool = Pool(nodes="abc", window=2)
+    pool.store("a", KEYS[:1])
+    pool.replicate("b", KEYS[:1])
+    leave(pool, "a")
+    leave(pool, "b")
+    assert departing(pool, "a") == [] and departing(pool, "b") == KEYS[:1] and primary(pool, KEYS[0]) == "b"
+    pool.replicate("c", KEYS[:1])
+    assert departing(pool, "b") == [] and primary(pool, KEYS[0]) == "c"
+
+
+def test_what_a_node_that_leaves_reads_of_another_is_no_primary_there() -> None:
+    """Else it would go with the second, whose drain is over."""
+    pool = Pool(nodes="abc", window=2)
+    pool.store("a", KEYS[:2])
+    leave(pool, "b")
+    leave(pool, "a")
+    pool.replicate("b", KEYS[:1])
+    assert departing(pool, "a") == KEYS[:2] and left(pool, "b") == 0
+    pool.replicate("c", KEYS[:2])
+    assert left(pool, "a") == left(pool, "b") == 0 and primary(pool, KEYS[0]) == "c"
+
+
+def test_a_directory_that_was_told_before_anybody_joins_gives_no_copy_of_what_leaves_away() -> None:
+    pool = Pool(nodes="", window=2)
+    leave(pool, "a")
+    for name in "ab":
+        join_with(pool, name, KEYS[:2] if name == "a" else [*KEYS[:2], *KEYS[10:14]])
+    assert departing(pool, "a") == [] and [primary(pool, key) for key in KEYS[:2]] == ["b", "b"]
+    join_with(pool, "a", KEYS[:3], nonce=b"another")
+    assert departing(pool, "a") == KEYS[2:3], "a new store of it leaves, too"
+    pool.directory.remove_node("a", pool.now)
+    pool.add("a")
+    assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "alive", "who comes back stays"
+
+
+def join_with(pool: Pool, name: str, keys: list[bytes], nonce: bytes = b"") -> None:
+    """A node joins whose arena of 8 slots has these blocks, the oldest first."""
+    joined = pool.directory.join(name, nonce or name.encode(), 8 * PAGE, 1, 0, pool.now, pool.window * PAGE)
+    fields = [(joined[0], 0, slot, PAGE, 1, 2) for slot in range(len(keys))]
+    places = b"".join(PLACE.pack(*at) for at in fields)
+    numbers = struct.pack(f"<{len(keys)}I", *range(len(keys)))
+    pool.directory.adopt(name, places, b"".join(keys), bytes(4 * len(keys)), numbers, b"", pool.now, 1)
+    check_invariants(pool.directory)
+
+
+def test_an_arena_that_is_found_full_has_a_staging_window_again() -> None:
+    pool = Pool(nodes="", window=2)
+    join_with(pool, "a", KEYS[:8])
+    pool.add("b")
+    pool.store("b", KEYS[10:12])
+    assert pool.has(KEYS[:8]) == [False] * 2 + [True] * 6, "the oldest made room"
+    assert pool.read("a", KEYS[10:12]) == 2
+
+
+def test_what_a_taker_pulls_is_primary_there() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:2])
+    leave(pool, "a")
+    lease, got = pool.match("b", KEYS[:1])
+    assert departing(pool, "a") == KEYS[:2], "it is not there yet"
+    pool.beat("b", landed=got.staged)
+    assert (primary(pool, KEYS[0]), primary(pool, KEYS[1])) == ("b", "a")
+    assert departing(pool, "a") == KEYS[1:2]
+    pool.release("b", lease)
+    pool.directory.remove_node("a", pool.now)
+    assert pool.has(KEYS[:2]) == [True, False]
+    check_invariants(pool.directory)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_only_a_tier_that_others_reach_saves_what_lies_in_it(shared: bool) -> None:
+    pool = tiered(nodes="ab", shared=shared, share=1.0)
+    pool.store("a", KEYS[:2])
+    sinking = pool.sink("a")
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[:2], "it is not there yet"
+    pool.sink("a", sinking)
+    assert departing(pool, "a") == ([] if shared else KEYS[:2])
+    beat(pool, "b", shared=shared, reached=False)
+    assert departing(pool, "a") == KEYS[:2]
+
+
+def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:4])
+    answers = [None, pool.directory.departing]
+    alive = [{"a", "b"}, {"b"}]  # it is gone by then
+
+    def call(function: Any) -> Any:
+        return SimpleNamespace(remote=function)
+
+    def left_now(node: str) -> Any:
+        answer = answers.pop(0)
+        return answer and answer(node, pool.now)
+
+    there = SimpleNamespace(leave=call(partial(leave, pool)), departing=call(left_now), go_down=call(lambda _: False))
+    for name in ("find", "find_directory"):
+        monkeypatch.setattr(registry, name, lambda _: there)
+    monkeypatch.setattr(registry, "put", lambda *_: True)
+    monkeypatch.setattr(registry, "names", lambda *_: ["a"])
+    monkeypatch.setattr(drain, "_take_over", SimpleNamespace(options=lambda **_: call(lambda *_: None)))
+    monkeypatch.setattr(drain, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    nodes = call(lambda: [{"NodeID": name, "Alive": True} for name in alive.pop(0)]).remote
+    asked = SimpleNamespace(get=lambda answer, timeout: answer, nodes=nodes, wait=lambda *_, **__: None)
+    monkeypatch.setattr(drain, "ray", asked)
+    assert drain.drain("p", "a", 30.0) == 4 and not alive
+
+
+def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [7, ValueError("no directory"), 0]
+    answered = []
+
+    def drain(pool: str, node_id: str, seconds: float) -> int:
+        answered.append(answer := answers.pop(0))
+        if isinstance(answer, ValueError):
+            raise answer
+        return int(answer)
+
+    watch = supervisor.Supervisor.__new__(supervisor.Supervisor)
+    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set(), _stopped=threading.Event())
+    monkeypatch.setattr(supervisor, "DRAIN_AGAIN_S", 0.0)
+    monkeypatch.setattr(supervisor, "drain", drain)
+    monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
+    monkeypatch.setattr(registry, "names", lambda *_: [])
+    for tries in (1, 2, 3, 3):
+        watch._look_for_leaving(None, {"n"})
+        eventually(lambda tries=tries: len(answered) == tries and ("n" in watch._draining) == (tries == 3))  # type: ignore[misc]
+    answers.append(1)
+    assert watch.drain("n", 30.0) == 1 and not watch._draining, "somebody's own, which ends short"
+
+
+# ---------------------------------------------------------------------- what a node that leaves is good for
+
+
+def test_nothing_is_placed_on_a_node_that_leaves() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[50:51])
+    leave(pool, "a")
+    assert pool.store("a", KEYS[:1]) == [], "not even by who is there"
+    assert set(pool.store("b", KEYS[:9])) == {"b"} and pool.count("free", "a") == 7
+    pool.add("c")
+    assert pool.store("b", KEYS[10:12]) == ["c", "c"]
+
+
+def test_a_node_that_leaves_evicts_nothing_for_others_and_gives_them_no_slab() -> None:
+    pool = Pool(nodes="ab", window=2, locality=1.0, slabs=1)
+    pool.store("a", KEYS[:6])
+    pool.store("b", KEYS[10:16])
+    leave(pool, "a")
+    assert pool.store("b", KEYS[20:22]) == ["b", "b"], "though what a has is older"
+    assert all(pool.has(KEYS[:6]))
+    pool.add("c")
+    leave(pool, "c")
+    assert pool.store("b", KEYS[22:24]) == ["b", "b"]
+    assert pool.directory.stats(pool.now)["nodes"]["c"]["spare_slabs"] == 1
+
+
+def test_a_node_that_leaves_is_read_until_it_is_gone() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:2])
+    leave(pool, "a")
+    assert pool.read("a", KEYS[:2]) == pool.read("b", KEYS[:2]) == 2
+    pool.tick(4.0, alive="b")
+    pool.tick(1.0)  # it was silent for a while
+    assert pool.store("a", KEYS[5:6]) == [] and pool.read("b", KEYS[:2]) == 2
+    pool.directory.remove_node("a", pool.now)
+    pool.add("a")
+    assert pool.store("a", KEYS[5:6]) == ["a"], "who comes back stays"
+
+
+def test_what_departs_with_who_has_not_said_yet_what_it_has_is_not_known() -> None:
+    """Or a drain over a restart of the directory would end with all still there."""
+    pool = Pool()
+    leave(pool, "x")
+    assert left(pool, "x") is None
+    pool.directory.join("x", b"x", SLAB, 1, 0, pool.now)
+    assert left(pool, "x") is None
+    pool.directory.adopt("x", b"", b"", b"", b"", b"", pool.now, 1)
+    assert left(pool, "x") == 0
+
+
+# ---------------------------------------------------------------------- pinned
+
+
+def test_a_pinned_block_survives_eviction_until_it_is_unpinned() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    assert pin(pool, [*KEYS[5:7], *KEYS[100:103]]) == 2 and pin(pool, KEYS[5:6]) == 1
+    pool.store("a", KEYS[10:15])
+    pool.tick(11.0)  # whoever pinned it is gone
+    pool.store("a", KEYS[20:25])
+    assert pool.has(KEYS[:7]) == [False] * 5 + [True] * 2
+    unpin(pool, KEYS[5:7])
+    pool.store("a", KEYS[30:37])
+    assert not any(pool.has(KEYS[:7])) and pool.directory.stats(pool.now)["pinned"] == 0
+    check_invariants(pool.directory)
+
+
+def test_a_pin_moves_to_another_copy_when_its_node_dies() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:2])
+    pool.replicate("b", KEYS[:1])
+    assert pin(pool, KEYS[:2], "b") == 2
+    pool.directory.remove_node("a", pool.now)
+    assert list(pool.directory.pins) == KEYS[:1]
+    check_invariants(pool.directory)
+    pool.store("b", KEYS[10:17])
+    assert pool.has(KEYS[:1]) == [True]
+
+
+def test_a_pin_moves_to_what_lies_below_when_the_block_is_found_altered() -> None:
+    pool = tiered(slabs=1)
+    pool.store("a", KEYS[:1])
+    pool.bring_down("a", whole=True)
+    pin(pool, KEYS[:1])
+    _, got = pool.match("a", KEYS[:1])
+    pool.beat("a", bad=got.source)
+    assert pool.has(KEYS[:1]) == [False]
+    for first in (10, 20):
+        pool.store("a", KEYS[first : first + 5])
+        pool.bring_down("a", whole=True)
+    assert lie_below(pool, KEYS[:1]) == [True], "others went"
+    check_invariants(pool.directory)
+
+
+def test_what_only_lies_below_can_be_pinned_there() -> None:
+    pool = tiered(slabs=1)
+    only_below(pool, KEYS[:4])
+    assert pin(pool, KEYS[1:2]) == 1
+    got = pool.sink("a", whole=True)
+    assert set(split(got.doomed)) == {KEYS[0], KEYS[2], KEYS[3]} and len(split(got.keys)) == 3
+
+
+def test_clear_ends_pins() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:3])
+    pin(pool, KEYS[:3])
+    pool.directory.clear(pool.now)
+    assert pool.count("free") == 8 and not pool.directory.pins
+    check_invariants(pool.directory)
+
+
+def test_a_pin_ends_with_a_block_that_a_header_vetoes() -> None:
+    pool = Pool()
+    _, got = pool.reserve("a", KEYS[:1])
+    pool.store("a", KEYS[1:2])
+    pool.commit("a", 1, got, KEYS[:1])
+    pin(pool, KEYS[:1])
+    zero = bytes(4)
+    pool.directory.adopt("a", got.places, KEYS[9], zero, zero, b"", pool.now)  # another key's, it says
+    assert not pool.directory.pins and pool.count("free") == 7
+    check_invariants(pool.directory)
+
+
+# ---------------------------------------------------------------------- forgotten
+
+
+def test_what_is_forgotten_is_free_at_once_in_every_copy() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:3])
+    pool.replicate("b", KEYS[:2])
+    pin(pool, KEYS[:1])
+    forget(pool, [*KEYS[:2], KEYS[0], KEYS[50]])
+    assert pool.has(KEYS[:3]) == [False, False, True] and not pool.directory.pins
+    assert (pool.count("free", "a"), pool.count("free", "b")) == (7, 8)
+    check_invariants(pool.directory)
+
+
+def test_what_is_held_is_forgotten_once_its_holder_lets_go() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:2])
+    lease, _ = pool.match("a", KEYS[:2])
+    forget(pool, KEYS[:2])
+    assert pool.has(KEYS[:2]) == [False, False] and pool.count("dropped") == 2
+    assert blocks(pool.match("a", KEYS[:2])[1]) == 0
+    pool.release("a", lease)
+    assert pool.count("free") == 8
+
+
+def test_what_is_being_written_is_not_forgotten() -> None:
+    pool = Pool()
+    hold, got = pool.reserve("a", KEYS[:1])
+    forget(pool, KEYS[:1])
+    assert pool.commit("a", hold, got, KEYS[:1]) == 1 and pool.has(KEYS[:1]) == [True]
+
+
+def test_what_is_forgotten_is_deleted_below() -> None:
+    pool = Pool()
+    beat(pool)
+    tell(pool, KEYS[:2])
+    forget(pool, KEYS[:1])
+    assert split(pool.sink("a").doomed) == KEYS[:1] and lie_below(pool, KEYS[:2]) == [False, True]
+
+
+# ---------------------------------------------------------------------- swapped out
+
+
+def preempted(pool: Pool, keys: list[bytes], node: str = "a") -> int:
+    return pool.directory.preempted(pool.call(node), b"".join(keys), pool.now)[1]
+
+
+def test_a_swapped_request_stays_until_it_is_forgotten() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:5])
+    assert preempted(pool, KEYS[:5]) == 5
+    pool.store("a", KEYS[10:17])
+    assert all(pool.has(KEYS[:5])) and pool.count("ready") == 7
+    forget(pool, KEYS[:5])
+    assert not any(pool.has(KEYS[:5])) and not pool.directory.pins
+    assert preempted(pool, KEYS[10:12]) == 2
+    assert pool.directory.stats(pool.now)["num_cumulative_preemption"] == 2
+
+
+def test_of_a_request_that_did_not_find_room_nothing_stays() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:5])
+    assert preempted(pool, KEYS[:6]) == 0
+    assert not any(pool.has(KEYS[:5])) and pool.count("free") == 8
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_a_swapped_request_goes_with_its_engine(vanishes: bool) -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:3])
+    assert preempted(pool, KEYS[:3], "b") == 3
+    if vanishes:
+        pool.tick(11.0)
+        pool.directory.stats(pool.now)
+    else:
+        pool.directory.bye(ord("b"), pool.now)
+    assert not any(pool.has(KEYS[:3])) and not pool.directory.pins
+
+
+def test_what_is_held_goes_down_where_nothing_else_is_left_and_is_held_there() -> None:
+    pool = tiered(slabs=2)
+    pool.store("a", KEYS[:7])
+    assert preempted(pool, KEYS[:6]) == 6
+    assert pool.bring_down("a") == [KEYS[6], KEYS[0]], "a quarter is to be had for nothing: that is two"
+    assert pool.store("a", KEYS[10:12]) == ["a"] * 2
+    assert pool.has(KEYS[:7]) == [False] + [True] * 5 + [False]
+    pool.bring_down("a", whole=True)
+    assert all(lie_below(pool, KEYS[:6]))
+    for first in range(100, 170, 7):
+        pool.store("a", KEYS[first : first + 7])
+        pool.bring_down("a", whole=True)
+    assert not any(pool.has(KEYS[:6])) and all(lie_below(pool, KEYS[:6])), "others went"
+    forget(pool, KEYS[:6])
+    assert not any(lie_below(pool, KEYS[:6])) and not pool.directory.pins
+
+
+def test_what_lies_below_already_is_pinned_there() -> None:
+    pool = tiered(slabs=2)
+    pool.store("a", KEYS[:6])
+    pool.bring_down("a", whole=True)
+    assert preempted(pool, KEYS[:6]) == 6
+    assert pool.store("a", KEYS[10:17]) == ["a"] * 7, "memory is for others"
+    assert not any(pool.has(KEYS[:6])) and all(lie_below(pool, KEYS[:6]))
+
+
+def test_what_comes_up_where_all_else_is_held_leaves_room_for_the_rest() -> None:
+    pool = tiered(slots=8, slabs=4, window=2)
+    only_below(pool, KEYS[:4])
+    for key in KEYS[900:907]:
+        forget(pool, [key])
+    pool.store("a", KEYS[10:16])
+    assert pin(pool, KEYS[10:16]) == 6
+    for key in KEYS[:4]:  # each as by a reader of its own
+        lease, got = pool.match("a", [key])
+        assert blocks(got) == 1
+        pool.beat("a", landed=got.staged)
+        pool.release("a", lease)
+    check_invariants(pool.directory)
+
+
+def test_what_is_forgotten_on_its_way_down_is_deleted_there() -> None:
+    pool = tiered()
+    pool.store("a", KEYS[:2])
+    sinking = pool.sink("a", whole=True)
+    forget(pool, KEYS[:1])
+    assert not lie_below(pool, KEYS[:1], index.SINKING)[0]
+    assert split(pool.sink("a", sinking).doomed) == KEYS[:1] and lie_below(pool, KEYS[:2]) == [False, True]
+    check_invariants(pool.directory)
+
+
+def test_in_the_end_what_is_leased_goes_down_too() -> None:
+    pool = tiered(share=1.0)
+    pool.store("a", KEYS[:5])
+    lease, _ = pool.match("a", KEYS[2:5])
+    assert set(pool.bring_down("a", whole=True)) == set(KEYS[:5])
+    pool.release("a", lease)
+    check_invariants(pool.directory)
+
+
+def test_a_pin_follows_what_is_handed_over() -> None:
+    pool = Pool(nodes="ab", window=3)
+    pool.store("a", KEYS[:2])
+    pool.replicate("b", KEYS[:1])
+    pin(pool, KEYS[:2])
+    leave(pool, "a")
+    assert departing(pool, "a") == KEYS[1:2]
+    pool.replicate("b", KEYS[1:2])
+    pool.store("b", KEYS[10:18])
+    assert departing(pool, "a") == [] and pool.directory.remove_node("a", pool.now)
+    assert pool.has(KEYS[:2]) == [True] * 2 and len(pool.directory.pins) == 2
+
+
+def test_a_new_directory_that_is_told_who_leaves_hands_over_what_it_found() -> None:
+    pool = Pool(nodes="ab", window=3)
+    pool.store("a", KEYS[:2])
+    pool.replicate("b", KEYS[:2])
+    leave(pool, "a")
+    assert [primary(pool, key) for key in KEYS[:2]] == ["b", "b"] and departing(pool, "a") == []

@@ -1,0 +1,106 @@
+"""The directory against its oracle: hypothesis looks for a run of calls in which they differ.
+
+Every failure is reproduced by the blob or seed that hypothesis prints; `World` shrinks it to few calls.
+"""
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+from helpers.world import World
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+SEEDS = (1, 2, 3, 4, 5)
+STEPS = 42_000  # by each seed, at least: 210,000 in all
+OPS = (
+    *("match", "reserve", "commit", "stream", "release", "beat_client", "report", "leave", "heartbeats"),
+    *("whereabouts", "node_lost", "restart", "wait", "clear"),
+    *("beat_tier", "found", "sink", "sink"),
+    *("pin", "unpin", "forget", "preempted", "depart", "departing"),
+    *("cool", "cool", "fit"),
+)
+SEEDS_OF_BURSTS = st.integers(0, 1 << 30)
+
+
+class Cluster(RuleBasedStateMachine):
+    """A world in which hypothesis chooses what happens; details come from the seeds that it draws."""
+
+    steps = 0
+    with_oracle = True
+
+    @initialize(world=SEEDS_OF_BURSTS)
+    def start(self, world: int) -> None:
+        self.world = World(world, self.with_oracle)
+
+    @rule(op=st.sampled_from(OPS), details=SEEDS_OF_BURSTS)
+    def one(self, op: str, details: int) -> None:
+        self.world.rng.seed(details)
+        getattr(self.world, op)()
+
+    @rule(mix=st.sampled_from(sorted(World.MIXES)), steps=st.sampled_from((3, 10, 50, 200)), details=SEEDS_OF_BURSTS)
+    def many(self, mix: str, steps: int, details: int) -> None:
+        self.world.rng.seed(details)
+        self.world.burst(mix, steps)
+
+    @invariant()
+    def agree(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world") and not self.world.failed:
+            self.world.everybody_goes()
+            type(self).steps += self.world.steps
+
+
+class Confused(Cluster):
+    """Block sizes mixed up and places garbled: nothing to agree on, but nothing may break."""
+
+    steps = 0
+    with_oracle = False
+
+
+def run(machine: Any, first_seed: int, steps: int) -> int:
+    """Run until `steps` were taken. Returns how many were."""
+    machine.steps = 0
+    for number in itertools.count(first_seed, 1000):
+        run_state_machine_as_test(
+            seed(number)(machine),
+            settings=settings(
+                max_examples=10,
+                stateful_step_count=30,
+                deadline=None,
+                database=None,
+                print_blob=True,
+                phases=(Phase.generate,),
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        if machine.steps >= steps:
+            return int(machine.steps)
+    raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[int, Future[int]]]:
+    """All seeds, on all cores."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+        yield {number: processes.submit(run, Cluster, number, STEPS) for number in SEEDS}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", SEEDS)
+def test_directory_and_oracle_agree(runs: dict[int, Future[int]], number: int) -> None:
+    steps = runs[number].result()
+    print(f"{steps} steps, no difference")
+    assert steps * len(SEEDS) >= 200_000
+
+
+@pytest.mark.timeout(900)
+def test_nothing_breaks_where_callers_are_confused() -> None:
+    assert run(Confused, 6, 20_000) >= 20_000

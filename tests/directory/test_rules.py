@@ -1,0 +1,386 @@
+"""The directory's rules about what stays, where it goes and who holds it, by example."""
+
+import struct
+from collections import OrderedDict
+from random import Random
+
+import numpy as np
+import pytest
+from helpers.directory_checks import check_invariants
+from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
+from helpers.oracle.slots import PLACE, unpack
+from helpers.world import DOCUMENTS
+
+from raykv.directory.allocator import staging_window
+from raykv.directory.kernels import index
+from raykv.protocol import Call
+
+# ---------------------------------------------------------------------- what is where
+
+
+def test_whereabouts_count_every_copy_of_the_ready_prefix_and_touch_nothing() -> None:
+    pool = Pool(slots=8, window=2, nodes="ab")
+    pool.store("a", KEYS[:3])
+    pool.replicate("b", KEYS[:2])
+    pool.store("b", KEYS[3:5])
+    pool.store("a", KEYS[6:7])  # behind a gap
+    hold, got = pool.reserve("a", KEYS[5:6])  # which is being written
+    before = pool.directory.stats(pool.now)
+    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"a": 3, "b": 4}
+    assert pool.directory.whereabouts(b"".join(KEYS[100:])) == pool.directory.whereabouts(b"") == {}
+    assert pool.directory.stats(pool.now) == before
+    pool.commit("a", hold, got, KEYS[5:6])
+    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"a": 5, "b": 4}
+    pool.tick(4, alive="b")  # a is suspect: its rows are not offered
+    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"b": 2}
+
+
+def test_looking_does_not_make_a_block_younger() -> None:
+    pool = Pool(slots=8, window=1)
+    pool.store("a", KEYS[:4])
+    pool.store("a", KEYS[100:103])
+    pool.directory.whereabouts(b"".join(KEYS[:4]))
+    pool.store("a", KEYS[103:105])
+    assert pool.has(KEYS[:4]) == [True, True, False, False]
+
+
+# ---------------------------------------------------------------------- what goes
+
+
+def test_a_match_touches_its_blocks_last_to_first_so_children_go_before_parents() -> None:
+    pool = Pool(slots=8, window=1)  # 7 blocks fit beside the window
+    pool.store("a", KEYS[:7])
+    pool.store("a", KEYS[100:102])
+    assert pool.has(KEYS[:7]) == [True] * 5 + [False] * 2
+    assert pool.read("a", KEYS[:7]) == 5
+    pool.store("a", KEYS[102:106])
+    assert pool.has(KEYS[:7]) == [True] * 3 + [False] * 4
+
+
+def test_what_is_leased_is_not_evicted_and_what_was_released_is() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    lease, _ = pool.match("a", KEYS[:7])
+    _, got = pool.reserve("a", KEYS[100:103])
+    assert got.covered == 0 and not got.places
+    pool.release("a", lease)
+    assert pool.store("a", KEYS[110:112]) == ["a", "a"]
+    assert pool.has(KEYS[:7]) == [True] * 5 + [False] * 2
+
+
+def test_with_locality_1_the_cluster_is_one_lru() -> None:
+    for seed in range(5):
+        rng = Random(seed)
+        pool = Pool(slots=16, window=2, nodes="abc", locality=1.0)
+        lru: OrderedDict[bytes, None] = OrderedDict()
+        documents = [keys for size in DOCUMENTS for keys in DOCUMENTS[size]]
+        for _ in range(400):
+            keys = rng.choice(documents)[: rng.randint(1, 12)]
+            node = rng.choice("abc")
+            left = list(keys)  # a call grants no more than its window
+            while left:
+                hold, got = pool.reserve(node, keys)
+                pool.commit(node, hold, got, keys)
+                left = keys[got.covered :]
+                assert got.covered
+            new = [key for key in keys if key not in lru]
+            for key in reversed(keys):
+                if key in lru:
+                    lru.move_to_end(key)
+            for _ in range(len(lru) + len(new) - 3 * 14):
+                lru.popitem(last=False)
+            for key in reversed(keys):
+                lru[key] = None
+                lru.move_to_end(key)
+            assert pool.keys() == set(lru)
+
+
+def test_no_parent_goes_before_its_children() -> None:
+    for nodes, locality in (("a", 1.5), ("abc", 1.0)):
+        rng = Random(3)
+        pool = Pool(slots=16, window=2, nodes=nodes, locality=locality)
+        documents = [keys for size in DOCUMENTS for keys in DOCUMENTS[size]]
+        for _ in range(400):
+            keys, node = rng.choice(documents)[: rng.randint(1, 12)], rng.choice(nodes)
+            if rng.random() < 0.5:
+                pool.read(node, keys)
+            else:
+                pool.store(node, keys)
+            there = pool.keys()
+            for document in documents:
+                found = [key in there for key in document]
+                assert found == sorted(found, reverse=True)
+
+
+# ---------------------------------------------------------------------- staging and replicas
+
+
+def test_the_staging_window_is_a_fiftieth_but_no_less_than_256_mib_nor_more_than_an_eighth() -> None:
+    assert staging_window(100 << 30) == (100 << 30) // 50
+    assert staging_window(4 << 30) == 256 << 20
+    assert staging_window(1 << 30) == 128 << 20
+
+
+def test_a_match_longer_than_the_window_streams_through_it() -> None:
+    pool = Pool(slots=16, window=3, nodes="ab")
+    pool.store("a", KEYS[:8])
+    pool.store("b", KEYS[100:113])
+    lease, got = pool.match("b", KEYS[:8])
+    assert (blocks(got), staged(got)) == (8, 3)
+    read = 3
+    while read < 8:
+        more = pool.directory.stream(pool.call("b"), lease, read, PAGE, pool.now)
+        assert more.source == got.source[read * PLACE.size :][: len(more.source)]
+        assert 0 < blocks(more) == staged(more) <= 3
+        read += blocks(more)
+    assert pool.count("staging", "b") <= 3
+    pool.release("b", lease)
+    assert pool.count("staging", "b") == 0
+
+
+def test_streaming_passes_over_blocks_that_are_there() -> None:
+    pool = Pool(slots=16, window=2, nodes="ab")
+    pool.store("b", [KEYS[i] for i in range(1, 9, 2)])
+    pool.store("a", KEYS[:9])
+    pool.store("b", KEYS[100:111])
+    lease, got = pool.match("b", KEYS[:9])
+    assert (blocks(got), staged(got)) == (9, 2), "of blocks 0, 2, 4, 6, 8"
+    more = pool.directory.stream(pool.call("b"), lease, 4, PAGE, pool.now)
+    assert (blocks(more), staged(more)) == (4, 2), "as far as before block 8, in one call"
+
+
+def test_the_first_match_of_a_node_is_given_slabs_for_all_that_it_stages() -> None:
+    pool = Pool(slots=4, slabs=3, window=5, nodes="ab")
+    pool.store("a", KEYS[:7])
+    assert pool.directory.stats(pool.now)["nodes"]["b"]["spare_slabs"] == 3
+    _, got = pool.match("b", KEYS[:7])
+    assert staged(got) == 5, "the window, which is more than a slab"
+    assert pool.directory.stats(pool.now)["nodes"]["b"]["spare_slabs"] == 1
+
+
+def test_without_staging_a_match_is_shorter() -> None:
+    pool = Pool(slots=16, window=2, nodes="ab")
+    pool.store("b", KEYS[:2])
+    pool.store("a", KEYS[:6])  # the rest
+    first, got = pool.match("b", KEYS[2:6])
+    assert (blocks(got), staged(got)) == (4, 2)
+    _, got = pool.match("b", [*KEYS[:2], KEYS[5]])
+    assert blocks(got) == 2, "what is there is hit, and nothing waits"
+    _, got = pool.match("b", KEYS[2:6])
+    assert staged(got) == 2, "blocks that are being staged already are shared"
+    assert pool.directory.stats(pool.now)["leases"] == 3 and first
+
+
+def test_pulled_blocks_stay_as_replicas_only_in_free_room_and_go_first() -> None:
+    pool = Pool(slots=8, window=2, nodes="ab")
+    pool.store("a", KEYS[:4])
+    pool.replicate("b", KEYS[:2])
+    assert (pool.count("replica", "b"), pool.count("ready", "b"), pool.count("staging", "b")) == (2, 0, 0)
+    assert pool.store("b", KEYS[100:106]) == ["b"] * 6
+    assert pool.count("replica", "b") == 2, "there was free room"
+    pool.replicate("b", KEYS[2:4])
+    assert pool.count("ready", "b") == 6, "a replica displaces no sole copy"
+    assert pool.has(KEYS[:4]) == [True] * 4
+    lease, got = pool.match("b", KEYS[2:4])
+    assert got.staged == b"", "the replicas are read where they are"
+    pool.release("b", lease)
+
+
+def test_what_was_not_pulled_leaves_nothing() -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:2])
+    assert pool.read("b", KEYS[:1]) == 1
+    assert pool.count("free", "b") == 8
+
+
+# ---------------------------------------------------------------------- placement
+
+
+def test_a_block_goes_to_its_writer_then_to_any_room_then_evicts() -> None:
+    pool = Pool(slots=8, window=4, nodes="ab")
+    assert pool.store("a", KEYS[:4]) == ["a"] * 4
+    assert pool.store("a", KEYS[4:8]) == ["b"] * 4
+    assert pool.store("a", KEYS[8:10]) == ["a"] * 2
+    assert pool.has(KEYS[:10]) == [True] * 2 + [False] * 2 + [True] * 6
+
+
+@pytest.mark.parametrize(("locality", "reads", "victim"), [(1.0, 9, "b"), (1.5, 9, "a"), (1.5, 0, "b"), (2.5, 0, "a")])
+def test_another_node_evicts_only_what_is_locality_times_colder(locality: float, reads: int, victim: str) -> None:
+    pool = Pool(slots=8, window=1, nodes="ab", locality=locality)
+    pool.store("b", KEYS[:7])  # ticks 1 to 7
+    pool.store("a", KEYS[10:17])  # 8 to 14: b's coldest is idle 13 ticks, a's own 6
+    for _ in range(reads):  # and after these 67 and 60
+        pool.read("b", KEYS[:6])
+    assert pool.store("a", KEYS[20:21]) == [victim]
+
+
+def test_reserve_pins_what_is_there_before_it_evicts() -> None:
+    pool = Pool(slots=8)
+    pool.store("a", KEYS[:7])
+    hold, got = pool.reserve("a", [*KEYS[100:103], *KEYS[:7]])  # its own later keys are the oldest
+    assert got.covered == 0 and all(pool.has(KEYS[:7]))
+    pool.release("a", hold)
+    assert pool.store("a", [*KEYS[:5], *KEYS[100:102]]) == ["a", "a"]
+    assert pool.has(KEYS[:7]) == [True] * 5 + [False] * 2
+
+
+def test_a_key_that_comes_twice_in_a_batch_is_granted_once() -> None:
+    pool = Pool()
+    hold, got = pool.reserve("a", [KEYS[0], KEYS[1], KEYS[0]])
+    assert np.frombuffer(got.indices, np.int32).tolist() == [0, 1]
+    assert got.covered == 3
+    assert pool.commit("a", hold, got, KEYS) == 2
+    assert pool.read("a", [KEYS[0], KEYS[0]]) == 2
+    check_invariants(pool.directory)
+
+
+def test_what_another_writes_is_left_out() -> None:
+    pool = Pool(nodes="ab")
+    pool.reserve("a", KEYS[:2])
+    _, got = pool.reserve("b", KEYS[:3])
+    assert np.frombuffer(got.indices, np.int32).tolist() == [2]
+    assert pool.match("b", KEYS[:1])[1].source == b"", "no reader is sent to what is not committed"
+
+
+def test_a_block_written_elsewhere_is_offered_there() -> None:
+    pool = Pool(slots=4, window=2, nodes="ab")
+    pool.store("a", KEYS[:2])
+    hold, got = pool.reserve("a", KEYS[2:4])
+    assert [pool.name(place[0]) for place in unpack(got.places)] == ["b", "b"]
+    assert [pool.name(place[0]) for place in unpack(got.staged)] == ["a", "a"]
+    pool.commit("a", hold, got, KEYS[2:4])
+    assert (pool.count("staging", "a"), pool.count("ready", "b")) == (0, 2)
+
+
+# ---------------------------------------------------------------------- commits, holds, clients
+
+
+def test_commit_is_idempotent() -> None:
+    pool = Pool()
+    hold, got = pool.reserve("a", KEYS[:2])
+    assert [pool.commit("a", hold, got, KEYS) for _ in range(3)] == [2, 2, 2]
+    assert pool.directory.counters["stored"] == 2
+
+
+def test_arrays_of_unequal_length_change_nothing() -> None:
+    pool = Pool()
+    hold, got = pool.reserve("a", KEYS[:2])
+    for places, keys, written in (
+        (got.places, KEYS[0], b"\1\1"),
+        (got.places, KEYS[0] + KEYS[1], b"\1"),
+        (got.places[:32], KEYS[0] + KEYS[1], b"\1\1"),
+    ):
+        call = pool.call("a")
+        assert pool.directory.commit(call, hold, places, keys, written, pool.now)[1] == 0
+    pool.directory.swept(got.places, b"\1\1", bytes(16), bytes(16), pool.now)
+    assert pool.count("writing") == 2
+    assert pool.commit("a", hold, got, KEYS) == 2
+
+
+def test_a_failed_write_waits_for_a_sweep_and_a_forgotten_one_does_not() -> None:
+    pool = Pool()
+    hold, got = pool.reserve("a", KEYS[:3])
+    pool.commit("a", hold, got._replace(indices=got.indices[:8], places=got.places[:64]), KEYS, failed=(1,))
+    assert [pool.count(state) for state in ("ready", "limbo", "free")] == [1, 1, 6]
+
+
+def test_a_failed_write_of_another_hold_is_ignored() -> None:
+    pool = Pool(nodes="ab")
+    hold, got = pool.reserve("a", KEYS[:1])
+    pool.commit("b", hold + 1000, got, KEYS, failed=(0,))
+    assert pool.count("writing") == 1
+    assert pool.commit("a", hold, got, KEYS) == 1
+
+
+def test_a_hold_that_is_not_listed_is_freed_unless_the_call_is_older() -> None:
+    pool = Pool()
+    hold, _ = pool.reserve("a", KEYS[:2])
+    pool.directory.beat_client(Call(ord("a"), pool.seq - 1), pool.now)
+    assert pool.count("writing") == 2, "a call that was sent before says nothing of it"
+    pool.release("a", hold)
+    assert pool.count("free") == 8
+
+
+def test_an_id_that_is_used_again_ends_its_hold() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:2])
+    call = pool.call("a")
+    for _ in range(2):  # a call that was executed twice
+        pool.directory.match(call, 77, "a", b"".join(KEYS[:2]), PAGE, pool.now)
+        pool.directory.reserve(call, 78, "a", b"".join(KEYS[:4]), 0, PAGE, pool.now)
+    check_invariants(pool.directory)
+    assert pool.count("writing") == 2
+    pool.directory.bye(ord("a"), pool.now)
+    assert [pool.count(state) for state in ("ready", "free")] == [2, 6]
+    assert not pool.directory._shelves.c.rows["pins"].any()
+
+
+def test_a_client_that_leaves_in_order_leaves_free_slots() -> None:
+    pool = Pool(nodes="ab")
+    pool.store("b", KEYS[:2])
+    pool.reserve("a", KEYS[10:12])
+    pool.match("a", KEYS[:2])
+    pool.directory.bye(ord("a"), pool.now)
+    assert pool.count("free", "a") == 8
+
+
+def test_a_client_that_vanishes_leaves_limbo_until_a_sweep() -> None:
+    pool = Pool(slots=8)
+    keys = KEYS[:3]
+    hold, got = pool.reserve("a", keys)
+    pool.tick(11.0)
+    assert pool.count("limbo") == 3
+    assert pool.commit("a", hold, got, keys) == 0, "too late"
+    _, _, limbo = pool.directory.beat("a", 1, pool.now) or (0, 0, b"")
+    places = unpack(limbo)
+    assert sorted(place[5] for place in places) == sorted(place[5] for place in unpack(got.places))
+    gens = struct.pack("<3Q", *(place[5] for place in places))
+    by_gen = {place[5]: key for place, key in zip(unpack(got.places), keys, strict=True)}
+    found = b"".join(by_gen[place[5]] for place in places)
+    pool.directory.swept(limbo, bytes([0, 1, 2]), found, gens, pool.now)
+    assert [pool.count(state) for state in ("limbo", "free", "ready")] == [1, 6, 1]
+    assert pool.has([by_gen[places[2][5]]]) == [True]
+    pool.directory.swept(limbo, bytes([1, 1, 1]), found, gens, pool.now)
+    assert [pool.count(state) for state in ("limbo", "free", "ready")] == [0, 7, 1]
+
+
+def test_staging_of_a_client_that_vanishes_goes_to_limbo_unless_shared() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:2])
+    pool.match("b", KEYS[:2])
+    pool.directory.match(Call(99, 1), 5, "b", KEYS[0], PAGE, pool.now)
+    for _ in range(11):
+        pool.tick(1.0)
+        pool.directory.beat_client(Call(99, 2, struct.pack("<Q", 5)), pool.now)
+    assert (pool.count("staging", "b"), pool.count("limbo", "b")) == (1, 1)
+
+
+def test_a_slot_that_was_cleared_while_its_writer_vanished_goes_to_limbo() -> None:
+    pool = Pool()
+    pool.reserve("a", KEYS[:2])
+    pool.directory.clear(pool.now)
+    assert pool.count("dropped") == 2
+    pool.tick(11.0)
+    assert (pool.count("dropped"), pool.count("limbo")) == (0, 2), "it may still write"
+
+
+def test_an_altered_block_is_forgotten_and_its_replica_serves() -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:1])
+    pool.replicate("b", KEYS[:1])
+    lease, got = pool.match("a", KEYS[:1])
+    pool.beat("a", bad=got.source)
+    assert pool.count("dropped", "a") == 1, "the slot is still being read"
+    assert (pool.count("ready", "b"), pool.count("replica", "b")) == (1, 0)
+    pool.release("a", lease)
+    assert pool.count("free", "a") == 8
+
+
+def test_a_row_is_pinned_no_more_often_than_it_can_count() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:1])
+    lease, got = pool.match("a", KEYS[:1] * 70_000)
+    assert blocks(got) == index.PINS_MAX
+    pool.release("a", lease)
+    assert pool.read("a", KEYS[:1]) == 1
+    check_invariants(pool.directory)

@@ -1,0 +1,291 @@
+"""Ray Serve on a pool: requests follow their prefix, within reason, and are answered whatever the pool does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from helpers.patient_router import PatientEngine, PatientRouter
+from helpers.pools import BLOCK, eventually, free_port, other_node, part, pid, store, tokens
+from numpy.typing import NDArray
+from ray import serve
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest
+
+import raykv
+from examples import serve_transformers
+from raykv import keys
+from raykv.client.prefix_lookup import Scout
+from raykv.integrations.serve import WORTH, PrefixRouter, announce, ranked
+
+BLOCK_TOKENS = 4
+ROOT = keys.root(b"secret", model="m")
+
+# ---------------------------------------------------------------------- who is best
+
+
+def replica(node: str, number: int = 0) -> Any:
+    """Stands in for a running replica: all that a router asks of it."""
+
+    async def get_queue_len(deadline_s: float) -> int:
+        return 0
+
+    name = ReplicaID(f"{node}{number}", DeploymentID("d"))
+    return SimpleNamespace(
+        replica_id=name,
+        node_id=node,
+        max_ongoing_requests=100,
+        multiplexed_model_ids=(),
+        get_queue_len=get_queue_len,
+    )
+
+
+A, B, C = replica("a"), replica("b"), replica("c")
+
+
+@pytest.mark.parametrize(
+    ("shares", "queues", "groups"),
+    [
+        ({}, (0, 0, 0), []),
+        ({"a": 0.9 / WORTH}, (9, 0, 0), []),  # a common first block decides nothing
+        ({"b": 1.0}, (0, 0, 0), [[B], [A, C]]),
+        ({"b": 1.0}, (0, WORTH - 1, 0), [[B], [A, C]]),
+        ({"b": 1.0}, (0, WORTH, 0), [[A, B, C]]),  # of which Serve takes the one with the shortest queue
+        ({"b": 1.0}, (0, WORTH + 1, 1), [[A], [B, C]]),
+        ({"a": 0.5, "b": 1.0}, (0, 0, 0), [[B], [A], [C]]),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, (2, 1, 2), [[B], [A, C]]),
+        ({"gone": 1.0}, (0, 0, 0), []),
+    ],
+)
+def test_a_prefix_is_weighed_against_queues(shares: dict[str, float], queues: tuple[int, ...], groups: Any) -> None:
+    assert ranked([A, B, C], shares, queues) == groups
+
+
+# ---------------------------------------------------------------------- a router by itself
+
+
+class Told:
+    """Stands in for the scout: answers when told to, and counts questions."""
+
+    def __init__(self) -> None:
+        self.announced: dict[str, Any] | None = {"root": ROOT.hex(), "block_tokens": BLOCK_TOKENS}
+        self.answers: dict[bytes, asyncio.Future[dict[str, int]]] = {}
+
+    def look(self) -> None:
+        pass
+
+    async def whereabouts(self, asked: NDArray[np.uint8]) -> dict[str, int]:
+        answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        self.answers[asked.tobytes()] = answer
+        return await answer
+
+
+def router(*replicas: Any, kind: type[PrefixRouter] = PrefixRouter) -> tuple[PrefixRouter, Told]:
+    router = kind(
+        deployment_id=DeploymentID("d"), handle_source=DeploymentHandleSource.UNKNOWN, use_replica_queue_len_cache=True
+    )
+    router.initialize_state("m")
+    router.scout = told = Told()  # type: ignore[assignment]
+    router.update_replicas(list(replicas))
+    return router, told
+
+
+def request(**kwargs: Any) -> PendingRequest:
+    return PendingRequest([], kwargs, RequestMetadata("", "the same for all calls of one HTTP request"))
+
+
+def keys_of(prompt: list[int]) -> bytes:
+    return keys.chain(ROOT, prompt, BLOCK_TOKENS).tobytes()
+
+
+def test_a_request_gets_the_replica_that_was_chosen_for_it() -> None:
+    async def run() -> None:
+        prefix_router, told = router(A, B)
+        prompts = [1] * 8, [2] * 8
+        first, second = (
+            asyncio.create_task(prefix_router._choose_replica_for_request(request(token_ids=prompt)))
+            for prompt in prompts
+        )
+        while len(told.answers) < 2:
+            await asyncio.sleep(0)
+        told.answers[keys_of(prompts[1])].set_result({"b": 2})
+        assert await second is B and not first.done(), "answered first, though it came second"
+        told.answers[keys_of(prompts[0])].set_result({"a": 2})
+        assert await first is A
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "asked"),
+    [
+        ((A, B), {}),
+        ((A, B), {"token_ids": [1, 2, 3]}),  # less than a block
+        ((A, B), {"token_ids": "text"}),  # the replica is to say what is wrong
+        ((A,), {"token_ids": [1] * 8}),
+        ((A, replica("a", 1)), {"token_ids": [1] * 8}),  # no node to choose
+    ],
+)
+def test_nothing_is_asked_for_a_request_that_can_not_be_helped(replicas: Any, asked: dict[str, Any]) -> None:
+    async def run() -> None:
+        prefix_router, told = router(*replicas)
+        assert await prefix_router._choose_replica_for_request(request(**asked)) in replicas
+        assert not told.answers
+
+    asyncio.run(run())
+
+
+def test_a_router_whose_keys_fail_still_routes() -> None:
+    class Broken(PrefixRouter):
+        async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
+            raise OSError("no such tokenizer")
+
+    async def run() -> None:
+        prefix_router, told = router(A, B, kind=Broken)
+        for _ in range(3):
+            assert await prefix_router._choose_replica_for_request(request(token_ids=[1] * 8)) in (A, B)
+        assert not told.answers
+
+    asyncio.run(run())
+
+
+def test_a_request_that_found_no_room_is_not_asked_for_again() -> None:
+    async def run() -> None:
+        prefix_router, told = router(A, B)
+        refused = request(token_ids=[1] * 8)
+        choice = asyncio.create_task(prefix_router._choose_replica_for_request(refused))
+        while not told.answers:
+            await asyncio.sleep(0)
+        told.answers.popitem()[1].set_result({"a": 2})
+        assert await choice is A
+        assert await prefix_router._choose_replica_for_request(refused, is_retry=True) in (A, B)
+        assert not told.answers
+
+    asyncio.run(run())
+
+
+def test_tenants_and_adapters_have_keys_of_their_own() -> None:
+    async def run() -> None:
+        prefix_router, told = router(A, B)
+        assert told.announced
+        names = [
+            (await prefix_router.keys(request(token_ids=[1] * 8, **fields), told.announced)).tobytes()
+            for fields in ({}, {"salt": "x"}, {"lora": "x"})
+        ]
+        assert names[0] == keys_of([1] * 8) and len(set(names)) == 3
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------------- a scout and a pool
+
+
+def test_a_scout_sees_what_is_where_and_nobody_when_the_directory_is_silent(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "raykv.client.prefix_lookup.DEADLINE_S", 2.0
+    )  # what it says is tested, on a machine that may be busy
+    pool = start()
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    prompt = cache.keys(tokens(0, 6))
+    store(cache, prompt[:4])
+
+    async def until(scout: Scout, answer: dict[str, int]) -> None:
+        while await scout.whereabouts(prompt) != answer:
+            await asyncio.sleep(0.05)
+
+    async def run() -> None:
+        scout = Scout(pool.name, "a model")
+        assert await scout.whereabouts(prompt) == {} and scout.announced is None
+        announce(cache, "a model")
+        await until(scout, {pool.node_id: 4})
+        assert scout.announced == {"root": cache._root.hex(), "block_tokens": 16}
+        stopped = pid(part(pool, "directory"))
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            assert await scout.whereabouts(prompt) == {}
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        await until(scout, {pool.node_id: 4})
+        os.kill(stopped, signal.SIGKILL)
+        await until(scout, {})
+        await until(scout, {pool.node_id: 4})
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+# ---------------------------------------------------------------------- the example, over HTTP
+
+
+class Answer(NamedTuple):
+    node: str
+    pool_tokens: int
+    sources: list[str]
+    tokens: list[int]
+
+
+class App(NamedTuple):
+    pool: raykv.KVPool
+    url: str
+
+    def ask(self, prompt: str, max_tokens: int = 4) -> Answer:
+        found, *rest = serve_transformers.ask(prompt, max_tokens, self.url)
+        return Answer(found["node"], found["pool_tokens"], found["from"], [line["token"] for line in rest])
+
+
+@pytest.fixture(scope="module")
+def app(start_for_module: Callable[..., raykv.KVPool]) -> Iterator[App]:
+    pool, port = start_for_module(cpu_memory=256 << 20), free_port()
+    serve.start(proxy_location="HeadOnly", http_options={"port": port})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_transformers, "PrefixRouter", PatientRouter)
+        patch.setattr(serve_transformers, "Engine", serve_transformers.Engine.options(PatientEngine))  # type: ignore[attr-defined]
+        serve.run(serve_transformers.build({"pool": pool.name}))
+    yield App(pool, f"http://127.0.0.1:{port}/")
+    serve.shutdown()
+
+
+def text(seed: int, length: int = 1600) -> str:
+    return bytes(np.random.default_rng(seed).integers(97, 123, length, np.uint8)).decode()
+
+
+def test_requests_follow_their_prefix(app: App) -> None:
+    nodes = {}
+    for seed in range(6):
+        cold = app.ask(text(seed))
+        assert cold.pool_tokens == 0 and len(cold.tokens) == 4
+        nodes[seed] = cold.node
+    for seed, node in nodes.items():
+        for question in ("why?", "who?"):
+            warm = app.ask(text(seed) + question)
+            assert (warm.node, warm.pool_tokens, warm.sources) == (node, 1600, [node])
+
+
+def test_a_hot_prefix_uses_both_nodes_and_the_pool_between_them(app: App) -> None:
+    first = app.ask(text(10))
+    with ThreadPoolExecutor(4 * WORTH) as threads:
+        answers = list(threads.map(app.ask, [text(10)] * (8 * WORTH)))
+    assert {answer.node for answer in answers} == {app.pool.node_id, other_node(app.pool)}
+    away = [answer for answer in answers if answer.node != first.node and answer.pool_tokens]
+    assert any(answer.sources == [first.node] for answer in away), "read from the other node"
+    assert {tuple(answer.tokens) for answer in answers} == {tuple(first.tokens)}
+
+
+def test_requests_are_answered_while_the_directory_is_down(app: App) -> None:
+    known = app.ask(text(20))
+    stopped = pid(part(app.pool, "directory"))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            assert app.ask(text(20)).tokens == known.tokens
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    eventually(lambda: app.ask(text(20)).pool_tokens == 1584)

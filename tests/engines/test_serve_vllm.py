@@ -1,0 +1,147 @@
+"""vLLM in ray.serve.llm on a pool: the router calls a prompt's blocks what the engine calls them, and follows them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers.pools import eventually, free_port
+from ray import serve
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.patient_vllm_router import PatientVLLMRouter, patient_config
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed, get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from examples import serve_vllm
+from raykv import keys
+from raykv.integrations.vllm.router import block_hashes, prompt_keys
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = keys.root(b"secret", model="m")
+BLOCK, CHUNK = 32, 64  # tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return serve_vllm.make_model(tmp_path_factory.mktemp("model"))
+
+
+def announced(model: str, algorithm: str = "sha256") -> dict[str, Any]:
+    init_none_hash(get_hash_fn_by_name(algorithm))
+    return {
+        "root": ROOT.hex(),
+        "block_tokens": CHUNK,
+        "hash_tokens": BLOCK,
+        "hash_algorithm": algorithm,
+        "hash_seed": get_none_hash_seed(),
+        "tokenizer": model,
+        "tokenizer_revision": None,
+        "trust_remote_code": False,
+    }
+
+
+def hashes_of_vllm(token_ids: list[int], algorithm: str = "sha256", salt: str | None = None) -> list[bytes]:
+    hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name(algorithm))
+    sampling = SamplingParams(max_tokens=1)
+    request = Request("r", token_ids, sampling, pooling_params=None, cache_salt=salt, block_hasher=hasher)
+    return list(request.block_hashes)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_blocks_are_called_what_the_engine_calls_them(algorithm: str, salt: str | None) -> None:
+    prompt = list(range(5 * BLOCK + 7))
+    said = announced("", algorithm)
+    assert block_hashes(prompt, said, salt) == hashes_of_vllm(prompt, algorithm, salt) != []
+
+
+def test_openai_requests_have_the_keys_of_their_tokens(model: str) -> None:
+    text, ids = serve_vllm.words(0, 200), [int(word[1:]) for word in serve_vllm.words(0, 200).split()]
+    said = announced(model)
+
+    def expected(token_ids: list[int], salt: str | None = None) -> bytes:
+        return keys.rekey(ROOT, hashes_of_vllm(token_ids, salt=salt)[1::2]).tobytes()
+
+    def got(request: Any) -> bytes:
+        return prompt_keys(request, said).tobytes()
+
+    assert got(CompletionRequest(model="llm", prompt=text)) == expected(ids)
+    assert got(CompletionRequest(model="llm", prompt=ids)) == expected(ids)
+    assert got(CompletionRequest(model="llm", prompt=ids, cache_salt="x")) == expected(ids, "x")
+    for content in (text, [{"type": "text", "text": text}]):
+        chat = ChatCompletionRequest(model="llm", messages=[{"role": "user", "content": content}])
+        assert got(chat) == expected([1, *ids, 2])
+    assert got(CompletionRequest(model="llm", prompt="t5 t6")) == b""
+    for other in ([text, text], [ids, ids]):
+        with pytest.raises(ValueError, match="no single prompt"):
+            got(CompletionRequest(model="llm", prompt=other))
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(ValueError, match="more than text"):
+        got(ChatCompletionRequest(model="llm", messages=[{"role": "user", "content": image}]))
+
+
+class App(NamedTuple):
+    pool: raykv.KVPool
+    url: str
+
+    def ask(self, document: int, question: int) -> serve_vllm.Answer:
+        prompt = f"{serve_vllm.words(document, 1500)} {serve_vllm.words(question, 20)}"
+        return serve_vllm.ask(prompt, url=self.url)
+
+
+@pytest.fixture(scope="module")
+def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[App]:
+    pool, port = start_for_module(cpu_memory=512 << 20), free_port()
+    before = semaphores()
+    serve.start(proxy_location="HeadOnly", http_options={"port": port})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_vllm, "VLLMPrefixRouter", PatientVLLMRouter)
+        patch.setattr(serve_vllm, "routed_config", patient_config)
+        serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
+    yield App(pool, f"http://127.0.0.1:{port}/")
+    serve_vllm.shutdown()
+    for path in semaphores() - before:  # of a process of vLLM that lived too shortly to be seen
+        with contextlib.suppress(FileNotFoundError):  # its owner was faster
+            if not mapped(path):  # nor of somebody else who runs beside this
+                path.unlink()
+
+
+def semaphores() -> set[Path]:
+    return set(Path("/dev/shm").glob("sem.mp-*"))
+
+
+def mapped(path: Path) -> bool:
+    """Whether a living process uses a file of shared memory, under whatever name it opened that."""
+    inode = f" {path.stat().st_ino} "
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            if inode in maps.read_text():
+                return True
+    return False
+
+
+def test_requests_follow_their_prefix_and_cross_nodes_only_when_many_come(app: App) -> None:
+    for document in range(100, 104):
+        before = app.pool.stats()["keys"]
+        assert app.ask(document, 0).cached == 0
+        eventually(lambda before=before: app.pool.stats()["keys"] >= before + 1500 // CHUNK)  # type: ignore[misc]
+        assert all(app.ask(document, question).cached >= 1500 // BLOCK * BLOCK for question in (1, 2))
+    assert app.pool.stats()["remote_hits"] == 0, "one by one, each was answered where its document is"
+    with ThreadPoolExecutor(24) as threads:
+        answers = list(threads.map(lambda question: app.ask(100, question), range(3, 27)))
+    assert all(answer.cached >= 1500 // CHUNK * CHUNK and answer.text for answer in answers)
+    assert app.pool.stats()["remote_hits"] >= 1500 // CHUNK, (
+        "the other node helped, and read the document from the pool"
+    )

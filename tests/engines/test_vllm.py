@@ -1,0 +1,307 @@
+"""vLLM engines in actors on two Ray nodes share what they have computed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually, kill, part, pid, settled
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+import torch
+from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+
+from raykv.integrations.vllm.connector import check
+from raykv.integrations.vllm.manager import FAILED, HITS, ChunksToStore, RayKVManager
+from raykv.integrations.vllm.worker import RayKVWorker
+
+pytestmark = pytest.mark.timeout(600)
+CHUNK = 128  # tokens: 8 KiB each
+
+
+class Engines(NamedTuple):
+    """Two on this node, of which `small` has room for one long prompt only, and one on `node`, that may be killed."""
+
+    pool: raykv.KVPool
+    node: Any
+    here: Any
+    small: Any
+    there: Any
+    fault: Path
+
+    def answer(self, engine: Any, *prompts: list[int], **how: Any) -> list[tuple[list[int], int]]:
+        return ray.get(engine.answer.remote(*prompts, **how), timeout=300)  # type: ignore[no-any-return]
+
+    def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], int]:
+        """The same of an engine that has nothing in a cache of its own."""
+        eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
+        return self.answer(engine, prompt)[0]
+
+    def stored(self, prompt: list[int]) -> None:
+        """Have it computed here for the first time, and in the pool: offered again until it is, as after a fault."""
+        before = eventually(lambda: self.pool.stats().get("keys", -1) + 1) - 1
+
+        def there() -> bool:
+            self.answer(self.here, prompt)
+            return bool(self.pool.stats().get("keys", 0) >= before + len(prompt) // CHUNK)
+
+        eventually(there)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def engines(
+    third_node_for_module: Callable[[], Any],
+    start_for_module: Callable[..., raykv.KVPool],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engines]:
+    node = third_node_for_module()
+    pool = start_for_module(cpu_memory=512 * MIB)
+    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    save_model(model)
+
+    def engine(node: str, cache_bytes: int) -> Any:
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "scheduling_strategy": pinned,
+            "runtime_env": {"env_vars": ENVIRONMENT},
+        }
+        return ray.remote(Engine).options(**options).remote(pool.name, str(model), cache_bytes, str(fault))
+
+    actors = engine(pool.node_id, 128 * MIB), engine(pool.node_id, 26 * MIB), engine(node.node_id, 128 * MIB)
+    engines = Engines(pool, node, *actors, fault)
+    for actor in actors:
+        engines.answer(actor, prompt(0, 40))
+    yield engines
+    for actor in actors:
+        with contextlib.suppress(ray.exceptions.RayActorError):  # of the node that was killed
+            ray.get(actor.close.remote(), timeout=60)
+        ray.kill(actor)
+
+
+def test_engines_share_a_prefix(engines: Engines) -> None:
+    long = prompt(1, 3000)
+    engines.stored(long)
+    cold = engines.answer(engines.here, long, cold=True)[0]
+    hit = engines.answer(engines.here, long)[0]
+    assert cold[1] == 0 and hit == (cold[0], 2976)
+    before = engines.pool.stats()
+    assert engines.answer(engines.small, long)[0] == (hit[0], 2944)
+    assert engines.pool.stats()["remote_hits"] == before["remote_hits"]
+    assert engines.answer(engines.there, long)[0] == (hit[0], 2944)
+    assert engines.pool.stats()["remote_hits"] == before["remote_hits"] + 23
+    eventually(lambda: settled(engines.pool))
+    assert ray.get(engines.there.metrics.remote())[HITS] == 23
+    assert prompt(1, 3000) != prompt(2, 3000) and engines.answer(engines.here, prompt(2, 3000))[0] != hit
+
+
+def test_what_decode_produced_is_stored(engines: Engines) -> None:
+    question = prompt(3, 200)
+    answer = engines.answer(engines.here, question, tokens=100)[0][0]
+    turn = question + answer + prompt(4, 20)
+    right = engines.answer(engines.here, turn, cold=True)[0][0]
+    eventually(lambda: engines.afresh(engines.there, turn) == (right, 256))
+
+
+def test_a_load_that_fails_is_computed(engines: Engines) -> None:
+    known = prompt(5, 1000)
+    engines.stored(known)
+    right = engines.answer(engines.here, known, cold=True)[0][0]
+    failed = ray.get(engines.there.metrics.remote()).get(FAILED, 0.0)
+    engines.fault.touch()
+    try:
+        assert engines.answer(engines.there, known)[0] == (right, 0)
+    finally:
+        engines.fault.unlink()
+    assert engines.afresh(engines.there, known) == (right, 896)
+    assert ray.get(engines.there.metrics.remote())[FAILED] == failed + 1
+    eventually(lambda: settled(engines.pool))
+
+
+def test_a_hit_says_what_the_own_cache_says(engines: Engines) -> None:
+    """Exactly: prompts of which the pool has as many tokens as the engine's own cache, so that the same is computed."""
+    prompts = [prompt(100 + i, CHUNK * (1 + i % 6) + 1 + i) for i in range(20)]
+    for known in prompts:
+        engines.stored(known)
+    for engine in (engines.small, engines.there):
+        for known in prompts:
+            cached = len(known) // CHUNK * CHUNK
+            from_pool, own = (ray.get(engine.spell.remote(known), timeout=60) for _ in range(2))
+            assert from_pool == own and from_pool[2] == cached
+
+
+def test_500_mixed_requests(engines: Engines) -> None:
+    """Common prefixes, aborts and resets, in an engine with room for a tenth of what is asked at a time."""
+    random = np.random.default_rng(6)
+    common = [prompt(200 + i, 60 + 60 * i) for i in range(5)]
+    prompts = [common[random.integers(5)] + prompt(300 + i, int(random.integers(10, 120))) for i in range(500)]
+    right = [answer[0] for answer in engines.answer(engines.here, *prompts, tokens=20, cold=True)]
+    before = ray.get(engines.small.metrics.remote())
+    finished = 0
+    for first in range(0, 500, 100):
+        engine = engines.there if first == 200 else engines.small  # there its blocks are on another node
+        wave = ray.get(engine.mix.remote(*prompts[first : first + 100], tokens=20), timeout=300)
+        assert wave == {i: right[first + i] for i in wave}
+        finished += len(wave)
+        eventually(lambda engine=engine: ray.get(engine.reset.remote()))  # type: ignore[misc]
+    after = ray.get(engines.small.metrics.remote())
+    assert finished == 5 * 83
+    assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"] and after[HITS] > before[HITS] + 100
+    eventually(lambda: settled(engines.pool))
+
+
+def test_other_weights_share_nothing(engines: Engines) -> None:
+    known = prompt(50, 500)
+    engines.stored(known)
+    assert ray.get(engines.small.reset.remote(connector=True))
+    assert engines.answer(engines.small, known)[0][1] == 0
+    eventually(lambda: engines.afresh(engines.small, known)[1] == 384)  # what it stored since is its own
+    eventually(lambda: settled(engines.pool))
+
+
+def test_parts_of_the_pool_die_while_streams_run(engines: Engines, cluster: Any) -> None:
+    pool, here, there = engines.pool, engines.here, engines.there
+    for first, what in ((400, "directory"), (420, pool.node_id)):
+        prompts, right = computed(engines, here, first)
+        assert answers_while(engines, there, prompts, lambda what=what: kill(pool, what)) == right  # type: ignore[misc]
+        eventually(lambda first=first: engines.afresh(there, prompt(first, 1000))[1] == 896)  # type: ignore[misc]
+    prompts, right = computed(engines, there, 440)
+    ray.get(there.close.remote(), timeout=60)  # else the raylet's death leaves files of vLLM in /dev/shm
+    answers = answers_while(engines, here, prompts, lambda: cluster.remove_node(engines.node, allow_graceful=False))
+    assert answers == right
+    eventually(lambda: settled(pool))
+
+
+def computed(engines: Engines, writer: Any, first: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Eight prompts with a common prefix that is in the pool, on the writer's node; and what is to be said to them."""
+    common = prompt(first, 1000)
+    prompts = [common + prompt(first + 1 + i, 100) for i in range(8)]
+    right = engines.answer(writer, *prompts, tokens=100, cold=True)
+    eventually(lambda: engines.afresh(writer, common)[1] == 896)
+    return prompts, [answer[0] for answer in right]
+
+
+def answers_while(engines: Engines, reader: Any, prompts: list[list[int]], end: Callable[[], None]) -> list[list[int]]:
+    """What an engine that has cached nothing says to prompts that it is asked together, while something ends."""
+    eventually(lambda: ray.get(reader.reset.remote()))
+    killer = threading.Timer(0.05, end)
+    killer.start()
+    answers = engines.answer(reader, *prompts, tokens=100)
+    killer.join()
+    return [answer[0] for answer in answers]
+
+
+def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KVPool]) -> None:
+    import os
+    import signal
+
+    pool = start()
+    pages = torch.zeros((8, MIB), dtype=torch.int8)
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=MIB)
+    worker = RayKVWorker(pool, cache, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
+    source = SimpleNamespace(block_ids=np.arange(4), block_indices=[0])
+    stopped = pid(part(pool, "directory"))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert worker.submit_store(1, source, ChunksToStore([cache.keys(np.arange(64)).tobytes()], 0))
+        begin = time.monotonic()
+        worker.wait({1})
+        assert time.monotonic() - begin < 0.2
+        assert [(result.job_id, result.success, result.transfer_size) for result in worker.get_finished()] == [
+            (1, True, 0)
+        ]
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    worker.shutdown()
+
+
+def engine(**other: Any) -> tuple[str, Any, Any]:
+    """Arguments of `check`, of an engine that passes it but for what is given."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    parallel: dict[str, Any] = {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "nnodes": 1,
+        "world_size": 1,
+    }
+    parallel |= {"tensor_parallel_size": 1, "distributed_executor_backend": "mp"}
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=other.get("hashes", "sha256")),
+        parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
+        speculative_config=other.get("speculative"),
+    )
+    groups = [SimpleNamespace(kv_cache_spec=spec)] * other.get("groups", 1)
+    return other.get("version", "0.32.0"), config, SimpleNamespace(kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"version": "0.33.1"}, r"pip install 'vllm==0\.32\.\*'"),
+        ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"nnodes": 2}, "nnodes=2"),
+        ({"world_size": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "backend='mp'"),
+        ({"speculative": object()}, "speculative_config"),
+        ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
+    ],
+)
+def test_what_is_not_supported_is_refused(other: dict[str, Any], said: str) -> None:
+    check(*engine())
+    with pytest.raises(ValueError, match=said):
+        check(*engine(**other))
+
+
+def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
+    start: Callable[..., raykv.KVPool], patiently: None
+) -> None:
+    """Not from what it had itself, nor from what the pool had, nor before it was done."""
+    pool = raykv.attach(start(cpu_memory=64 * MIB).name)
+    manager = RayKVManager([pool], {"model": "m", "block_tokens": 16, "block_bytes": 4096})
+    (cache,) = manager._caches
+    unknown, keys = cache.recompute_tokens_per_s, [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
+    contexts: list[ReqContext] = []
+
+    def ask(first: int) -> bool:
+        """Whether the pool has what a new request's engine does not: all chunks from that one on."""
+        context = ReqContext(f"request {len(contexts)}")
+        contexts.append(context)
+        for i, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * (i + 1))
+        answers = iter(lambda: manager.lookup(keys[first], context), None)
+        found = next(answer for answer in answers if answer is not LookupResult.RETRY)
+        manager.prepare_store(keys, context)
+        return found is LookupResult.HIT
+
+    assert not ask(8)
+    time.sleep(0.2)
+    assert cache.recompute_tokens_per_s == unknown
+    manager.complete_store(keys, contexts[0])
+    learned = cache.recompute_tokens_per_s
+    assert 0 < learned <= 4 * 16 / 0.2
+    cache.store(cache.rekey([key[:32] for key in keys]), np.zeros((len(keys), 4096), np.uint8))
+    eventually(lambda: ask(0))
+    manager.complete_store(keys, contexts[-1])
+    assert cache.recompute_tokens_per_s == learned
+    for context in contexts:
+        manager.on_request_finished(context)
+    manager.shutdown()

@@ -1,0 +1,125 @@
+"""vLLM's worker with KV tensors on a GPU, as far as that goes without one: on a stand-in for CuPy."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.pools import eventually, tokens
+from numpy.typing import NDArray
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+import raykv
+from raykv.arena.gpu import cuda
+from raykv.arena.gpu import device as devices
+from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
+from raykv.integrations.vllm.worker import RayKVWorker
+
+ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
+LAYERS, PAGES, PAGE, PER_CHUNK = 3, 32, 8 << 10, 4
+CHUNK = LAYERS * PAGE * PER_CHUNK
+
+
+class Tensor:
+    """A KV tensor on a GPU, as the worker looks at it."""
+
+    device = torch.device("cpu")  # of the memory that takes what is not wanted: nothing is, here
+
+    def __init__(self, pages: NDArray[np.uint8]) -> None:
+        self.array = cuda.cupy().asarray(pages)
+        self.__cuda_array_interface__ = self.array.__cuda_array_interface__
+
+    def view(self, dtype: torch.dtype) -> "Tensor":
+        return self
+
+
+class Event:
+    """Of the engine's stream. Its kernels write the pages when somebody waits, no sooner."""
+
+    work: list[Callable[[], None]] = []  # noqa: RUF012
+
+    def record(self) -> None:
+        self.mine, Event.work = Event.work, []
+
+    def synchronize(self) -> None:
+        while self.mine:
+            self.mine.pop(0)()
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(ON_HOST)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for cached in (cuda.uuid, devices.device):
+        cached.cache_clear()
+    devices._pinned.clear()
+    yield importlib.import_module("cupy")
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def pool(start: Callable[..., raykv.KVPool], on_host: Any, patiently: None) -> Iterator[raykv.KVPool]:
+    yield start()
+
+
+def finished(worker: RayKVWorker, job: int) -> None:
+    results = eventually(worker.get_finished)
+    assert [result.job_id for result in results] == [job]
+    assert not worker.take_failed()
+
+
+def test_pages_of_a_gpu(pool: raykv.KVPool, on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order after the engine's kernels, into pinned memory, in one launch a job."""
+    content = np.random.default_rng(0).integers(0, 256, (LAYERS, PAGES, PAGE), np.uint8)
+    tensors = [Tensor(np.zeros((PAGES, PAGE), np.uint8)) for _ in range(LAYERS)]
+    caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=tensor) for tensor in tensors])
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=CHUNK)
+    worker = RayKVWorker(pool, cache, 0, caches, PER_CHUNK)
+    launches: list[int] = []
+    copy = devices.Device.copy
+
+    def counted(self: devices.Device, table: NDArray[np.int64], after: int | None = None) -> None:
+        launches.append(table.size // 3)
+        copy(self, table, after)
+
+    monkeypatch.setattr(devices.Device, "copy", counted)
+
+    def compute() -> None:
+        for tensor, pages in zip(tensors, content, strict=True):
+            runtime = on_host.cuda.runtime
+            made = on_host.asarray(pages)
+            runtime.memcpyAsync(tensor.array.data.ptr, made.data.ptr, pages.nbytes, runtime.memcpyDefault, 0)
+            runtime.streamSynchronize(0)
+
+    Event.work = [compute]
+    keys = cache.keys(tokens(1, 4))
+    ids = np.random.default_rng(1).permutation(PAGES)[: 4 * PER_CHUNK]
+    worker.submit_store(1, GPULoadStoreSpec(ids.tolist(), [len(ids)], [0]), ChunksToStore([keys.tobytes()], 0))
+    finished(worker, 1)
+    wanted = content[:, ids].reshape(LAYERS, 4, PER_CHUNK, PAGE).transpose(1, 2, 0, 3).reshape(4, CHUNK)
+    out = np.zeros_like(wanted)
+
+    def stored() -> bool:
+        with cache.match(keys) as match:
+            return match.num_blocks == 4 and match.read(out, verify=True) == 4
+
+    eventually(stored)
+    assert (out == wanted).all()
+    other = np.setdiff1d(np.arange(PAGES), ids)[: 4 * PER_CHUNK]
+    with cache.match(keys) as match:
+        assert pool.local
+        places, names = match.places(np.arange(4))
+        load = ChunksToLoad([(pool.local.arena.nonce, places.tobytes(), names.tobytes())])
+        worker.submit_load(2, load, GPULoadStoreSpec(other.tolist(), [len(other)], [0]))
+        finished(worker, 2)
+    for tensor, pages in zip(tensors, content, strict=True):
+        assert (tensor.array.get()[other] == pages[ids]).all()
+    assert launches == [len(ids) * LAYERS] * 2, "pinned memory, and all pages of a job at once"
+    worker.shutdown()

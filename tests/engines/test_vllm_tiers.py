@@ -1,0 +1,101 @@
+"""vLLM engines read what has left memory for an external tier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually, other_node
+from helpers.redis_server import redis_server
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+
+pytestmark = pytest.mark.timeout(600)
+CHUNKS = 7  # of a prompt of 1,000 tokens: 1 MiB each
+_fillers = itertools.count()
+
+
+class Engines(NamedTuple):
+    """One on either node."""
+
+    pool: raykv.KVPool
+    first: Any
+    second: Any
+
+    def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], int]:
+        """What follows, and how many tokens were cached, of an engine that has nothing in a cache of its own."""
+        eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
+        return ray.get(engine.answer.remote(prompt), timeout=300)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["file", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "file":
+        yield f"file://{folder}?capacity=2GiB"
+    else:
+        with redis_server(folder) as server:
+            yield server.url()
+
+
+@pytest.fixture(scope="module")
+def engines(url: str, model: Path, start_for_module: Callable[..., raykv.KVPool]) -> Iterator[Engines]:
+    pool = start_for_module(cpu_memory=128 * MIB, external=url, write="through", min_hits=1, secret=b"s")
+
+    def engine(node_id: str) -> Any:
+        pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": pinned}
+        options["runtime_env"] = {"env_vars": ENVIRONMENT}
+        return ray.remote(Engine).options(**options).remote(pool.name, str(model), 64 * MIB, "no fault")
+
+    actors = engine(pool.node_id), engine(other_node(pool))
+    yield Engines(pool, *actors)
+    for actor in actors:
+        ray.get(actor.close.remote(), timeout=60)
+        ray.kill(actor)
+
+
+def fill(pool: raykv.KVPool) -> None:
+    """Ask for more room than the nodes' memory has; nobody asks for that again, so it does not go down."""
+    cache = pool.cache(model="filler", block_tokens=16, block_bytes=MIB)
+    blocks = np.ones((32, MIB), np.uint8)
+    for _ in range(8):
+        cache.store(cache.keys(np.full(32 * 16, next(_fillers))), blocks)
+
+
+def below(pool: raykv.KVPool, what: str) -> int:
+    return sum(tier[what] for tier in pool.stats().get("tiers", {}).values())
+
+
+def test_what_went_down_is_served_by_another_engine(engines: Engines) -> None:
+    pool, prompt = engines.pool, np.random.default_rng(1).integers(3, 500, 1000).tolist()
+    right, cached = engines.afresh(engines.first, prompt)
+    assert cached == 0
+    eventually(lambda: engines.afresh(engines.first, prompt) == (right, CHUNKS * 128))
+    eventually(lambda: below(pool, "blocks") == CHUNKS)
+
+    def served() -> bool:
+        fill(pool)
+        before = pool.stats()["external_hits"]
+        answer = engines.afresh(engines.second, prompt)
+        assert answer[0] == right
+        return answer[1] == CHUNKS * 128 and pool.stats()["external_hits"] >= before + CHUNKS
+
+    eventually(served)

@@ -1,0 +1,174 @@
+"""A directory with node stores and clients that behave, for examples."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from helpers.directory_checks import chain_of, check_invariants
+from helpers.oracle.slots import PLACE, split, unpack
+from raykv.directory.directory import Directory
+from raykv.directory.kernels import index
+from raykv.protocol import Call, Cooled, Matched, Reserved, Sunk
+
+PAGE = 4096
+KEYS = [struct.pack(">QQ", 7, i) for i in range(1000)]
+
+
+@dataclass
+class Pool:
+    """A directory with nodes of `slabs` slabs of `slots` pages, and a client for each node."""
+
+    slots: int = 8
+    slabs: int = 1
+    window: int = 1  # pages of staging
+    nodes: Sequence[str] = "a"
+    locality: float = 1.5
+    share: float = 0.25
+    min_hits: int = 0
+
+    def __post_init__(self) -> None:
+        self.directory = Directory(locality=self.locality, share=self.share, min_hits=self.min_hits)
+        self.now = 0.0
+        self.id = 0
+        self.seq = 0
+        self.held: dict[str, list[int]] = {}
+        self.seen: dict[str, int] = {}  # by node, the last answer to `sink` that it got
+        for name in self.nodes:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        self.directory.join(name, name.encode(), self.slots * PAGE, self.slabs, 0, self.now, self.window * PAGE)
+        self.directory.adopt(name, b"", b"", b"", b"", b"", self.now)
+        self.directory.beat(name, self.slabs, self.now)
+
+    def call(self, node: str, landed: bytes = b"", bad: bytes = b"") -> Call:
+        self.seq += 1
+        held = self.held.get(node, [])
+        return Call(int.from_bytes(node.encode(), "big"), self.seq, struct.pack(f"<{len(held)}Q", *held), landed, bad)
+
+    def match(self, node: str, keys: list[bytes], size: int = PAGE) -> tuple[int, Matched]:
+        """(lease, answer)."""
+        self.id += 1
+        got = self.directory.match(self.call(node), self.id, node, b"".join(keys), size, self.now)
+        self.held.setdefault(node, []).append(self.id)
+        return self.id, got
+
+    def reserve(self, node: str, keys: list[bytes], start: int = 0, size: int = PAGE) -> tuple[int, Reserved]:
+        self.id += 1
+        got = self.directory.reserve(self.call(node), self.id, node, b"".join(keys), start, size, self.now)
+        self.held.setdefault(node, []).append(self.id)
+        return self.id, got
+
+    def commit(self, node: str, hold: int, got: Reserved, keys: list[bytes], failed: tuple[int, ...] = ()) -> int:
+        granted = np.frombuffer(got.indices, np.int32).tolist()
+        written = bytes(n not in failed for n in range(len(granted)))
+        mine = b"".join(keys[i] for i in granted)
+        accepted = self.directory.commit(self.call(node), hold, got.places, mine, written, self.now)[1]
+        if hold in self.held.get(node, []):
+            self.held[node].remove(hold)
+        return accepted
+
+    def release(self, node: str, hold: int) -> None:
+        self.held[node].remove(hold)
+        self.beat(node)
+
+    def beat(self, node: str, landed: bytes = b"", bad: bytes = b"") -> None:
+        self.directory.beat_client(self.call(node, landed, bad), self.now)
+
+    def store(self, node: str, keys: list[bytes], size: int = PAGE) -> list[str]:
+        """Store keys; the node each new one went to."""
+        hold, got = self.reserve(node, keys, size=size)
+        self.commit(node, hold, got, keys)
+        return [self.name(place[0]) for place in unpack(got.places)]
+
+    def read(self, node: str, keys: list[bytes], size: int = PAGE) -> int:
+        """Match and release; how many were hit."""
+        lease, got = self.match(node, keys, size)
+        self.release(node, lease)
+        return blocks(got)
+
+    def replicate(self, node: str, keys: list[bytes]) -> None:
+        """Pull blocks of another node, and leave them there."""
+        lease, got = self.match(node, keys)
+        self.beat(node, landed=got.staged)
+        self.release(node, lease)
+
+    def sink(
+        self,
+        node: str,
+        told: Sunk | None = None,
+        stored: bytes | None = None,
+        whole: bool = False,
+        lost: bool = False,
+    ) -> Sunk:
+        """What goes down next. told: an earlier answer; stored: what became of its blocks, all by default.
+
+        lost: the node does not get the answer; else it deletes what it is told to.
+        """
+        places, keys = (told.target, told.keys) if told else (b"", b"")
+        done = bytes([1]) * (len(keys) // 16) if stored is None else stored
+        got = self.directory.sink(node, places, keys, done, self.seen.get(node, 0), whole, self.now)
+        if not lost:
+            self.seen[node] = got.number
+        return got
+
+    def bring_down(self, node: str, whole: bool = False) -> list[bytes]:
+        """All that is to go down does, in that order."""
+        down: list[bytes] = []
+        got = self.sink(node, whole=whole)
+        while got.keys:
+            down += split(got.keys)
+            got = self.sink(node, got, whole=whole)
+        check_invariants(self.directory)
+        return down
+
+    def cool(self, gpu: str, told: Cooled | None = None, stored: bytes | None = None) -> Cooled:
+        """What of a GPU goes down to memory next. told, stored: as in `sink`."""
+        places, keys = (told.target, told.keys) if told else (b"", b"")
+        done = bytes([1]) * (len(keys) // 16) if stored is None else stored
+        got = self.directory.cool(gpu, places, done, self.now)
+        check_invariants(self.directory)
+        return got
+
+    def name(self, number: int) -> str:
+        return next(name for name, node in self.directory.nodes.items() if node.index == number)
+
+    def has(self, keys: list[bytes]) -> list[bool]:
+        rows = self.directory._shelves.c.rows
+        present = (index.READY, index.REPLICA)
+        return [any(rows[row]["state"] in present for row in chain_of(self.directory, key)) for key in keys]
+
+    def keys(self) -> set[bytes]:
+        """All that is stored."""
+        rows = self.directory._shelves.c.rows
+        stored = rows[np.isin(rows["state"], (index.READY, index.REPLICA))]
+        return {struct.pack("<QQ", k0, k1) for k0, k1 in zip(stored["k0"], stored["k1"], strict=True)}
+
+    def count(self, state: str, node: str = "a") -> int:
+        return int(self.directory.stats(self.now)["nodes"][node][state])
+
+    def tick(self, seconds: float, alive: str | None = None) -> None:
+        """Time passes; `alive` node stores go on beating."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 1.0)
+            for name in self.nodes if alive is None else alive:
+                self.directory.beat(name, self.slabs, self.now)
+        check_invariants(self.directory)
+
+
+def primary(pool: Pool, key: bytes) -> str:
+    """The node whose copy is the primary."""
+    c = pool.directory._shelves.c
+    (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == index.READY]
+    return pool.name(int(c.shelves[c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]]["node"]))
+
+
+def blocks(got: Matched) -> int:
+    return len(got.source) // PLACE.size
+
+
+def staged(got: Matched) -> int:
+    return sum(place[4] > 0 for place in unpack(got.staged))

@@ -1,0 +1,185 @@
+"""A pool with a GPU tier, in a Ray cluster that lasts as long as this: what test_gpu_pool.py runs, whatever CuPy is."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+import raykv
+from helpers.pools import (
+    BLOCK,
+    Reading,
+    Worker,
+    eventually,
+    kill,
+    other_node,
+    patient,
+    payload,
+    shm_files,
+    store,
+    tokens,
+    worker,
+)
+from raykv.arena.gpu import cuda
+from raykv.arena.gpu.gpu_arena import DeviceArena
+from raykv.bench.testbed import local_cluster
+
+MIB = 1 << 20
+CPU, GPU = 64 * MIB, 24 * MIB
+FAR = "nccl" if "cupy_on_host" in cuda.cupy().__file__ else "tcp"  # NCCL has no two ranks on one real GPU
+Keys = NDArray[np.uint8]
+
+
+class Engine(Worker):
+    """One whose KV is on a GPU."""
+
+    def __init__(self, pool: str) -> None:
+        patient()
+        self.pool = raykv.attach(pool, device=0)
+
+    def store(self, keys: Keys, **cache: Any) -> int:
+        return self.cache(**cache).store(keys, cuda.cupy().asarray(payload(keys, BLOCK)))
+
+    def read(self, keys: Keys, **cache: Any) -> Reading:
+        with self.cache(**cache).match(keys) as match:
+            out = cuda.cupy().zeros((max(1, match.num_blocks), BLOCK), cuda.cupy().uint8)
+            n = match.read(out)
+            wrong = int((out.get()[:n] != payload(keys[:n], BLOCK)).any(axis=1).sum())
+            return Reading(match.num_blocks, n, wrong, match.nodes)
+
+    def where(self) -> tuple[str, bool]:
+        assert self.pool.local
+        return self.pool.home, isinstance(self.pool.local.arena, DeviceArena)
+
+
+class World:
+    def __init__(self, pool: raykv.KVPool) -> None:
+        self.pool = pool
+        self.cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+        self.engine = worker(pool, pool.node_id, Engine)
+        self.far = worker(pool, other_node(pool), Engine)
+        eventually(lambda: self.serves(2))
+
+    def serves(self, nodes: int) -> bool:
+        states = [(node["tier"], node["state"]) for node in self.pool.stats().get("nodes", {}).values()]
+        return states.count(("cpu", "alive")) == nodes and states.count(("gpu", "alive")) == nodes
+
+    def keys(self, seed: int, blocks: int) -> Keys:
+        return self.cache.keys(tokens(seed, blocks))
+
+    def counts(self) -> dict[str, int]:
+        stats = self.pool.stats()
+        return {name: stats[name] for name in ("gpu_hits", "promoted", "cooled", "remote_hits", "corrupt")}
+
+
+def do(reference: Any) -> Any:
+    return ray.get(reference, timeout=60)
+
+
+def whole(found: Reading, keys: Keys) -> bool:
+    assert not found.wrong
+    return found.read == len(keys)
+
+
+def first_to_the_gpu(world: World) -> None:
+    """An engine's blocks are in its GPU's tier, and anybody's to read: on a GPU or in memory, here or elsewhere."""
+    home, on_gpu = do(world.engine.where.remote())
+    assert home.startswith(f"{world.pool.node_id}/GPU-") and on_gpu
+    keys = world.keys(1, 20)
+    assert do(world.engine.store.remote(keys)) == 20
+    nodes = world.pool.stats()["nodes"]
+    assert nodes[home]["ready"] == 20 and nodes[world.pool.node_id]["ready"] == 0
+    assert whole(do(world.engine.read.remote(keys)), keys) and world.counts()["gpu_hits"] == 20
+    assert whole(do(world.far.read.remote(keys)), keys), "on the GPU of another node"
+    (lane,) = world.pool.stats()["transports"]
+    assert lane["from"] == home and lane["transport"] == FAR, lane
+    with world.cache.match(keys) as match:  # in memory: a copy down, which is the primary from then on
+        out = np.zeros((20, BLOCK), np.uint8)
+        assert match.read(out, verify=True) == 20 and (out == payload(keys, BLOCK)).all()
+    assert world.counts()["corrupt"] == 0
+    assert world.cache.store(keys, payload(keys, BLOCK)) == 0, "they are there"
+
+
+def what_is_old_goes_down(world: World) -> None:
+    """More than a GPU holds, and less than GPU and memory do: nothing is lost, and what is hit comes back up."""
+    before, prompts = world.counts(), [world.keys(seed, 40) for seed in range(10, 16)]  # 60 MiB of 24 and 64
+    for keys in prompts:
+        assert do(world.engine.store.remote(keys)) == 40
+        eventually(lambda: settled_down(world.pool))
+    assert world.counts()["cooled"] - before["cooled"] > 50
+    for keys in prompts:
+        assert whole(do(world.engine.read.remote(keys)), keys)
+    after = world.counts()
+    assert after["promoted"] - before["promoted"] > 100 and after["remote_hits"] == before["remote_hits"]
+    assert whole(do(world.engine.read.remote(prompts[-1])), prompts[-1])
+    assert world.counts()["gpu_hits"] - after["gpu_hits"] == 40, "what was just read is on the GPU"
+
+
+def settled_down(pool: raykv.KVPool) -> bool:
+    """Whether a quarter of every GPU can be had for nothing, beside its staging window."""
+    gpus = [node for node in pool.stats()["nodes"].values() if node["tier"] == "gpu"]
+    return all(gpu["spare_slabs"] or gpu["ready"] <= gpu["slots"] * 5 // 8 for gpu in gpus)
+
+
+def a_store_is_killed(world: World) -> None:
+    """What was in memory is there, what was only on the GPU is a miss, and engines go on with the next process."""
+    keys = world.keys(20, 30)
+    assert store(world.cache, keys) == 30
+    assert whole(do(world.engine.read.remote(keys)), keys)
+    lost = world.keys(21, 10)
+    assert do(world.engine.store.remote(lost)) == 10
+    kill(world.pool, world.pool.node_id)
+    eventually(lambda: world.serves(2))
+    eventually(lambda: whole(do(world.engine.read.remote(keys)), keys))
+    assert do(world.engine.read.remote(lost)).matched == 0
+    eventually(lambda: do(world.engine.store.remote(lost)) >= 0 and whole(do(world.engine.read.remote(lost)), lost))
+
+
+def many_at_once(world: World) -> None:
+    """GPUs, memory and nodes, for a few seconds: nothing wrong, and nothing held in the end."""
+    here = worker(world.pool, world.pool.node_id)
+    churns = [one.churn.remote(6.0, seed, 12, 60) for seed, one in enumerate((world.engine, world.far, here))]
+    for _, readings, wrong in ray.get(churns, timeout=120):
+        assert readings and not wrong
+    eventually(lambda: not world.pool.stats()["leases"] and not world.pool.stats()["reservations"])
+
+
+def a_node_is_drained(world: World) -> None:
+    """With what only its GPU has."""
+    keys, home = world.keys(30, 20), do(world.far.where.remote())[0]
+    assert do(world.far.store.remote(keys)) == 20
+    assert world.pool.stats()["nodes"][home]["ready"] >= 20
+    assert world.pool.drain(other_node(world.pool), deadline=30.0) == 0
+    assert whole(do(world.engine.read.remote(keys)), keys)
+
+
+def main(name: str) -> None:
+    patient()
+    steps: list[Callable[[World], None]] = [
+        first_to_the_gpu,
+        what_is_old_goes_down,
+        a_store_is_killed,
+        many_at_once,
+        a_node_is_drained,
+    ]
+    with local_cluster(2):
+        pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, gpu_memory=GPU))
+        try:
+            world = World(pool)
+            for step in steps:
+                begin = time.monotonic()
+                step(world)
+                print(f"{step.__name__}: {time.monotonic() - begin:.1f} s, {world.counts()}", flush=True)
+                if step is not steps[-1]:
+                    pool.clear()
+        finally:
+            pool.stop()
+        assert not shm_files(name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""The directory's rules once more, as plain Python objects."""

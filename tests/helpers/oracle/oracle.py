@@ -1,0 +1,786 @@
+"""The directory's rules once more, as plain Python objects: slow, short, and judged by reading alone.
+
+One object a slot, dicts of lists, full scans. `Oracle` has the public methods of
+`raykv.directory.directory.Directory` and gives the same answers byte for byte. Where two other nodes' oldest blocks are
+of one age (only `adopt` makes such), the directory may evict either: `reserve` is told which by `choices`.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from helpers.oracle.gpu_demotion import Cooling
+from helpers.oracle.slots import (
+    KEPT,
+    LIVE,
+    PINS_MAX,
+    PRESENT,
+    USES_MAX,
+    Client,
+    Lease,
+    Node,
+    Row,
+    Shelf,
+    Slab,
+    Tier,
+    pack,
+    split,
+    unpack,
+)
+from raykv.protocol import Call, Matched, Reserved
+
+COUNTERS = (
+    *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
+    "num_cumulative_preemption",
+    *("gpu_hits", "promoted", "cooled"),
+)
+DEPARTING_PER_CALL = 6  # of each size
+STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
+
+
+class Oracle(Cooling):
+    def __init__(
+        self,
+        epoch: int = 1,
+        locality: float = 1.5,
+        client_ttl: float = 10.0,
+        share: float = 0.25,
+        min_hits: int = 0,
+    ) -> None:
+        super().__init__(epoch, share, min_hits)
+        self.locality, self.client_ttl = locality, client_ttl
+        self.clients: dict[int, Client] = {}
+        self.floor = 0
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.stamped: set[bytes] = set()
+        self.leavers: set[str] = set()
+        self.lacking: dict[Shelf, int] = {}
+        self.next_check = 0.0
+
+    # ------------------------------------------------------------------ readers
+
+    def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
+        """(the copy to read: the node's own, else the primary, else any, else below; the one being staged there)."""
+        offered = [r for r in self.table.get(key, ()) if r.slab.shelf.offered and r.pins < PINS_MAX]
+        present = [r for r in offered if r.state in PRESENT]
+        here = [r for r in present if r.slab.node == node]
+        if here:
+            return here[0], None
+        primary = [r for r in present if r.state == "ready"]
+        staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
+        below = [r for r in offered if r.state == "external"]
+        source = primary[-1:] or present[:1] or below[-1:]
+        return source[0] if source else None, staging[-1] if staging else None
+
+    def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
+        client = self.hello(call, now)
+        self.end(client, lease)
+        wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
+        reader = self.nodes.get(node)
+        shelf = self.shelf(reader, stride) if reader else None
+        if reader and shelf:
+            need = min(self.unstaged(wanted, reader.index), shelf.window - len(shelf.of("staging")))
+            if need > 0:
+                self.give_slots(reader, shelf, need)
+        here = reader.index if reader else -1
+        hold = Lease(call.seq, False, here, shelf, [], [], [], set())
+        for key in wanted:
+            row, staging = self.best(key, here)
+            if row is None:
+                break
+            if row.slab.node != here and not staging:
+                hold.unstaged.add(len(hold.keys))
+            for copy in self.table[key]:
+                copy.uses = min(USES_MAX, copy.uses + 1)
+            hold.keys.append(key)
+            hold.source.append(self.hold(row))
+            hold.staged.append(self.hold(staging) if staging else None)
+        self.cover(hold, 0)
+        covered = min(hold.unstaged, default=len(hold.keys))
+        if not any(hold.staged[:covered]) and self.read_elsewhere(hold, covered):
+            self.cover(hold, 0)
+            covered = min(hold.unstaged, default=len(hold.keys))
+        if not any(hold.staged[:covered]):  # no staging at all: a shorter hit, never a wait
+            for i in reversed(range(covered, len(hold.keys))):
+                self.let_go_row(hold.source[i])
+                self.let_go_row(hold.staged[i])
+            del hold.keys[covered:], hold.source[covered:], hold.staged[covered:]
+            hold.unstaged.clear()
+        remote = sum(item is not None and item[0].slab.node != here for item in hold.source)
+        self.counters["lookups"] += len(wanted)
+        self.counters["hits"] += len(hold.keys)
+        external = sum(item is not None and item[0].state == "external" for item in hold.source)
+        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
+        promoted = sum(host is not None and row.slab.node == host.index for row, _ in filter(None, hold.source))
+        self.counters["remote_hits"] += remote - external - promoted
+        self.counters["external_hits"] += external
+        self.counters["promoted"] += promoted
+        if reader and reader.on_gpu:
+            self.counters["gpu_hits"] += len(hold.keys) - remote
+        if not hold.keys:
+            return Matched(self.epoch, b"", b"")
+        client.holds[lease] = hold
+        return Matched(self.epoch, pack(hold.source, block_bytes), pack(hold.staged, block_bytes) if remote else b"")
+
+    def unstaged(self, wanted: list[bytes], node: int) -> int:
+        count = 0
+        for key in wanted:
+            row, staging = self.best(key, node)
+            if row is None:
+                break
+            count += row.slab.node != node and staging is None
+        return count
+
+    def read_elsewhere(self, hold: Lease, covered: int) -> bool:
+        """Give up the node's own replicas, which may be all of its window, and stream from their primaries."""
+        moved = False
+        for i in reversed(range(covered, len(hold.keys))):
+            item = hold.source[i]
+            if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
+                continue
+            copies = self.table[hold.keys[i]]
+            primaries = [r for r in copies if r.state == "ready" and r.pins < PINS_MAX and r.slab.shelf.offered]
+            if primaries and primaries[0].slab.node != hold.node:
+                hold.source[i] = self.hold(primaries[0])
+                self.let_go_row(item)
+                hold.unstaged.add(i)
+                moved = True
+        return moved
+
+    def cover(self, hold: Lease, start: int) -> None:
+        """Stage what is unstaged, in order, until there is no more room for it."""
+        for i in sorted(i for i in hold.unstaged if i >= start):
+            item = self.stage(hold.shelf, hold.keys[i])
+            if item is None:
+                return
+            hold.staged[i] = item
+            hold.unstaged.remove(i)
+
+    def stream(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
+        client = self.hello(call, now)
+        hold = client.holds.get(lease)
+        if hold is None or hold.writes or not 0 <= start <= len(hold.keys):
+            return Matched(self.epoch, b"", b"")
+        for i in reversed(range(start)):
+            self.let_go_read(hold.staged[i])
+            hold.staged[i] = None
+            hold.unstaged.discard(i)
+        end = start
+        while end < len(hold.keys):
+            item = hold.source[end]
+            if item is None or item[0].gen != item[1] or item[0].state not in KEPT:
+                break
+            if end not in hold.unstaged:
+                held = hold.staged[end]
+                if held[0].gen != held[1] if held else item[0].slab.node != hold.node:
+                    break
+                end += 1
+                continue
+            _, staging = self.best(hold.keys[end], hold.node)
+            staged = self.hold(staging) if staging else self.stage(hold.shelf, hold.keys[end])
+            if staged is None:
+                break
+            hold.staged[end] = staged
+            hold.unstaged.remove(end)
+            end += 1
+        return Matched(self.epoch, pack(hold.source[start:end], block_bytes), pack(hold.staged[start:end], block_bytes))
+
+    def whereabouts(self, keys: bytes) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        hosts = {node.index: node.host for node in self.nodes.values()}
+        for key in split(keys):
+            copies = [r for r in self.table.get(key, ()) if r.state in KEPT and r.slab.shelf.offered]
+            if not copies:
+                break
+            counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
+        return counts
+
+    # ------------------------------------------------------------------ writers
+
+    def reserve(
+        self,
+        call: Call,
+        reservation: int,
+        node: str,
+        keys: bytes,
+        start: int,
+        block_bytes: int,
+        now: float,
+        choices: dict[int, int] | None = None,
+    ) -> Reserved:
+        """choices: the node's index that the directory chose for each granted key."""
+        client = self.hello(call, now)
+        self.end(client, reservation)
+        wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
+        writer = self.nodes.get(node)
+        shelf = self.shelf(writer, stride) if writer and self.answers(writer) else None
+        if writer is None or shelf is None or not 0 <= start <= len(wanted):
+            return Reserved(self.epoch, start, b"", b"", b"")
+        self.provision(writer, shelf, sum(not self.taken(key) for key in wanted[start:]))
+        hold = Lease(call.seq, True, writer.index, shelf, wanted, [], [None] * len(wanted), set())
+        for key in wanted:
+            copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.pins < PINS_MAX]
+            hold.source.append(self.hold(copies[0]) if copies else None)
+        covered, granted, away = len(wanted), [], False
+        for i in range(start, len(wanted)):
+            if hold.source[i] or self.taken(wanted[i]):
+                continue
+            target, has_room = self.target(shelf, self.can_stage(shelf), away, (choices or {}).get(i, -1))
+            if target is None or (target is not shelf and not self.can_stage(shelf)):
+                covered = i  # no room; or this call used up its window: the rest is for another one
+                break
+            if target is not shelf:
+                away = True
+                hold.staged[i] = self.stage(shelf, wanted[i])
+            hold.source[i] = self.grant(self.take(target) if has_room else self.evict(target), wanted[i], "writing")
+            granted.append(i)
+            if not has_room and self.room(target) < 0 and self.oldest(target):
+                self.free(self.evict(target))  # others had used up its staging window
+        if not granted:
+            self.counters["refused"] += len(wanted) - covered
+        client.holds[reservation] = hold
+        return Reserved(
+            self.epoch,
+            covered,
+            struct.pack(f"<{len(granted)}i", *granted),
+            pack([hold.source[i] for i in granted], block_bytes),
+            pack([hold.staged[i] for i in granted], block_bytes),
+        )
+
+    def target(self, shelf: Shelf, can_leave: bool, away: bool, choice: int) -> tuple[Shelf | None, bool]:
+        """(where the next block goes, whether there is room)."""
+        if self.room(shelf) > 0:
+            return shelf, True
+        tail = self.oldest(shelf)
+        if not can_leave and not away:
+            return (shelf if tail else None), False
+        others = [s for s in self.sizes[shelf.stride] if s.stays]
+        there = {node.index: node for node in self.nodes.values()}
+        host = there[shelf.node].host  # of a GPU: its own node's memory is next
+        others.sort(key=lambda s: there[s.node].name != host)
+        for other in others:
+            if self.room(other) > 0:
+                return other, True
+        if not can_leave and self.locality > 1:  # only exact LRU has to come back for another node's victim
+            return (shelf if tail else None), False
+        tails = [(row.last, s) for s in others if (row := self.oldest(s))]
+        if not tails:
+            return (shelf if tail else None), False
+        age = self.clock - min(last for last, _ in tails)
+        if tail and age <= self.locality * (self.clock - tail.last):
+            return shelf, False
+        coldest = [s for last, s in tails if self.clock - last == age]
+        return next((s for s in coldest if s.node == choice), coldest[0]), False
+
+    def evict(self, shelf: Shelf) -> Row:
+        """The key whose primary is the shelf's oldest goes, but for copies that somebody holds."""
+        row = self.oldest(shelf)
+        assert row is not None
+        for other in [r for r in self.table[row.key] if r.state == "replica" and r.pins == 0]:
+            self.drop(other)
+        self.take_out(row)
+        self.evicted[shelf] += 1
+        return row
+
+    def commit(
+        self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes, now: float
+    ) -> tuple[int, int]:
+        client = self.hello(call, now)
+        hold = client.holds.get(reservation)
+        accepted = 0
+        for place, key, done in zip(unpack(places), split(keys), written, strict=True):
+            row = self.row_of(place)
+            if row is None or row.gen != place[5] or row.key != key:
+                continue
+            if done and row.state in ("writing", *PRESENT):
+                row.state = "ready" if row.state == "writing" else row.state
+                accepted += 1
+            elif not done and row.state == "writing" and hold and (row, row.gen) in hold.source:
+                self.limbo(row)
+        if hold:
+            self.end(client, reservation)
+            self.counters["stored"] += accepted
+        return self.epoch, accepted
+
+    # ------------------------------------------------------------------ blocks by name
+
+    def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
+        self.hello(call, now)
+        return self.epoch, self.pin_keys(split(keys))
+
+    def pin_keys(self, keys: list[bytes]) -> int:
+        """Hold the copies that are to stay: what lies below, else the primary."""
+        for key in keys:
+            copies = [row for row in self.table.get(key, ()) if row.pins < PINS_MAX]
+            lasting = [row for row in copies if row.state == "ready"][:1]
+            lasting += [row for row in copies if row.state == "external"]
+            if key not in self.pins and lasting:
+                self.pins[key] = self.hold(lasting[-1])
+        return sum(key in self.pins for key in keys)
+
+    def unpin_keys(self, keys: list[bytes]) -> None:
+        for item in reversed([self.pins.pop(key) for key in keys if key in self.pins]):
+            self.let_go_read(item)
+
+    def renew_pins(self, keys: list[bytes]) -> None:
+        before = {key: self.pins.pop(key) for key in keys if key in self.pins}
+        self.pin_keys(list(before))
+        for item in reversed(before.values()):
+            self.let_go_read(item)
+
+    def unpin(self, call: Call, keys: bytes, now: float) -> int:
+        self.hello(call, now)
+        self.unpin_keys(split(keys))
+        return self.epoch
+
+    def settle_pins(self) -> None:
+        """Pins of what is gone are of another copy from now on, if there is one."""
+        moved = [k for k, (row, gen) in self.pins.items() if row.gen != gen or row.state in ("dropped", "replica")]
+        self.renew_pins(moved)
+
+    def forget(self, call: Call, keys: bytes, now: float) -> int:
+        client = self.hello(call, now)
+        for key in split(keys):
+            client.swapped.pop(key, None)
+        self.forget_keys(split(keys))
+        return self.epoch
+
+    def forget_keys(self, keys: list[bytes]) -> None:
+        self.unpin_keys(keys)
+        for key in keys:
+            for row in list(self.table.get(key, ())):
+                if row.state == "external":
+                    self.tier_at(row).doomed.setdefault(key)
+                if row.state in KEPT or row.state == "sinking":
+                    self.drop(row)
+
+    def preempted(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
+        client = self.hello(call, now)
+        self.counters["num_cumulative_preemption"] += 1
+        if self.pin_keys(split(keys)) < len(split(keys)):
+            self.forget_keys(split(keys))
+            return self.epoch, 0
+        for key in split(keys):
+            client.swapped.setdefault(key)
+        return self.epoch, len(split(keys))
+
+    # ------------------------------------------------------------------ clients
+
+    def beat_client(self, call: Call, now: float) -> int:
+        self.hello(call, now)
+        return self.epoch
+
+    def bye(self, client: int, now: float) -> None:
+        self.check(now)
+        if client in self.clients:
+            gone = self.clients.pop(client)
+            for hold in gone.holds.values():
+                self.let_go(hold)
+            if gone.swapped:
+                self.forget_keys(list(gone.swapped))
+
+    def hello(self, call: Call, now: float) -> Client:
+        self.check(now)
+        client = self.clients.setdefault(call.client, Client(now))
+        client.last_seen = now
+        came: Counter[Shelf] = Counter()
+        for place in unpack(call.landed):
+            row = self.row_of(place)
+            if row and row.gen == place[5] and row.state == "staging":
+                row.state = "replica"
+                if not self.has_lasting(row):
+                    self.succeed(row)
+                    came[row.slab.shelf] += 1
+        if call.landed:  # else windows are seen to when what is held was let go
+            self.restore_windows(came)
+        if came:
+            self.settle_pins()
+        held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
+        for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
+            self.end(client, i)
+        self.settle_windows()
+        altered = [(place[5], self.row_of(place)) for place in unpack(call.bad)]
+        for gen, row in altered:
+            if row and row.gen == gen and row.state == "external":
+                self.tier_at(row).doomed.setdefault(row.key)
+        for gen, row in altered:
+            if row and row.gen == gen and row.state in KEPT:
+                self.drop(row)
+                self.counters["corrupt"] += 1
+        if altered:
+            self.settle_pins()
+        return client
+
+    def restore_windows(self, came: Counter[Shelf]) -> None:
+        """So many primaries have slots that were for staging: spare slabs make up for it, else as many others go."""
+        for shelf in [shelf for shelf in self.evicted if came[shelf]]:
+            self.lacking[shelf] = self.lacking.get(shelf, 0) + came[shelf]
+        self.settle_windows()
+
+    def settle_windows(self) -> None:
+        """What is held can't go: later, then."""
+        for shelf, slots in list(self.lacking.items()):
+            node = self.by_index[shelf.node]
+            assert isinstance(node, Node)
+            while node.spare and self.room(shelf) < 0:
+                self.open(node, node.spare[-1], shelf, self.next_gen())
+            while slots and self.room(shelf) < 0 and self.oldest(shelf):
+                self.free(self.evict(shelf))
+                slots -= 1
+            self.lacking[shelf] = slots
+            if not slots or self.room(shelf) >= 0 or len(shelf.rows) <= shelf.window:
+                del self.lacking[shelf]
+
+    def end(self, client: Client, hold: int) -> None:
+        if hold in client.holds:
+            self.let_go(client.holds.pop(hold))
+
+    def let_go(self, hold: Lease) -> None:
+        for source, staged in zip(reversed(hold.source), reversed(hold.staged), strict=True):
+            self.let_go_read(source)
+            self.let_go_row(staged)
+
+    def check(self, now: float) -> None:
+        if now < self.next_check:
+            return
+        self.next_check = now + 0.5
+        for node in self.nodes.values():
+            if node.state == "alive" and now - node.last_beat > 3.0:
+                self.set_state(node, "suspect")
+        for i in [i for i, client in self.clients.items() if now - client.last_seen > self.client_ttl]:
+            gone = self.clients.pop(i)
+            for hold in gone.holds.values():
+                for item in hold.source + hold.staged:
+                    self.abandon_row(item)
+                self.let_go(hold)
+            if gone.swapped:
+                self.forget_keys(list(gone.swapped))
+
+    # ------------------------------------------------------------------ nodes
+
+    def join(
+        self,
+        name: str,
+        nonce: bytes,
+        slab_bytes: int,
+        slab_count: int,
+        epoch: int,
+        now: float,
+        window: int | None = None,
+    ) -> tuple[int, int]:
+        self.check(now)
+        if epoch > self.epoch or (epoch == self.epoch and nonce not in self.stamped):
+            self.epoch = epoch + 1
+        self.stamped.add(nonce)
+        known = self.nodes.get(name)
+        if known and known.nonce == nonce:
+            known.last_beat = now
+            return known.index, self.epoch
+        self.remove(name)
+        capacity = slab_bytes * slab_count
+        if window is None:
+            window = min(max(capacity // 50, 256 << 20), capacity // 8)
+        node = Node(name, self.new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
+        node.leaving = node.host in self.leavers
+        self.nodes[name] = self.by_index[node.index] = node
+        return node.index, self.epoch
+
+    def adopt(
+        self,
+        name: str,
+        places: bytes,
+        keys: bytes,
+        positions: bytes,
+        stamps: bytes,
+        busy: bytes,
+        now: float,
+        offered: int = 0,
+    ) -> None:
+        self.check(now)
+        node = self.nodes.get(name)
+        if node is None:
+            return
+        node.last_beat = now
+        found = list(zip(unpack(places), split(keys), strict=True))
+        if node.state == "joining":
+            depths = struct.unpack(f"<{len(positions) // 4}I", positions)
+            ages = struct.unpack(f"<{len(stamps) // 4}I", stamps)
+            self.open_found(node, unpack(places) + unpack(busy))
+            for place in unpack(busy):
+                row = self.row_of(place)
+                if row and row.state == "free":
+                    row.slab.shelf.free.remove(row)
+                    row.state, row.gen = "limbo", place[5]
+            order = sorted(range(len(found)), key=lambda i: (ages[i], -depths[i]))
+            known = [
+                (row, *found[i]) for i in order if found[i][0][5] > self.floor and (row := self.row_of(found[i][0]))
+            ]
+            now_tick = self.clock = max(self.clock, len(known))
+            for i, (row, place, key) in enumerate(known):
+                if row.state == "free":
+                    row.slab.shelf.free.remove(row)
+                    self.enter(row, key, place[5])
+                    row.last = now_tick - len(known) + i + 1  # the newest are as young as anything, on every node
+            self.clock = now_tick
+        else:
+            for place, key in found:
+                row = self.row_of(place)
+                if row and row.state in PRESENT and (place[5], key) != (row.gen, row.key) and place[5] >= row.gen:
+                    self.drop(row)
+            self.settle_pins()
+        joined = node.state == "joining"
+        self.offer(node, offered)
+        self.set_state(node, "alive")
+        for other in self.nodes.values():
+            if other.leaving or (other.on_gpu and other.host == name):
+                self.hand_over(other)
+        if joined and not node.leaving:
+            self.make_windows(node)
+
+    def make_windows(self, node: Node) -> None:
+        """As many blocks go as the windows lack, where there are more slots than a window's."""
+        slots = Counter(slab.shelf for slab in node.slabs.values() for _ in slab.rows)
+        came = Counter({shelf: min(shelf.window, n - shelf.window) for shelf, n in slots.items() if n > shelf.window})
+        self.restore_windows(came)
+
+    def offer(self, node: Node, offered: int) -> None:
+        node.spare = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs] + node.spare
+        node.offered = max(node.offered, offered)
+
+    def open_found(self, node: Node, places: list[tuple[int, ...]]) -> None:
+        for number in sorted({place[1] for place in places}):
+            first = next(place for place in places if place[1] == number)
+            shelf = self.shelf(node, -(-first[3] // 4096) * 4096)
+            if shelf:
+                self.open(node, number, shelf, first[4])
+
+    def beat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
+        self.check(now)
+        node = self.nodes.get(name)
+        if node is None or node.state == "joining":
+            return None
+        node.last_beat = now
+        self.offer(node, offered)
+        if node.state == "suspect":
+            self.set_state(node, "alive")
+        sweep = b""
+        for shelf in node.shelves.values():
+            rows = [row for slab in node.slabs.values() if slab.shelf is shelf for row in slab.rows]
+            sweep += pack([(row, row.gen) for row in rows if row.state == "limbo"], shelf.stride)
+        return self.epoch, self.floor, sweep
+
+    def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
+        self.check(now)
+        found = struct.unpack(f"<{len(gens) // 8}Q", gens)
+        for place, verdict, key, gen in zip(unpack(places), verdicts, split(keys), found, strict=True):
+            row = self.row_of(place)
+            if row is None or row.state != "limbo" or row.gen != place[5] or verdict == 0:
+                continue
+            if verdict == 2 and gen > self.floor and not self.taken(key):
+                self.enter(row, key, gen)
+            else:
+                self.free(row)
+
+    def remove_node(self, name: str, now: float) -> int:
+        self.check(now)
+        self.leavers.discard(name)
+        return sum([self.remove(node.name) for node in self.of_host(name)])
+
+    def of_host(self, name: str) -> list[Node]:
+        """A node and its GPUs, or one GPU."""
+        return [node for node in self.nodes.values() if name in (node.name, node.host)]
+
+    def remove(self, name: str) -> int:
+        node = self.nodes.pop(name, None)
+        if node is None:
+            return 0
+        self.set_state(node, "dead")
+        slots = sum(len(slab.rows) for slab in node.slabs.values())
+        for slab in node.slabs.values():
+            self.close(slab)
+        for stride, shelf in node.shelves.items():
+            self.sizes[stride].remove(shelf)
+            self.lacking.pop(shelf, None)
+        del self.by_index[node.index]
+        self.leave_tiers(name)
+        self.settle_cooled(name, [])
+        self.settle_pins()
+        return slots
+
+    def leave(self, name: str, now: float) -> None:
+        self.check(now)
+        self.leavers.add(name)
+        for node in self.of_host(name):
+            if not node.leaving:
+                node.leaving = True
+                self.set_state(node, node.state)
+                self.hand_over(node)
+
+    def departing(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
+        self.check(now)
+        nodes, shared = self.of_host(name), self.tiers.get("")
+        if name not in self.nodes or any(node.state == "joining" for node in nodes):
+            return None
+        for node in nodes:
+            if node.leaving:
+                self.hand_over(node)
+        places, keys, going = b"", b"", set()
+        for there, shelf in [(node, shelf) for node in nodes for shelf in node.shelves.values()]:
+            line = shelf.line()
+            slabs = [slab for slab in there.slabs.values() if slab.shelf is shelf]
+            held = [row for slab in slabs for row in slab.rows if row.state == "ready" and row not in line]
+            alone = [row for row in line[::-1] + held if not self.outlives(row.key, shared)][:DEPARTING_PER_CALL]
+            places += pack([(row, row.gen) for row in alone], shelf.stride)
+            keys += b"".join(row.key for row in alone)
+            kept = {row.key for slab in slabs for row in slab.rows if row.state in ("ready", "writing")}
+            going |= {key for key in kept if not self.outlives(key, shared)}
+        return places, keys, len(going)
+
+    def outlives(self, key: bytes, shared: Tier | None) -> bool:
+        """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""
+        copies = self.table[key]
+        below = shared and not shared.down and any(r.state == "external" and self.tier_at(r) is shared for r in copies)
+        return bool(below) or any(row.state in PRESENT and row.slab.shelf.stays for row in copies)
+
+    def hand_over(self, node: Node) -> None:
+        """Where a primary would go with its node, a copy on one that stays is the primary from now on."""
+        came: Counter[Shelf] = Counter()
+        for row in [row for slab in node.slabs.values() for row in slab.rows]:
+            heirs = [r for r in self.table.get(row.key, ()) if r.state == "replica" and r.slab.shelf.stays]
+            if row.state == "ready" and heirs:
+                self.turn(heirs[0], "ready")
+                self.succeed(heirs[0])
+                came[heirs[0].slab.shelf] += 1
+        self.restore_windows(came)
+        self.settle_pins()
+
+    def set_state(self, node: Node, state: str) -> None:
+        node.state = state
+        for shelf in node.shelves.values():
+            shelf.offered, shelf.leaving = state == "alive", state == "alive" and node.leaving
+        if node in self.nodes.values():
+            self.judge_tiers()
+
+    # ------------------------------------------------------------------ slabs
+
+    def shelf(self, node: Node, stride: int) -> Shelf | None:
+        if not 0 < stride <= node.slab_bytes:
+            return None
+        if stride not in node.shelves:
+            window = max(1, node.window_bytes // stride)
+            alive = node.state == "alive"
+            shelf = Shelf(node.index, stride, window, alive, alive and node.leaving, node.on_gpu)
+            node.shelves[stride] = shelf
+            self.sizes.setdefault(stride, []).append(shelf)
+            self.evicted[shelf] = 0
+        return node.shelves[stride]
+
+    def open(self, node: Node, number: int, shelf: Shelf, gen: int) -> None:
+        if number in node.spare:
+            node.spare.remove(number)
+        slab = node.slabs[number] = Slab(node.index, number, shelf, gen)
+        slab.rows = [Row(slab, slot) for slot in range(node.slab_bytes // shelf.stride)]
+        shelf.rows += slab.rows
+        shelf.free += reversed(slab.rows)  # slot 0 is taken first
+
+    def provision(self, writer: Node, shelf: Shelf, need: int) -> None:
+        """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
+        if need == 0 or self.room(shelf) >= need:
+            return
+        self.give_slots(writer, shelf, 1)
+        others = [n for n in self.nodes.values() if n is not writer and n.spare and self.stores(n)]
+        others.sort(key=lambda n: n.name != writer.host)
+        for node in [writer, *others]:
+            there = self.shelf(node, shelf.stride)
+            if there is None:
+                continue
+            while node.spare and self.room(there) < need:
+                self.open(node, node.spare[-1], there, self.next_gen())
+            need -= max(0, self.room(there))
+            if need <= 0:
+                return
+        self.reclaim(writer, shelf, self.room, max(0, self.room(shelf)) + need)
+
+    def give_slots(self, node: Node, shelf: Shelf, need: int) -> None:
+        """Slabs for a size that could not stage so much."""
+        while self.takeable(shelf) < need and node.spare:
+            self.open(node, node.spare[-1], shelf, self.next_gen())
+        self.reclaim(node, shelf, self.takeable, 1)
+
+    def reclaim(self, node: Node, shelf: Shelf, measure: Callable[[Shelf], int], need: int) -> None:
+        while len(node.shelves) > 1 and measure(shelf) < need:
+            tail = self.oldest(shelf)
+            if tail and self.evicted[shelf] - node.checked.get(shelf, 0) < node.slab_bytes // shelf.stride:
+                return
+            node.checked[shelf] = self.evicted[shelf]
+            ages = [
+                (max((r.last for r in slab.rows if r.state in PRESENT), default=-1), slab)
+                for slab in node.slabs.values()
+                if slab.shelf is not shelf and not any(r.pins or r.state == "limbo" for r in slab.rows)
+            ]
+            if not ages:
+                return
+            newest, slab = min(ages, key=lambda age: age[0])
+            if tail and tail.last <= newest:
+                return
+            self.close(node.slabs.pop(slab.number))
+            self.open(node, slab.number, shelf, self.next_gen())
+
+    # ------------------------------------------------------------------ all
+
+    def rows(self) -> Iterator[Row]:
+        for node in self.nodes.values():
+            for slab in node.slabs.values():
+                yield from slab.rows
+        for tier in self.tiers.values():
+            yield from tier.rows()
+
+    def clear(self, now: float) -> int:
+        self.check(now)
+        keys = len(self.table)
+        self.floor = self.last_gen()
+        for node in self.nodes.values():
+            for slab in node.slabs.values():
+                for row in reversed(slab.rows):
+                    if row.state in LIVE:
+                        self.drop(row)
+        self.clear_tiers()
+        self.settle_pins()
+        return keys
+
+    def stats(self, now: float) -> dict[str, Any]:
+        self.check(now)
+        held = [hold.writes for client in self.clients.values() for hold in client.holds.values()]
+        return {
+            "epoch": self.epoch,
+            "keys": len(self.table),
+            "leases": held.count(False),
+            "reservations": held.count(True),
+            "clients": len(self.clients),
+            "evicted": sum(self.evicted.values()),
+            **self.counters,
+            "nodes": {name: self.node_stats(node, now) for name, node in self.nodes.items()},
+            "tiers": {name: self.tier_stats(tier) for name, tier in self.tiers.items()},
+            "external_cache_usage": self.usage(),
+            "pinned": len(self.pins),
+        }
+
+    def node_stats(self, node: Node, now: float) -> dict[str, Any]:
+        states = [row.state for slab in node.slabs.values() for row in slab.rows]
+        return {
+            "index": node.index,
+            "tier": "gpu" if node.on_gpu else "cpu",
+            "state": "leaving" if node.leaving and node.state == "alive" else node.state,
+            "idle_s": now - node.last_beat,
+            "slabs": len(node.slabs),
+            "spare_slabs": len(node.spare),
+            "limit": node.limit,
+            "slab_bytes": node.slab_bytes,
+            "bytes_used": sum(
+                sum(row.state != "free" for row in slab.rows) * (node.slab_bytes // len(slab.rows))
+                for slab in node.slabs.values()
+            ),
+            "slots": len(states),
+            **{s: states.count(s) for s in STATES},
+        }

@@ -1,0 +1,364 @@
+"""The external tiers of the oracle: what goes down, what lies there, what is deleted there."""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from helpers.oracle.slots import LIVE, PRESENT, Node, Row, Shelf, Slab, Slots, Tier, pack, split, unpack
+from raykv.protocol import Sunk
+
+# In worlds all is small: a tier's slab holds 3, 2 or 1 blocks of `world.SIZES`.
+SLAB_BELOW = 6 * 4096
+BATCH_BYTES = 5 * 4096
+KEYS_PER_CALL = 4
+CHANCES = 8
+NOTHING = Sunk(b"", b"", b"", b"", 0)
+
+
+class Tiers(Slots):
+    def __init__(self, epoch: int, share: float, min_hits: int) -> None:
+        super().__init__(epoch)
+        self.share, self.min_hits = share, min_hits
+        self.nodes: dict[str, Node] = {}
+        self.tiers: dict[str, Tier] = {}  # by owner; "" is shared by all
+        self.by_index: dict[int, Node | Tier] = {}
+        self.sizes: dict[int, list[Shelf]] = {}  # of memory
+        self.pins: dict[bytes, tuple[Row, int]] = {}
+        self.joins = 0
+
+    def check(self, now: float) -> None:
+        raise NotImplementedError
+
+    def settle_pins(self) -> None:
+        raise NotImplementedError
+
+    def renew_pins(self, keys: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def new_index(self, tier: bool) -> int:
+        self.joins += 1
+        return self.epoch % 2048 * 2**20 + 2 * (self.joins - 1) + tier
+
+    def row_of(self, place: tuple[int, ...]) -> Row | None:
+        there = self.by_index.get(place[0])
+        slab = there.slabs.get(place[1]) if there else None
+        return slab.rows[place[2]] if slab and slab.gen == place[4] and place[2] < len(slab.rows) else None
+
+    def close(self, slab: Slab) -> None:
+        for row in slab.rows:
+            if row.state == "free":
+                slab.shelf.free.remove(row)
+            elif row.state in LIVE:
+                self.take_out(row)
+            row.state, row.gen, row.pins = "closed", 0, 0
+            slab.shelf.rows.remove(row)
+
+    def tier_of(self, node: str) -> Tier | None:
+        return self.tiers.get(node) or self.tiers.get("")
+
+    def owners(self) -> dict[int, str]:
+        own = {tier.index: tier.owner for tier in self.tiers.values() if tier.owner is not None}
+        return {node.index: name for name, node in self.nodes.items()} | own
+
+    def tier_at(self, row: Row) -> Tier:
+        tier = self.by_index[row.slab.node]
+        assert isinstance(tier, Tier)
+        return tier
+
+    # ------------------------------------------------------------------ nodes and their tiers
+
+    def beat_tier(
+        self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes, now: float
+    ) -> tuple[int, bool] | None:
+        self.check(now)
+        if name not in self.nodes:
+            return None
+        if lost and (tier := self.tier_of(name)) and tier.content != lost:
+            tier.content = lost
+            self.empty(tier)
+        if lost:
+            self.settle_pins()
+        whose = "" if shared else name
+        if whose not in self.tiers:
+            spare = list(range(max(1, capacity // SLAB_BELOW)))[::-1]
+            tier = Tier(self.new_index(tier=True), capacity, SLAB_BELOW, None if shared else name, spare)
+            self.tiers[whose] = self.by_index[tier.index] = tier
+        tier = self.tiers[whose]
+        (tier.unreached.discard if reached else tier.unreached.add)(name)
+        self.judge_tiers()
+        if reached and tier.lister is None:
+            tier.lister = name
+        return tier.index, tier.lister == name and not tier.listed
+
+    def judge_tiers(self) -> None:
+        """Readers are sent to a tier that all reach, and whose owner answers."""
+        for tier in self.tiers.values():
+            tier.suspect = tier.owner is not None and self.nodes[tier.owner].state == "suspect"
+            for shelf in tier.shelves.values():
+                shelf.offered = not tier.down
+
+    def leave_tiers(self, node: str) -> None:
+        """A node is gone: so is what it was doing, and what only it could read."""
+        for name, tier in list(self.tiers.items()):
+            tier.unreached.discard(node)
+            self.give_up(tier, node)
+            self.still_doomed(tier, node, -1)
+            if tier.lister == node:
+                tier.lister = None
+            if tier.owner == node:
+                self.empty(tier)
+                del self.tiers[name], self.by_index[tier.index]
+        self.judge_tiers()
+
+    def empty(self, tier: Tier) -> None:
+        """Its bytes are gone."""
+        for number, slab in tier.slabs.items():
+            self.close(slab)
+            tier.spare.append(number)
+        tier.slabs.clear()
+        tier.doomed.clear()
+        tier.deleting.clear()
+        for shelves in self.sizes.values():
+            self.look_again(shelves)
+
+    def look_again(self, shelves: Sequence[Shelf]) -> None:
+        for shelf in shelves:
+            for row in shelf.rows:
+                row.passed = False
+
+    def clear_tiers(self) -> None:
+        for tier in self.tiers.values():
+            tier.cleared = not tier.listed  # what it still tells is from before
+            for slab in tier.slabs.values():
+                self.doom(tier, slab)
+                for row in reversed(slab.rows):
+                    if row.state in LIVE:
+                        self.drop(row)
+
+    def doom(self, tier: Tier, slab: Slab) -> None:
+        for state in ("external", "sinking"):
+            for row in slab.rows:
+                if row.state == state:
+                    tier.doomed.setdefault(row.key)
+
+    # ------------------------------------------------------------------ what lies there from before
+
+    def found(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
+        self.check(now)
+        tier = self.tier_of(name)
+        if tier is None or tier.listed or tier.lister != name:
+            return
+        tier.listed = last
+        blocks = list(zip(split(keys), struct.unpack(f"<{len(sizes) // 8}q", sizes), strict=True))
+        for size in sorted({size for _, size in blocks}):
+            mine = [key for key, s in blocks if s == size]
+            shelf = None if tier.cleared else self.shelf_below(tier, -(-size // 4096) * 4096)
+            if shelf:
+                self.slots_below(tier, shelf, len(mine))
+            for key in mine:
+                if shelf and shelf.free and not self.lies_in(tier, key):
+                    row, _ = self.grant(shelf.free.pop(), key, "external")
+                    row.pins = 0
+                    self.touch(row)
+            for key in mine:
+                if self.lies_in(tier, key):
+                    tier.doomed.pop(key, None)
+            for key in mine:
+                if not self.lies_in(tier, key):
+                    tier.doomed.setdefault(key)
+
+    def lies_in(self, tier: Tier, key: bytes) -> bool:
+        return any(
+            row.state in ("external", "sinking") and row.slab.node == tier.index for row in self.table.get(key, ())
+        )
+
+    # ------------------------------------------------------------------ what goes down
+
+    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float) -> Sunk:
+        self.check(now)
+        node, tier = self.nodes.get(name), self.tier_of(name)
+        if node is None or node.state == "joining" or not len(places) // 32 == len(keys) // 16 == len(stored):
+            return NOTHING
+        if tier and (self.settle_sunk(tier, name, places, keys, stored) or not all(stored)):
+            self.look_again(list(node.shelves.values()))
+        if tier:
+            self.still_doomed(tier, name, seen)
+        self.renew_pins([key for key, done in zip(split(keys), stored, strict=True) if done])
+        if tier is None or tier.down or not tier.listed:
+            return NOTHING
+        share, held = self.share, [row for row, _ in self.pins.values()]
+        if whole and share > 0:
+            share = 1.0
+            rows = [row for slab in node.slabs.values() for row in slab.rows if row.state == "ready" and row.pins]
+            held += [row for row in rows if row.uses >= self.min_hits]
+        elif node.spare and share < 1:  # room enough
+            share = 0.0
+        source, left, chosen = b"", BATCH_BYTES, []
+        for shelf in node.shelves.values():
+            pairs = self.choose(tier, shelf, share, left, held)
+            source += pack([(row, row.gen) for row, _ in pairs], shelf.stride)
+            left -= len(pairs) * shelf.stride
+            chosen += [(place, place.gen) for _, place in pairs]
+        tier.sinking[name] = chosen
+        return self.answer(tier, name, source, chosen)
+
+    def settle_sunk(self, tier: Tier, node: str, places: bytes, keys: bytes, stored: bytes) -> bool:
+        """Returns whether anything was given up that the node didn't speak of."""
+        unwanted = []
+        for place, key, done in zip(unpack(places), split(keys), stored, strict=True):
+            row = self.row_of(place)
+            if place[0] != tier.index:
+                continue
+            if row is None or row.gen != place[5] or row.state not in ("sinking", "external"):
+                unwanted += [key] * bool(done)
+            elif row.state == "sinking" and done:
+                row.state = "external"
+                self.touch(row)
+                tier.sunk += 1
+            elif row.state == "sinking":
+                self.drop(row)
+                unwanted.append(key)  # nobody knows what lies there
+        given_up = self.give_up(tier, node)
+        self.doom_keys(tier, unwanted)
+        return given_up
+
+    def still_doomed(self, tier: Tier, node: str, seen: int) -> None:
+        """A node was told to delete keys, and has not if `seen` is another answer's number."""
+        number, keys = tier.deleting.pop(node, (seen, []))
+        if number != seen:
+            self.doom_keys(tier, keys)
+
+    def doom_keys(self, tier: Tier, keys: list[bytes]) -> None:
+        """Delete what is not wanted there by now."""
+        for key in keys:
+            if not self.lies_in(tier, key):
+                tier.doomed.setdefault(key)
+
+    def give_up(self, tier: Tier, node: str) -> bool:
+        late = [row for row, gen in tier.sinking.pop(node, []) if row.gen == gen and row.state == "sinking"]
+        for row in late:
+            self.drop(row)
+            tier.doomed.setdefault(row.key)
+        return bool(late)
+
+    def choose(self, tier: Tier, shelf: Shelf, share: float, left: int, held: list[Row]) -> list[tuple[Row, Row]]:
+        """(block, its place in the tier) of the oldest that are not below, until enough can be had for nothing."""
+        there = self.shelf_below(tier, shelf.stride)
+        most = min(left // shelf.stride, KEYS_PER_CALL)
+        if left == BATCH_BYTES:
+            most = max(1, most)  # one at least, however large
+        short = self.short(shelf, share)
+        if there is None or most <= 0 or short <= 0:
+            return []
+        self.slots_below(tier, there, min(most, short))
+        pairs: list[tuple[Row, Row]] = []
+        for row in [row for row in shelf.line() if not row.passed]:
+            if len(pairs) == most or self.short(shelf, share) <= 0:
+                return pairs
+            if share < 1 and row.pins:
+                row.aged = False  # until it is let go
+                continue
+            wanted = row.uses >= self.min_hits and not any(self.lies_in(t, row.key) for t in self.tiers.values())
+            if wanted and not self.send(row, tier, there, pairs):
+                return pairs
+            row.passed = True
+        most = min(most, len(pairs) + max(0, self.short(shelf, share)))
+        for row in held:  # nothing else is left
+            wanted = row.slab.shelf is shelf and row.state == "ready"
+            if len(pairs) < most and wanted and not any(self.lies_in(t, row.key) for t in self.tiers.values()):
+                self.send(row, tier, there, pairs)
+        return pairs
+
+    def send(self, row: Row, tier: Tier, there: Shelf, pairs: list[tuple[Row, Row]]) -> bool:
+        """False: there is no place for it."""
+        place = self.take_below(tier, there)
+        if place is not None:
+            self.grant(place, row.key, "sinking")
+            place.pins = 0
+            pairs.append((row, place))
+        return place is not None
+
+    def short(self, shelf: Shelf, share: float) -> int:
+        """How many more should be free to store in, or safe to evict."""
+        return math.ceil(len(shelf.rows) * share) - max(0, self.room(shelf)) - sum(row.passed for row in shelf.line())
+
+    def take_below(self, tier: Tier, shelf: Shelf) -> Row | None:
+        """A free place, else that of the oldest; but one that is in memory too is passed over, a few times."""
+        if shelf.free:
+            return shelf.free.pop()
+        for _ in range(CHANCES):
+            row = self.oldest(shelf, "external")
+            if row is None or not any(r.state in PRESENT for r in self.table[row.key]):
+                break
+            self.touch(row)
+        row = self.oldest(shelf, "external")
+        if row:
+            tier.doomed.setdefault(row.key)
+            self.take_out(row)
+            self.evicted[shelf] += 1
+        return row
+
+    def answer(self, tier: Tier, node: str, source: bytes, target: list[tuple[Row, int]]) -> Sunk:
+        for row, _ in target:
+            tier.doomed.pop(row.key, None)
+        doomed = list(tier.doomed)[:KEYS_PER_CALL]
+        for key in doomed:
+            del tier.doomed[key]
+        tier.answers += 1
+        tier.deleting[node] = tier.answers, doomed
+        keys = b"".join(row.key for row, _ in target)
+        return Sunk(source, keys, pack([*target], 0), b"".join(doomed), tier.answers)
+
+    # ------------------------------------------------------------------ slabs
+
+    def shelf_below(self, tier: Tier, stride: int) -> Shelf | None:
+        """For blocks of `stride` bytes, which take a page more there."""
+        if not 0 < stride <= tier.slab_bytes - 4096:
+            return None
+        if stride not in tier.shelves:
+            shelf = tier.shelves[stride] = Shelf(tier.index, stride + 4096, 0, not tier.down)
+            self.evicted[shelf] = 0
+        return tier.shelves[stride]
+
+    def slots_below(self, tier: Tier, shelf: Shelf, need: int) -> None:
+        """Spare slabs; for a size that has none, the slab of another that was used longest ago."""
+        while self.takeable(shelf) < need and tier.spare:
+            self.open_below(tier, tier.spare.pop(), shelf)
+        if any(slab.shelf is shelf for slab in tier.slabs.values()):
+            return
+        idle = [
+            (max((row.last for row in slab.rows if row.state == "external"), default=-1), number)
+            for number, slab in tier.slabs.items()
+            if not any(row.pins or row.state == "sinking" for row in slab.rows)
+        ]
+        if idle:
+            number = min(idle)[1]
+            slab = tier.slabs.pop(number)
+            self.doom(tier, slab)
+            self.close(slab)
+            self.open_below(tier, number, shelf)
+
+    def open_below(self, tier: Tier, number: int, shelf: Shelf) -> None:
+        slab = tier.slabs[number] = Slab(tier.index, number, shelf, self.next_gen())
+        slab.rows = [Row(slab, slot) for slot in range(tier.slab_bytes // shelf.stride)]
+        shelf.rows += slab.rows
+        shelf.free += reversed(slab.rows)
+
+    def usage(self) -> float:
+        """Share of all tiers that is taken."""
+        tiers = [self.tier_stats(tier) for tier in self.tiers.values()]
+        return float(sum(t["bytes_used"] for t in tiers) / max(1, sum(t["capacity"] for t in tiers)))
+
+    def tier_stats(self, tier: Tier) -> dict[str, Any]:
+        rows = tier.rows()
+        return {
+            "index": tier.index,
+            "state": "down" if tier.down else "up" if tier.listed else "listing",
+            "blocks": sum(row.state == "external" for row in rows),
+            "bytes_used": sum(row.slab.shelf.stride for row in rows if row.state in ("external", "sinking")),
+            "capacity": tier.capacity,
+            "sunk": tier.sunk,
+            "evicted": sum(self.evicted[shelf] for shelf in tier.shelves.values()),
+            "doomed": len(tier.doomed),
+        }

@@ -1,0 +1,15 @@
+"""As patient_router, for vLLM."""
+
+from typing import Any
+
+from helpers.patient_router import PatientRouter
+from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
+
+
+class PatientVLLMRouter(VLLMPrefixRouter, PatientRouter):
+    pass
+
+
+def patient_config(pool: str) -> dict[str, Any]:
+    own = {"kv_connector": "PatientConnector", "kv_connector_module_path": "helpers.patient_connector"}
+    return routed_config(pool) | own

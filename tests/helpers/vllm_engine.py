@@ -1,0 +1,129 @@
+"""A vLLM engine as an actor, for the tests that share a pool between several."""
+
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+
+import raykv.client.cache
+from helpers.pools import PATIENCE_S, patient
+from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
+from raykv.integrations.vllm.manager import ChunksToLoad
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def save_model(folder: Path) -> None:
+    """A small Llama of random weights."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=4096)).save_pretrained(folder)
+
+
+Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's were cached
+
+
+class FaultyConnector(RayKVConnector):
+    """Gives the pool time. Loads nothing but garbage while the file `fault` of its configuration is there."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        patient()
+        raykv.client.cache.PATIENCE_S = PATIENCE_S  # so small a model computes faster than a disk reads
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker, fault = self.connector_worker.worker, Path(self._kv_transfer_config.kv_connector_extra_config["fault"])
+        read = worker._read
+
+        def broken(source: ChunksToLoad, target: Any) -> int:
+            if not fault.exists():
+                return int(read(source, target))
+            for pages in worker._pages.memory:
+                pages[target.block_ids] = 7
+            return 0
+
+        worker._read = broken
+
+
+class Engine:
+    """A random model in float32, so that whatever was computed together gives the same tokens."""
+
+    def __init__(self, pool: str, model: str, cache_bytes: int, fault: str, tensor_parallel_size: int = 1) -> None:
+        transfer = kv_transfer_config(pool)
+        transfer |= {"kv_connector": "FaultyConnector", "kv_connector_module_path": __name__}
+        transfer["kv_connector_extra_config"]["fault"] = fault
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=3200,
+            max_num_batched_tokens=4096,
+            block_size=32,
+            enforce_eager=True,
+            disable_log_stats=False,
+            kv_cache_memory_bytes=cache_bytes,
+            tensor_parallel_size=tensor_parallel_size,
+            kv_transfer_config=transfer,
+        )
+
+    def answer(self, *prompts: list[int], tokens: int = 8, cold: bool = False) -> list[Answer]:
+        """What follows each of these prompts; asked together. cold: computed, whatever is cached."""
+        sampling = SamplingParams(
+            max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, skip_reading_prefix_cache=cold
+        )
+        asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
+
+    def spell(self, prompt: list[int]) -> tuple[list[int], list[float], int]:
+        """What follows it; the logprob of each token; and how many of the prompt's were cached."""
+        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
+        asked: Any = {"prompt_token_ids": prompt}
+        output = self.llm.generate(asked, sampling, use_tqdm=False)[0]
+        said: Any = output.outputs[0]
+        logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
+        return list(said.token_ids), logprobs, output.num_cached_tokens or 0
+
+    def mix(self, *prompts: list[int], tokens: int) -> dict[int, list[int]]:
+        """Tokens by prompt, all asked at once. Every sixth is aborted after some more steps of the engine."""
+        engine = self.llm.llm_engine
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
+        done, unwanted = {}, iter(range(0, len(prompts), 6))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                done[int(output.request_id)] = list(output.outputs[0].token_ids)
+            engine.abort_request([str(next(unwanted, ""))])
+        return {i: said for i, said in done.items() if i % 6}
+
+    def abort(self, prompt: list[int], steps: int) -> None:
+        """Ask, and lose interest after a few steps."""
+        engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=100, detokenize=False, ignore_eos=True)
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(["aborted"])
+
+    def reset(self, connector: bool = False) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
+
+    def close(self) -> None:
+        """End the engine's processes in order: else files of theirs stay in /dev/shm."""
+        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+    def metrics(self) -> dict[str, float]:
+        return {metric.name: getattr(metric, "value", 0.0) for metric in self.llm.get_metrics()}

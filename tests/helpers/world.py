@@ -1,0 +1,784 @@
+"""A small cluster around a directory: clients, node stores and their headers, none of which behave.
+
+Every call goes to the directory and to its oracle, and must get one answer.
+"""
+
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
+from typing import Any, ClassVar
+
+import numpy as np
+
+from helpers.directory_checks import (
+    chain_of,
+    chains_of,
+    check_invariants,
+    pins_of_directory,
+    pins_of_oracle,
+    rows_of_directory,
+    rows_of_oracle,
+)
+from helpers.oracle.gpu_demotion import BYTES_PER_CALL
+from helpers.oracle.gpu_demotion import KEYS_PER_CALL as COOLED_PER_CALL
+from helpers.oracle.oracle import DEPARTING_PER_CALL, Oracle
+from helpers.oracle.slots import PLACE, unpack
+from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, SLAB_BELOW
+from raykv.directory import demotion, directory, tier_catalog
+from raykv.directory.directory import Directory
+from raykv.directory.kernels import index
+from raykv.place import host_of, slot_bytes
+from raykv.protocol import Call, Cooled, Sunk
+
+SIZES = (4096, 8000, 12288)  # block_bytes: slots of 1, 2 and 3 pages
+SLAB = 8 * 4096
+NAMES = ("a", "b", "c", "d")
+LONGEST = 12
+TTL = 10.0
+
+
+def _key(parent: bytes, token: int) -> bytes:
+    return blake2b(parent + bytes([token]), digest_size=16).digest()
+
+
+def _document(size: int, doc: int) -> list[bytes]:
+    """A chain of keys. Documents with equal leading bits share a prefix."""
+    keys = [_key(struct.pack("<I", size), doc >> 3)]
+    for position in range(1, LONGEST):
+        keys.append(_key(keys[-1], doc >> max(0, 3 - position // 2)))
+    return keys
+
+
+DOCUMENTS = {size: [_document(size, doc) for doc in range(16)] for size in SIZES}
+DEPTH = {key: depth for docs in DOCUMENTS.values() for doc in docs for depth, key in enumerate(doc)}
+SIZE_OF = {key: size for size, docs in DOCUMENTS.items() for doc in docs for key in doc}
+
+
+@dataclass
+class Held:
+    """What a client was told of a hold."""
+
+    writes: bool
+    size: int
+    keys: list[bytes]
+    places: list[bytes]
+    staged: list[bytes]
+    read: int = 0
+
+
+@dataclass
+class Worker:
+    id: int
+    node: str
+    seq: int = 0
+    holds: dict[int, Held] = field(default_factory=dict)
+    landed: list[bytes] = field(default_factory=list)
+    bad: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class Store:
+    """A node store's arena, as its headers tell of it."""
+
+    nonce: bytes
+    slabs: int
+    epoch: int = 0
+    offered: int = 0
+    index: int = -1
+    headers: dict[tuple[int, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
+    sunk: list[Sunk] = field(default_factory=list)  # what it was told to bring down, the last last
+    seen: int = 0  # number of the last answer whose deletions it carried out
+    cooled: list[Cooled] = field(default_factory=list)  # what it was told to bring down to memory, the last last
+
+    def write(self, place: tuple[int, ...], key: bytes) -> None:
+        old = self.headers.get((place[1], place[2]))
+        if old and old[0][4] > place[4]:
+            return
+        self.headers = {at: h for at, h in self.headers.items() if at[0] != place[1] or h[0][4] == place[4]}
+        if not old or old[0][5] < place[5]:
+            self.headers[place[1], place[2]] = (place, key)
+
+
+class World:
+    """oracle=False: callers are confused beyond what the oracle follows, and only invariants are checked."""
+
+    gpu_share = 0.5  # of worlds that have GPUs
+
+    def __init__(self, seed: int, oracle: bool = True) -> None:
+        self.rng = rng = Random(seed)
+        self.locality = rng.choice([1.0, 1.5])
+        self.window = rng.choice([4096, 3 * 4096, 3 * 4096, SLAB])
+        self.with_oracle = oracle
+        self.hosts = NAMES[: rng.randint(1, 4)]
+        has_gpus = rng.random() < self.gpu_share
+        counts = [rng.choice([0, 1, 1, 2]) if has_gpus else 0 for _ in self.hosts]
+        self.gpus = [f"{host}/{n}" for host, count in zip(self.hosts, counts, strict=True) for n in range(count)]
+        self.names = [*self.hosts, *self.gpus]
+        self.small = [host for host in self.hosts if self.gpus and rng.random() < 0.1]
+        rng.shuffle(self.names)  # a GPU may be known before its node
+        self.sizes = SIZES[: rng.choice([1, 2, 2, 3])]
+        self.now = 0.0
+        self.steps = 0
+        self.failed = False
+        self.ids = 0
+        self.grants: dict[bytes, bytes] = {}  # keys of places that were handed to writers, most recent last
+        self.log: list[tuple[str, tuple[Any, ...]]] = []  # since the directory started
+        self.workers = [self._worker() for _ in range(4)]
+        self.stores = {name: Store(rng.randbytes(16), self.slabs(name)) for name in self.names}
+        self.tiers = rng.choice(["none", "own", "own", "shared"])
+        self.tiered = [name for name in self.hosts if self.tiers != "none" and rng.random() < 0.9]
+        self.capacity = rng.choice([1, 2, 6, 6, 30]) * SLAB_BELOW + rng.choice([0, 4096])
+        self.share, self.min_hits = rng.choice([0.0, 0.25, 0.5, 1.0, 1.0]), rng.choice([0, 0, 0, 0, 1, 2])
+        self.below: dict[str, dict[bytes, None]] = {}  # by tier: what it holds, the oldest first
+        self._new_directory()
+
+    def slabs(self, name: str) -> int:
+        """How many a node store has; a GPU's are few, so that it is often full."""
+        return self.rng.choice([1, 1, 2]) if name in self.gpus else self.rng.randint(2, 8)
+
+    def slab_bytes(self, name: str) -> int:
+        """Of some hosts, slabs are too small for the longest blocks of their GPUs."""
+        return 2 * 4096 if name in self.small else SLAB
+
+    def _worker(self) -> Worker:
+        self.ids += 1
+        return Worker(self.ids, self.rng.choice([*self.names, *self.names, *self.gpus, *self.gpus, "nowhere"]))
+
+    def _new_directory(self) -> None:
+        self.real, self.model = self._pair()
+        self.log.clear()
+        for name in self.names:
+            if self.rng.random() < 0.9:
+                self.join(name)
+                self.adopt(name)
+                self.beat(name)
+        for name in self.tiered:
+            if self.rng.random() < 0.8:
+                self.beat_tier(name)
+
+    def _pair(self) -> tuple[Directory, Oracle]:
+        how: dict[str, Any] = {"locality": self.locality, "client_ttl": TTL}
+        how |= {"share": self.share, "min_hits": self.min_hits}
+        return Directory(**how), Oracle(**how)
+
+    # ------------------------------------------------------------------ both at once
+
+    def do(self, name: str, *args: Any) -> Any:
+        """Ask both."""
+        self.steps += 1
+        self.log.append((name, args))
+        with self.explained():
+            return self._ask(self.real, self.model, name, args)
+
+    def _ask(self, directory: Directory, oracle: Oracle, name: str, args: tuple[Any, ...]) -> Any:
+        with _small_calls():
+            real = getattr(directory, name)(*args)
+        if self.with_oracle:
+            more = {"choices": self._choices(real)} if name == "reserve" else {}
+            model = getattr(oracle, name)(*args, **more)
+            assert real == model, f"{name}: directory {real}, oracle {model}"
+        return real
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Tell a failure with the fewest calls that still lead to one, from a new directory on."""
+        try:
+            yield
+        except Exception as error:
+            if not self.failed:
+                self.failed = True
+                calls, last = self._shrunk()
+                text = "\n".join(f"    {name}{tuple(map(_short, args))}" for name, args in calls)
+                error.add_note(f"{len(calls)} calls are enough ({self._settings()}):\n{text}\n    -> {last!r}")
+            raise
+
+    def _settings(self) -> str:
+        return f"locality {self.locality}, share {self.share}, min_hits {self.min_hits}"
+
+    def _shrunk(self) -> tuple[list[tuple[str, tuple[Any, ...]]], Exception | None]:
+        calls, piece = list(self.log), len(self.log)
+        stop = time.monotonic() + 60
+        last = self._replay(calls)
+        while last and piece and time.monotonic() < stop:
+            for start in range(0, len(calls), piece):
+                fewer = calls[:start] + calls[start + piece :]
+                if error := self._replay(fewer):
+                    calls, last = fewer, error
+                    break
+            else:
+                piece //= 2
+        return calls, last
+
+    def _replay(self, calls: list[tuple[str, tuple[Any, ...]]]) -> Exception | None:
+        real, model = self._pair()
+        try:
+            for name, args in calls:
+                self._ask(real, model, name, args)
+                if len(calls) < 100:
+                    self._compare(real, model)
+            self._compare(real, model)
+        except Exception as error:
+            return error
+        return None
+
+    @staticmethod
+    def _choices(reserved: Any) -> dict[int, int]:
+        granted = np.frombuffer(reserved.indices, np.int32).tolist()
+        return {i: place[0] for i, place in zip(granted, unpack(reserved.places), strict=True)}
+
+    def check(self) -> None:
+        """Compare all state, and look whether it makes sense by itself."""
+        with self.explained():
+            self._compare(self.real, self.model)
+        self.do("stats", self.now)
+
+    def _compare(self, directory: Directory, oracle: Oracle) -> None:
+        check_invariants(directory)
+        if self.with_oracle:
+            real, model = rows_of_directory(directory), rows_of_oracle(oracle)
+            differ = {at: (real.get(at), model.get(at)) for at in real | model if real.get(at) != model.get(at)}
+            assert not differ, differ
+            assert directory.indices() == oracle.owners()
+            assert pins_of_directory(directory) == pins_of_oracle(oracle)
+            assert chains_of(directory) == {
+                key: [(row.slab.node, row.slab.number, row.slot) for row in rows] for key, rows in oracle.table.items()
+            }
+
+    # ------------------------------------------------------------------ clients
+
+    def call(self, worker: Worker) -> Call:
+        rng = self.rng
+        worker.seq += 1
+        late = rng.random() < 0.05
+        held = struct.pack(f"<{len(worker.holds)}Q", *worker.holds)
+        if late and rng.random() < 0.5:
+            held = b""  # sent before anything was held
+        if rng.random() < 0.3:
+            worker.landed += [p for h in worker.holds.values() for p in h.staged if any(p) and rng.random() < 0.5]
+        landed, worker.landed = worker.landed, []
+        bad, worker.bad = worker.bad, []
+        for place in landed:
+            self._write_header(place, self.grants.get(place, b""))
+        return Call(worker.id, worker.seq - 3 if late else worker.seq, held, b"".join(landed), b"".join(bad))
+
+    def keys(self) -> tuple[int, list[bytes]]:
+        """(block_bytes, keys): mostly a prefix of a document."""
+        rng = self.rng
+        size = rng.choice(self.sizes)
+        doc = min(rng.randrange(16) for _ in range(3))
+        keys = DOCUMENTS[size][doc][: rng.randint(0 if rng.random() < 0.05 else 1, LONGEST)]
+        if rng.random() < 0.04:
+            keys = keys + rng.choices(keys or [bytes(16)], k=3)
+        if rng.random() < 0.03:
+            rng.shuffle(keys)
+        if not self.with_oracle and rng.random() < 0.3:
+            size = rng.choice([*SIZES, 0, 1, 40000])
+        return size, keys
+
+    def new_id(self, worker: Worker) -> int:
+        if worker.holds and self.rng.random() < 0.05:
+            return self.rng.choice(list(worker.holds))  # said twice
+        self.ids += 1
+        return self.ids
+
+    def match(self) -> None:
+        self._match(self.rng.choice(self.workers), *self.keys())
+
+    def _match(self, worker: Worker, size: int, keys: list[bytes]) -> int:
+        lease = self.new_id(worker)
+        got = self.do("match", self.call(worker), lease, worker.node, b"".join(keys), size, self.now)
+        worker.holds.pop(lease, None)
+        places = _split(got.source)
+        if places:
+            staged = _split(got.staged)
+            worker.holds[lease] = Held(False, size, keys[: len(places)], places, staged)
+            self.grants.update({p: k for p, k in zip(staged, keys, strict=False) if any(p)})
+        return lease
+
+    def whereabouts(self) -> None:
+        self.do("whereabouts", b"".join(self.keys()[1]))
+
+    def _hold(self, writes: bool) -> tuple[Worker, int, Held] | None:
+        found = [(w, i, h) for w in self.workers for i, h in w.holds.items() if h.writes == writes]
+        return self.rng.choice(found) if found else None
+
+    def stream(self) -> None:
+        rng = self.rng
+        if not (found := self._hold(writes=rng.random() < 0.02)):
+            return
+        worker, lease, held = found
+        held.read = rng.choice([rng.randint(0, len(held.keys) + 1), min(len(held.keys), held.read + 1)])
+        got = self.do("stream", self.call(worker), lease, held.read, held.size, self.now)
+        staged = _split(got.staged)
+        held.staged = [bytes(PLACE.size)] * held.read + staged
+        self.grants.update(zip(staged, held.keys[held.read :], strict=False))
+
+    def reserve(self) -> None:
+        rng = self.rng
+        worker = rng.choice(self.workers)
+        size, keys = self.keys()
+        start = rng.choice([0, rng.randint(0, len(keys)), rng.randint(-1, len(keys) + 1)])
+        reservation = self.new_id(worker)
+        call = self.call(worker)
+        stored = []
+        windows = self.real._memory.lacking  # for which blocks go before the batch is looked at
+        if self.with_oracle and start >= 0 and not call.bad and not call.landed and not windows:
+            swapped = {key for client in self.real.clients.values() for key in client.swapped}  # it may be gone by now
+            stored = [key for key in keys if self._present(key) and key not in swapped]
+        got = self.do("reserve", call, reservation, worker.node, b"".join(keys), start, size, self.now)
+        assert all(self._present(key) for key in stored), "a batch evicted its own keys"
+        worker.holds.pop(reservation, None)
+        granted = [keys[i] for i in np.frombuffer(got.indices, np.int32)]
+        worker.holds[reservation] = Held(True, size, granted, _split(got.places), _split(got.staged))
+        self.grants.update({p: k for p, k in zip(_split(got.places), granted, strict=True)})
+        self.grants.update({p: k for p, k in zip(_split(got.staged), granted, strict=True) if any(p)})
+
+    def _present(self, key: bytes) -> bool:
+        rows = chain_of(self.real, key)
+        return any(self.real._shelves.c.rows[row]["state"] in (index.READY, index.REPLICA) for row in rows)
+
+    def commit(self) -> None:
+        rng = self.rng
+        if not (found := self._hold(writes=True)):
+            return
+        worker, reservation, held = found
+        pairs = list(zip(held.places, held.keys, strict=True))
+        how = rng.random()
+        if how < 0.15:
+            pairs = [pair for pair in pairs if rng.random() < 0.6]
+        elif how < 0.2 and pairs:
+            pairs += rng.choices(pairs, k=2)
+        elif how < 0.25:
+            pairs = self._stale(worker)
+        elif how < 0.3 and pairs:
+            pairs = [(rng.choice(pairs)[0], key) for _, key in pairs]
+        written = bytes(rng.random() < 0.9 for _ in pairs)
+        for (place, key), done in zip(pairs, written, strict=True):
+            if done:
+                self._write_header(place, key)
+        if rng.random() < 0.05:
+            reservation = rng.choice([self.ids + 1, *worker.holds])
+        places, keys = b"".join(p for p, _ in pairs), b"".join(k for _, k in pairs)
+        for _ in range(2 if rng.random() < 0.1 else 1):
+            self.do("commit", self.call(worker), reservation, places, keys, written, self.now)
+            worker.holds.pop(reservation, None)
+
+    def _stale(self, worker: Worker) -> list[tuple[bytes, bytes]]:
+        """Places that anybody was granted at any time."""
+        known = list(self.grants.items())[-60:]
+        pairs = self.rng.sample(known, min(4, len(known)))
+        if not self.with_oracle:
+            pairs += [(_garbled(self.rng, place), key) for place, key in pairs]
+        return pairs
+
+    def release(self) -> None:
+        if found := self._hold(writes=self.rng.random() < 0.3):
+            found[0].holds.pop(found[1])
+
+    def beat_client(self) -> None:
+        worker = self.rng.choice(self.workers)
+        if self.rng.random() < 0.5:
+            self.release()
+        self.do("beat_client", self.call(worker), self.now)
+
+    def report(self) -> None:
+        """A worker found something altered, or says that of what it should not."""
+        worker = self.rng.choice(self.workers)
+        worker.bad += [p for h in worker.holds.values() for p in h.places if self.rng.random() < 0.2]
+        worker.landed += [place for place, _ in self._stale(worker)]
+
+    def pin(self) -> None:
+        keys = self.keys()[1][: self.rng.choice([1, 1, 3, LONGEST])]
+        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now)
+
+    def unpin(self) -> None:
+        rng = self.rng
+        keys = [key for key in self.real.pins if rng.random() < 0.5] + rng.sample(list(DEPTH), rng.randint(0, 1))
+        self.do("unpin", self.call(rng.choice(self.workers)), b"".join(keys), self.now)
+
+    def forget(self) -> None:
+        self.do("forget", self.call(self.rng.choice(self.workers)), b"".join(self.keys()[1]), self.now)
+
+    def preempted(self) -> None:
+        self.do("preempted", self.call(self.rng.choice(self.workers)), b"".join(self.keys()[1]), self.now)
+
+    def leave(self) -> None:
+        i = self.rng.randrange(len(self.workers))
+        if self.rng.random() < 0.5:
+            self.do("bye", self.workers[i].id, self.now)
+        if self.rng.random() < 0.8:  # otherwise it is not gone, and calls again
+            self.workers[i] = self._worker()
+
+    # ------------------------------------------------------------------ nodes
+
+    def _write_header(self, place: bytes, key: bytes) -> None:
+        fields = unpack(place)[0]
+        for store in self.stores.values():
+            if store.index == fields[0] and key and fields[4]:
+                store.write((*fields[:3], fields[3] or SIZE_OF[key], *fields[4:]), key)  # a target does not tell
+
+    def join(self, name: str) -> None:
+        store = self.stores[name]
+        count, epoch = store.slabs, store.epoch
+        window = min(self.window, 3 * 4096) if name in self.gpus else self.window  # or nothing is stored there
+        store.index, store.epoch = self.do(
+            "join", name, store.nonce, self.slab_bytes(name), count, epoch, self.now, window
+        )
+        assert store.epoch >= epoch
+
+    def adopt(self, name: str) -> None:
+        rng, store = self.rng, self.stores[name]
+        known = self.real.nodes.get(name)
+        fresh = known is not None and known.state == "joining"
+        ready: list[tuple[bytes, bytes]] = []
+        busy: list[tuple[bytes, bytes]] = []
+        for place, key in store.headers.values():
+            place = (store.index, *place[1:])
+            if rng.random() < 0.1:
+                place, key = (*place[:5], place[5] + rng.choice([-1, 0, 1])), rng.choice(list(DEPTH))
+                if SIZE_OF[key] != slot_size(place):
+                    continue
+            (busy if fresh and rng.random() < 0.15 else ready).append((PLACE.pack(*place), key))
+        if not self.with_oracle:
+            busy += [(_garbled(rng, place), key) for place, key in busy]
+            ready += [(_garbled(rng, place), key) for place, key in ready if rng.random() < 0.1]
+        places, keys = (b"".join(part) for part in zip(*ready, strict=True)) if ready else (b"", b"")
+        positions = struct.pack(f"<{len(ready)}I", *(DEPTH.get(key, 0) for _, key in ready))
+        stamps = struct.pack(f"<{len(ready)}I", *(rng.randrange(4) for _ in ready))
+        writing = b"".join(place for place, _ in busy)
+        self.do("adopt", name, places, keys, positions, stamps, writing, self.now, store.offered)
+
+    def beat(self, name: str) -> None:
+        rng, store = self.rng, self.stores[name]
+        store.offered = min(store.slabs, store.offered + rng.randint(0, 2))
+        answer = self.do("beat", name, store.offered, self.now)
+        if answer is None:
+            self.join(name)
+            if rng.random() < 0.8:
+                self.adopt(name)
+        elif answer[2] and rng.random() < 0.7:
+            store.epoch = answer[0]
+            self.sweep(answer[2])
+
+    def sweep(self, limbo: bytes) -> None:
+        rng = self.rng
+        places = [place for place in _split(limbo) if rng.random() < 0.8]
+        if rng.random() < 0.1:
+            places += [place for place, _ in self._stale(self.workers[0])]
+        keys, gens = b"", []
+        for place in places:
+            fields = unpack(place)[0]
+            bytes_of = slot_size(fields, self.real)
+            keys += rng.choice([key for key, size in SIZE_OF.items() if slot_bytes(size) == bytes_of] or [bytes(16)])
+            gens.append(fields[5] - (rng.random() < 0.1 and fields[5] > 0))
+        verdicts = bytes(rng.choice([0, 1, 1, 2]) for _ in places)
+        self.do("swept", b"".join(places), verdicts, keys, struct.pack(f"<{len(gens)}Q", *gens), self.now)
+
+    def heartbeats(self) -> None:
+        quiet = self.rng.random() < 0.15
+        for name in self.names:
+            if not quiet or self.rng.random() < 0.5:
+                self.beat(name)
+                if name in self.tiered and self.rng.random() < 0.4:
+                    self.beat_tier(name)
+
+    def node_lost(self) -> None:
+        """A node dies, or its store restarts, with the same arena or a new one."""
+        rng = self.rng
+        name = rng.choice(self.names)
+        store = self.stores[name]
+        how = rng.random()
+        if how < 0.5:
+            self.do("remove_node", name, self.now)
+        if how > 0.7 or name in self.gpus:  # what was on a GPU goes with its process
+            store = self.stores[name] = Store(rng.randbytes(16), self.slabs(name), epoch=rng.randint(0, 2))
+        if rng.random() < 0.1:
+            store.epoch += rng.randint(1, 2)  # another directory was here
+        store.offered = 0
+        if rng.random() < 0.8:
+            self.join(name)
+            if rng.random() < 0.9:
+                self.adopt(name)
+
+    def depart(self) -> None:
+        """A node is told that it will leave; most often others stay, and have copies of some of its blocks."""
+        rng = self.rng
+        name = rng.choice(self.hosts if rng.random() < 0.95 else self.names)
+        if any(not node.leaving for other, node in self.real.nodes.items() if other != name) or rng.random() < 0.1:
+            for _ in range(rng.choice([0, 2, 4])):
+                self._pull(rng.choice(self.workers), *self.keys())
+            self.do("leave", name, self.now)
+
+    def departing(self) -> None:
+        """What goes with a node is asked for, and pulled by somebody."""
+        rng = self.rng
+        leaving = [name for name, node in self.real.nodes.items() if node.leaving]
+        name = rng.choice([host_of(name) if rng.random() < 0.9 else name for name in leaving or self.names])
+        _, found, _ = self.do("departing", name, self.now) or (b"", b"", 0)
+        size = rng.choice(self.sizes)
+        keys = [key for key in _keys(found) if SIZE_OF.get(key) == size][: rng.randint(1, 6)]
+        if keys and rng.random() < 0.7:
+            self._pull(
+                rng.choice([worker for worker in self.workers if worker.node != name] or self.workers), size, keys
+            )
+
+    def _pull(self, worker: Worker, size: int, keys: list[bytes]) -> None:
+        lease = self._match(worker, size, keys)
+        if held := worker.holds.get(lease):
+            worker.landed += [place for place in held.staged if any(place) and self.rng.random() < 0.9]
+            if self.rng.random() < 0.7:
+                self.do("beat_client", self.call(worker), self.now)
+                del worker.holds[lease]
+                self.do("beat_client", self.call(worker), self.now)
+
+    # ------------------------------------------------------------------ external tiers
+
+    def lies(self, name: str) -> dict[bytes, None]:
+        """What a node's tier holds."""
+        return self.below.setdefault("" if self.tiers == "shared" else name, {})
+
+    def beat_tier(self, name: str = "") -> None:
+        rng = self.rng
+        if not self.tiered:
+            return
+        name = name or rng.choice(self.tiered)
+        capacity, shared = self.capacity, self.tiers == "shared"
+        if not self.with_oracle:
+            capacity, shared = rng.choice([capacity, capacity, 0]), shared ^ (rng.random() < 0.1)
+        lost = rng.randbytes(8) if rng.random() < 0.02 else b""
+        if lost:
+            self.lies(name).clear()
+        answer = self.do("beat_tier", name, capacity, shared, rng.random() < 0.95, lost, self.now)
+        if answer and answer[1] and rng.random() < 0.8:
+            self.found(name)
+
+    def found(self, name: str = "") -> None:
+        """A node lists its tier, in pieces, of which one may be late, or lost."""
+        rng = self.rng
+        name = name or rng.choice(self.names)
+        keys = list(self.lies(name))
+        keys += rng.choices([*keys, *DEPTH], k=rng.choice([0, 0, 1, 8]))
+        pieces = [keys[at : at + 5] for at in range(0, len(keys), 5)] or [[]]
+        for number, piece in enumerate(pieces):
+            if rng.random() < 0.1:
+                self.rng.choice([World.clear, World.match, World.reserve, World.commit])(self)
+            sizes = [SIZE_OF[key] if rng.random() < 0.97 else rng.choice([-5000, 0, 4096, 1 << 20]) for key in piece]
+            last = number == len(pieces) - 1 and rng.random() < 0.9
+            self.do("found", name, b"".join(piece), struct.pack(f"<{len(sizes)}q", *sizes), last, self.now)
+
+    def sink(self) -> None:
+        """A node says what became of what it was told, or of other things, and is told more."""
+        rng = self.rng
+        name = rng.choice(self.tiered or self.names)
+        store = self.stores[name]
+        answers = store.sunk[-1:] if rng.random() < 0.8 else []
+        if rng.random() < 0.15:  # said again, or late
+            answers = answers + rng.choices(store.sunk[-4:] or [Sunk(b"", b"", b"", b"", 0)], k=1)
+        if rng.random() < 0.03:
+            answers = answers + [s.sunk[-1] for s in self.stores.values() if s.sunk]
+        pairs = [pair for a in answers for pair in zip(_split(a.target), _keys(a.keys), strict=True)]
+        if rng.random() < 0.15:
+            pairs = [pair for pair in pairs if rng.random() < 0.6]
+        if not self.with_oracle:
+            pairs += [(_garbled(rng, place), key) for place, key in pairs] + self._stale(self.workers[0])
+        failing = rng.choice([0.0, 0.0, 0.0, 0.2, 1.0])
+        stored = bytes(rng.random() >= failing for _ in pairs)
+        for (_, key), done in zip(pairs, stored, strict=True):
+            if done and key in SIZE_OF:
+                self.lies(name)[key] = None
+        places, keys = b"".join(place for place, _ in pairs), b"".join(key for _, key in pairs)
+        seen = store.seen if rng.random() < 0.9 else rng.choice([-1, 0, store.seen - 1, store.seen + 1])
+        got = self.do("sink", name, places, keys, stored, seen, rng.random() < 0.5, self.now)
+        if rng.random() < 0.9:
+            store.sunk.append(got)
+            if rng.random() < 0.9:  # else it died before it deleted
+                store.seen = got.number
+                for key in _keys(got.doomed):
+                    self.lies(name).pop(key, None)
+
+    # ------------------------------------------------------------------ GPUs
+
+    def cool(self) -> None:
+        """A GPU says what became of what it was told to bring down, or of other things, and is told more."""
+        rng = self.rng
+        if not self.gpus:
+            return
+        full = [name for name, node in self.real.nodes.items() if node.on_gpu and node.slabs and not node.spare]
+        name = rng.choice(full if full and rng.random() < 0.8 else self.gpus)
+        if rng.random() < 0.03:
+            name = rng.choice([*self.names, "nowhere", "nowhere/0"])
+        told = self.stores[name].cooled if name in self.stores else []
+        answers = told[-1:] if rng.random() < 0.85 else []
+        if rng.random() < 0.15:  # said again, or late
+            answers = answers + rng.choices(told[-4:] or [Cooled(b"", b"", b"")], k=1)
+        if rng.random() < 0.03:
+            answers = answers + [store.cooled[-1] for store in self.stores.values() if store.cooled]
+        pairs = [pair for a in answers for pair in zip(_split(a.target), _keys(a.keys), strict=True)]
+        if rng.random() < 0.15:
+            pairs = [pair for pair in pairs if rng.random() < 0.6]
+        if rng.random() < 0.05:
+            pairs += self._stale(self.workers[0])
+        if not self.with_oracle:
+            pairs += [(_garbled(rng, place), key) for place, key in pairs]
+        failing = rng.choice([0.0, 0.0, 0.0, 0.2, 1.0])
+        stored = bytes(rng.random() >= failing for _ in pairs)
+        for (place, key), done in zip(pairs, stored, strict=True):
+            if done:
+                self._write_header(place, key)
+        stored += bytes(rng.random() < 0.01)
+        got = self.do("cool", name, b"".join(place for place, _ in pairs), stored, self.now)
+        if name in self.stores and rng.random() < 0.95:
+            told.append(got)
+            self.grants.update(zip(_split(got.target), _keys(got.keys), strict=True))
+
+    def fit(self) -> None:
+        """A node is to have more memory, or less."""
+        rng = self.rng
+        name = rng.choice(self.names)
+        if self.with_oracle or name not in self.real.nodes:
+            return
+        given = [number for number in self.real.nodes[name].withdrawn if rng.random() < 0.95]
+        given += [number for number in range(8) if rng.random() < 0.02]
+        limit = rng.randint(1, self.stores[name].slabs)
+        self.do("fit", name, limit, np.array(given, np.int32).tobytes(), self.now)
+
+    # ------------------------------------------------------------------ the directory
+
+    def restart(self) -> None:
+        """The directory dies; a new one asks every node store."""
+        for store in self.stores.values():
+            store.offered = 0
+        self._new_directory()
+
+    def wait(self) -> None:
+        self.now += self.rng.choice([0.05, 0.3, 0.3, 0.6, 0.6, 1.0, 1.0, 1.0, 4.0, TTL + 1])
+
+    def clear(self) -> None:
+        self.do("clear", self.now)
+
+    # ------------------------------------------------------------------ all
+
+    MIXES: ClassVar[dict[str, dict[Callable[["World"], None], float]]] = {}
+
+    def burst(self, mix: str, steps: int) -> None:
+        ops, weights = zip(*self.MIXES[mix].items(), strict=True)
+        stop, looks = self.steps + steps, 0
+        while self.steps < stop:
+            before = self.steps
+            self.rng.choices(ops, weights)[0](self)
+            if self.steps > before and (self.steps >> 4) != looks:
+                looks = self.steps >> 4
+                self.check()
+            self.now += 0.01
+            stop -= self.steps == before and 1
+        self.check()
+
+    def everybody_goes(self) -> None:
+        """Nothing of a client outlives it, but for pins."""
+        self.do("unpin", self.call(self.workers[0]), b"".join(self.real.pins), self.now)
+        for wait in (TTL + 1, 1.0):
+            self.now += wait
+            self.do("stats", self.now)
+        for name in self.gpus:  # of which all are suspect by now, and get nothing more to do
+            self.do("cool", name, b"", b"", self.now)
+        for name in self.real.nodes:
+            if answer := self.do("beat", name, 0, self.now):
+                n = len(answer[2]) // PLACE.size
+                self.do("swept", answer[2], bytes([1]) * n, bytes(16 * n), bytes(8 * n), self.now)
+        for name in list(self.real.nodes):
+            self.do("sink", name, b"", b"", b"", 0, False, self.now)  # what it was told before, it never heard of
+            self.do("beat_tier", name, self.capacity, self.tiers == "shared", False, b"", self.now)
+            self.do("sink", name, b"", b"", b"", 0, False, self.now)
+        self.check()
+        rows = self.real._shelves.c.rows
+        assert not rows["pins"].any()
+        resting = [index.FREE, index.READY, index.REPLICA, index.EXTERNAL, index.CLOSED]
+        resting += [] if self.with_oracle else [index.SINKING]  # a node may have turned to another tier
+        assert np.isin(rows["state"], resting).all()
+        stats = self.do("stats", self.now)
+        assert (stats["clients"], stats["leases"], stats["reservations"]) == (0, 0, 0)
+        for name in list(self.real.nodes):
+            self.do("remove_node", name, self.now)
+        self.check()
+        assert np.isin(self.real._shelves.c.rows["state"], (index.FREE, index.EXTERNAL, index.CLOSED)).all()
+
+
+_USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, World.release: 9, World.beat_client: 2}
+_USE[World.whereabouts] = 2
+_BELOW = {World.beat_tier: 1, World.sink: 12}
+_USE |= _BELOW | {World.cool: 10}
+_NAMED = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5}
+_CARE = {World.heartbeats: 4, World.found: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
+World.MIXES = {
+    "all": {
+        **{**_USE, **_CARE, **_NAMED},
+        **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.depart: 0.3, World.departing: 0.6},
+        World.fit: 0.5,
+    },
+    "use": {**_USE, World.heartbeats: 1},
+    "gpus": {
+        **{World.match: 4, World.reserve: 8, World.commit: 8, World.release: 8, World.stream: 1, World.cool: 8},
+        **{World.heartbeats: 4, World.sink: 3, World.node_lost: 0.3, World.clear: 0.1, World.fit: 0.3},
+        **{World.pin: 0.5, World.unpin: 0.5, World.forget: 0.5},
+    },
+    "write": {World.reserve: 4, World.commit: 3, World.release: 1},
+    "read": {World.match: 6, World.stream: 3, World.release: 2, World.reserve: 1, World.commit: 1},
+    "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
+    "below": {**_USE, World.sink: 20, World.beat_tier: 4, World.heartbeats: 3, World.report: 1, World.node_lost: 0.3},
+    "depart": {**_USE, **_NAMED, World.depart: 2, World.departing: 6, World.node_lost: 0.7, World.heartbeats: 4},
+    "pins": {**_USE, **_NAMED, World.pin: 6, World.unpin: 5, World.report: 1, World.node_lost: 1, World.heartbeats: 4},
+    "leave": {**_USE, World.leave: 4, World.wait: 3, World.heartbeats: 4},
+}
+
+
+def _split(places: bytes) -> list[bytes]:
+    return [places[i : i + PLACE.size] for i in range(0, len(places), PLACE.size)]
+
+
+def _keys(keys: bytes) -> list[bytes]:
+    return [keys[i : i + 16] for i in range(0, len(keys), 16)]
+
+
+@contextmanager
+def _small_calls() -> Iterator[None]:
+    """A directory in which a tier holds, and a call brings down or tells of, a few blocks."""
+    before = {name: getattr(tier_catalog, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
+    small = {"slab_bytes": lambda _: SLAB_BELOW, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
+    at_once = {name: getattr(demotion, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
+    departing = directory.DEPARTING_PER_CALL
+    try:
+        vars(tier_catalog).update(small)
+        vars(demotion).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": COOLED_PER_CALL})
+        directory.DEPARTING_PER_CALL = DEPARTING_PER_CALL
+        yield
+    finally:
+        vars(tier_catalog).update(before)
+        vars(demotion).update(at_once)
+        directory.DEPARTING_PER_CALL = departing
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Call):
+        return tuple(_short(field) for field in value)
+    return f"{len(value)} bytes {blake2b(value, digest_size=3).hexdigest()}" if isinstance(value, bytes) else value
+
+
+def _garbled(rng: Random, place: bytes) -> bytes:
+    fields = list(unpack(place)[0])
+    i = rng.randrange(len(fields))
+    fields[i] = rng.choice([fields[i] + 1, max(0, fields[i] - 1), 0]) if i else rng.randrange(9)
+    return PLACE.pack(*fields)
+
+
+def slot_size(place: tuple[int, ...], directory: Directory | None = None) -> int:
+    """Bytes of a place's slot. A place that was to be swept does not tell; the directory's slab does."""
+    if place[3] or directory is None:
+        return slot_bytes(place[3])
+    for node in directory.nodes.values():
+        if node.index == place[0] and place[1] in node.slabs:
+            return node.slab_bytes // directory._shelves.span(node.slabs[place[1]])[1] // 4096 * 4096
+    return 0

@@ -1,0 +1,585 @@
+"""Blocks by NCCL, on a stand-in for CuPy's: nodes in this process, and in others, which die."""
+
+import ctypes
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers import arena_worker as w
+from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from raykv.arena.arena import Arena
+from raykv.arena.gpu import cuda
+from raykv.arena.gpu import device as devices
+from raykv.transports import nccl as transport
+from raykv.transports import nccl_pair
+from raykv.transports.base import Peer, Transport, Wanted
+from raykv.transports.nccl import Nccl
+from raykv.transports.nccl_pair import READER, SENDER
+from raykv.transports.selector import Lanes
+from raykv.transports.verdicts import ALTERED, FAILED, PULLED
+
+ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
+SIZE = 64 << 10
+FROM = [0, 9, 2, 31, 3, 63]
+TO = [17, 1, 40, 0, 8, 2]
+ELSEWHERE = [20, 60, 21, 22, 50, 30]
+GENS = [2, 3, 4, 5, 6, 7]
+PATIENCE_S = 60.0
+Verdicts = NDArray[np.uint8]
+
+
+class Actor:
+    """As Ray's handle of a node store: what is asked runs in threads there."""
+
+    def __init__(self, serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> None:
+        threads = ThreadPoolExecutor(8)
+        self.serve = SimpleNamespace(remote=lambda node, name, *args: threads.submit(serve, *args))
+        self.offers = SimpleNamespace(remote=lambda node: threads.submit(offers))
+
+
+def peer(serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> Peer:
+    return Peer("a node", Actor(serve, offers))
+
+
+def get(answer: "Future[Any]", timeout: float) -> Any:
+    """As ray.get."""
+    try:
+        return answer.result(timeout)
+    except TimeoutError as error:
+        raise GetTimeoutError from error
+    except RayError:
+        raise
+    except Exception as error:
+        raise RayTaskError("serve", repr(error), error) from error
+
+
+class Node:
+    """Its arena is in host memory, which the stand-in's GPUs reach."""
+
+    count = 0
+
+    def __init__(self, ordinal: int) -> None:
+        Node.count += 1
+        gpu = devices.device(devices.visible()[ordinal])
+        self.arena = Arena.create(f"/dev/shm/raykv-test-nccl-{os.getpid()}-{Node.count}", w.PRINT, w.SLAB, 1)
+        self.arena.offer_next()
+        self.arena.raise_epoch(w.EPOCH)
+        assert gpu.pin(*self.arena.region(0))
+        self.gpu = gpu
+        self.start()
+
+    def start(self) -> None:
+        """As a process that takes up what the one before it left."""
+        self.nccl = Nccl(self.arena, self.gpu)
+        self.peer = peer(self.nccl.serve, lambda: {"nccl": self.nccl.offer()})
+
+    def put(self, slots: Sequence[int] = FROM) -> "Node":
+        for slot, gen in zip(slots, GENS, strict=False):
+            assert w.put(self.arena, slot, gen)
+        return self
+
+    def pull(
+        self, peer: Any, offer: Any, slots: Sequence[int] = TO, seconds: float = PATIENCE_S, step: int = 1
+    ) -> list[int]:
+        """What was put there, into slots here; in another order by step -1."""
+        source, names, target = places(FROM)[::step], keys()[::step], places(slots)[::step]
+        verdicts = self.nccl.pull(peer, offer, Wanted(source, names, self.arena, target, time.monotonic() + seconds))
+        return verdicts[::step].tolist()  # type: ignore[no-any-return]
+
+    def pull_from(self, other: "Node", slots: Sequence[int] = TO, seconds: float = PATIENCE_S) -> list[int]:
+        return self.pull(other.peer, other.nccl.offer(), slots, seconds)
+
+    def holds(self, slots: Sequence[int] = TO) -> list[bool]:
+        return [w.get(self.arena, slot, gen) for slot, gen in zip(slots, GENS, strict=False)]
+
+
+def places(slots: Sequence[int], gens: Sequence[int] = GENS) -> NDArray[np.void]:
+    return w.places(slots, gens[: len(slots)])
+
+
+def keys() -> NDArray[np.uint8]:
+    return np.concatenate([w.key_of(gen) for gen in GENS])
+
+
+def blocks() -> NDArray[np.uint8]:
+    return np.concatenate([w.block_of(w.key_of(gen)) for gen in GENS])
+
+
+def eventually(ask: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not ask():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        del sys.modules[name]
+    for cached in (cuda.uuid, devices.device):
+        cached.cache_clear()
+    devices._pinned.clear()
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in's NCCL, imported anew."""
+    monkeypatch.syspath_prepend(ON_HOST)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(ray, "get", get)
+    _forget()
+    stand_in = importlib.import_module("cupy.cuda.nccl")
+    yield stand_in
+    stand_in.end()
+    eventually(lambda: not any(thread.name == "raykv-nccl" for thread in threading.enumerate()))
+    _forget()
+
+
+@pytest.fixture
+def node(nccl: Any) -> Iterator[Callable[[int], Node]]:
+    nodes: list[Node] = []
+
+    def make(ordinal: int) -> Node:
+        nodes.append(Node(ordinal))
+        return nodes[-1]
+
+    yield make
+    for each in nodes:
+        each.nccl.close()
+        each.arena.close(unlink=True)
+
+
+@pytest.fixture
+def sender(node: Callable[[int], Node]) -> Node:
+    return node(1).put()
+
+
+@pytest.fixture
+def reader(node: Callable[[int], Node]) -> Node:
+    return node(0)
+
+
+def stalls(rank: int, at: int) -> Callable[[Any, int], None]:
+    """A GPU that goes no further, until it is aborted."""
+
+    def before_move(communicator: Any, number: int) -> None:
+        if communicator.rank == rank and number == at:
+            communicator.aborted.wait()
+
+    return before_move
+
+
+class ByHand:
+    """A reader of which a test does each step."""
+
+    def __init__(self, nccl: Any, sender: Node) -> None:
+        self.sender, self.unique, self._nccl = sender, nccl.get_unique_id(), nccl
+        self.name = self.unique.hex()
+        self.serve("join", self.name, self.unique)
+
+    def connect(self) -> "ByHand":
+        self.communicator, memory = self._nccl.NcclCommunicator(2, self.unique, READER), cuda.cupy().cuda
+        self._stream, self._room = memory.Stream(), memory.Memory(SIZE)
+        self.communicator.room = self._room  # what is posted may come when the test is over
+        self.post(1, 1)
+        return self
+
+    @property
+    def of_sender(self) -> Any:
+        """Its communicator."""
+        return next(each for each in self._nccl.communicators if each.unique == self.unique and each.rank == SENDER)
+
+    def serve(self, *args: Any) -> None:
+        self.sender.nccl.serve(self.sender.nccl.offer()[1], *args)
+
+    def ask(self, name: str | None = None) -> None:
+        self.serve("send", name or self.name, self.unique, places(FROM).tobytes(), keys().tobytes())
+
+    def post(self, count: int, size: int) -> None:
+        for _ in range(count):
+            self.communicator.recv(self._room.ptr, size, self._nccl.NCCL_UINT8, SENDER, self._stream.ptr)
+
+    def receive(self) -> None:
+        self.post(6, SIZE)
+        eventually(lambda: self._stream.done)
+
+
+def test_without_nccl(reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not nccl_pair.why_not()
+    monkeypatch.setattr(cuda.cupy().cuda.nccl, "available", False)
+    assert "pip install nvidia-nccl-cu13" in nccl_pair.why_not()
+    with pytest.raises(ImportError, match="nvidia-nccl-cu13"):
+        Nccl(reader.arena, reader.gpu)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert "pip install 'raykv[gpu]'" in nccl_pair.why_not()
+
+
+def test_blocks_arrive_in_scattered_slots(nccl: Any, sender: Node, reader: Node) -> None:
+    for slots in (TO, ELSEWHERE):
+        assert reader.pull_from(sender, slots) == [PULLED] * 6
+        assert all(reader.holds(slots))
+        mine, theirs = reader.arena.claims(places(slots), keys()), sender.arena.claims(places(FROM), keys())
+        assert [column.tolist() for column in mine] == [column.tolist() for column in theirs]
+    assert len(nccl.communicators) == 2, "one pair for all of them"
+
+
+def test_blocks_of_which_nobody_knows_the_sum(node: Callable[[int], Node]) -> None:
+    sender, reader = node(1), node(0)
+
+    def bring(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
+        for address, block in zip(slots.tolist(), blocks()[which], strict=True):
+            ctypes.memmove(address, block.ctypes.data, SIZE)
+        return [0] * len(slots)
+
+    assert sender.arena.fill(places(FROM), keys(), bring, np.arange(6)).all()
+    assert reader.pull_from(sender) == [PULLED] * 6
+    assert all(reader.holds())
+    sums, positions, _ = reader.arena.claims(places(TO), keys())
+    assert sums.tolist() == [0] * 6 and positions.tolist() == list(range(6))
+
+
+def test_blocks_that_are_not_there(sender: Node, reader: Node) -> None:
+    for slot, gen in ((FROM[1], 20), (FROM[4], 21)):
+        assert w.put(sender.arena, slot, gen)
+    assert reader.pull_from(sender) == [PULLED, ALTERED, PULLED, PULLED, ALTERED, PULLED]
+    assert reader.holds() == [True, False, True, True, False, True]
+    source = places(FROM)
+    source["slab"] = 7
+    end = time.monotonic() + PATIENCE_S
+    offer = sender.nccl.offer()
+    verdicts = reader.nccl.pull(sender.peer, offer, Wanted(source, keys(), reader.arena, places(ELSEWHERE), end))
+    assert verdicts.tolist() == [ALTERED] * 6
+    assert reader.pull_from(sender, ELSEWHERE)[0] == PULLED
+
+
+@pytest.mark.parametrize("taken", [[1, 4], range(6)])
+def test_slots_that_are_no_longer_granted(nccl: Any, sender: Node, reader: Node, taken: Sequence[int]) -> None:
+    """They come all the same: the peer sends them. What is pulled next is not what was left over."""
+    for i in taken:
+        assert w.put(reader.arena, TO[i], 30 + i)
+    assert reader.pull_from(sender) == [FAILED if i in taken else PULLED for i in range(6)]
+    assert reader.holds() == [i not in taken for i in range(6)]
+    assert all(w.get(reader.arena, TO[i], 30 + i) for i in taken)
+    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
+    assert all(reader.holds(ELSEWHERE))
+    assert len(nccl.communicators) == 2
+
+
+def test_all_read_from_all_at_once(nccl: Any, node: Callable[[int], Node]) -> None:
+    """None of them posts before all have been asked, and all at the same time."""
+    nodes = [node(ordinal).put() for ordinal in (0, 1, 0)]
+    ways = [(a, b) for a in nodes for b in nodes if a is not b]
+    together = threading.Barrier(2 * len(ways))
+    nccl.before_move = lambda communicator, number: number == 1 and together.wait(PATIENCE_S)
+    with ThreadPoolExecutor(len(ways)) as pool:
+        slots = [[slot + 6 * i for slot in (10, 15, 11, 13, 12, 14)] for i in range(2)]
+        pulls = [pool.submit(a.pull_from, b, slots[i % 2]) for i, (a, b) in enumerate(ways)]
+        assert [pull.result() for pull in pulls] == [[PULLED] * 6] * len(ways)
+    assert all(all(node.holds(part)) for node in nodes for part in slots)
+    assert len(nccl.communicators) == 2 * len(ways)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize("rank", [READER, SENDER])
+def test_a_gpu_that_stalls(nccl: Any, sender: Node, reader: Node, rank: int, silent: bool) -> None:
+    nccl.before_move, nccl.silent = stalls(rank, 4), silent
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError):
+        reader.pull_from(sender, seconds=4.0)
+    assert time.monotonic() - begin < 3.5, "in half of the time, and nobody waits for the peer's abort"
+    assert reader.arena.write(places(TO), keys(), blocks()).all(), "the same grants, by the next transport"
+    nccl.before_move = stalls(rank, -1)
+    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
+    assert all(reader.holds(ELSEWHERE)) and all(reader.holds(TO))
+    assert len(nccl.communicators) == 4, "a pair of their own again"
+    eventually(lambda: [each.aborted.is_set() for each in nccl.communicators] == [True, True, False, False])
+
+
+def test_an_abort_that_hangs(nccl: Any, sender: Node, reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's does where it waits for the peer's: it is enough that the GPU has stopped."""
+    go, abort = threading.Event(), nccl.NcclCommunicator.abort
+    monkeypatch.setattr(nccl.NcclCommunicator, "abort", lambda communicator: (abort(communicator), go.wait()))
+    nccl.before_move = stalls(SENDER, 4)
+    with pytest.raises(ConnectionError):
+        reader.pull_from(sender, seconds=1.0)
+    assert reader.arena.write(places(TO), keys(), blocks()).all()
+    go.set()
+
+
+def test_a_gpu_that_does_not_stop(nccl: Any, sender: Node, reader: Node) -> None:
+    """Nobody else writes where it still may."""
+    go = threading.Event()
+    nccl.before_move = lambda communicator, number: communicator.rank == SENDER or number < 4 or go.wait()
+    with pytest.raises(TimeoutError, match="slots stay locked"):
+        reader.pull_from(sender, seconds=1.0)
+    assert not reader.arena.write(places(TO), keys(), blocks()).any()
+    assert reader.arena.sweep(places(TO)).tolist() == [0] * 6
+    go.set()
+    eventually(lambda: reader.arena.write(places(TO[:1]), keys()[:1], blocks()[:1]).all())
+    assert reader.arena.write(places(TO)[1:], keys()[1:], blocks()[1:]).all()
+
+
+def test_an_error_that_nccl_reports(nccl: Any, sender: Node, reader: Node) -> None:
+    def before_move(communicator: Any, number: int) -> None:
+        if number == 4:
+            communicator.error = 6
+            communicator.aborted.wait()
+
+    nccl.before_move = before_move
+    with pytest.raises(ConnectionError, match="REMOTE_ERROR"):
+        reader.pull_from(sender, seconds=1000.0)
+    assert reader.arena.write(places(TO), keys(), blocks()).all()
+
+
+def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: Node) -> None:
+    class Other(Transport):
+        name = "other"
+
+        def pull(self, peer: Any, offer: Any, wanted: Wanted) -> Verdicts:
+            _, names, arena, target, end = wanted
+            assert time.monotonic() < end
+            return np.where(arena.write(target, names, blocks()), PULLED, FAILED).astype(np.uint8)
+
+    nccl.before_move = stalls(SENDER, 4)
+    way, peer = Lanes([reader.nccl, Other()]), sender.peer
+    assert way.pull(peer, places(FROM), keys(), reader.arena, places(TO)).tolist() == [PULLED] * 6
+    assert way.stats()["a node"] | {"gbps": 0} == {"transport": "other", "gbps": 0, "failed": {"nccl": 1}}
+    nccl.before_move = stalls(SENDER, -1)
+    way._lanes[peer].ways["nccl"].retry_at = time.monotonic()
+    assert way.pull(peer, places(FROM), keys(), reader.arena, places(ELSEWHERE)).tolist() == [PULLED] * 6
+    assert way.stats()["a node"]["transport"] == "nccl"
+
+
+@pytest.mark.parametrize("stuck", ["join", "send", "claimed"])
+def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str) -> None:
+    """What it was asked for does no harm when it comes to it."""
+    go, late = threading.Event(), threading.Event()
+
+    def serve(token: str, what: str, *args: Any) -> bytes:
+        assert what != stuck or go.wait(PATIENCE_S)
+        answer = sender.nccl.serve(token, what, *args)
+        if what == stuck:
+            late.set()
+        return answer
+
+    with pytest.raises(ConnectionError, match="does not answer"):
+        reader.pull(peer(serve), sender.nccl.offer(), seconds=1.0)
+    assert reader.arena.write(places(TO), keys(), blocks()).all()
+    go.set()
+    assert late.wait(PATIENCE_S)
+    assert reader.pull(sender.peer, sender.nccl.offer(), ELSEWHERE, step=-1) == [PULLED] * 6
+    assert all(reader.holds(ELSEWHERE))
+
+
+def test_a_peer_that_never_connects(nccl: Any, sender: Node, reader: Node) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match="not connected"):
+        reader.pull(peer(lambda *_: b""), sender.nccl.offer(), seconds=4.0)
+    assert time.monotonic() - begin < 3.5
+    assert reader.arena.write(places(TO), keys(), blocks()).all(), "the slots were not even locked"
+    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6, "with another id: the first still hangs"
+    assert all(reader.holds(ELSEWHERE))
+
+
+@pytest.mark.parametrize("step", ["before_connect", "before_move"])
+def test_a_peer_that_connects_late(nccl: Any, sender: Node, reader: Node, step: str) -> None:
+    """NCCL's first communicator takes seconds: it is there for the pull after."""
+    go = threading.Event()
+    setattr(nccl, step, lambda *_: go.wait())
+    with pytest.raises(ConnectionError, match="not connected"):
+        reader.pull_from(sender, seconds=0.5)
+    go.set()
+    (_, made), *_ = reader.nccl._reading.values()
+    made.ready.result(PATIENCE_S)
+    assert reader.pull_from(sender) == [PULLED] * 6
+    assert len(nccl.communicators) == 2
+
+
+def test_a_pair_that_hangs_is_given_up(nccl: Any, sender: Node, reader: Node) -> None:
+    go = threading.Event()
+    nccl.before_connect = lambda *_: go.wait()
+    with pytest.raises(ConnectionError, match="not connected"):
+        reader.pull_from(sender, seconds=0.5)
+    nccl.before_connect = lambda *_: None
+    assert reader.pull_from(sender) == [PULLED] * 6
+    go.set()
+    eventually(lambda: [each.aborted.is_set() for each in nccl.communicators] == [True, True, False, False])
+    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
+
+
+def test_nccl_that_fails_to_connect(nccl: Any, sender: Node, reader: Node) -> None:
+    def before_connect(communicator: Any) -> None:
+        raise nccl.NcclError(3)
+
+    nccl.before_connect = before_connect
+    with pytest.raises(ConnectionError, match="INTERNAL_ERROR"):
+        reader.pull_from(sender, seconds=1000.0)
+
+
+def test_a_peer_that_restarted(nccl: Any, sender: Node, reader: Node) -> None:
+    assert reader.pull_from(sender) == [PULLED] * 6
+    before = sender.nccl
+    sender.start()
+    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
+    assert nccl.communicators[0].aborted.wait(PATIENCE_S)
+    before.close()
+    with pytest.raises(RayError, match="ask for its offer again"):
+        reader.pull(sender.peer, before.offer())
+    reader.start()  # and a reader: whoever sends to it makes do without the old pair
+    assert reader.pull_from(sender, [11, 12, 13, 14, 15, 16]) == [PULLED] * 6
+    assert all(each.aborted.wait(PATIENCE_S) for each in nccl.communicators[2:4])
+
+
+def test_a_block_that_is_written_anew_while_it_is_sent(nccl: Any, sender: Node, reader: Node) -> None:
+    def before_move(communicator: Any, number: int) -> None:
+        if communicator.rank == SENDER and number == 4:
+            assert w.put(sender.arena, FROM[1], 20) and w.put(sender.arena, FROM[5], 21), "one of which was sent"
+
+    nccl.before_move = before_move
+    assert reader.pull_from(sender) == [PULLED, ALTERED, PULLED, PULLED, PULLED, ALTERED]
+    assert reader.holds() == [True, False, True, True, True, False]
+    assert w.get(sender.arena, FROM[1], 20) and w.get(sender.arena, FROM[5], 21)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_reader_that_dies(
+    nccl: Any, sender: Node, reader: Node, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is aborted by the sender's own deadline, if not before; others are served meanwhile."""
+    monkeypatch.setattr(transport, "data_deadline", lambda size: 1.0 if silent else 1000.0)
+    nccl.silent = silent
+    dead = ByHand(nccl, sender).connect()
+    dead.ask()
+    assert reader.pull_from(sender) == [PULLED] * 6
+    dead.communicator.abort()
+    assert dead.of_sender.aborted.wait(PATIENCE_S)
+    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
+
+
+def test_a_slab_that_is_about_to_go(nccl: Any, sender: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent from it is waited for, and who has not even connected is not: that pair is given up."""
+    monkeypatch.setattr(transport, "data_deadline", lambda size: 1.0 if size == w.SLAB else PATIENCE_S)
+    late, reader = ByHand(nccl, sender), ByHand(nccl, sender).connect()
+    eventually(sender.nccl._sending[reader.name].ready.done)
+    reader.ask()
+    with pytest.raises(TimeoutError, match="still sends to 1"):
+        sender.nccl.withdraw(0)
+    reader.receive()
+    sender.nccl.withdraw(0)
+    reader.ask()
+    reader.receive()
+    late.connect()
+    assert late.of_sender.aborted.wait(PATIENCE_S)
+
+
+def test_a_send_of_a_pair_that_was_given_up(nccl: Any, sender: Node) -> None:
+    reader = ByHand(nccl, sender).connect()
+    reader.serve("join", reader.name, nccl.get_unique_id())
+    with pytest.raises(ConnectionError, match="no such pair"):
+        reader.ask()
+    with pytest.raises(ConnectionError, match="no such pair"):
+        reader.ask("another reader")
+
+
+@pytest.mark.parametrize("closing", ["reader", "sender"])
+def test_close_in_the_middle(
+    nccl: Any, sender: Node, reader: Node, closing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "data_deadline", lambda size: 1000.0 if size else 1.0)
+    reached = threading.Event()
+
+    def before_move(communicator: Any, number: int) -> None:
+        if communicator.rank == SENDER and number == 4:
+            reached.set()
+            communicator.aborted.wait()
+
+    nccl.before_move = before_move
+    with ThreadPoolExecutor(1) as pool:
+        pull = pool.submit(reader.pull_from, sender, seconds=100.0)
+        assert reached.wait(PATIENCE_S)
+        {"reader": reader, "sender": sender}[closing].nccl.close()
+        with pytest.raises(ConnectionError):
+            pull.result(30.0)
+    assert reader.arena.write(places(TO), keys(), blocks()).all()
+
+
+class Child:
+    """A node in a process of its own, which sends, and answers in turn."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = w.fork.Pipe()
+        self._turn = threading.Lock()
+        self.process = w.fork.Process(target=self._run, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.offer, self._path = self._pipe.recv()
+        self.peer = peer(self._serve)
+
+    def _run(self, pipe: Any) -> None:
+        self._pipe.close()
+        node = Node(1).put()
+        pipe.send((node.nccl.offer(), node.arena.path))
+        while True:
+            pipe.send(node.nccl.serve(*pipe.recv()))
+
+    def _serve(self, *args: Any) -> Any:
+        try:
+            with self._turn:
+                self._pipe.send(args)
+                return self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise RayActorError from error
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+
+
+@pytest.fixture
+def child(nccl: Any) -> Iterator[Callable[[], Child]]:
+    children: list[Child] = []
+
+    def make() -> Child:
+        children.append(Child())
+        return children[-1]
+
+    yield make
+    for each in children:
+        each.end()
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_process_that_is_killed_in_the_middle(
+    nccl: Any, child: Callable[[], Child], reader: Node, silent: bool
+) -> None:
+    first, second = child(), child()
+
+    def before_move(communicator: Any, number: int) -> None:
+        if number == 4:
+            first.process.kill()
+            first.process.join()
+
+    nccl.before_move, nccl.silent = before_move, silent
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError):
+        reader.pull(first.peer, first.offer, seconds=4.0 if silent else 1000.0)
+    assert not silent or time.monotonic() - begin < 3.5
+    assert reader.arena.write(places(TO), keys(), blocks()).all()
+    nccl.before_move = stalls(READER, -1)
+    with pytest.raises(RayActorError):
+        reader.pull(first.peer, first.offer, ELSEWHERE)
+    assert reader.pull(second.peer, second.offer, ELSEWHERE) == [PULLED] * 6
+    assert all(reader.holds(ELSEWHERE))

@@ -1,0 +1,292 @@
+"""Which transport is used from a peer: the best that both have, the next while that fails, and the best again."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.pools import WITH_NIXL
+from numpy.typing import NDArray
+from ray.exceptions import RayActorError
+
+import raykv.transports.nixl
+import raykv.transports.selector
+from raykv.arena.arena import Arena
+from raykv.place import PLACE
+from raykv.start import _ask
+from raykv.transports.base import Peer, Transport, Wanted
+from raykv.transports.selector import RETRY_S, Lanes, open_lanes
+from raykv.transports.verdicts import ALTERED, FAILED, PULLED
+
+MIB = 1 << 20
+SOURCE = np.zeros(4, PLACE)
+SOURCE["bytes"] = MIB
+KEYS = np.zeros((4, 16), np.uint8)
+HERE: Any = SimpleNamespace(claims=lambda target, keys: (None, None, np.array([True, False, False, False])))
+
+
+class Moody(Transport):
+    """Reads, or fails as it is told."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # type: ignore[misc]
+        self.error: BaseException | None = None
+        self.pulls = 0
+        self.offered: list[Any] = []
+
+    def offer(self) -> str:
+        return f"{self.name} here"
+
+    def pull(self, peer: Any, offer: Any, wanted: Wanted) -> NDArray[np.uint8]:
+        self.pulls += 1
+        self.offered.append(offer)
+        if self.error is not None:
+            raise self.error
+        return np.array([PULLED, PULLED, PULLED, ALTERED], np.uint8)
+
+
+class Store:
+    """A peer's actor."""
+
+    offers = SimpleNamespace(remote=lambda name: "the offers")
+
+
+class World:
+    """Three transports, a peer, and the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.asked = 0.0, 0
+        self.offers: dict[str, Any] | Exception = {"fast": 1, "middle": 1}
+        self.fast, self.middle, self.last = (Moody(name) for name in ("fast", "middle", "last"))
+        self.lanes = Lanes([self.fast, self.middle, self.last])
+        self.peer = Peer("node", Store())
+        monkeypatch.setattr(raykv.transports.selector.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
+        monkeypatch.setattr(raykv.transports.selector.ray, "get", self.get)  # type: ignore[attr-defined]
+
+    def get(self, reference: str, timeout: float) -> dict[str, Any]:
+        self.asked += 1
+        if isinstance(self.offers, Exception):
+            raise self.offers
+        return self.offers
+
+    def pull(self, peer: Peer | None = None) -> str:
+        """Which of the transports were asked, in order."""
+        before = [transport.pulls for transport in (self.fast, self.middle, self.last)]
+        self.lanes.pull(peer or self.peer, SOURCE, KEYS, HERE, SOURCE)
+        names = ("fast", "middle", "last")
+        after = [transport.pulls for transport in (self.fast, self.middle, self.last)]
+        return " ".join(name for name, a, b in zip(names, before, after, strict=True) if b > a)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_the_best_that_both_have(world: World) -> None:
+    assert world.pull() == "fast" and world.pull() == "fast" and world.asked == 1
+    world.offers = {"middle": 2}
+    other = Peer("other", world.peer.store)
+    assert world.pull(other) == "middle" and world.middle.offered == [2]
+    world.offers = {}
+    assert world.pull(Peer("third", world.peer.store)) == "last"
+    assert world.lanes.offers() == {"fast": "fast here", "middle": "middle here", "last": "last here"}
+
+
+def test_what_lies_below_comes_by_the_last(world: World) -> None:
+    assert world.pull(world.peer._replace(below=True)) == "last" and world.asked == 0
+    assert world.lanes.stats() == {}
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), RayActorError()])
+def test_what_fails_falls_back_and_is_tried_again(world: World, error: Exception) -> None:
+    world.fast.error = error
+    assert world.pull() == "fast middle"
+    assert world.pull() == "middle"
+    world.now += RETRY_S / 2
+    assert world.pull() == "middle"
+    world.middle.error = ConnectionError("gone, too")
+    assert world.pull() == "middle last" and world.pull() == "last"
+    assert world.lanes.stats()["node"]["failed"] == {"fast": 1, "middle": 1}
+    world.now += RETRY_S / 2
+    assert world.pull() == "fast last", "its time has come, and it fails again; the other's has not"
+    world.fast.error = world.middle.error = None
+    world.now += RETRY_S
+    assert world.pull() == "fast" and world.pull() == "fast"
+    assert world.lanes.stats()["node"]["transport"] == "fast"
+
+
+def test_a_peer_that_restarted_is_read_as_before(world: World) -> None:
+    world.pull()
+    world.fast.error = ConnectionError("of the process before")
+    world.offers = {"fast": "another process", "middle": "another process"}
+    assert world.pull() == "fast middle" and world.middle.offered == [1]
+    world.fast.error = None
+    assert world.pull() == "fast" and world.fast.offered[-1] == "another process"
+
+
+def test_a_peer_that_restarts_while_another_way_is_used(world: World) -> None:
+    world.fast.error = ConnectionError("no")
+    assert world.pull() == "fast middle" and world.pull() == "middle"
+    world.fast.error, world.offers = None, {"fast": "another process", "middle": "another process"}
+    world.middle.error = ConnectionError("of the process before")
+    assert world.pull() == "middle last"
+    world.middle.error = None
+    assert world.pull() == "fast"
+
+
+def test_what_is_late_is_not_pulled_otherwise(world: World) -> None:
+    """It may be written yet."""
+    world.fast.error = TimeoutError("late")
+    with pytest.raises(TimeoutError):
+        world.pull()
+    assert world.middle.pulls == 0
+    assert world.pull() == "middle"
+
+
+def test_what_came_by_a_way_that_failed_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot is not written twice."""
+    world.fast.error = ConnectionError("in the middle")
+    verdicts = np.array([FAILED, FAILED, PULLED, ALTERED], np.uint8)
+    monkeypatch.setattr(world.middle, "pull", lambda *args: verdicts.copy())
+    pulled = world.lanes.pull(world.peer, SOURCE, KEYS, HERE, SOURCE)
+    assert pulled.tolist() == [PULLED, FAILED, PULLED, ALTERED]
+
+
+def test_a_way_that_is_not_needed_again(world: World) -> None:
+    """Or that the peer no longer offers: what it offers is not asked for with every pull."""
+    world.fast.error = world.middle.error = ConnectionError("for now")
+    assert world.pull() == "fast middle last"
+    world.fast.error = None
+    world.now += RETRY_S
+    assert world.pull() == "fast"
+    asked = world.asked
+    assert world.pull() == "fast" and world.pull() == "fast" and world.asked == asked
+    world.fast.error, world.offers = ConnectionError("again"), {"middle": 2}
+    assert world.pull() == "fast middle last"
+    world.middle.error = None
+    world.now += RETRY_S
+    assert world.pull() == "middle"
+    asked = world.asked
+    assert world.pull() == "middle" and world.asked == asked
+
+
+def test_what_had_no_time_is_not_to_blame(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turn came late: that tells nothing of the transport."""
+    assert world.pull() == "fast"
+
+    class Late:
+        def acquire(self, timeout: float) -> bool:
+            world.now += 0.9 * timeout
+            return True
+
+        def release(self) -> None: ...
+
+    world.lanes._lanes[world.peer].turn = Late()  # type: ignore[assignment]
+    world.fast.error = TimeoutError("late")
+    with pytest.raises(TimeoutError):
+        world.pull()
+    world.fast.error = None
+    assert world.pull() == "fast" and world.lanes.stats()["node"]["failed"] == {}
+
+
+def test_a_peer_that_does_not_say_what_it_offers(world: World) -> None:
+    world.offers = RayActorError()
+    with pytest.raises(RayActorError):
+        world.pull()
+    world.offers = {"fast": 1}
+    assert world.pull() == "fast"
+
+
+def test_nothing_reads_from_there(world: World) -> None:
+    for transport in (world.fast, world.middle, world.last):
+        transport.error = ConnectionError(transport.name)
+    with pytest.raises(ConnectionError, match="nothing reads from node node"):
+        world.pull()
+    world.last.error = None
+    assert world.pull() == "last"
+
+
+def test_how_fast_it_was(world: World) -> None:
+    pull = world.fast.pull
+
+    def slow(*args: Any) -> NDArray[np.uint8]:
+        world.now += 0.5
+        return pull(*args)
+
+    world.fast.pull = slow  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        assert world.pull() == "fast"
+    assert world.lanes.stats() == {"node": {"transport": "fast", "gbps": pytest.approx(6 * MIB / 1e9), "failed": {}}}
+
+
+def test_one_pull_at_a_time_from_one_peer(world: World) -> None:
+    inside, most = 0, 0
+    pull, go, mutex = world.fast.pull, threading.Barrier(2), threading.Lock()
+
+    def counted(*args: Any) -> NDArray[np.uint8]:
+        nonlocal inside, most
+        with mutex:
+            inside += 1
+            most = max(most, inside)
+        answer = pull(*args)
+        with mutex:
+            inside -= 1
+        return answer
+
+    def run() -> None:
+        go.wait()
+        for _ in range(200):
+            world.lanes.pull(world.peer, SOURCE, KEYS, None, SOURCE)  # type: ignore[arg-type]
+
+    world.fast.pull = counted  # type: ignore[method-assign, assignment]
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1 and world.fast.pulls == 400
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Any:
+    arena = Arena.create(str(tmp_path / "arena"), b"0" * 16, 4 * MIB, 1)
+    yield arena
+    arena.close(unlink=True)
+
+
+@WITH_NIXL
+def test_nixl_is_chosen_where_there_is_rdma(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered(chosen: str) -> list[str]:
+        lanes = open_lanes(arena, chosen, "127.0.0.1")
+        lanes.close()
+        return list(lanes.offers())
+
+    cards = tmp_path / "infiniband"
+    monkeypatch.setattr(raykv.transports.nixl, "RDMA", str(cards))
+    assert offered("auto") == ["tcp"] and offered("nixl") == ["nixl", "tcp"]
+    cards.mkdir()
+    assert offered("auto") == ["tcp"]
+    (cards / "mlx5_0").mkdir()
+    assert offered("auto") == offered("nixl") == ["nixl", "tcp"], "the better one first"
+    assert offered("tcp") == ["tcp"] and offered("object_store") == []
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    assert offered("nixl") == []
+
+
+def test_without_nixl(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nixl._api", None)
+    assert "pip install 'raykv[nixl]'" in raykv.transports.nixl.why_not()
+    lanes = open_lanes(arena, "nixl", "127.0.0.1")
+    assert list(lanes.offers()) == ["tcp"]
+    lanes.close()
+
+
+def test_nixl_that_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node says so before anything is started."""
+    monkeypatch.setattr(raykv.transports.nixl, "why_not", lambda: "NIXL is not installed here")
+    asked = ["nixl", "auto"]
+    refusals = [_ask("p", 8 * MIB, chosen, None, b"", None)["refusals"] for chosen in asked]
+    assert refusals == [["", "transport='nixl': NIXL is not installed here"], ["", ""]]
