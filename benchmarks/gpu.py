@@ -18,11 +18,11 @@ from rich.table import Table
 from raykv.bench import gpu
 
 ROOT = Path(__file__).parent.parent
-TESTS = ["unit/test_gpu_device.py", "unit/test_gpu_arena.py", "cluster/test_gpu_pool.py"]  # others import engines
+TESTS = [  # others import engines
     "tests/unit/test_gpu_device.py",
     "tests/unit/test_gpu_arena.py",
     "tests/cluster/test_gpu_pool.py",
-]  # others import engines
+]
 TESTS_S, ENOUGH = 330, 0.9
 
 
