@@ -17,11 +17,11 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.arena.buffers import rows_of
+from raykv.arena.checksum import judge
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
-from raykv.place import ALIGN, KEY_BYTES, PLACE
+from raykv.protocol import ALIGN, ALTERED, FAILED, KEY_BYTES, PLACE
 from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.guarded import CONTENT_BYTES, External
-from raykv.transports.verdicts import ALTERED, FAILED, judge
 
 log = logging.getLogger("raykv")
 LOOK_S = 0.1

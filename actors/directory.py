@@ -7,8 +7,7 @@ from typing import Any
 
 import raykv.directory.directory
 from raykv import registry
-from raykv.place import PLACE
-from raykv.protocol import Call
+from raykv.protocol import PLACE, Call
 
 News = tuple[int, int, bytes, bytes, bytes]  # a Call
 Answer = tuple[Any, ...]

@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import registry
 from raykv.config import KEYS_PER_CALL
-from raykv.place import KEY_BYTES
+from raykv.protocol import KEY_BYTES
 
 ASK_S = 10.0  # for a question without blocks: who leaves has no use for a quick refusal
 ATTACH_S = 30.0  # for a process on another node to be there

@@ -16,9 +16,8 @@ from raykv.arena.gpu import device
 from raykv.arena.gpu.gpu_arena import DeviceArena, across
 from raykv.config import METADATA_DEADLINE_S, slab_bytes
 from raykv.errors import CapacityError, DeviceError
-from raykv.place import KEY_BYTES, PLACE
+from raykv.protocol import KEY_BYTES, PLACE, PULLED
 from raykv.transports.selector import open_lanes
-from raykv.transports.verdicts import PULLED
 
 log = logging.getLogger("raykv")
 LOOK_S = 0.25  # for what is to go down next

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.config import HEARTBEAT_S
-from raykv.place import PLACE
+from raykv.protocol import PLACE
 from raykv.transports.selector import Lanes
 
 log = logging.getLogger("raykv")

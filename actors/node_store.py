@@ -21,11 +21,10 @@ from raykv.arena.arena import Arena, open_own, remove_left_behind
 from raykv.arena.gpu.gpu_arena import DeviceArena, across
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError
-from raykv.place import KEY_BYTES, PLACE
+from raykv.protocol import FAILED, KEY_BYTES, PLACE, PULLED, data_deadline
 from raykv.system import free_memory
 from raykv.transports.base import Peer
 from raykv.transports.selector import open_lanes
-from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
 # Calls at a time. A push waits for its peer's pull and that for our read: each kind has threads of its own, or stores

@@ -16,8 +16,8 @@ from raykv.arena.arena import Arena
 from raykv.arena.superblock import layout
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
+from raykv.protocol import data_deadline
 from raykv.system import free_memory
-from raykv.transports.verdicts import data_deadline
 
 log = logging.getLogger("raykv")
 LOOK_S = 0.05  # between looks whether the size is reached

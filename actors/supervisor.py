@@ -19,7 +19,7 @@ from raykv.actors.node_store import GROUPS, NodeStore
 from raykv import registry
 from raykv.arena.arena import remove_left_behind
 from raykv.config import FLUSH_DEADLINE_S, HEARTBEAT_S, WRITE_SHARES
-from raykv.place import host_of
+from raykv.protocol import host_of
 
 log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced

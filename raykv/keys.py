@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.place import KEY_BYTES
+from raykv.protocol import KEY_BYTES
 
 ROOT_BYTES = 32
 _INT32 = np.iinfo(np.int32)

@@ -20,7 +20,7 @@ from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import device
 from raykv.errors import ArenaMismatch, CapacityError
-from raykv.place import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
+from raykv.protocol import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
 from raykv.system.file_locks import Locks, lock
 
 SHM = "/dev/shm"

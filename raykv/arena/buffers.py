@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.gpu import cuda
-from raykv.place import KEY_BYTES
+from raykv.protocol import KEY_BYTES
 
 
 @dataclass(frozen=True)

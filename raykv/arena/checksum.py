@@ -7,6 +7,7 @@ block, costs as much as copying 100 KiB.
 import ctypes
 import functools
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
+from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.system.jit import kernel
 
 Copies = NDArray[np.int64]  # (n, 3): addresses to and from, and length
@@ -122,3 +125,16 @@ def warm() -> None:
     nothing = np.zeros((0, 3), np.int64)
     copy(nothing)
     copy_summed(nothing, 1)
+
+
+def judge(
+    written: NDArray[np.bool_], payloads: Iterable[NDArray[np.uint8]], sums: NDArray[np.uint64]
+) -> NDArray[np.uint8]:
+    """Verdicts of blocks that arrived. One that was not written is ALTERED if its bytes are not what they were."""
+    return np.array(
+        [
+            PULLED if done else FAILED if xxh3_64_intdigest(payload.data) == total else ALTERED
+            for done, payload, total in zip(written, payloads, sums.tolist(), strict=True)
+        ],
+        np.uint8,
+    )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.place import ALIGN
+from raykv.protocol import ALIGN
 from raykv.system.jit import kernel
 
 if platform.machine() not in ("x86_64", "aarch64") or platform.system() != "Linux":

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import header
-from raykv.place import ALIGN
+from raykv.protocol import ALIGN
 
 MAGIC = int.from_bytes(b"raykv\0ar", "little")
 VERSION = 1

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.directory.directory import Directory
-from raykv.place import PLACE
-from raykv.protocol import Call
+from raykv.protocol import PLACE, Call
 
 Keys = NDArray[np.uint64]  # (n, 2)
 

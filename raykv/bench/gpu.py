@@ -18,9 +18,8 @@ from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import cuda, device, host_copy
 from raykv.arena.gpu.gpu_arena import DeviceArena, across
 from raykv.config import MIB
-from raykv.place import COUNTER_BITS, KEY_BYTES, PLACE
+from raykv.protocol import COUNTER_BITS, KEY_BYTES, PLACE, PULLED
 from raykv.transports import nccl_pair
-from raykv.transports.verdicts import PULLED
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a copy
 SLAB, SLABS = 64 * MIB, 4

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
-from raykv.place import PLACE
+from raykv.protocol import PLACE
 
 POOL = "bench-local"
 BLOCK_BYTES, BATCH = 2 * MIB, 16

@@ -19,7 +19,7 @@ import raykv
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 from raykv.integrations.serve import ASKED, PrefixRouter, announce
-from raykv.place import KEY_BYTES
+from raykv.protocol import KEY_BYTES
 
 POOL, MODEL = "bench-route", "bench"
 BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 187, 16, 4096  # a prompt of 3,000 tokens

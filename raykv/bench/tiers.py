@@ -20,11 +20,10 @@ from raykv.actors.demoter import Sinking
 from raykv.arena.arena import SHM, Arena
 from raykv.config import MIB, fingerprint
 from raykv.directory.tier_catalog import BATCH_BYTES
-from raykv.place import COUNTER_BITS, KEY_BYTES, PLACE
+from raykv.protocol import COUNTER_BITS, KEY_BYTES, PLACE, PULLED
 from raykv.tiers import open_tier, parse
 from raykv.tiers.file import IN_FLIGHT
 from raykv.tiers.guarded import CONTENT_BYTES, External
-from raykv.transports.verdicts import PULLED
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64
 CAPACITY = "1GiB"

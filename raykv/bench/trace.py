@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from raykv.config import MIB, PoolConfig
 from raykv.directory.directory import Directory
-from raykv.place import ALIGN, KEY_BYTES, PLACE
-from raykv.protocol import Call
+from raykv.protocol import ALIGN, KEY_BYTES, PLACE, Call
 
 BLOCK_TOKENS = 512  # of the trace format
 BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With its head a power of two, so that tiers have few slots too many

@@ -19,8 +19,7 @@ from raykv.arena.buffers import Rows
 from raykv.client.swap import Swaps
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
-from raykv.place import PLACE
-from raykv.transports.verdicts import ALTERED, PULLED, data_deadline
+from raykv.protocol import ALTERED, PLACE, PULLED, data_deadline
 
 if TYPE_CHECKING:
     from raykv.client.pool import KVPool

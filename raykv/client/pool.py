@@ -20,7 +20,7 @@ from raykv.client.directory_client import Link
 from raykv.client.session import Local
 from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, check_memory, fingerprint
 from raykv.errors import CapacityError, PoolNotFound
-from raykv.place import host_of
+from raykv.protocol import host_of
 from raykv.start import check_nodes
 from raykv.tiers import parse
 from raykv.tiers.guarded import CONTENT_BYTES

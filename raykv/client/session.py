@@ -12,7 +12,7 @@ from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.gpu_arena import DeviceArena
 from raykv.client.directory_client import Link
-from raykv.transports.verdicts import PULLED, data_deadline
+from raykv.protocol import PULLED, data_deadline
 
 HELLO_DEADLINE_S = 60.0
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from raykv.arena import buffers as row_checks
 from raykv.arena.buffers import Rows
-from raykv.transports.verdicts import data_deadline
+from raykv.protocol import data_deadline
 
 if TYPE_CHECKING:
     from raykv.client.cache import KVCache

@@ -9,7 +9,7 @@ import numpy as np
 from raykv.config import MIB
 from raykv.directory.kernels import index, leases, placement, slabs
 from raykv.directory.size_classes import Places, Rows, Shelves
-from raykv.place import PLACE, host_of, slot_bytes
+from raykv.protocol import PLACE, host_of, slot_bytes
 
 LIMBO_PER_BEAT = 4096
 CLOSED_PER_CALL = 8  # slabs

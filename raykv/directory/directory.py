@@ -15,8 +15,7 @@ from raykv.directory.kernels.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
 from raykv.directory.pins import Pins
 from raykv.directory.size_classes import Places, Rows, Shelves
 from raykv.directory.tier_catalog import NOTHING, Below
-from raykv.place import KEY_BYTES, PLACE, host_of, slot_bytes
-from raykv.protocol import Call, Cooled, Matched, Reserved, Sunk
+from raykv.protocol import KEY_BYTES, PLACE, Call, Cooled, Matched, Reserved, Sunk, host_of, slot_bytes
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 DEPARTING_PER_CALL = 4096  # of each size

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from raykv.directory.kernels import index, placement, slabs
 from raykv.directory.kernels.index import COUNTER, EPOCH, LISTS_PER_SHELF, NODE_MASK, PAGE_BITS
-from raykv.place import COUNTER_BITS, PLACE
+from raykv.protocol import COUNTER_BITS, PLACE
 
 Rows = NDArray[np.int64]
 Places = NDArray[np.void]

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from raykv.config import KEYS_PER_CALL, MIB, slab_bytes
 from raykv.directory.kernels import demotion, index, slabs
 from raykv.directory.size_classes import Places, Rows, Shelves
-from raykv.place import ALIGN, slot_bytes
-from raykv.protocol import Sunk
+from raykv.protocol import ALIGN, Sunk, slot_bytes
 
 Keys = NDArray[np.uint64]
 BATCH_BYTES = 32 * MIB  # go down at a time

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 from urllib.parse import SplitResult
 
-from raykv.place import KEY_BYTES
+from raykv.protocol import KEY_BYTES
 
 HEAD_BYTES = 64
 MARKER = bytes(KEY_BYTES)  # a key that is no block's: put, get and exists take it, `scan` leaves it out

@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.place import ALIGN, KEY_BYTES
+from raykv.protocol import ALIGN, KEY_BYTES, data_deadline
 from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier
-from raykv.transports.verdicts import data_deadline
 
 log = logging.getLogger("raykv")
 T = TypeVar("T")

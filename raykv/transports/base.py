@@ -9,7 +9,7 @@ import ray
 from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
-from raykv.transports.verdicts import seconds_left
+from raykv.protocol import seconds_left
 
 
 class Peer(NamedTuple):

@@ -20,11 +20,10 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
-from raykv.place import KEY_BYTES, PLACE
+from raykv.protocol import ALTERED, FAILED, KEY_BYTES, PLACE, PULLED, data_deadline, seconds_left
 from raykv.transports.base import Peer, Transport, Wanted, ask
 from raykv.transports.nccl_pair import READER, SENDER, Pair, new_unique, why_not
 from raykv.transports.tcp import CLAIM
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED, data_deadline, seconds_left
 
 Offer = tuple[str, str]  # what it is called, for good; a token, which is new with every process
 

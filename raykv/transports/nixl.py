@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena
-from raykv.place import KEY_BYTES, PLACE
+from raykv.protocol import ALTERED, FAILED, KEY_BYTES, PLACE, PULLED, seconds_left
 from raykv.transports.base import Peer, Transport, Wanted, ask, translated
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED, seconds_left
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError
 
 from raykv.arena.buffers import rows_within
+from raykv.arena.checksum import judge
+from raykv.protocol import ALTERED, seconds_left
 from raykv.transports.base import Peer, Transport, Wanted
-from raykv.transports.verdicts import ALTERED, judge, seconds_left
 
 
 class ObjectStore(Transport):

@@ -16,14 +16,13 @@ from ray.exceptions import RayError
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
 from raykv.arena.gpu.gpu_arena import DeviceArena
-from raykv.place import host_of
+from raykv.protocol import FAILED, PULLED, data_deadline, host_of
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, Transport, Wanted
 from raykv.transports.nccl import Nccl
 from raykv.transports.nixl import Nixl, has_rdma, why_not
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
-from raykv.transports.verdicts import FAILED, PULLED, data_deadline
 
 log = logging.getLogger("raykv")
 OFFERS_S = 1.0  # for a peer to say what it offers

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
+from raykv.arena.checksum import judge
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
-from raykv.place import KEY_BYTES, PLACE
+from raykv.protocol import ALTERED, KEY_BYTES, PLACE, data_deadline, seconds_left
 from raykv.transports.base import Peer, Transport, Wanted
-from raykv.transports.verdicts import ALTERED, data_deadline, judge, seconds_left
 
 log = logging.getLogger("raykv")
 

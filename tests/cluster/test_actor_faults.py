@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import raykv
 from raykv import registry
-from raykv.place import PLACE, epoch_of
+from raykv.protocol import PLACE, epoch_of
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:

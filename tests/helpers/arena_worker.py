@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raykv.arena import block_copy, checksum, header
 from raykv.arena.arena import Arena
-from raykv.place import COUNTER_BITS, PLACE
+from raykv.protocol import COUNTER_BITS, PLACE
 from raykv.system.file_locks import Locks
 
 EPOCH = 1

@@ -9,7 +9,7 @@ from helpers.oracle.oracle import Oracle
 from helpers.oracle.slots import KEPT, LIVE
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
-from raykv.place import host_of
+from raykv.protocol import host_of
 
 
 def _all(directory: Directory) -> list[Any]:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import raykv
 import raykv.client.directory_client
 from raykv import registry
-from raykv.place import PLACE
+from raykv.protocol import PLACE
 from raykv.transports.nixl import why_not
 
 T = TypeVar("T")

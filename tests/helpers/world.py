@@ -31,8 +31,7 @@ from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, SLAB_BELOW
 from raykv.directory import demotion, directory, tier_catalog
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
-from raykv.place import host_of, slot_bytes
-from raykv.protocol import Call, Cooled, Sunk
+from raykv.protocol import Call, Cooled, Sunk, host_of, slot_bytes
 
 SIZES = (4096, 8000, 12288)  # block_bytes: slots of 1, 2 and 3 pages
 SLAB = 8 * 4096

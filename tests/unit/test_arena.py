@@ -22,7 +22,7 @@ from raykv.arena import block_copy, checksum, header
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.buffers import rows_of
 from raykv.errors import ArenaMismatch, CapacityError
-from raykv.place import PLACE
+from raykv.protocol import PLACE
 
 
 @pytest.fixture
@@ -458,7 +458,7 @@ free = os.statvfs(sys.argv[1])
 assert arena.offered == 2 and free.f_bavail * free.f_frsize > 1 << 20, "what it got of the third went back"
 
 import numpy as np
-from raykv.place import COUNTER_BITS, PLACE
+from raykv.protocol import COUNTER_BITS, PLACE
 try:
     with open(sys.argv[1] + "/others", "wb", buffering=0) as others:
         while others.write(bytes(4096)):

@@ -33,11 +33,11 @@ from raykv.arena.gpu.device import BOUNCE_BYTES, Device
 from raykv.arena.gpu.gpu_arena import UNKNOWN, DeviceArena, across
 from raykv.client.cache import _Lease
 from raykv.errors import CapacityError, DeviceError
+from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.system import file_locks
 from raykv.transports import selector
 from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 SIZES = [1, 4095, 4097, SIZE, 300_001]
 

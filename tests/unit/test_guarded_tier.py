@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from raykv.arena.arena import Arena
-from raykv.place import PLACE
+from raykv.arena.checksum import judge
+from raykv.protocol import ALTERED, PLACE, PULLED
 from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
 from raykv.tiers.guarded import CONTENT_BYTES, External
 from raykv.tiers.names import path_of
-from raykv.transports.verdicts import ALTERED, PULLED, judge
 
 SIZE = 64 << 10
 OURS, OTHERS = b"fingerprint-ours", b"fingerprint-else"

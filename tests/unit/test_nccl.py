@@ -22,13 +22,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
+from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.transports import nccl as transport
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, Transport, Wanted
 from raykv.transports.nccl import Nccl
 from raykv.transports.nccl_pair import READER, SENDER
 from raykv.transports.selector import Lanes
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
 SIZE = 64 << 10

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 import raykv.transports.nixl
 from raykv.arena.arena import Arena
-from raykv.place import COUNTER_BITS, PLACE
+from raykv.protocol import ALTERED, COUNTER_BITS, FAILED, PLACE, PULLED
 from raykv.transports.base import Peer, Wanted
 from raykv.transports.nixl import Nixl
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 pytestmark = WITH_NIXL
 

@@ -19,8 +19,7 @@ from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
-from raykv.place import PLACE
-from raykv.protocol import Call
+from raykv.protocol import PLACE, Call
 from raykv.system import free_memory
 
 SLABS, LIMIT, SIZE = 12, 6, 64 << 10

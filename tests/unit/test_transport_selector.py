@@ -14,11 +14,10 @@ from ray.exceptions import RayActorError
 import raykv.transports.nixl
 import raykv.transports.selector
 from raykv.arena.arena import Arena
-from raykv.place import PLACE
+from raykv.protocol import ALTERED, FAILED, PLACE, PULLED
 from raykv.start import _ask
 from raykv.transports.base import Peer, Transport, Wanted
 from raykv.transports.selector import RETRY_S, Lanes, open_lanes
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED
 
 MIB = 1 << 20
 SOURCE = np.zeros(4, PLACE)

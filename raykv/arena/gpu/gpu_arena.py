@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy, header
 from raykv.arena.arena import SHM, Arena, remove
 from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.checksum import judge
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import Device, Region, device
 from raykv.errors import CapacityError, DeviceError
-from raykv.place import ALIGN
-from raykv.transports.verdicts import ALTERED, FAILED, PULLED, judge
+from raykv.protocol import ALIGN, ALTERED, FAILED, PULLED
 
 UNKNOWN = 0  # for a checksum: nobody has computed it
 Addresses = NDArray[np.int64]

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from raykv.place import COUNTER_BITS
+from raykv.protocol import COUNTER_BITS
 from raykv.system.jit import kernel
 
 # What a row is. A slot goes FREE -> WRITING -> READY -> (evicted) WRITING ..., or FREE -> STAGING -> REPLICA -> ...

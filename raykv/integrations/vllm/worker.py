@@ -24,7 +24,7 @@ from raykv.client.cache import KVCache, Reservation
 from raykv.client.pool import KVPool
 from raykv.errors import DeviceError
 from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
-from raykv.place import KEY_BYTES, PLACE
+from raykv.protocol import KEY_BYTES, PLACE
 
 log = logging.getLogger("raykv")
 
