@@ -19,9 +19,9 @@ from raykv.arena.arena import Arena
 from raykv.arena.buffers import rows_of
 from raykv.arena.checksum import judge
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
-from raykv.protocol import ALIGN, ALTERED, FAILED, KEY_BYTES, PLACE
+from raykv.protocol import ALIGN, ALTERED, FAILED, KEY_BYTES, LOCATION
 from raykv.tiers import open_tier, parse, register_tier
-from raykv.tiers.guarded import CONTENT_BYTES, External
+from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
 
 log = logging.getLogger("raykv")
 LOOK_S = 0.1
@@ -32,12 +32,12 @@ LIST_AT_A_TIME = 4096
 NOTHING = (b"", b"", b"")  # a report: places, keys and stored of what the directory was not told yet
 
 
-def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[External, int]:
+def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[GuardedTier, int]:
     """(the tier of an `external=` URL, unopened; its capacity in bytes). maker: what `register_tier` got, pickled."""
     if maker is not None:  # first: what may stand in the URL depends on it
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
     parsed = replace(parse(url), pool=pool)
-    return External(partial(open_tier, parsed), fingerprint), parsed.capacity
+    return GuardedTier(partial(open_tier, parsed), fingerprint), parsed.capacity
 
 
 def seed(pool: str) -> bytes:
@@ -46,17 +46,17 @@ def seed(pool: str) -> bytes:
     return registry.get(pool, "seed") or bytes(CONTENT_BYTES)
 
 
-class Sinking:
+class Demoter:
     """Asks the directory what goes down, writes it, and says what became of it: one thread, which may wait."""
 
-    def __init__(self, pool: str, node_id: str, arena: Arena, external: External, capacity: int) -> None:
+    def __init__(self, pool: str, node_id: str, arena: Arena, external: GuardedTier, capacity: int) -> None:
         self.external = external
         self.index = -1  # of the tier, in places
         self._pool, self._node_id, self._arena, self._capacity = pool, node_id, arena, capacity
         self._report, self._seen = NOTHING, 0  # seen: the last answer whose deletions were carried out
         self._lost = False  # what lay in the tier
-        self._told, self._beat_at = False, 0.0  # what the directory knows of it, and since when
-        self.steady = threading.Lock()  # held while slots that nobody leased are read; a late store goes on
+        self._reported, self._heartbeat_at = False, 0.0  # what the directory knows of it, and since when
+        self.read_guard = threading.Lock()  # held while slots that nobody leased are read; a late store goes on
         self._whole: set[object] = set()  # who wants all brought down
         self._idle = threading.Event()  # nothing was left to go down
         self._served = False  # the directory knows the tier, all of it, and every node reaches it
@@ -112,36 +112,36 @@ class Sinking:
     def _run(self) -> None:
         directory, pause = None, 0.0
         while not self._stopped.is_set():
-            sunk = False
+            demoted = False
             try:
                 directory = directory or registry.find_directory(self._pool)
-                self._beat(directory)
-                sunk = self.external.up and self.index >= 0 and self._sink(directory)
+                self._heartbeat(directory)
+                demoted = self.external.up and self.index >= 0 and self._demote(directory)
             except (RayError, ValueError) as error:  # dead, restarting or replaced
                 log.debug("sinking: %r", error)
-                directory, self._told, self._served = None, False, False
+                directory, self._reported, self._served = None, False, False
             except Exception:  # what no longer goes down would be lost when its room is needed
-                log.exception("sinking")
+                log.exception("demoter")
                 directory, self._served = None, False
-            pause = 0.0 if sunk else min(2 * pause + LOOK_S / 4, IDLE_LOOK_S)
+            pause = 0.0 if demoted else min(2 * pause + LOOK_S / 4, IDLE_LOOK_S)
             self._wake.wait(pause)
             self._wake.clear()
 
-    def _beat(self, directory: Any) -> None:
+    def _heartbeat(self, directory: Any) -> None:
         """Tell the directory of the tier, and of its state; where it asks, what lies there."""
         self._lost |= self.external.probe() is False
         up, now = self.external.up, time.monotonic()
         if self.external.shared is None:  # whose it is nobody knows yet
             return
-        if up == self._told and not self._lost and now < self._beat_at + HEARTBEAT_S:
+        if up == self._reported and not self._lost and now < self._heartbeat_at + HEARTBEAT_S:
             return
         lost = self.external.content if self._lost else b""
-        beat = directory.beat_tier.remote(self._node_id, self._capacity, self.external.shared, up, lost)
-        answer = ray.get(beat, timeout=2 * HEARTBEAT_S)
+        heartbeat = directory.tier_heartbeat.remote(self._node_id, self._capacity, self.external.shared, up, lost)
+        answer = ray.get(heartbeat, timeout=2 * HEARTBEAT_S)
         if answer is None:  # this node has not joined yet
             self.index = -1
             return
-        self._told, self._beat_at, self._lost = up, now, False
+        self._reported, self._heartbeat_at, self._lost = up, now, False
         index, wanted = answer
         if index != self.index:
             self.index, self._report, self._seen = index, NOTHING, 0  # a new directory learns it from the list
@@ -161,29 +161,29 @@ class Sinking:
 
     def _tell(self, directory: Any, found: list[tuple[bytes, int]], last: bool) -> None:
         keys, sizes = b"".join(key for key, _ in found), np.array([size for _, size in found], np.int64)
-        ray.get(directory.found.remote(self._node_id, keys, sizes.tobytes(), last), timeout=2 * HEARTBEAT_S)
+        ray.get(directory.report_existing.remote(self._node_id, keys, sizes.tobytes(), last), timeout=2 * HEARTBEAT_S)
 
-    def _sink(self, directory: Any) -> bool:
+    def _demote(self, directory: Any) -> bool:
         """One batch. Returns whether there was one."""
         whole = bool(self._whole)
-        asked = directory.sink.remote(self._node_id, *self._report, self._seen, whole)
-        source, keys, target, doomed, number = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
+        asked = directory.demote.remote(self._node_id, *self._report, self._seen, whole)
+        source, keys, target, to_delete, number = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
         self._report, self._served = NOTHING, number > 0
-        if self.external.delete([doomed[at : at + KEY_BYTES] for at in range(0, len(doomed), KEY_BYTES)]):
+        if self.external.delete([to_delete[at : at + KEY_BYTES] for at in range(0, len(to_delete), KEY_BYTES)]):
             self._seen = number
         if source:
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
             refused = self.external.faults["refused"]
-            with self.steady:
-                stored = self._write(np.frombuffer(source, PLACE), names)
+            with self.read_guard:
+                stored = self._write(np.frombuffer(source, LOCATION), names)
             self._report = target, keys, stored.astype(np.uint8).tobytes()
             if self.external.faults["refused"] > refused:
                 self._rest(whole and not stored.any())
             elif not stored.any():  # whatever is wrong with them, it would be asked for them again at once
                 self._stopped.wait(LOOK_S)
-        elif whole and self._served and not doomed:
+        elif whole and self._served and not to_delete:
             self._idle.set()
-        return bool(source or doomed)
+        return bool(source or to_delete)
 
     def _rest(self, in_vain: bool) -> None:
         """A tier that is full of other things is not asked again at once; in the end, not again at all."""
@@ -193,13 +193,13 @@ class Sinking:
 
     def _write(self, at: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Which of the blocks are in the tier now. Their slots may be given away meanwhile: then they are not."""
-        at = self._arena.measured(at)
-        sums, positions, there = self._arena.claims(at, keys, used=False)
+        at = self._arena.with_lengths(at)
+        sums, positions, there = self._arena.read_headers(at, keys, used=False)
         stored = np.zeros(len(at), np.bool_)
         which = np.flatnonzero(there)
         if len(which):
             bodies = [self._arena.views(at[i : i + 1])[0].data for i in which]
             stored[which] = self.external.store(keys[which], sums[which], positions[which], bodies)
-            _, _, still = self._arena.claims(at, keys, used=False)
+            _, _, still = self._arena.read_headers(at, keys, used=False)
             stored &= still
         return stored

@@ -24,7 +24,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
     registry.put(pool, f"leaving/{node_id}", b"")  # for a directory that restarts meanwhile
     ray.get(registry.find_directory(pool).leave.remote(node_id), timeout=ASK_S)
     store = registry.find(registry.node_store_name(pool, node_id))
-    ray.get(store.go_down.remote(seconds), timeout=seconds + ASK_S)
+    ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + ASK_S)
     left = _left(pool, node_id, 1)
     while left and time.monotonic() < end:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -47,7 +47,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
 def _left(pool: str, node_id: str, before: int) -> int:
     """How many blocks would go with a node; as many as before while the directory does not know."""
     try:
-        answer = ray.get(registry.find_directory(pool).departing.remote(node_id), timeout=ASK_S)
+        answer = ray.get(registry.find_directory(pool).sole_copies.remote(node_id), timeout=ASK_S)
     except (RayError, ValueError):  # restarting
         return before
     return before if answer is None else int(answer[2])
@@ -63,15 +63,15 @@ def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seco
         store = registry.find(registry.node_store_name(pool, leaving))
         while time.monotonic() < end:
             directory = registry.find_directory(pool)
-            answer = ray.get(directory.departing.remote(leaving), timeout=ASK_S)
+            answer = ray.get(directory.sole_copies.remote(leaving), timeout=ASK_S)
             if answer is None:
                 return
-            places, keys, _ = answer
-            sizes = np.frombuffer(ray.get(store.sizes.remote(places), timeout=ASK_S), np.int64)
+            locations, keys, _ = answer
+            sizes = np.frombuffer(ray.get(store.sizes.remote(locations), timeout=ASK_S), np.int64)
             names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
             mine = {size: names[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
-            came = sum(_fetch(client, part, size, end) for size, part in mine.items())
-            if not came:
+            pulled = sum(_fetch(client, part, size, end) for size, part in mine.items())
+            if not pulled:
                 return
     finally:
         client.close()
@@ -81,12 +81,12 @@ def _fetch(client: Any, keys: NDArray[np.uint8], block_bytes: int, end: float) -
     """Bring blocks here, as long as there is time. Returns how many came."""
     from raykv.client.cache import KVCache
 
-    came, cache = 0, KVCache(client, b"", 1, block_bytes, 1.0)
+    pulled, cache = 0, KVCache(client, b"", 1, block_bytes, 1.0)
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]
         while len(part) and time.monotonic() < end:
             with cache.match(part) as match:
-                came += match.fetch(whole=True)
+                pulled += match.fetch(whole=True)
                 part = part[match.num_blocks + 1 :]  # the one that ended the match is gone
-    client.link.call("beat_client")  # what has landed is said before it is counted
-    return came
+    client.link.call("client_heartbeat")  # what has landed is said before it is counted
+    return pulled

@@ -9,15 +9,15 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
-from raykv.actors.node_memory import Home
+from raykv.actors.node_memory import NodeMemory
 
 from raykv import registry
 from raykv.arena.gpu import device
-from raykv.arena.gpu.gpu_arena import DeviceArena, across
+from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import METADATA_DEADLINE_S, slab_bytes
 from raykv.errors import CapacityError, DeviceError
-from raykv.protocol import KEY_BYTES, PLACE, PULLED
-from raykv.transports.selector import open_lanes
+from raykv.protocol import KEY_BYTES, LOCATION, PULLED
+from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
 LOOK_S = 0.25  # for what is to go down next
@@ -25,7 +25,7 @@ NOTHING = b"", b""
 DRIVER = "/proc/driver/nvidia/version"
 
 
-def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | int, transport: str) -> list[Home]:
+def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | int, transport: str) -> list[NodeMemory]:
     """The memory of each GPU that this process can use. CapacityError where one has less."""
     if not gpu_memory:
         return []
@@ -40,23 +40,23 @@ def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | i
 
 def _open(
     pool: str, node_id: str, fingerprint: bytes, gpu: device.Device, gpu_memory: float | int, transport: str
-) -> Home:
+) -> NodeMemory:
     size = gpu.capacity(gpu_memory)
     slab = slab_bytes(size)
     if size < slab:
         raise CapacityError(f"{gpu.uuid}: gpu_memory={gpu_memory} are {size} bytes: the smallest tier has {slab}")
-    arena = DeviceArena.open_new(pool, fingerprint, gpu, slab, size // slab)
+    arena = GpuArena.open_new(pool, fingerprint, gpu, slab, size // slab)
     report = arena.slabs, arena.slabs, b""
-    lanes = open_lanes(arena, transport, ray.util.get_node_ip_address())
-    return Home(f"{node_id}/{gpu.uuid}", arena, lanes, lambda: report, lambda *_: None)
+    lanes = open_transports(arena, transport, ray.util.get_node_ip_address())
+    return NodeMemory(f"{node_id}/{gpu.uuid}", arena, lanes, lambda: report, lambda *_: None)
 
 
-class Cooling:
+class GpuDemoter:
     """Copies a GPU's oldest blocks to its node's memory: a thread."""
 
-    def __init__(self, pool: str, gpu: Home, memory: Home) -> None:
+    def __init__(self, pool: str, gpu: NodeMemory, memory: NodeMemory) -> None:
         self._pool, self._gpu, self._memory = pool, gpu, memory
-        self._done = NOTHING  # PLACEs of the last answer, and which of them are written
+        self._done = NOTHING  # LOCATIONs of the last answer, and which of them are written
         self._stopped = threading.Event()
         threading.Thread(target=self._run, name="raykv-cool", daemon=True).start()
 
@@ -69,32 +69,32 @@ class Cooling:
             some = False
             try:
                 directory = directory or registry.find_directory(self._pool)
-                some = self._cool(directory)
+                some = self._demote(directory)
             except (RayError, ValueError) as error:  # dead, restarting or replaced
                 log.debug("cooling: %r", error)
                 directory = None
             except Exception:  # what no longer goes down would be lost when its room is needed
-                log.exception("cooling")
+                log.exception("gpu_demoter")
             if not some:
                 self._stopped.wait(LOOK_S)
 
-    def _cool(self, directory: Any) -> bool:
+    def _demote(self, directory: Any) -> bool:
         """One batch. Returns whether some of it went down."""
-        asked = directory.cool.remote(self._gpu.name, *self._done)
+        asked = directory.demote_gpu.remote(self._gpu.name, *self._done)
         source, keys, target = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
-        at, to = np.frombuffer(source, PLACE), np.frombuffer(target, PLACE).copy()
+        at, to = np.frombuffer(source, LOCATION), np.frombuffer(target, LOCATION).copy()
         stored = self._copy(at, np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES), to)
         self._done = target, stored.astype(np.uint8).tobytes()
         return bool(stored.any())
 
     def _copy(self, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.bool_]:
-        at = self._gpu.arena.measured(at)
+        at = self._gpu.arena.with_lengths(at)
         to["bytes"] = at["bytes"]
         stored = np.zeros(len(at), np.bool_)
         for size in np.unique(at["bytes"]):
             some = at["bytes"] == size
             try:
-                verdicts = across(self._gpu.arena, at[some], keys[some], self._memory.arena, to[some], used=False)
+                verdicts = copy_between(self._gpu.arena, at[some], keys[some], self._memory.arena, to[some], used=False)
                 stored[some] = verdicts == PULLED
             except DeviceError as error:
                 log.warning("%s: %s", self._gpu.name, error)

@@ -11,32 +11,32 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.config import HEARTBEAT_S
-from raykv.protocol import PLACE
-from raykv.transports.selector import Lanes
+from raykv.protocol import LOCATION
+from raykv.transports.selector import TransportSelector
 
 log = logging.getLogger("raykv")
 JOIN_DEADLINE_S = 30.0
-Report = tuple[int, int, bytes]  # what a directory's `beat` and `adopt` take: see Sizing.report
+Report = tuple[int, int, bytes]  # what a directory's `heartbeat` and `adopt` take: see Sizing.report
 
 
-class Home:
+class NodeMemory:
     """An arena, how its blocks cross nodes, and what the directory calls it."""
 
     def __init__(
         self,
         name: str,
         arena: Arena,
-        lanes: Lanes,
+        lanes: TransportSelector,
         report: Callable[[], Report],
-        told: Callable[[Report, int, bytes], None],
+        on_directory_reply: Callable[[Report, int, bytes], None],
     ) -> None:
-        """name: see `raykv.place.host_of`. report: of its slabs, of which `told` is what a directory said of it."""
+        """name: see `raykv.protocol.host_of`. report: of its slabs. on_directory_reply: takes the answer to it."""
         self.name, self.arena, self.lanes = name, arena, lanes
         self.index = -1
         self.joined = threading.Event()
-        self._report, self._told = report, told
+        self._report, self._on_directory_reply = report, on_directory_reply
 
-    def beat(self, directory: Any) -> bool:
+    def heartbeat(self, directory: Any) -> bool:
         """Say that it is there, or tell a directory that does not know it what is here. Returns whether it did that.
 
         RayError if it does not answer; ValueError if it is not the one in charge.
@@ -44,17 +44,17 @@ class Home:
         if not self.joined.is_set():  # a restarted store: the directory may know what it had, but not this arena
             self._join(directory)
         report = self._report()
-        answer = ray.get(directory.beat.remote(self.name, *report), timeout=2 * HEARTBEAT_S)
+        answer = ray.get(directory.heartbeat.remote(self.name, *report), timeout=2 * HEARTBEAT_S)
         if answer is None:
             self._join(directory)
             return True
-        (epoch, floor, limbo), closed = answer
+        (epoch, floor, quarantined), closed = answer
         if epoch < self.arena.epoch:
             raise ValueError(f"a directory of epoch {epoch} answered, {self.arena.epoch} is known")
-        self._told(report, *closed)
+        self._on_directory_reply(report, *closed)
         self.arena.raise_floor(floor)
-        if limbo:
-            self._sweep(directory, np.frombuffer(limbo, PLACE))
+        if quarantined:
+            self._sweep(directory, np.frombuffer(quarantined, LOCATION))
         return False
 
     def _join(self, directory: Any) -> None:
@@ -72,7 +72,7 @@ class Home:
         self.index = index
         self.joined.set()
 
-    def _sweep(self, directory: Any, places: NDArray[np.void]) -> None:
-        verdicts = self.arena.sweep(places)
-        keys, gens = self.arena.identify(places)
-        directory.swept.remote(places.tobytes(), verdicts.tobytes(), keys.tobytes(), gens.tobytes())
+    def _sweep(self, directory: Any, locations: NDArray[np.void]) -> None:
+        verdicts = self.arena.sweep(locations)
+        keys, gens = self.arena.identify(locations)
+        directory.sweep_result.remote(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), gens.tobytes())

@@ -11,20 +11,20 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
-from raykv.actors.demoter import Sinking, open_external, seed
-from raykv.actors.gpu import Cooling, open_gpus
-from raykv.actors.node_memory import JOIN_DEADLINE_S, Home
-from raykv.actors.resizer import Sizing, size_of
+from raykv.actors.demoter import Demoter, open_external, seed
+from raykv.actors.gpu import GpuDemoter, open_gpus
+from raykv.actors.node_memory import JOIN_DEADLINE_S, NodeMemory
+from raykv.actors.resizer import Resizer, size_of
 
 from raykv import registry
 from raykv.arena.arena import Arena, open_own, remove_left_behind
-from raykv.arena.gpu.gpu_arena import DeviceArena, across
+from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError
-from raykv.protocol import FAILED, KEY_BYTES, PLACE, PULLED, data_deadline
+from raykv.protocol import FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline
 from raykv.system import free_memory
 from raykv.transports.base import Peer
-from raykv.transports.selector import open_lanes
+from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
 # Calls at a time. A push waits for its peer's pull and that for our read: each kind has threads of its own, or stores
@@ -59,27 +59,27 @@ class NodeStore:
             log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
         # Laid out for all of the node's memory: what is not offered takes none.
         self._arena: Arena = open_own(pool, mark, slab, max(total // slab, limit), free_memory.check, limit=limit)
-        self._sinking = Sinking(pool, node_id, self._arena, *tier) if tier else None
-        lanes = open_lanes(self._arena, transport, ray.util.get_node_ip_address())
-        self._sizing = Sizing(pool, node_id, self._arena, limit, self._sinking, lanes.withdraw)
-        self._memory = Home(node_id, self._arena, lanes, self._sizing.report, self._sizing.told)
+        self._demoter = Demoter(pool, node_id, self._arena, *tier) if tier else None
+        lanes = open_transports(self._arena, transport, ray.util.get_node_ip_address())
+        self._resizer = Resizer(pool, node_id, self._arena, limit, self._demoter, lanes.withdraw)
+        self._memory = NodeMemory(node_id, self._arena, lanes, self._resizer.report, self._resizer.on_directory_reply)
         gpus = open_gpus(pool, node_id, mark, gpu_memory, transport)
         self._homes = [self._memory, *gpus]
-        self._cooling = [Cooling(pool, gpu, self._memory) for gpu in gpus]
+        self._gpu_demoters = [GpuDemoter(pool, gpu, self._memory) for gpu in gpus]
         self._peers: dict[int, Peer] = {}
         self._pulled = 0
         self._pulling: dict[tuple[int, int, int], Future[int]] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         for home in self._homes:  # none waits for another
-            threading.Thread(target=self._beat_forever, args=(home,), name="raykv-beat", daemon=True).start()
+            threading.Thread(target=self._heartbeat_forever, args=(home,), name="raykv-beat", daemon=True).start()
 
     def __repr__(self) -> str:
         return f"NodeStore(pool={self._pool}, node={self._node_id[:8]}, cpu={self._size / (1 << 30):.1f}GiB)"
 
     # ------------------------------------------------------------------ for clients of this node
 
-    def hello(self, gpu: str | None = None) -> dict[str, Any]:
+    def describe_arena(self, gpu: str | None = None) -> dict[str, Any]:
         """Where the arena is, and what the directory calls it: that of a GPU of the node, if it has one.
 
         Waits until it has joined.
@@ -89,7 +89,7 @@ class NodeStore:
         if not home.joined.wait(JOIN_DEADLINE_S):
             raise TimeoutError(f"{self!r} has not reached the directory in {JOIN_DEADLINE_S:.0f} s")
         arena = home.arena
-        handle = arena.handle if isinstance(arena, DeviceArena) else b""
+        handle = arena.handle if isinstance(arena, GpuArena) else b""
         return {
             "name": home.name,
             "path": arena.path,
@@ -98,13 +98,13 @@ class NodeStore:
             "handle": handle,
         }
 
-    def _home(self, name: str) -> Home:
+    def _home(self, name: str) -> NodeMemory:
         for home in self._homes:
             if home.name == name:
                 return home
         raise ValueError(f"{self!r} has no {name}, but {', '.join(home.name for home in self._homes)}")
 
-    def _home_at(self, index: int) -> Home:
+    def _home_at(self, index: int) -> NodeMemory:
         """Where places of an index are; of one that an earlier directory gave, in the node's memory."""
         return next((home for home in self._homes if home.index == index), self._memory)
 
@@ -112,9 +112,9 @@ class NodeStore:
     def pull(self, source: bytes, keys: bytes, target: bytes) -> bytes:
         """Fetch blocks of other nodes into slots of this arena; uint8 verdicts, FAILED, PULLED or ALTERED.
 
-        source, target: PLACEs. Two pulls into the same slot happen once.
+        source, target: LOCATIONs. Two pulls into the same slot happen once.
         """
-        at, to = np.frombuffer(source, PLACE), np.frombuffer(target, PLACE)
+        at, to = np.frombuffer(source, LOCATION), np.frombuffer(target, LOCATION)
         names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         slots = [(int(p["slab"]), int(p["slot"]), int(p["gen"])) for p in to]
         mine = []
@@ -144,8 +144,8 @@ class NodeStore:
     @ray.method(concurrency_group="push")
     def push(self, source: bytes, keys: bytes, target: bytes) -> bytes:
         """Have other nodes fetch blocks of this arena into slots that were granted there; verdicts as of `pull`."""
-        to = np.frombuffer(target, PLACE)
-        at, names = np.frombuffer(source, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        to = np.frombuffer(target, LOCATION)
+        at, names = np.frombuffer(source, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         verdicts = np.full(len(to), FAILED, np.uint8)
         for index in np.unique(to["node"]).tolist():
             there = to["node"] == index
@@ -161,7 +161,7 @@ class NodeStore:
 
     def _fetch(self, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
         home = self._home_at(int(to["node"][0]))
-        _, _, there = home.arena.claims(to, keys)  # another reader's pull was faster
+        _, _, there = home.arena.read_headers(to, keys)  # another reader's pull was faster
         verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
         for index in np.unique(at["node"][~there]).tolist():
             wanted = np.flatnonzero((at["node"] == index) & ~there)
@@ -175,13 +175,13 @@ class NodeStore:
         return verdicts
 
     def _fetch_from(
-        self, index: int, at: NDArray[np.void], keys: NDArray[np.uint8], home: Home, to: NDArray[np.void]
+        self, index: int, at: NDArray[np.void], keys: NDArray[np.uint8], home: NodeMemory, to: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        if self._sinking and index == self._sinking.index:
-            return self._sinking.load(keys, home.arena, to)
+        if self._demoter and index == self._demoter.index:
+            return self._demoter.load(keys, home.arena, to)
         for own in self._homes:
             if own.index == index:
-                return across(own.arena, at, keys, home.arena, to)
+                return copy_between(own.arena, at, keys, home.arena, to)
         return home.lanes.pull(self._peer(index), at, keys, home.arena, to)
 
     def _peer(self, index: int) -> Peer:
@@ -189,7 +189,7 @@ class NodeStore:
         if index not in self._peers:
             nodes = ray.get(registry.find_directory(self._pool).nodes.remote(), timeout=1.0)
             store = registry.find(registry.node_store_name(self._pool, nodes[index]))
-            self._peers[index] = Peer(nodes[index], store, below=bool(index & 1))
+            self._peers[index] = Peer(nodes[index], store, external=bool(index & 1))
         return self._peers[index]
 
     # ------------------------------------------------------------------ for other nodes
@@ -204,16 +204,16 @@ class NodeStore:
         return self._home(name).lanes.serve(transport, *args)
 
     @ray.method(concurrency_group="read")
-    def read(self, places: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
+    def read(self, locations: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
         """(uint8 mask, uint64 checksums, uint32 positions, bytes of the masked, not copied here: verify them).
 
         Of blocks in this node's memory, or in its external tier.
         """
-        at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-        if self._sinking and len(at) and at["node"][0] == self._sinking.index:
-            return self._sinking.read(names, int(at["bytes"][0]))
+        at, names = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        if self._demoter and len(at) and at["node"][0] == self._demoter.index:
+            return self._demoter.read(names, int(at["bytes"][0]))
         arena = self._home_at(int(at["node"][0])).arena if len(at) else self._arena
-        sums, positions, ok, runs = arena.served(at, names)
+        sums, positions, ok, runs = arena.read_for_peer(at, names)
         return ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), runs
 
     # ------------------------------------------------------------------ for the pool
@@ -225,7 +225,7 @@ class NodeStore:
         """Since this process started: blocks pulled here from other nodes or from a tier, blocks found altered on
         arrival, how other nodes were read from, and what went wrong with the external tier.
         """
-        tier = self._sinking.external.faults if self._sinking else {}
+        tier = self._demoter.external.faults if self._demoter else {}
         return {
             "pulled": self._pulled,
             "corrupt": sum(home.arena.corrupt for home in self._homes),
@@ -244,47 +244,47 @@ class NodeStore:
         """
         for home in self._homes:
             home.arena.raise_floor(generation)
-        if self._sinking:
-            self._sinking.external.clear(content)
+        if self._demoter:
+            self._demoter.external.clear(content)
 
     @ray.method(concurrency_group="resize")
     def resize(self, cpu_memory: float | int, seconds: float) -> int:
         """See KVPool.resize."""
-        return self._sizing.resize(cpu_memory, seconds)
+        return self._resizer.resize(cpu_memory, seconds)
 
-    def go_down(self, seconds: float) -> bool:
+    def flush_to_shared(self, seconds: float) -> bool:
         """As `flush`, to a tier that outlives this node. False if there is none."""
-        return self._sinking is not None and self._sinking.external.shared is True and self._sinking.flush(seconds)
+        return self._demoter is not None and self._demoter.external.shared is True and self._demoter.flush(seconds)
 
-    def sizes(self, places: bytes) -> bytes:
-        """block_bytes (int64) of blocks, by their headers; of PLACEs whose `bytes` are their slots'."""
-        return self._arena.measured(np.frombuffer(places, PLACE))["bytes"].astype(np.int64).tobytes()
+    def sizes(self, locations: bytes) -> bytes:
+        """block_bytes (int64) of blocks, by their headers; of LOCATIONs whose `bytes` are their slots'."""
+        return self._arena.with_lengths(np.frombuffer(locations, LOCATION))["bytes"].astype(np.int64).tobytes()
 
     def flush(self, seconds: float) -> bool:
         """Bring all blocks down to the external tier. Returns whether that was done in time, if there is one."""
-        return self._sinking is None or self._sinking.flush(seconds)
+        return self._demoter is None or self._demoter.flush(seconds)
 
     def stop(self) -> None:
         """Let go of the memory, and of what dead stores of this machine left. The actor is of no use afterwards."""
         self._stopped.set()
-        self._sizing.stop()
-        for cooling in self._cooling:
-            cooling.stop()
+        self._resizer.stop()
+        for gpu_demoter in self._gpu_demoters:
+            gpu_demoter.stop()
         for home in self._homes:
             home.lanes.close()
-        if self._sinking is not None:
-            self._sinking.stop()
+        if self._demoter is not None:
+            self._demoter.stop()
         for home in self._homes:
             home.arena.close(unlink=True)
         remove_left_behind(self._pool)
 
-    def _beat_forever(self, home: Home) -> None:
+    def _heartbeat_forever(self, home: NodeMemory) -> None:
         directory = None
         while not self._stopped.is_set():
             begin = time.monotonic()
             try:
                 directory = directory or registry.find_directory(self._pool)
-                if home.beat(directory):
+                if home.heartbeat(directory):
                     self._peers.clear()
             except (RayError, ValueError) as error:  # dead, restarting or replaced
                 log.debug("%r: no heartbeat of %s: %r", self, home.name, error)
@@ -292,6 +292,6 @@ class NodeStore:
             except Exception:  # what no longer beats would be lost for good
                 log.exception("%r: no heartbeat of %s", self, home.name)
                 directory = None
-            settled = home.joined.is_set() and directory is not None and self._sizing.settled
+            settled = home.joined.is_set() and directory is not None and self._resizer.settled
             pause = HEARTBEAT_S if settled else HEARTBEAT_S / 4
             self._stopped.wait(max(0.0, pause - (time.monotonic() - begin)))

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-from raykv.actors.demoter import Sinking
+from raykv.actors.demoter import Demoter
 
 from raykv import registry
 from raykv.arena.arena import Arena
@@ -30,7 +30,7 @@ def size_of(pool: str, node_id: str, cpu_memory: float | int) -> float | int:
     return size
 
 
-class Sizing:
+class Resizer:
     """Offers slabs of an arena, and gives back those that the directory no longer uses: one thread, which may wait."""
 
     def __init__(
@@ -39,14 +39,14 @@ class Sizing:
         node_id: str,
         arena: Arena,
         limit: int,
-        sinking: Sinking | None,
+        demoter: Demoter | None,
         withdraw: Callable[[int], None],
     ) -> None:
         """withdraw: told of a slab whose memory is about to go."""
         self.limit = limit  # slabs that there are to be
-        self._pool, self._node_id, self._arena, self._sinking = pool, node_id, arena, sinking
+        self._pool, self._node_id, self._arena, self._demoter = pool, node_id, arena, demoter
         self._withdraw = withdraw
-        self._told = 0  # slabs that the directory knows of
+        self._known_slabs = 0  # slabs that the directory knows of
         self._closed: dict[int, int] = {}  # slabs that are to be given back, and of which generation
         self._grace = data_deadline(arena.slab_bytes)  # for the longest read that began before a slab was given back
         # Slabs whose memory goes, and when. Of those found here its last owner may have given back some just now.
@@ -61,7 +61,7 @@ class Sizing:
     @property
     def settled(self) -> bool:
         """Whether there are as many slabs as there are to be, or can be, and the directory knows."""
-        return self._told == self._arena.available == self.limit or bool(self._full)
+        return self._known_slabs == self._arena.available == self.limit or bool(self._full)
 
     @property
     def _done(self) -> bool:
@@ -69,14 +69,14 @@ class Sizing:
         return self.settled and not self._closed and not self._going
 
     def report(self) -> tuple[int, int, bytes]:
-        """What a directory's `beat` and `adopt` take: slabs offered so far, to be had, and (int32) given back."""
+        """What a directory's `heartbeat` and `adopt` take: slabs offered so far, to be had, and (int32) given back."""
         closed = list(self._closed)  # first: what is given back meanwhile is in both
         gone = {*closed, *self._arena.given_back()}
         return self._arena.offered, self.limit, np.array(sorted(gone), np.int32).tobytes()
 
-    def told(self, report: tuple[int, int, bytes], generation: int, numbers: bytes) -> None:
+    def on_directory_reply(self, report: tuple[int, int, bytes], generation: int, numbers: bytes) -> None:
         """A directory answered a report: slabs that it does not use from a generation on."""
-        self._told = report[0] - len(report[2]) // 4
+        self._known_slabs = report[0] - len(report[2]) // 4
         if numbers:
             self._closed.update(dict.fromkeys(np.frombuffer(numbers, np.int32).tolist(), generation))
             self._changed.set()
@@ -85,8 +85,8 @@ class Sizing:
         """See KVPool.resize. Returns the bytes that there are after so many seconds, or as soon as that is done."""
         end = time.monotonic() + seconds
         with self._turn:
-            if self._slabs(cpu_memory) < self.limit and self._sinking:
-                self._sinking.flush((end - time.monotonic()) / 2, lasting=False)
+            if self._slabs(cpu_memory) < self.limit and self._demoter:
+                self._demoter.flush((end - time.monotonic()) / 2, lasting=False)
             before, asked = self.limit, registry.get(self._pool, f"memory/{self._node_id}")
             limit = self._slabs(cpu_memory)
             registry.put(self._pool, f"memory/{self._node_id}", json.dumps(cpu_memory).encode())
@@ -151,7 +151,7 @@ class Sizing:
         """One slab. Returns whether there was one: what can't be given back now is closed by the directory again."""
         for slab, generation in list(self._closed.items()):
             if self._arena.available > self.limit:
-                with self._steady():
+                with self._read_guard():
                     given_back = self._arena.give_back(slab, generation)
                 if given_back:
                     self._going[slab] = time.monotonic() + self._grace
@@ -168,8 +168,8 @@ class Sizing:
         for slab in self._going.keys() - set(back):  # offered again
             del self._going[slab]
         due = [slab for slab, when in self._going.items() if when <= now]
-        with self._steady() if due else nullcontext():
-            if not (self._sinking and self._sinking.external.storing):
+        with self._read_guard() if due else nullcontext():
+            if not (self._demoter and self._demoter.external.storing):
                 for slab in due:
                     self._withdraw(slab)
                     self._arena.discard(slab)
@@ -179,5 +179,5 @@ class Sizing:
         pause = min(self._going.values()) - now if self._going else self._grace
         return max(LOOK_S, pause) if back else None
 
-    def _steady(self) -> AbstractContextManager[Any]:
-        return self._sinking.steady if self._sinking else nullcontext()
+    def _read_guard(self) -> AbstractContextManager[Any]:
+        return self._demoter.read_guard if self._demoter else nullcontext()

@@ -59,7 +59,7 @@ class Supervisor:
             raise TimeoutError(f"{self!r} could not start its directory in {START_DEADLINE_S:.0f} s: see its log")
         for node_id, store in list(self._stores.items()):
             try:
-                ray.get(store.hello.remote(), timeout=START_DEADLINE_S)
+                ray.get(store.describe_arena.remote(), timeout=START_DEADLINE_S)
             except RayError as error:
                 self._failed[node_id] = (time.monotonic(), str(error))
         living = _living()

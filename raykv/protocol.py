@@ -1,6 +1,16 @@
-"""What a client and the directory say to each other. Arrays travel as bytes: Ray copies those fastest.
+"""Every message between clients, node stores and the directory, and what they are made of.
 
-These travel as plain tuples: to pickle a class takes Ray longer than all the rest of a call's arguments.
+A message is a NamedTuple whose fields are documented at its class. Arrays travel as bytes, which Ray copies fastest.
+Messages travel as plain tuples (`tuple(message)`; the receiver makes the class again), since pickling a class costs Ray
+more time than all the other arguments of a call.
+
+A field that is `bytes` holds, little-endian and contiguous:
+
+- locations, source, target, staged, sweep: LOCATION records (see below);
+- keys: 16 bytes a key;
+- ids, held: uint64; counts and generations of an array: uint64; indices: int32.
+
+Both sides of every message must have the same VERSION. `raykv.registry.settings` checks it for whoever joins a pool.
 """
 
 import time
@@ -8,13 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-PLACE = np.dtype(
+VERSION = 2  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+
+LOCATION = np.dtype(
     [
-        ("node", "<u4"),  # the directory's index of the node, never reused
+        ("node", "<u4"),  # the directory's index of the node, never reused; odd: of an external tier (see is_tier)
         ("slab", "<u4"),  # slab of that node's arena
         ("slot", "<u4"),  # slot of that slab
         ("bytes", "<u4"),  # block_bytes; a slot is that, rounded up to ALIGN
-        ("slab_gen", "<u8"),  # generation of the slab's format
+        ("slab_gen", "<u8"),  # generation of the slab's format; 0: there is no such block
         ("gen", "<u8"),  # generation of the block, or of a writer's grant
     ]
 )
@@ -22,6 +34,15 @@ KEY_BYTES = 16
 ALIGN = 4096  # payload alignment, and so the smallest slot, in bytes
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
 FAILED, PULLED, ALTERED = range(3)  # verdicts: what became of a block that was to cross nodes
+STILL_WRITTEN, FREED, FINISHED = range(3)  # verdicts of a sweep
+
+
+def is_tier(index: int) -> bool:
+    """Whether a node's index in a location is an external tier's: those are odd, nodes' are even.
+
+    index: an int, or a numpy array of them (then the answer is a bool array).
+    """
+    return index & 1 == 1
 
 
 def host_of(name: str) -> str:
@@ -40,76 +61,254 @@ def epoch_of(generation: int) -> int:
 
 
 def seconds_left(end: float) -> float:
-    """Until the time `end` (time.monotonic()); never 0, which some calls take for no deadline."""
+    """Seconds until the time `end` (time.monotonic()); never 0, which some calls take for no deadline."""
     return max(0.001, end - time.monotonic())
 
 
 def data_deadline(size: int) -> float:
-    """Seconds that `size` bytes may take: a slow link's 100 MB/s, and 2 s for a busy machine."""
+    """Seconds that a transfer of `size` bytes may take: 100 MB/s of a slow link, and 2 s for a busy machine."""
     return 2.0 + size / 100e6
 
 
+# ---------------------------------------------------------------------- client -> directory
+
+
 class Call(NamedTuple):
-    """What every call of a client carries.
+    """The first argument of every call of a client."""
 
-    client: its random id. seq: rises with every call. held: ids (uint64) of the holds it still has; older ones that are
-    not listed are let go. landed: PLACEs of staging slots that were pulled. bad: PLACEs of blocks it found altered.
-    """
+    client: int  # its random id
+    seq: int  # rises with every call
+    held: bytes = b""  # ids of the leases and reservations it still has; older ones that are not listed are released
+    pulled: bytes = b""  # locations of staging slots that hold their block now
+    corrupt: bytes = b""  # locations of blocks whose bytes did not match their checksum
 
-    client: int
-    seq: int
-    held: bytes = b""
-    landed: bytes = b""
-    bad: bytes = b""
+
+class MatchRequest(NamedTuple):
+    """Lease the longest prefix of `keys` that is ready. Answer: Matched."""
+
+    lease: int  # id that the client has chosen
+    node: str  # name of the memory that the client reads into
+    keys: bytes
+    block_bytes: int
+
+
+class NextWindowRequest(NamedTuple):
+    """Staging slots for further blocks of a lease; those of blocks before `start` are given back. Answer: Matched."""
+
+    lease: int
+    start: int  # blocks of the lease that were read
+    block_bytes: int
 
 
 class Matched(NamedTuple):
-    """Answer to `match`: two PLACE arrays of one length; a staged place with slab_gen 0 is none.
-
-    staged is empty if every block is on the reader's node.
-    """
+    """Where leased blocks are. Both arrays have one length."""
 
     epoch: int
-    source: bytes
-    staged: bytes
+    source: bytes  # locations to read
+    staged: bytes  # locations on the reader's node to pull them into (slab_gen 0: none); empty if all are there already
+
+
+class ReserveRequest(NamedTuple):
+    """Slots for what is missing of keys[start:]. keys[:start], their parents, are touched. Answer: Reserved."""
+
+    reservation: int  # id that the client has chosen
+    node: str  # name of the memory that the client writes to
+    keys: bytes
+    start: int
+    block_bytes: int
 
 
 class Reserved(NamedTuple):
-    """Answer to `reserve`: which keys were granted a slot (int32 indices), where, and through which staging slots.
-
-    covered: leading keys that are stored, being written or granted now; the next one found no room.
-    """
+    """Slots that were granted. `indices`, `locations` and `staged` have one length."""
 
     epoch: int
-    covered: int
-    indices: bytes
-    places: bytes
-    staged: bytes
+    covered: int  # leading keys that are stored, being written or granted now; the next one found no room
+    indices: bytes  # int32: which of the keys were granted a slot
+    locations: bytes  # the slots
+    staged: bytes  # locations on the writer's node to write into, where the slot is elsewhere (slab_gen 0: none)
 
 
-class Sunk(NamedTuple):
-    """Answer to `sink`: PLACEs of blocks in a node's memory, their keys, PLACEs in its tier, and keys to delete there.
+class CommitRequest(NamedTuple):
+    """Offer the blocks that were written. Ends the reservation. Idempotent. Answer: Counted (blocks that are offered).
 
-    number: of this answer; the next question says that it was seen, and carried out.
-    `bytes` of a source is its slot's: its header says how long the block is. That of a target is 0.
+    The Call must still list the reservation as held: what it does not list is released before anything else is done.
     """
 
-    source: bytes
+    reservation: int
+    locations: bytes  # slots that were granted
     keys: bytes
-    target: bytes
-    doomed: bytes
-    number: int
+    written: bytes  # uint8: 1 where the block is in its slot, 0 where the write failed
 
 
-class Cooled(NamedTuple):
-    """Answer to `cool`: PLACEs of blocks on a GPU, their keys, and PLACEs in its node's memory.
+class Counted(NamedTuple):
+    """Answer to a call that changes blocks by their keys, and to `client_heartbeat` (count 0)."""
 
-    `bytes` of a source is its slot's: its header says how long the block is. That of a target is 0.
-    """
+    epoch: int
+    count: int = 0  # keys or blocks for which it was done
 
-    source: bytes
+
+# ---------------------------------------------------------------------- node store -> directory
+
+
+class ArenaDescription(NamedTuple):
+    """An arena as it joins. Answer: Joined."""
+
+    nonce: bytes  # 16 bytes, in its superblock
+    slab_bytes: int
+    slab_count: int  # slabs that it is to have
+    epoch: int  # the newest directory epoch that it has heard of
+
+
+class Joined(NamedTuple):
+    """Answer to `join`."""
+
+    index: int  # what locations call the node
+    epoch: int  # to stamp on the arena
+
+
+class SlabReport(NamedTuple):
+    """The slabs of a node's memory; with every `adopt` and `heartbeat`."""
+
+    offered: int  # slabs that were allocated so far, with those that were given back since
+    limit: int  # slabs that there are to be
+    given_back: bytes  # int32: slabs whose memory was, or is about to be, given back
+
+
+class SlabTarget(NamedTuple):
+    """Answer to `set_slab_target`: slabs to give back."""
+
+    generation: int  # grants in them are of older generations
+    numbers: bytes  # int32
+
+
+class Inventory(NamedTuple):
+    """What a node store found in its arena. The first four have one length."""
+
+    locations: bytes  # of ready blocks
     keys: bytes
-    target: bytes
+    positions: bytes  # uint32: of each block in its chain
+    stamps: bytes  # uint32: of its last read, seconds
+    writing: bytes  # locations of slots that somebody still writes
 
 
-ANSWERS = {"match": Matched, "stream": Matched, "reserve": Reserved}  # by method of the directory
+class Heartbeat(NamedTuple):
+    """Answer to `heartbeat` of a node that the directory knows."""
+
+    epoch: int
+    floor: int  # generation up to which all blocks were cleared
+    sweep: bytes  # locations of quarantined slots: has their writer let go?
+
+
+class SweepResult(NamedTuple):
+    """What a store found in quarantined slots. All have one length."""
+
+    locations: bytes
+    verdicts: bytes  # uint8: STILL_WRITTEN, FREED, or FINISHED as `keys` and `generations` say
+    keys: bytes
+    generations: bytes  # uint64
+
+
+# ---------------------------------------------------------------------- external tiers
+
+
+class TierReport(NamedTuple):
+    """The state of a node's external tier. Answer: TierReply, or None where the node must `join` first."""
+
+    capacity: int  # bytes
+    shared: bool  # all nodes see one content
+    reached: bool
+    lost: bytes  # where its content is gone: the name of what is there now, equal from every store of a shared tier
+
+
+class TierReply(NamedTuple):
+    """Answer to `tier_heartbeat`."""
+
+    index: int  # what locations call the tier
+    list_it: bool  # the store must list what lies there, by `report_existing`
+
+
+class ExistingBlocks(NamedTuple):
+    """What lies in a tier from before, oldest first."""
+
+    keys: bytes
+    sizes: bytes  # int64: block_bytes
+    last: bool  # there is no more
+
+
+class DemotionReport(NamedTuple):
+    """What became of earlier Demotions, and what is asked for next. Answer: Demotions."""
+
+    locations: bytes  # targets; of one length with keys and stored
+    keys: bytes
+    stored: bytes  # uint8: 1 where the block lies in the tier now
+    seen: int  # `number` of the last answer whose deletions were carried out
+    whole: bool  # demote everything
+
+
+class Demotions(NamedTuple):
+    """Blocks of a node's memory to copy to its external tier. The first three have one length."""
+
+    source: bytes  # locations in memory; `bytes` is the slot's size, the header has the block's
+    keys: bytes
+    target: bytes  # locations in the tier; `bytes` is 0
+    to_delete: bytes  # keys to delete in the tier
+    number: int  # of this answer; 0: the directory does not serve the tier yet
+
+
+class GpuDemotionReport(NamedTuple):
+    """What became of earlier GpuDemotions. Both have one length. Answer: GpuDemotions."""
+
+    locations: bytes  # targets
+    stored: bytes  # uint8
+
+
+class GpuDemotions(NamedTuple):
+    """Blocks of a GPU to copy to its node's memory. All have one length."""
+
+    source: bytes  # locations on the GPU; `bytes` is the slot's size, the header has the block's
+    keys: bytes
+    target: bytes  # locations in the node's memory; `bytes` is 0
+
+
+# ---------------------------------------------------------------------- nodes that leave
+
+
+class SoleCopies(NamedTuple):
+    """Blocks that would be lost with a node, youngest first; at most SOLE_COPIES_PER_CALL of each size."""
+
+    locations: bytes  # `bytes` is the slot's size
+    keys: bytes
+    count: int  # of all of them, with those that are being written
+
+
+# ---------------------------------------------------------------------- client -> node store, store -> store
+
+
+class StoreDescription(NamedTuple):
+    """What a client maps: the arena of a node, or of one of its GPUs."""
+
+    name: str  # what the directory calls the memory
+    path: str
+    nonce: bytes
+    index: int  # what locations call it
+    handle: bytes  # CUDA IPC handle; empty for host memory
+
+
+class Transfer(NamedTuple):
+    """Blocks to fetch into granted slots. All have one length. Answer: uint8 verdicts FAILED, PULLED or ALTERED."""
+
+    source: bytes  # locations
+    keys: bytes
+    target: bytes  # locations
+
+
+class BlocksRead(NamedTuple):
+    """Blocks as a store reads them for another. `mask`, `checksums` and `positions` have one length."""
+
+    mask: bytes  # uint8: whether the block is there
+    checksums: bytes  # uint64, xxh3_64
+    positions: bytes  # uint32, in the chain
+    runs: list[np.ndarray]  # type: ignore[type-arg]  # uint8: bytes of the masked, one after the other; unchecked
+
+
+ANSWERS = {"match": Matched, "next_window": Matched, "reserve": Reserved}  # by method of the directory

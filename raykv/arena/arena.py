@@ -20,7 +20,7 @@ from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import device
 from raykv.errors import ArenaMismatch, CapacityError
-from raykv.protocol import ALIGN, KEY_BYTES, PLACE, epoch_of, slot_bytes
+from raykv.protocol import ALIGN, KEY_BYTES, LOCATION, epoch_of, slot_bytes
 from raykv.system.file_locks import Locks, lock
 
 SHM = "/dev/shm"
@@ -33,11 +33,11 @@ Bring = Callable[[NDArray[np.bool_], NDArray[np.int64]], "list[int]"]  # see Are
 class Inventory(NamedTuple):
     """What lies in an arena. `node` of a place is 0: an arena does not know its own."""
 
-    blocks: NDArray[np.void]  # (n,) PLACE of ready blocks
+    blocks: NDArray[np.void]  # (n,) LOCATION of ready blocks
     keys: NDArray[np.uint8]  # (n, 16)
     positions: NDArray[np.uint32]  # (n,) in their chains
     stamps: NDArray[np.uint32]  # (n,) last read, seconds since the arena was created
-    busy: NDArray[np.void]  # (m,) PLACE of slots being written, or whose writer died
+    busy: NDArray[np.void]  # (m,) LOCATION of slots being written, or whose writer died
 
 
 class Arena:
@@ -62,7 +62,7 @@ class Arena:
         self._map(fd)
         self._locks = Locks(fd, first, 8 * header.HEADER_WORDS)
         self._mutex = threading.Lock()
-        self._sizing = threading.Lock()  # held for as long as a slab takes to fault in
+        self._resizer = threading.Lock()  # held for as long as a slab takes to fault in
         checksum.warm()
         header.warm()  # before anybody waits for a kernel or holds a lock
 
@@ -186,7 +186,7 @@ class Arena:
 
         False if all are. CapacityError if there is no room.
         """
-        with self._sizing:
+        with self._resizer:
             words, data = self._memory
             back = self.given_back()
             slab = back[0] if back else self.offered
@@ -217,7 +217,7 @@ class Arena:
         False if somebody writes there, or the generation is not newer than the slab's, or of a past epoch. The memory
         is there until `discard`: whoever reads there yet, and has seen headers that are gone by now, may need it.
         """
-        with self._sizing:
+        with self._resizer:
             words, _ = self._memory
             first, entry = slab * (self.slab_bytes // ALIGN), header.TABLE + 2 * slab
             if not 0 <= slab < self.offered:
@@ -231,7 +231,7 @@ class Arena:
 
     def discard(self, slab: int) -> None:
         """Owner: give the memory of a slab that was given back to the machine, unless it was offered again."""
-        with self._sizing:
+        with self._resizer:
             if slab in self.given_back():
                 self._discard(slab)
 
@@ -278,7 +278,7 @@ class Arena:
 
     def read(
         self,
-        places: NDArray[np.void],
+        locations: NDArray[np.void],
         keys: NDArray[np.uint8],
         rows: Rows | NDArray[np.uint8],
         verify: bool = False,
@@ -286,12 +286,12 @@ class Arena:
     ) -> NDArray[np.bool_]:
         """Copy blocks out; (n,) which of the rows now hold their block.
 
-        places: (n,) PLACE. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them. An
+        places: (n,) LOCATION. keys: (n, 16) uint8. rows: n destinations, or an (n, bytes) uint8 array of them. An
         invalid row's content is undefined. `verify`: a row whose bytes do not match the block's checksum is invalid
         too, and counted in `corrupt`. used: for somebody who needs them, which is a reason to keep them. DeviceError
         where a GPU fails: that tells nothing of the blocks.
         """
-        spots, names = _arguments(places, keys)
+        spots, names = _arguments(locations, keys)
         rows = _fitting(rows, spots, writable=True)
         words, data = self._memory
         at, slots = self._locate(words, data, spots)
@@ -309,7 +309,7 @@ class Arena:
 
     def write(
         self,
-        places: NDArray[np.void],
+        locations: NDArray[np.void],
         keys: NDArray[np.uint8],
         rows: Rows | NDArray[np.uint8],
         positions: NDArray[Any] | None = None,
@@ -322,19 +322,19 @@ class Arena:
         `expected`: (n,) xxh3_64; a block with another one never becomes ready, and is counted in `corrupt`.
         DeviceError where a GPU fails: nothing is written then, and the same grants are good for another try.
         """
-        spots, names = _arguments(places, keys)
+        spots, names = _arguments(locations, keys)
         rows = _fitting(rows, spots, writable=False)
 
-        def bring(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
+        def fill(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
             return self._copy_in(rows[which], slots)
 
-        return self._fill(spots, names, bring, positions, expected)
+        return self._fill(spots, names, fill, positions, expected)
 
     def fill(
         self,
-        places: NDArray[np.void],
+        locations: NDArray[np.void],
         keys: NDArray[np.uint8],
-        bring: Bring,
+        fill: Bring,
         positions: NDArray[Any] | None = None,
         expected: NDArray[np.uint64] | None = None,
     ) -> NDArray[np.bool_]:
@@ -344,13 +344,13 @@ class Arena:
         may take its time: the slots are locked. Those that it clears in the mask did not come: they are as good as
         never written to, as all are if it raises.
         """
-        return self._fill(*_arguments(places, keys), bring, positions, expected)
+        return self._fill(*_arguments(locations, keys), fill, positions, expected)
 
     def _fill(
         self,
         spots: header.Words,
         names: header.Words,
-        bring: Bring,
+        fill: Bring,
         positions: NDArray[Any] | None,
         expected: NDArray[np.uint64] | None,
     ) -> NDArray[np.bool_]:
@@ -365,7 +365,7 @@ class Arena:
             header.begin(words, at, spots, ok)
             sums, begun = np.zeros(len(spots), np.uint64), ok.copy()
             try:
-                sums[begun] = bring(ok, slots[begun])
+                sums[begun] = fill(ok, slots[begun])
             except BaseException:
                 ok[:] = False
                 raise
@@ -378,32 +378,34 @@ class Arena:
             header.finish(words, at, spots, names, sums.view(np.int64), where, self._now(), ok)
         return ok
 
-    def measured(self, places: NDArray[np.void]) -> NDArray[np.void]:
+    def with_lengths(self, locations: NDArray[np.void]) -> NDArray[np.void]:
         """The places, whose `bytes` are their slots', with what their headers say that a block has."""
         words, data = self._memory
-        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        spots, _ = _arguments(locations, np.zeros((len(locations), KEY_BYTES), np.uint8))
         at, _ = self._locate(words, data, spots)
         lengths = words[np.maximum(at, 0) + header.LENGTH]
-        measured = places.copy()
-        measured["bytes"] = np.where((at >= 0) & (lengths > 0) & (lengths <= places["bytes"]), lengths, places["bytes"])
+        measured = locations.copy()
+        measured["bytes"] = np.where(
+            (at >= 0) & (lengths > 0) & (lengths <= locations["bytes"]), lengths, locations["bytes"]
+        )
         return measured
 
-    def served(
-        self, places: NDArray[np.void], keys: NDArray[np.uint8]
+    def read_for_peer(
+        self, locations: NDArray[np.void], keys: NDArray[np.uint8]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_], list[NDArray[np.uint8]]]:
-        """As `claims`, and the bytes of the blocks that are there, for a reader elsewhere, who must verify them."""
-        sums, positions, ok = self.claims(places, keys)
-        return sums, positions, ok, self.views(places[ok])
+        """As `read_headers`, and the bytes of the blocks that are there. The reader must verify them."""
+        sums, positions, ok = self.read_headers(locations, keys)
+        return sums, positions, ok, self.views(locations[ok])
 
-    def claims(
-        self, places: NDArray[np.void], keys: NDArray[np.uint8], used: bool = True
+    def read_headers(
+        self, locations: NDArray[np.void], keys: NDArray[np.uint8], used: bool = True
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_]]:
         """(n,) xxh3_64 that each block had when written, (n,) positions, and which of the places hold that block.
 
         used: who asks is about to read them, for another node.
         """
         words, data = self._memory
-        spots, names = _arguments(places, keys)
+        spots, names = _arguments(locations, keys)
         at, _ = self._locate(words, data, spots)
         ok, claims = np.zeros(len(spots), np.bool_), np.zeros((len(spots), 2), np.int64)
         header.check(words, at, spots, names, claims, ok)
@@ -411,34 +413,34 @@ class Arena:
         header.stamp(words, at, self._now(), ok & used)
         return claims[:, 0].astype(np.uint64), claims[:, 1].astype(np.uint32), ok
 
-    def views(self, places: NDArray[np.void]) -> list[NDArray[np.uint8]]:
+    def views(self, locations: NDArray[np.void]) -> list[NDArray[np.uint8]]:
         """The bytes of slots, in place and unchecked; those of neighbours as one array.
 
         ValueError if the arena offers no such slot.
         """
         words, data = self._memory
-        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        spots, _ = _arguments(locations, np.zeros((len(locations), KEY_BYTES), np.uint8))
         at, _ = self._locate(words, data, spots)
         if (at < 0).any():
             offered = f"{self.offered} slabs of {self.slab_bytes} bytes are offered"
-            raise ValueError(f"{self.path}: no slot at {places[at < 0][0]}; {offered}")
-        sizes = places["bytes"].astype(np.int64)
+            raise ValueError(f"{self.path}: no slot at {locations[at < 0][0]}; {offered}")
+        sizes = locations["bytes"].astype(np.int64)
         strides = -(-sizes // ALIGN) * ALIGN
-        starts = self._shape[2] + places["slab"].astype(np.int64) * self.slab_bytes + places["slot"] * strides
+        starts = self._shape[2] + locations["slab"].astype(np.int64) * self.slab_bytes + locations["slot"] * strides
         stops = starts + sizes
-        runs = np.split(np.arange(len(places)), np.flatnonzero(stops[:-1] != starts[1:]) + 1)
+        runs = np.split(np.arange(len(locations)), np.flatnonzero(stops[:-1] != starts[1:]) + 1)
         return [data[starts[run[0]] : stops[run[-1]]] for run in runs if len(run)]
 
-    def addresses(self, places: NDArray[np.void]) -> NDArray[np.int64]:
+    def addresses(self, locations: NDArray[np.void]) -> NDArray[np.int64]:
         """(n,) where slots are in this process's memory; 0 where the arena offers no such slot."""
         words, data = self._memory
-        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        spots, _ = _arguments(locations, np.zeros((len(locations), KEY_BYTES), np.uint8))
         at, slots = self._locate(words, data, spots)
         return np.where(at >= 0, slots, 0)
 
     def pinned(self, gpu: str, slots: NDArray[np.int64]) -> bool:
         """Have GPUs reach the slabs of these addresses of slots. Whether they can."""
-        with self._sizing:
+        with self._resizer:
             words, data = self._memory
             if ((slots < data.ctypes.data) | (slots >= data.ctypes.data + len(data))).any():
                 return False  # of a mapping that is no longer ours: closed, or replaced by another thread
@@ -468,12 +470,12 @@ class Arena:
         words, _ = self._memory
         found = [self._inventory_of(words, slab) for slab in range(header.load(words, header.OFFERED))]
         columns = np.concatenate([part[1] for part in found]) if found else np.zeros((0, 7), np.int64)
-        places = np.concatenate([part[0] for part in found]) if found else np.zeros(0, PLACE)
+        locations = np.concatenate([part[0] for part in found]) if found else np.zeros(0, LOCATION)
         ready, busy = columns[:, 0] == header.READY, columns[:, 0] == header.WRITING
         ready &= columns[:, 1] > header.load(words, header.FLOOR)
         keys = np.ascontiguousarray(columns[ready, 2:4]).view(np.uint8).reshape(-1, KEY_BYTES)
         positions, stamps = columns[ready, 5].astype(np.uint32), columns[ready, 6].astype(np.uint32)
-        return Inventory(places[ready], keys, positions, stamps, places[busy])
+        return Inventory(locations[ready], keys, positions, stamps, locations[busy])
 
     def _inventory_of(self, words: header.Words, slab: int) -> tuple[NDArray[np.void], header.Words]:
         entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
@@ -488,18 +490,23 @@ class Arena:
             header.collect(words, self._shape[1] + first * header.HEADER_WORDS, stride, locked, columns)
             if header.load(words, entry) == slab_gen:
                 break
-        places = np.zeros(slots, PLACE)
-        places["slab"], places["slab_gen"], places["slot"], places["gen"] = slab, slab_gen, range(slots), columns[:, 1]
-        places["bytes"] = np.where(columns[:, 0] == header.READY, columns[:, 4], stride)
-        return places, columns
+        locations = np.zeros(slots, LOCATION)
+        locations["slab"], locations["slab_gen"], locations["slot"], locations["gen"] = (
+            slab,
+            slab_gen,
+            range(slots),
+            columns[:, 1],
+        )
+        locations["bytes"] = np.where(columns[:, 0] == header.READY, columns[:, 4], stride)
+        return locations, columns
 
-    def sweep(self, places: NDArray[np.void]) -> NDArray[np.uint8]:
+    def sweep(self, locations: NDArray[np.void]) -> NDArray[np.uint8]:
         """(n,) what became of grants: 0 still being written, 1 free now (a late writer is refused), 2 ready.
 
         `identify` tells what is ready.
         """
         words, data = self._memory
-        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        spots, _ = _arguments(locations, np.zeros((len(locations), KEY_BYTES), np.uint8))
         at, _ = self._locate(words, data, spots)
         states = (at < 0).astype(np.uint8)
         numbers = self._numbers(at)
@@ -508,12 +515,12 @@ class Arena:
             header.reclaim(words, at, spots, ok, states)
         return states
 
-    def identify(self, places: NDArray[np.void]) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+    def identify(self, locations: NDArray[np.void]) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
         """(n, 16) keys and (n,) generations that the headers of slots say."""
         words, data = self._memory
-        spots, _ = _arguments(places, np.zeros((len(places), KEY_BYTES), np.uint8))
+        spots, _ = _arguments(locations, np.zeros((len(locations), KEY_BYTES), np.uint8))
         at, _ = self._locate(words, data, spots)
-        out = np.zeros((len(places), 3), np.int64)
+        out = np.zeros((len(locations), 3), np.int64)
         header.identify(words, at, out)
         return np.ascontiguousarray(out[:, 1:]).view(np.uint8), out[:, 0].astype(np.uint64)
 
@@ -700,13 +707,13 @@ def _mismatch(path: str, what: str) -> str:
     )
 
 
-def _arguments(places: NDArray[np.void], keys: NDArray[np.uint8]) -> tuple[header.Words, header.Words]:
+def _arguments(locations: NDArray[np.void], keys: NDArray[np.uint8]) -> tuple[header.Words, header.Words]:
     """(n, 4) and (n, 2) copies for the kernels: aligned and writable always, so that none is compiled anew."""
-    if places.dtype != PLACE or places.ndim != 1:
-        raise ValueError(f"places: {places.dtype} of shape {places.shape}; give (n,) raykv.place.PLACE")
-    if keys.dtype != np.uint8 or keys.shape != (len(places), KEY_BYTES):
-        raise ValueError(f"keys: {keys.dtype} of shape {keys.shape}; give ({len(places)}, {KEY_BYTES}) uint8")
-    spots, names = np.array(places, order="C"), np.array(keys, order="C")
+    if locations.dtype != LOCATION or locations.ndim != 1:
+        raise ValueError(f"places: {locations.dtype} of shape {locations.shape}; give (n,) raykv.protocol.LOCATION")
+    if keys.dtype != np.uint8 or keys.shape != (len(locations), KEY_BYTES):
+        raise ValueError(f"keys: {keys.dtype} of shape {keys.shape}; give ({len(locations)}, {KEY_BYTES}) uint8")
+    spots, names = np.array(locations, order="C"), np.array(keys, order="C")
     return spots.view(np.int64).reshape(-1, 4), names.view(np.int64)
 
 

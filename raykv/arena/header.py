@@ -3,7 +3,7 @@
 Every access goes through these kernels: atomic loads and stores and fences order them against the payload. A header is
 eight 8-byte words: word (generation << 2 | state), key (2), length, chain position, last-read stamp, checksum, unused.
 Kernels take the file as a flat int64 array and `shape` = (slab_bytes, first header, first payload byte), the header in
-words; places and keys come as (n, 4) and (n, 2) int64 views of PLACE and key arrays.
+words; places and keys come as (n, 4) and (n, 2) int64 views of LOCATION and key arrays.
 """
 
 import functools
@@ -86,11 +86,11 @@ def store(words: Words, at: int, value: int) -> None:
 
 
 @kernel
-def locate(words: Words, shape: Shape, places: Words, header: Words, payload: Words) -> None:
+def locate(words: Words, shape: Shape, locations: Words, header: Words, payload: Words) -> None:
     """Fill the first word of each place's header and its first payload byte; -1 where the arena offers no such slot."""
     offered = _load(words, OFFERED)
-    for i in range(len(places)):
-        slab, slot, size = places[i, 0] >> 32, places[i, 1] & 0xFFFFFFFF, places[i, 1] >> 32
+    for i in range(len(locations)):
+        slab, slot, size = locations[i, 0] >> 32, locations[i, 1] & 0xFFFFFFFF, locations[i, 1] >> 32
         stride = -(-size // ALIGN) * ALIGN
         header[i] = -1
         there = 0 <= slab < offered and _load(words, TABLE + 2 * slab + 1) != GIVEN_BACK
@@ -100,29 +100,29 @@ def locate(words: Words, shape: Shape, places: Words, header: Words, payload: Wo
 
 
 @kernel
-def check(words: Words, header: Words, places: Words, keys: Words, claims: Words, ok: Mask) -> None:
+def check(words: Words, header: Words, locations: Words, keys: Words, claims: Words, ok: Mask) -> None:
     """Before a copy: which places hold exactly that ready block, and the (checksum, position) their headers claim."""
-    for i in range(len(places)):
+    for i in range(len(locations)):
         h = header[i]
         ok[i] = (
             h >= 0
-            and _load(words, h) == places[i, 3] << 2 | READY
+            and _load(words, h) == locations[i, 3] << 2 | READY
             and words[h + KEY] == keys[i, 0]
             and words[h + KEY + 1] == keys[i, 1]
-            and words[h + LENGTH] == places[i, 1] >> 32
+            and words[h + LENGTH] == locations[i, 1] >> 32
         )
         if ok[i]:
             claims[i, 0], claims[i, 1] = words[h + CHECKSUM], words[h + POSITION]
 
 
 @kernel
-def recheck(words: Words, header: Words, places: Words, keys: Words, ok: Mask) -> None:
+def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask) -> None:
     """After a copy: clears `ok` where the header is no longer what `check` saw, so the copy may be of another block."""
     _fence()
-    for i in range(len(places)):
+    for i in range(len(locations)):
         h = header[i]
         ok[i] = ok[i] and (
-            _load(words, h) == places[i, 3] << 2 | READY
+            _load(words, h) == locations[i, 3] << 2 | READY
             and words[h + KEY] == keys[i, 0]
             and words[h + KEY + 1] == keys[i, 1]
         )
@@ -137,25 +137,25 @@ def stamp(words: Words, header: Words, now: int, ok: Mask) -> None:
 
 
 @kernel
-def formatted(words: Words, header: Words, places: Words) -> bool:
+def formatted(words: Words, header: Words, locations: Words) -> bool:
     """Whether every place's slab has the format that the place was granted for, or a later one."""
-    for i in range(len(places)):
-        if header[i] >= 0 and _load(words, TABLE + 2 * (places[i, 0] >> 32)) < places[i, 2]:
+    for i in range(len(locations)):
+        if header[i] >= 0 and _load(words, TABLE + 2 * (locations[i, 0] >> 32)) < locations[i, 2]:
             return False
     return True
 
 
 @kernel
-def begin(words: Words, header: Words, places: Words, ok: Mask) -> None:
+def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
     """Under the slots' locks: set `writing`, or clear `ok` where the grant is of a past epoch, format or generation."""
-    for i in range(len(places)):
+    for i in range(len(locations)):
         if not ok[i]:
             continue
-        h, generation = header[i], places[i, 3]
-        slab, size = places[i, 0] >> 32, places[i, 1] >> 32
+        h, generation = header[i], locations[i, 3]
+        slab, size = locations[i, 0] >> 32, locations[i, 1] >> 32
         ok[i] = (
             _load(words, EPOCH) <= generation >> 40
-            and _load(words, TABLE + 2 * slab) == places[i, 2]
+            and _load(words, TABLE + 2 * slab) == locations[i, 2]
             and words[TABLE + 2 * slab + 1] == -(-size // ALIGN) * ALIGN
             and _load(words, h) >> 2 < generation
         )
@@ -165,45 +165,45 @@ def begin(words: Words, header: Words, places: Words, ok: Mask) -> None:
 
 
 @kernel
-def undo(words: Words, header: Words, places: Words, ok: Mask) -> None:
+def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
     """Under the slots' locks, after `begin`: what was there is gone, and the same grant may begin again."""
-    for i in range(len(places)):
+    for i in range(len(locations)):
         if ok[i]:
-            _store(words, header[i], (places[i, 3] - 1) << 2 | FREE)
+            _store(words, header[i], (locations[i, 3] - 1) << 2 | FREE)
     _fence()
 
 
 @kernel
 def finish(
-    words: Words, header: Words, places: Words, keys: Words, sums: Words, positions: Words, now: int, ok: Mask
+    words: Words, header: Words, locations: Words, keys: Words, sums: Words, positions: Words, now: int, ok: Mask
 ) -> None:
     """Fill in the headers of copied blocks, `ready` last.
 
     Where `ok` is no longer true the header stays `writing`, to be swept.
     """
     _fence()
-    for i in range(len(places)):
+    for i in range(len(locations)):
         if ok[i]:
             h = header[i]
             words[h + KEY] = keys[i, 0]
             words[h + KEY + 1] = keys[i, 1]
-            words[h + LENGTH] = places[i, 1] >> 32
+            words[h + LENGTH] = locations[i, 1] >> 32
             words[h + POSITION] = positions[i]
             words[h + STAMP] = now
             words[h + CHECKSUM] = sums[i]
-            _store(words, h, places[i, 3] << 2 | READY)
+            _store(words, h, locations[i, 3] << 2 | READY)
 
 
 @kernel
-def reclaim(words: Words, header: Words, places: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
+def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
     """Under the slots' locks: 2 where the slot was written since the grant and not cleared, else 1: a late writer will
     be refused."""
     floor = _load(words, FLOOR)
-    for i in range(len(places)):
+    for i in range(len(locations)):
         if ok[i]:
-            word, generation, slab = _load(words, header[i]), places[i, 3], places[i, 0] >> 32
+            word, generation, slab = _load(words, header[i]), locations[i, 3], locations[i, 0] >> 32
             states[i] = 1
-            if _load(words, TABLE + 2 * slab) != places[i, 2]:
+            if _load(words, TABLE + 2 * slab) != locations[i, 2]:
                 continue  # a slab of another format holds nothing of this grant: its headers are not ours to touch
             if word & 3 == READY and word >> 2 >= generation and word >> 2 > floor:
                 states[i] = 2

@@ -94,36 +94,36 @@ class Bench:
     def __init__(self, pool: Any, engine: Any) -> None:
         self.pool, self.engine = pool, engine
 
-    def sunk(self) -> int:
+    def demoted(self) -> int:
         """Blocks that have gone down."""
         (tier,) = self.pool.stats()["tiers"].values()
-        return int(tier["sunk"])
+        return int(tier["demoted"])
 
-    def until_sunk(self, blocks: int) -> None:
+    def until_demoted(self, blocks: int) -> None:
         end = time.monotonic() + PATIENCE_S
-        while self.sunk() < blocks:
+        while self.demoted() < blocks:
             if time.monotonic() > end:
-                raise ValueError(f"{self.sunk()} of {blocks} blocks went down in {PATIENCE_S:.0f} s")
+                raise ValueError(f"{self.demoted()} of {blocks} blocks went down in {PATIENCE_S:.0f} s")
             time.sleep(0.05)
 
     def pair(self) -> tuple[list[Window], list[Window], float]:
         """Windows while blocks go down, as many while none does, and the GB/s that went down meanwhile."""
         import ray
 
-        before = self.sunk()
+        before = self.demoted()
         ray.get(self.engine.fill.remote())
         busy: list[Window] = []
-        first, begin = self.sunk(), time.monotonic()
+        first, begin = self.demoted(), time.monotonic()
         for _ in range(WINDOWS):
             window = ray.get(self.engine.window.remote())
-            now, seconds = self.sunk(), time.monotonic() - begin
+            now, seconds = self.demoted(), time.monotonic() - begin
             if now >= before + BACKLOG * BATCH:  # some of that window was idle
                 break
             busy.append(window)
             down = (now - first) * BLOCK_BYTES / seconds / 1e9
         if not busy:
             raise ValueError("the backlog went down before anything was measured")
-        self.until_sunk(before + BACKLOG * BATCH)
+        self.until_demoted(before + BACKLOG * BATCH)
         return busy, ray.get([self.engine.window.remote() for _ in busy]), down
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.directory.directory import Directory
-from raykv.protocol import PLACE, Call
+from raykv.protocol import LOCATION, Call
 
 Keys = NDArray[np.uint64]  # (n, 2)
 
@@ -88,24 +88,24 @@ class _Pool:
         for node in range(nodes):
             self.directory.join(str(node), b"%d" % node, slab_bytes, slabs, 0, 0.0, window * BLOCK_BYTES)
             self.directory.adopt(str(node), b"", b"", b"", b"", b"", 0.0)
-            self.directory.beat(str(node), slabs, 0.0)
+            self.directory.heartbeat(str(node), slabs, 0.0)
 
     def prepare(self, keys: Keys) -> bytes:
         return keys.tobytes()
 
     def match(self, node: int, keys: bytes) -> int:
         matched = self.directory.match(self._call(), 1, str(node), keys, BLOCK_BYTES, 0.0)
-        return 0 if matched.staged else len(matched.source) // PLACE.itemsize
+        return 0 if matched.staged else len(matched.source) // LOCATION.itemsize
 
     def release(self) -> None:
-        self.directory.beat_client(self._call(), 0.0)
+        self.directory.client_heartbeat(self._call(), 0.0)
 
     def store(self, node: int, keys: bytes) -> None:
         granted = self.directory.reserve(self._call(), 2, str(node), keys, 0, BLOCK_BYTES, 0.0)
         indices = np.frombuffer(granted.indices, np.int32)
         chosen = np.frombuffer(keys, np.uint64).reshape(-1, 2)[indices].tobytes()
         held = np.uint64(2).tobytes()
-        self.directory.commit(self._call(held), 2, granted.places, chosen, b"\1" * len(indices), 0.0)
+        self.directory.commit(self._call(held), 2, granted.locations, chosen, b"\1" * len(indices), 0.0)
 
     def remove(self, node: int) -> int:
         return self.directory.remove_node(str(node), 0.0)

@@ -16,9 +16,9 @@ from raykv.arena import block_copy
 from raykv.arena.arena import SHM, Arena
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import cuda, device, host_copy
-from raykv.arena.gpu.gpu_arena import DeviceArena, across
+from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import MIB
-from raykv.protocol import COUNTER_BITS, KEY_BYTES, PLACE, PULLED
+from raykv.protocol import COUNTER_BITS, KEY_BYTES, LOCATION, PULLED
 from raykv.transports import nccl_pair
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a copy
@@ -27,7 +27,7 @@ WARM, PAIRS = 3, 12
 CONNECT_S = 60.0
 SENT = 7
 FIRST = 1 << COUNTER_BITS | 1
-Places = NDArray[np.void]
+Locations = NDArray[np.void]
 
 
 def run() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run() -> dict[str, Any]:
     Blocks lie scattered on both sides. ValueError where this process can use no GPU.
     """
     gpu = device.device(device.uuid_of(0))
-    fast = DeviceArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
+    fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
     memory = Arena.create(f"{SHM}/raykv-bench-gpu-{os.getpid()}", bytes(16), SLAB, SLABS)
     try:
         while memory.offer_next():
@@ -53,23 +53,23 @@ def run() -> dict[str, Any]:
         memory.close(unlink=True)
 
 
-def _in_process(gpu: str, fast: DeviceArena, memory: Arena) -> dict[str, float]:
+def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
     rows, turns = _engine(), _Turns()
     figures = _store_and_load("", gpu, fast, rows, turns)
     figures |= _store_and_load("memory_", gpu, memory, rows, turns)
 
     def cross(source: Arena, target: Arena) -> Callable[[], None]:
-        at, to = turns.places(), turns.places()
+        at, to = turns.locations(), turns.locations()
         assert source.write(at, turns.keys, rows).all()
 
         def move() -> None:
             to["gen"] += 1
-            assert (across(source, at, turns.keys, target, to) == PULLED).all()
+            assert (copy_between(source, at, turns.keys, target, to) == PULLED).all()
 
         return move
 
     def by_hand(source: Arena, target: Arena) -> Callable[[], None]:
-        return lambda: _hand(gpu, _table(target.addresses(turns.places()), source.addresses(turns.places())))
+        return lambda: _hand(gpu, _table(target.addresses(turns.locations()), source.addresses(turns.locations())))
 
     figures |= _pairs("down", cross(fast, memory), by_hand(fast, memory))
     figures |= _pairs("up", cross(memory, fast), by_hand(memory, fast))
@@ -78,20 +78,20 @@ def _in_process(gpu: str, fast: DeviceArena, memory: Arena) -> dict[str, float]:
 
 def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, float]:
     """In another process, as an engine is."""
-    arena = DeviceArena.map(path, nonce, gpu, handle)
+    arena = GpuArena.map(path, nonce, gpu, handle)
     try:
         return _store_and_load("ipc_", gpu, arena, _engine(), _Turns(1 << 20))
     finally:
         arena.close()
 
 
-def _nccl_to_self(gpu: str, fast: DeviceArena) -> dict[str, float]:
+def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
     """One rank, which sends what it receives."""
     from cupy.cuda import nccl
 
     turns, stream = _Turns(), cuda.cupy().cuda.Stream(non_blocking=True)
     one = nccl.NcclCommunicator(1, nccl_pair.new_unique(), 0)
-    of, to = fast.addresses(turns.places()), fast.addresses(turns.places(into=1))
+    of, to = fast.addresses(turns.locations()), fast.addresses(turns.locations(into=1))
 
     def move() -> None:
         nccl.groupStart()
@@ -104,7 +104,7 @@ def _nccl_to_self(gpu: str, fast: DeviceArena) -> dict[str, float]:
     return _pairs("nccl_self", move, lambda: _hand(gpu, _table(to, of)))
 
 
-def _nccl_between_two(gpu: str, fast: DeviceArena) -> dict[str, float]:
+def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
     """Two processes on one GPU, which NCCL takes for two hosts: over its sockets, so right is what this can be."""
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
@@ -112,14 +112,14 @@ def _nccl_between_two(gpu: str, fast: DeviceArena) -> dict[str, float]:
     sender = context.Process(target=_send, args=(theirs, unique), daemon=True)
     sender.start()
     try:
-        reader, to = nccl_pair.Pair(0, unique, nccl_pair.READER), fast.addresses(turns.places(into=1))
+        reader, to = nccl_pair.Pair(0, unique, nccl_pair.READER), fast.addresses(turns.locations(into=1))
         reader.ready.result(CONNECT_S)
 
         def move() -> None:
             pipe.send("send")
             reader.do(partial(reader.move, to, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
 
-        figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.places()))))
+        figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.locations()))))
         move()  # after the last copy by hand
         got = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
         host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), pinned=False, to_gpu=False, after=None)
@@ -139,7 +139,7 @@ def _send(pipe: Connection, unique: bytes) -> None:
 
 
 def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turns") -> dict[str, float]:
-    at = turns.places()
+    at = turns.locations()
     slots, keys = arena.addresses(at), turns.keys
 
     def store() -> None:
@@ -164,10 +164,10 @@ class _Turns:
         self.keys = np.arange(BLOCKS * KEY_BYTES, dtype=np.int64).astype(np.uint8).reshape(BLOCKS, KEY_BYTES)
         self._order = np.random.default_rng(0).permutation(2 * BLOCKS).reshape(2, BLOCKS)
 
-    def places(self, into: int = 0) -> Places:
+    def locations(self, into: int = 0) -> Locations:
         """into: 1 for the slots that those of 0 leave free."""
         self._gen += 1 << 10
-        at = np.zeros(BLOCKS, PLACE)
+        at = np.zeros(BLOCKS, LOCATION)
         at["slab"], at["slot"] = np.divmod(self._order[into], SLAB // BLOCK_BYTES)
         at["bytes"], at["slab_gen"], at["gen"] = BLOCK_BYTES, FIRST, self._gen
         return at

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
-from raykv.protocol import PLACE
+from raykv.protocol import LOCATION
 
 POOL = "bench-local"
 BLOCK_BYTES, BATCH = 2 * MIB, 16
@@ -115,7 +115,7 @@ class Echo:
     """Answers as many bytes as the directory does to a match."""
 
     def __init__(self) -> None:
-        self.answer = (1, bytes(MATCH_KEYS * PLACE.itemsize), b"")
+        self.answer = (1, bytes(MATCH_KEYS * LOCATION.itemsize), b"")
 
     def call(self, *_: Any) -> tuple[int, bytes, bytes]:
         return self.answer

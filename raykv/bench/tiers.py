@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.actors.demoter import Sinking
+from raykv.actors.demoter import Demoter
 from raykv.arena.arena import SHM, Arena
 from raykv.config import MIB, fingerprint
 from raykv.directory.tier_catalog import BATCH_BYTES
-from raykv.protocol import COUNTER_BITS, KEY_BYTES, PLACE, PULLED
+from raykv.protocol import COUNTER_BITS, KEY_BYTES, LOCATION, PULLED
 from raykv.tiers import open_tier, parse
 from raykv.tiers.file import IN_FLIGHT
-from raykv.tiers.guarded import CONTENT_BYTES, External
+from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64
 CAPACITY = "1GiB"
@@ -46,7 +46,7 @@ class Floor(Protocol):
     def close(self) -> None: ...
 
 
-class Node(Sinking):
+class Node(Demoter):
     """What a node store does with its tier, without the thread: the source is one slab of an arena, the other takes
     what is loaded.
     """
@@ -54,7 +54,7 @@ class Node(Sinking):
     def __init__(self, url: str) -> None:
         path = f"{SHM}/raykv-bench-tiers-{os.getpid()}"
         self._arena = Arena.create(path, fingerprint("bench", b"bench"), BLOCKS * BLOCK_BYTES, 2)
-        self.external = External(lambda: open_tier(parse(url)), fingerprint("bench", b"bench"))
+        self.external = GuardedTier(lambda: open_tier(parse(url)), fingerprint("bench", b"bench"))
         try:
             self.external.check()
             self.external.open(bytes(CONTENT_BYTES))
@@ -72,17 +72,17 @@ class Node(Sinking):
     def fill(self, turn: int) -> tuple[Keys, list[memoryview]]:
         """Keys that no turn had before, and their blocks where they lie in the arena."""
         keys = np.random.default_rng(turn).integers(0, 255, (BLOCKS, KEY_BYTES), np.uint8)
-        assert self._arena.write(_places(0, turn), keys, self._blocks).all()
-        return keys, [self._arena.views(place)[0].data for place in np.split(_places(0, turn), BLOCKS)]
+        assert self._arena.write(_locations(0, turn), keys, self._blocks).all()
+        return keys, [self._arena.views(location)[0].data for location in np.split(_locations(0, turn), BLOCKS)]
 
     def store(self, keys: Keys, turn: int) -> None:
         batch = BATCH_BYTES // BLOCK_BYTES
         for at in range(0, BLOCKS, batch):
-            stored = self._write(_places(0, turn)[at : at + batch], keys[at : at + batch])
+            stored = self._write(_locations(0, turn)[at : at + batch], keys[at : at + batch])
             assert stored.all(), f"blocks were not stored: {self.external.faults}"
 
     def fetch(self, keys: Keys, turn: int) -> None:
-        assert (self.load(keys, self._arena, _places(1, turn)) == PULLED).all(), (
+        assert (self.load(keys, self._arena, _locations(1, turn)) == PULLED).all(), (
             f"blocks were not loaded: {self.external.faults}"
         )
 
@@ -196,12 +196,12 @@ def _ratio(seconds: dict[str, list[float]], what: str) -> float:
     return statistics.median(floor / ours for floor, ours in pairs)
 
 
-def _places(slab: int, turn: int) -> NDArray[np.void]:
+def _locations(slab: int, turn: int) -> NDArray[np.void]:
     """All slots of a slab, granted anew every turn."""
-    places = np.zeros(BLOCKS, PLACE)
-    places["slab"], places["slot"], places["bytes"] = slab, np.arange(BLOCKS), BLOCK_BYTES
-    places["slab_gen"], places["gen"] = 1 << COUNTER_BITS, (1 << COUNTER_BITS) + turn
-    return places
+    locations = np.zeros(BLOCKS, LOCATION)
+    locations["slab"], locations["slot"], locations["bytes"] = slab, np.arange(BLOCKS), BLOCK_BYTES
+    locations["slab_gen"], locations["gen"] = 1 << COUNTER_BITS, (1 << COUNTER_BITS) + turn
+    return locations
 
 
 @contextmanager

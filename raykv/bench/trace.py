@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from raykv.config import MIB, PoolConfig
 from raykv.directory.directory import Directory
-from raykv.protocol import ALIGN, KEY_BYTES, PLACE, Call
+from raykv.protocol import ALIGN, KEY_BYTES, LOCATION, Call
 
 BLOCK_TOKENS = 512  # of the trace format
 BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With its head a power of two, so that tiers have few slots too many
@@ -139,11 +139,11 @@ class _Pool:
             slab_bytes = (share + self.window) * BLOCK_BYTES  # one slab: the capacity is exact
             self.directory.join(str(node), b"%d" % node, slab_bytes, 1, 0, 0.0, self.window * BLOCK_BYTES)
             self.directory.adopt(str(node), b"", b"", b"", b"", b"", 0.0)
-            self.directory.beat(str(node), 1, 0.0)
+            self.directory.heartbeat(str(node), 1, 0.0)
             if tiers:
                 capacity = tiers[node % len(tiers)] * (BLOCK_BYTES + ALIGN)
-                self.directory.beat_tier(str(node), capacity, len(tiers) < len(shares), True, b"", 0.0)
-                self.directory.found(str(node), b"", b"", True, 0.0)
+                self.directory.tier_heartbeat(str(node), capacity, len(tiers) < len(shares), True, b"", 0.0)
+                self.directory.report_existing(str(node), b"", b"", True, 0.0)
 
     def serve(self, requests: list[Request], writers: int) -> float:
         """Send the requests to the first `writers` nodes in turn; hit percent."""
@@ -153,7 +153,7 @@ class _Pool:
             keys = _keys(request.ids)
             hits.append(self._read(node, keys))
             self._store(node, keys, hits[-1])
-            self._sink()
+            self._demote()
         return _percent(requests, hits)
 
     def _read(self, node: int, keys: Keys) -> int:
@@ -161,9 +161,9 @@ class _Pool:
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
         match = self.directory.match(self._call(), lease, str(node), keys.tobytes(), BLOCK_BYTES, 0.0)
-        source, staged = np.frombuffer(match.source, PLACE), np.frombuffer(match.staged, PLACE).copy()
+        source, staged = np.frombuffer(match.source, LOCATION), np.frombuffer(match.staged, LOCATION).copy()
         if len(staged) == 0:
-            staged = np.zeros(len(source), PLACE)
+            staged = np.zeros(len(source), LOCATION)
         missing = (source["node"] != self.directory.nodes[str(node)].index) & (staged["slab_gen"] == 0)
         read, landed = 0, b""
         while True:
@@ -172,14 +172,14 @@ class _Pool:
             read = first
             if read == len(source):
                 break
-            more = self.directory.stream(self._call(held, landed), lease, read, BLOCK_BYTES, 0.0)
-            slots = np.frombuffer(more.staged, PLACE)
+            more = self.directory.next_window(self._call(held, landed), lease, read, BLOCK_BYTES, 0.0)
+            slots = np.frombuffer(more.staged, LOCATION)
             staged[read : read + len(slots)] = slots
             missing[read : read + len(slots)] = False
             landed = b""
             if len(slots) == 0:
                 break
-        self.directory.beat_client(self._call(landed=landed), 0.0)  # without the lease: it is released
+        self.directory.client_heartbeat(self._call(landed=landed), 0.0)  # without the lease: it is released
         return read
 
     def _store(self, node: int, keys: Keys, start: int) -> None:
@@ -191,24 +191,24 @@ class _Pool:
                 self._call(), reservation, str(node), keys.tobytes(), start, BLOCK_BYTES, 0.0
             )
             chosen = keys[np.frombuffer(granted.indices, np.int32)]
-            places = np.frombuffer(granted.places, PLACE)
+            locations = np.frombuffer(granted.locations, LOCATION)
             held = np.uint64(reservation).tobytes()
             self.directory.commit(
-                self._call(held), reservation, granted.places, chosen.tobytes(), b"\1" * len(places), 0.0
+                self._call(held), reservation, granted.locations, chosen.tobytes(), b"\1" * len(locations), 0.0
             )
-            self.stored += len(places)
-            self.local += int(np.count_nonzero(places["node"] == index))
-            if len(places) == 0:
+            self.stored += len(locations)
+            self.local += int(np.count_nonzero(locations["node"] == index))
+            if len(locations) == 0:
                 break
             start = granted.covered
 
-    def _sink(self) -> None:
+    def _demote(self) -> None:
         """Bring down what is due, as node stores do, in no time."""
         for node in self.directory.nodes:
-            sunk = self.directory.sink(node, b"", b"", b"", 0, False, 0.0)
-            while sunk.source:
-                stored = b"\1" * (len(sunk.keys) // KEY_BYTES)
-                sunk = self.directory.sink(node, sunk.target, sunk.keys, stored, sunk.number, False, 0.0)
+            demoted = self.directory.demote(node, b"", b"", b"", 0, False, 0.0)
+            while demoted.source:
+                stored = b"\1" * (len(demoted.keys) // KEY_BYTES)
+                demoted = self.directory.demote(node, demoted.target, demoted.keys, stored, demoted.number, False, 0.0)
 
     def _call(self, held: bytes = b"", landed: bytes = b"") -> Call:
         return Call(1, next(self.calls), held, landed)

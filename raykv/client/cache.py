@@ -19,19 +19,19 @@ from raykv.arena.buffers import Rows
 from raykv.client.swap import Swaps
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
-from raykv.protocol import ALTERED, PLACE, PULLED, data_deadline
+from raykv.protocol import ALTERED, LOCATION, PULLED, data_deadline
 
 if TYPE_CHECKING:
     from raykv.client.pool import KVPool
-    from raykv.client.session import Local
+    from raykv.client.session import LocalStore
 
 PIECE_BYTES = 128 * MIB  # what crosses nodes at a time: the copy out of one overlaps the pull of the next
 TIER_PIECE_BYTES = 32 * MIB  # the same of a tier: what came in time counts
 PIECES_AHEAD = 2
-PATIENCE_S = 0.05  # a read waits for a tier for so long, however fast its tokens could be computed
+WAIT_BUDGET_S = 0.05  # a read waits for a tier for so long, however fast its tokens could be computed
 
 Keys = NDArray[np.uint8]
-Places = NDArray[np.void]
+Locations = NDArray[np.void]
 
 
 class KVCache:
@@ -185,8 +185,8 @@ class Reservation:
         indices = np.frombuffer(granted.indices if granted else b"", np.int32)
         self._rows, self._keys = indices - start, keys[indices]
         self._positions = position + indices
-        self._places = np.frombuffer(granted.places if granted else b"", PLACE)
-        self._staged = np.frombuffer(granted.staged if granted else b"", PLACE)
+        self._locations = np.frombuffer(granted.locations if granted else b"", LOCATION)
+        self._staged = np.frombuffer(granted.staged if granted else b"", LOCATION)
         self._away = self._staged["slab_gen"] > 0
         self._written = np.zeros(len(indices), np.bool_)
         if not len(self):
@@ -198,9 +198,9 @@ class Reservation:
     def copy_in(self, rows: Rows) -> None:
         """Copy blocks in place on this node, or into staging. rows[i]: of keys[start + i]; only this reads them."""
         local = self._pool.local
-        target = np.where(self._away, self._staged, self._places)
+        target = np.where(self._away, self._staged, self._locations)
         if local is None or (target["node"] != local.index).any():
-            self._pool.look_again()
+            self._pool.refresh()
         else:
             try:
                 self._written = local.arena.write(target, self._keys, rows[self._rows], self._positions)
@@ -216,13 +216,13 @@ class Reservation:
         if not self._written.all():
             link.fault("write", f"{int((~self._written).sum())} of {len(self)} blocks were not written")
         written = self._written.astype(np.uint8).tobytes()
-        answer = link.call("commit", self._id, self._places.tobytes(), self._keys.tobytes(), written)
+        answer = link.call("commit", self._id, self._locations.tobytes(), self._keys.tobytes(), written)
         self.release()
         return answer[1] if answer else 0
 
     def release(self) -> None:
         """Give up what was not committed. Costs nothing."""
-        self._pool.link.let_go(self._id)
+        self._pool.link.release(self._id)
 
     def _push(self) -> None:
         local, away = self._pool.local, np.flatnonzero(self._away & self._written)
@@ -230,10 +230,10 @@ class Reservation:
         if local is None:
             return
         for piece in _pieces(away, max(1, PIECE_BYTES // self._block_bytes)):
-            verdicts = local.push(self._staged[piece], self._keys[piece], self._places[piece], self._pool.link)
+            verdicts = local.push(self._staged[piece], self._keys[piece], self._locations[piece], self._pool.link)
             self._written[piece] = verdicts == PULLED
             if not self._written[piece].all():
-                self._pool.look_again()
+                self._pool.refresh()
                 break
 
     def __enter__(self) -> Self:
@@ -316,15 +316,15 @@ class Match:
                 break
         return done
 
-    def places(self, blocks: NDArray[np.int64]) -> tuple[Places, Keys]:
-        """PLACEs and keys of blocks, by their numbers in the match: once fetched, to be read from this node's arena."""
+    def locations(self, blocks: NDArray[np.int64]) -> tuple[Locations, Keys]:
+        """LOCATIONs and keys of blocks, by their numbers in the match. Once fetched they are in this arena."""
         sources = np.concatenate([lease.source for lease in self._leases])
         return sources[blocks], np.concatenate([lease.keys for lease in self._leases])[blocks]
 
     def release(self) -> None:
         """Let go; the directory learns of it with the next call. Costs nothing."""
         for lease in self._leases:
-            self._pool.link.let_go(lease.id)
+            self._pool.link.release(lease.id)
 
     def __enter__(self) -> Self:
         return self
@@ -369,23 +369,23 @@ class _Lease:
         self._pool, self._block_bytes = pool, block_bytes
         self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a piece, and the pull of it
         self.id, answer = pool.link.hold("match", pool.home, keys.tobytes(), block_bytes)
-        self.source = np.frombuffer(answer.source if answer else b"", PLACE).copy()
-        self.staged = np.zeros(len(self.source), PLACE)
+        self.source = np.frombuffer(answer.source if answer else b"", LOCATION).copy()
+        self.staged = np.zeros(len(self.source), LOCATION)
         if answer and answer.staged:
-            self.staged[:] = np.frombuffer(answer.staged, PLACE)
+            self.staged[:] = np.frombuffer(answer.staged, LOCATION)
         self.keys = keys[: len(self.source)]
         ours = self.staged[self.staged["slab_gen"] > 0] if answer and answer.staged else self.source
         if pool.local is None or (ours["node"] != pool.local.index).any():
-            pool.look_again()  # the directory calls this node something else
+            pool.refresh()  # the directory calls this node something else
             self.source, self.staged, self.keys = self.source[:0], self.staged[:0], keys[:0]
-        self._below = below = self.source["node"] & 1 == 1
-        piece_bytes = TIER_PIECE_BYTES if below.any() else PIECE_BYTES
+        self._external = external = self.source["node"] & 1 == 1
+        piece_bytes = TIER_PIECE_BYTES if external.any() else PIECE_BYTES
         self._piece_blocks = max(1, piece_bytes // block_bytes)
-        self._patience_s = block_s * int(below.sum()) if below.any() else None
+        self._wait_budget_s = block_s * int(external.sum()) if external.any() else None
         self._since = time.monotonic()
         if not len(self.source):
-            pool.link.let_go(self.id)
-        elif pool.local is not None and (prefetch or below.any()):
+            pool.link.release(self.id)
+        elif pool.local is not None and (prefetch or external.any()):
             self._begin(pool.local)
 
     def __len__(self) -> int:
@@ -396,7 +396,7 @@ class _Lease:
         while at < len(self):
             stop = self._reach(at)
             if stop == at:
-                stop = at + self._stream(at)
+                stop = at + self._next_window(at)
             done = self._read_reached(at, stop, rows, verify)
             at += done
             if at < stop or not done:
@@ -413,30 +413,30 @@ class _Lease:
         missing = np.flatnonzero(~self._here()[at:] & (self.staged["slab_gen"][at:] == 0))
         return at + int(missing[0]) if len(missing) else len(self)
 
-    def _stream(self, at: int) -> int:
+    def _next_window(self, at: int) -> int:
         """Give back the staging of what was read, and take as much for what follows. Returns for how many blocks."""
-        answer = self._pool.link.call("stream", self.id, at, self._block_bytes)
-        staged = np.frombuffer(answer.staged if answer else b"", PLACE)
+        answer = self._pool.link.call("next_window", self.id, at, self._block_bytes)
+        staged = np.frombuffer(answer.staged if answer else b"", LOCATION)
         self.staged[at : at + len(staged)] = staged
         return self._reach(at) - at
 
-    def _begin(self, local: Local) -> None:
+    def _begin(self, local: LocalStore) -> None:
         stop = self._reach(0)
         for piece in itertools.islice(self._cut(self._away(0, stop)), PIECES_AHEAD):
             self._begun[int(piece[0])] = len(piece), self._start(local, piece)
 
     def _cut(self, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
         """Pieces to pull: first those of other nodes' memory, which is not to wait for a tier."""
-        below = self._below[away]
-        return itertools.chain(*(_pieces(part, self._piece_blocks) for part in (away[~below], away[below])))
+        external = self._external[away]
+        return itertools.chain(*(_pieces(part, self._piece_blocks) for part in (away[~external], away[external])))
 
-    def _start(self, local: Local, piece: NDArray[np.intp]) -> Any:
+    def _start(self, local: LocalStore, piece: NDArray[np.intp]) -> Any:
         """The pull of a piece, which may have begun with the match."""
         blocks, answer = self._begun.pop(int(piece[0]), (0, None))
         if blocks == len(piece):
             return answer
-        below = bool(self._below[piece[0]])
-        return local.pull(self.source[piece], self.keys[piece], self.staged[piece], below)
+        external = bool(self._external[piece[0]])
+        return local.pull(self.source[piece], self.keys[piece], self.staged[piece], external)
 
     def _away(self, at: int, stop: int) -> NDArray[np.intp]:
         return at + np.flatnonzero(~self._here()[at:stop])
@@ -444,9 +444,11 @@ class _Lease:
     def _deadline(self, pieces: list[NDArray[np.intp]]) -> float:
         """Seconds to wait for pieces: less than their tokens would take to compute, where only a tier has them."""
         size = self._block_bytes * sum(map(len, pieces))
-        if self._patience_s is None or not all(self._below[piece[0]] for piece in pieces):
+        if self._wait_budget_s is None or not all(self._external[piece[0]] for piece in pieces):
             return data_deadline(size)
-        return max(0.0, min(data_deadline(size), self._since + max(PATIENCE_S, self._patience_s) - time.monotonic()))
+        return max(
+            0.0, min(data_deadline(size), self._since + max(WAIT_BUDGET_S, self._wait_budget_s) - time.monotonic())
+        )
 
     def _read_reached(self, at: int, stop: int, rows: Rows, verify: bool) -> int:
         """Read [at, stop), pulling ahead what is on other nodes. Returns how many leading blocks are valid."""
@@ -458,32 +460,32 @@ class _Lease:
         arrivals = self._pull(local, away)
         near = np.setdiff1d(np.arange(at, stop), away)
         valid[near - at] = self._copy(self.source, near, rows, verify)  # while the first pieces are on their way
-        for came in arrivals:
-            valid[came - at] = self._copy(self.staged, came, rows, verify)
+        for arrived in arrivals:
+            valid[arrived - at] = self._copy(self.staged, arrived, rows, verify)
         return _leading(valid)
 
     def fetch(self, whole: bool) -> int:
         """Pull what is elsewhere, as far as staging goes, or all. Returns how many leading blocks came to this node."""
         local, at = self._pool.local, 0
         if whole:
-            self._patience_s = None
+            self._wait_budget_s = None
         while local is not None and at < len(self):
             stop = self._reach(at)
             if stop == at and whole:
-                stop = at + self._stream(at)
+                stop = at + self._next_window(at)
             away = self._away(at, stop)
             there = np.ones(stop - at, np.bool_)
             there[away - at] = False
-            for came in self._pull(local, away):
-                there[came - at] = True
+            for arrived in self._pull(local, away):
+                there[arrived - at] = True
                 if not whole:  # else what is behind is given back, and not for this lease to read
-                    self.source[came] = self.staged[came]
+                    self.source[arrived] = self.staged[arrived]
             at += _leading(there)
             if at < stop or stop == at or not whole:
                 break
         return at
 
-    def _pull(self, local: Local, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+    def _pull(self, local: LocalStore, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
         """Begin to pull blocks into their staging slots. Iterates over those that came, in whatever order they do."""
         pulls: dict[Any, NDArray[np.intp]] = {}
         pieces = self._cut(away)
@@ -497,7 +499,7 @@ class _Lease:
                 answer = local.first(list(pulls), self._deadline(list(pulls.values())))
                 if answer is None:
                     self._pool.link.fault("pull", f"{len(pulls)} pieces are late")
-                    self._pool.look_again()
+                    self._pool.refresh()
                     return
                 piece = pulls.pop(answer)
                 arrived = self._arrived(answer, piece)
@@ -508,18 +510,18 @@ class _Lease:
         pull(PIECES_AHEAD)
         return arrivals()
 
-    def _copy(self, places: Places, which: NDArray[np.intp], rows: Rows, verify: bool) -> NDArray[np.bool_]:
+    def _copy(self, locations: Locations, which: NDArray[np.intp], rows: Rows, verify: bool) -> NDArray[np.bool_]:
         """Read these blocks out of slots of this node; which of them are valid."""
         local, link = self._pool.local, self._pool.link
-        if local is None or not len(which) or (places["node"][which] != local.index).any():  # replaced meanwhile
+        if local is None or not len(which) or (locations["node"][which] != local.index).any():  # replaced meanwhile
             return np.zeros(len(which), np.bool_)
         try:
-            ok = local.arena.read(places[which], self.keys[which], rows[which], verify)
+            ok = local.arena.read(locations[which], self.keys[which], rows[which], verify)
         except DeviceError as error:  # nobody else is to miss the blocks for that
             link.fault("gpu", error)
             return np.zeros(len(which), np.bool_)
         if not ok.all():
-            link.bad(places[which][~ok])
+            link.corrupt(locations[which][~ok])
             link.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
         return ok
 
@@ -531,9 +533,9 @@ class _Lease:
         target = self.staged[piece]
         verdicts = local.verdicts(answer, target, link)
         if (verdicts != PULLED).any():
-            self._pool.look_again()  # the store may be another actor now
-        link.landed(target[verdicts == PULLED])
-        link.bad(self.source[piece][verdicts == ALTERED])
+            self._pool.refresh()  # the store may be another actor now
+        link.pulled(target[verdicts == PULLED])
+        link.corrupt(self.source[piece][verdicts == ALTERED])
         arrived: NDArray[np.bool_] = verdicts == PULLED
         return arrived
 

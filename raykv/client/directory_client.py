@@ -25,7 +25,7 @@ log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0
 
 
-class Link:
+class DirectoryClient:
     """Every call has a deadline; past it the answer is None, a miss, until a probe has returned.
 
     The ids of leases and reservations are chosen here, and every call lists those still held: whatever became of a call
@@ -42,9 +42,9 @@ class Link:
         self._ids = itertools.count(1)
         self._seq = itertools.count(1)
         self._held: set[int] = set()
-        self._landed: list[NDArray[np.void]] = []
-        self._bad: list[NDArray[np.void]] = []
-        self._owed: list[tuple[str, tuple[Any, ...]]] = []
+        self._pulled: list[NDArray[np.void]] = []
+        self._corrupt: list[NDArray[np.void]] = []
+        self._retries: list[tuple[str, tuple[Any, ...]]] = []
         self._lock = threading.Lock()
         self._up = self.directory is not None
         self._logged: dict[str, float] = {}
@@ -52,38 +52,40 @@ class Link:
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._pid = os.getpid()
-        threading.Thread(target=_beat, args=(weakref.ref(self), self._wake), name="raykv-link", daemon=True).start()
+        threading.Thread(
+            target=_heartbeat, args=(weakref.ref(self), self._wake), name="raykv-link", daemon=True
+        ).start()
 
     def hold(self, method: str, *args: Any) -> tuple[int, Any]:
         """Call a method that grants a hold: (id, answer). The id is held from now on, unless the answer is None."""
         hold = next(self._ids)
         answer = self._call(method, (hold, *args), METADATA_DEADLINE_S, hold)
         if answer is None:
-            self.let_go(hold)
+            self.release(hold)
         return hold, answer
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the directory; None is a miss."""
         return self._call(method, args, METADATA_DEADLINE_S)
 
-    def let_go(self, hold: int) -> None:
+    def release(self, hold: int) -> None:
         """Told with the next call."""
         with self._lock:
             self._held.discard(hold)
 
-    def landed(self, places: NDArray[np.void]) -> None:
+    def pulled(self, locations: NDArray[np.void]) -> None:
         """Staging slots that now hold their block. Told with the next call."""
         with self._lock:
-            self._landed.append(places)
+            self._pulled.append(locations)
 
-    def bad(self, places: NDArray[np.void]) -> None:
+    def corrupt(self, locations: NDArray[np.void]) -> None:
         """Blocks that were not what the directory said. Told with the next call."""
         with self._lock:
-            self._bad.append(places)
+            self._corrupt.append(locations)
 
-    def owe(self, method: str, *args: Any) -> None:
+    def retry_later(self, method: str, *args: Any) -> None:
         """Call a method of the directory in the background, until it has answered."""
-        self._owed.append((method, args))
+        self._retries.append((method, args))
         self._wake.set()
 
     def fault(self, kind: str, detail: object = "") -> None:
@@ -101,7 +103,7 @@ class Link:
             self._wake.set()
             if ray.is_initialized() and self.directory is not None:
                 with contextlib.suppress(RayError):
-                    self.directory.bye.remote(self._client)
+                    self.directory.disconnect.remote(self._client)
 
     def _call(self, method: str, args: tuple[Any, ...], deadline: float, hold: int | None = None) -> Any:
         if not self._up or self._closed.is_set() or not ray.is_initialized():
@@ -123,7 +125,7 @@ class Link:
             return None
         except BaseException:  # a signal's: its caller will never know of the hold
             if hold is not None:
-                self.let_go(hold)
+                self.release(hold)
             raise
         if _epoch(answer) < self._newest_epoch():
             self._up = False
@@ -134,25 +136,25 @@ class Link:
 
     def _news(self) -> Call:
         self._last_call = time.monotonic()
-        landed, bad = _joined(self._landed), _joined(self._bad)
+        pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
         held = np.array(sorted(self._held), np.uint64).tobytes()
-        return Call(self._client, next(self._seq), held, landed, bad)
+        return Call(self._client, next(self._seq), held, pulled, corrupt)
 
-    def _beat_once(self) -> None:
+    def _heartbeat_once(self) -> None:
         """Say that we are there; where the directory was down, find it again."""
         if self._up:
-            if time.monotonic() - self._last_call > HEARTBEAT_S / 2 or self._landed or self._bad:
-                self._send("beat_client", (), 4 * METADATA_DEADLINE_S)
-            while self._owed and self._send(*self._owed[0], 10 * METADATA_DEADLINE_S) is not None:
-                self._owed.pop(0)
+            if time.monotonic() - self._last_call > HEARTBEAT_S / 2 or self._pulled or self._corrupt:
+                self._send("client_heartbeat", (), 4 * METADATA_DEADLINE_S)
+            while self._retries and self._send(*self._retries[0], 10 * METADATA_DEADLINE_S) is not None:
+                self._retries.pop(0)
             return
         directory = _found(self.pool)
         if directory is not None:
             self.directory = directory
-            self._up = self._send("beat_client", (), 10 * METADATA_DEADLINE_S) is not None
+            self._up = self._send("client_heartbeat", (), 10 * METADATA_DEADLINE_S) is not None
 
 
-def _beat(reference: "weakref.ref[Link]", wake: threading.Event) -> None:
+def _heartbeat(reference: "weakref.ref[DirectoryClient]", wake: threading.Event) -> None:
     """The thread of a link; ends with it."""
     while True:
         wake.wait(HEARTBEAT_S / 2)
@@ -164,7 +166,7 @@ def _beat(reference: "weakref.ref[Link]", wake: threading.Event) -> None:
         wake.clear()
         try:
             if ray.is_initialized():
-                link._beat_once()
+                link._heartbeat_once()
         except Exception as error:  # a link that no longer probes would stay down for good
             link.fault("probe", repr(error))
         del link

@@ -16,8 +16,8 @@ from raykv import keys, registry
 from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
 from raykv.arena.gpu.device import uuid_of
 from raykv.client.cache import KVCache
-from raykv.client.directory_client import Link
-from raykv.client.session import Local
+from raykv.client.directory_client import DirectoryClient
+from raykv.client.session import LocalStore
 from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, check_memory, fingerprint
 from raykv.errors import CapacityError, PoolNotFound
 from raykv.protocol import host_of
@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS = 16  # that serve async callers
-LOOK_AGAIN_S = 1.0
+REFRESH_S = 1.0
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
 ADMIN_DEADLINE_S = 10.0
 LANES_DEADLINE_S = 1.0  # a store that is stopped is not waited for
@@ -56,7 +56,7 @@ class KVPool:
         self._gpu = gpu
         self._secret = bytes.fromhex(settings["secret"])
         self.local = self._look()
-        self.link = Link(name, lambda: self.local.arena.epoch if self.local else 0)
+        self.link = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv")
@@ -215,9 +215,9 @@ class KVPool:
         """Run what may wait for a tier, behind which nothing of memory is to queue."""
         return self._background.submit(function, *args, **kwargs)
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """The node store seems to be another one now; at most once a second."""
-        if time.monotonic() - self._looked > LOOK_AGAIN_S:
+        if time.monotonic() - self._looked > REFRESH_S:
             self._looked = time.monotonic()
             self._threads.submit(self._renew)
 
@@ -230,9 +230,9 @@ class KVPool:
         names = [host_of(self._names[index]) for index in indices if index in self._names]
         return list(dict.fromkeys(names))
 
-    def _look(self) -> Local | None:
+    def _look(self) -> LocalStore | None:
         try:
-            return Local(self.name, self.node_id, self._gpu)
+            return LocalStore(self.name, self.node_id, self._gpu)
         except (ValueError, RayError):
             return None
 

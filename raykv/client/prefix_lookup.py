@@ -17,7 +17,7 @@ log = logging.getLogger("raykv")
 DEADLINE_S = 0.05  # a request is not held up for longer
 
 
-class Scout:
+class PrefixLookup:
     """An event loop's line to a pool's directory, and what was announced of a model.
 
     Questions are asked only while the directory answers in time. Otherwise it is looked for beside, once a second, and
@@ -35,7 +35,7 @@ class Scout:
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 
-    async def whereabouts(self, keys: NDArray[np.uint8]) -> dict[str, int]:
+    async def locate_prefix(self, keys: NDArray[np.uint8]) -> dict[str, int]:
         """By Ray node id, how many blocks of the longest ready prefix of `keys` lie there; empty if nobody answers.
 
         keys: (n, 16), at most KEYS_PER_CALL.
@@ -43,7 +43,7 @@ class Scout:
         if self._directory is not None:
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    found: dict[str, int] = await self._directory.whereabouts.remote(keys.tobytes())
+                    found: dict[str, int] = await self._directory.locate_prefix.remote(keys.tobytes())
                     return found
             except (RayError, TimeoutError) as error:
                 log.info("pool %s: the directory did not answer a router: %r", self._pool, error)
@@ -56,7 +56,7 @@ class Scout:
             try:
                 directory, announced = await asyncio.to_thread(self._find)
                 async with asyncio.timeout(DEADLINE_S):
-                    await directory.whereabouts.remote(b"")
+                    await directory.locate_prefix.remote(b"")
             except (ValueError, RayError, TimeoutError):
                 await asyncio.sleep(HEARTBEAT_S)
             else:

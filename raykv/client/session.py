@@ -10,16 +10,16 @@ from ray.exceptions import RayError
 
 from raykv import registry
 from raykv.arena.arena import Arena
-from raykv.arena.gpu.gpu_arena import DeviceArena
-from raykv.client.directory_client import Link
+from raykv.arena.gpu.gpu_arena import GpuArena
+from raykv.client.directory_client import DirectoryClient
 from raykv.protocol import PULLED, data_deadline
 
 HELLO_DEADLINE_S = 60.0
 
-Places = NDArray[np.void]
+Locations = NDArray[np.void]
 
 
-class Local:
+class LocalStore:
     """The store of this node. Where it is down its memory still serves; only what crosses nodes is missed."""
 
     def __init__(self, pool: str, node_id: str, gpu: str | None = None) -> None:
@@ -28,18 +28,18 @@ class Local:
         ValueError where the node has no store; RayError where it does not answer; ArenaMismatch (rule 12).
         """
         self.store = registry.find(registry.node_store_name(pool, node_id))
-        hello = ray.get(self.store.hello.remote(gpu), timeout=HELLO_DEADLINE_S)
-        self.name: str = hello["name"]  # as the directory has it
-        self.index: int = hello["index"]
-        if gpu and hello["handle"]:
-            self.arena: Arena = DeviceArena.map(hello["path"], hello["nonce"], gpu, hello["handle"])
+        described = ray.get(self.store.describe_arena.remote(gpu), timeout=HELLO_DEADLINE_S)
+        self.name: str = described["name"]  # as the directory has it
+        self.index: int = described["index"]
+        if gpu and described["handle"]:
+            self.arena: Arena = GpuArena.map(described["path"], described["nonce"], gpu, described["handle"])
         else:
-            self.arena = Arena.attach(hello["path"], hello["nonce"])
+            self.arena = Arena.attach(described["path"], described["nonce"])
         weakref.finalize(self, self.arena.close).atexit = False
 
-    def pull(self, source: Places, keys: NDArray[np.uint8], target: Places, below: bool = False) -> Any:
-        """Begin to fetch blocks of other nodes, or what is `below`; `verdicts` waits for it."""
-        pull = self.store.pull.options(concurrency_group="promote") if below else self.store.pull
+    def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
+        """Begin to fetch blocks of other nodes, or what is `external`; `verdicts` waits for it."""
+        pull = self.store.pull.options(concurrency_group="promote") if external else self.store.pull
         return pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
 
     def first(self, answers: list[Any], seconds: float) -> Any | None:
@@ -47,18 +47,20 @@ class Local:
         ready, _ = ray.wait(answers, timeout=seconds)
         return ready[0] if ready else None
 
-    def push(self, source: Places, keys: NDArray[np.uint8], target: Places, link: Link) -> NDArray[np.uint8]:
+    def push(
+        self, source: Locations, keys: NDArray[np.uint8], target: Locations, link: DirectoryClient
+    ) -> NDArray[np.uint8]:
         """Have other nodes fetch blocks from staging slots here; a verdict for each."""
         answer = self.store.push.remote(source.tobytes(), keys.tobytes(), target.tobytes())
         return self.verdicts(answer, target, link)
 
-    def verdicts(self, answer: Any, places: Places, link: Link) -> NDArray[np.uint8]:
+    def verdicts(self, answer: Any, locations: Locations, link: DirectoryClient) -> NDArray[np.uint8]:
         """What became of blocks that cross nodes. A store that does not answer in time has fetched nothing."""
         try:
-            data = ray.get(answer, timeout=data_deadline(int(places["bytes"].sum())))
+            data = ray.get(answer, timeout=data_deadline(int(locations["bytes"].sum())))
         except RayError as error:
             link.fault("pull", type(error).__name__)
-            return np.zeros(len(places), np.uint8)
+            return np.zeros(len(locations), np.uint8)
         verdicts = np.frombuffer(data, np.uint8)
         if (verdicts != PULLED).any():
             link.fault("pull", f"{int((verdicts != PULLED).sum())} blocks did not arrive")

@@ -83,7 +83,7 @@ class Swaps:
         self._cache.store_rows(request.keys, rows)
         answer = self._pool.link.call("preempted", request.keys.tobytes())
         if answer is None:  # it may keep them yet
-            self._pool.link.owe("forget", request.keys.tobytes())
+            self._pool.link.retry_later("forget", request.keys.tobytes())
         return int(answer[1]) if answer else 0
 
     def _back(self, rows: Rows, request: Swapped | None) -> int:
@@ -101,8 +101,8 @@ class Swaps:
                 time.sleep(AGAIN_S if done < request.blocks else 0.0)
             return done
         finally:
-            self._pool.link.owe("forget", request.keys.tobytes())
+            self._pool.link.retry_later("forget", request.keys.tobytes())
 
     def _drop(self, request: Swapped) -> None:
         if request.kept():
-            self._pool.link.owe("forget", request.keys.tobytes())
+            self._pool.link.retry_later("forget", request.keys.tobytes())

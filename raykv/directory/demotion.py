@@ -1,19 +1,19 @@
 """What goes down from a GPU to the memory of its node, before its room is needed.
 
 A block that was copied there is a primary in memory from then on, and a replica on the GPU, whose eviction loses
-nothing. While it is copied its row in memory is SINKING, which nobody may evict or read.
+nothing. While it is copied its row in memory is DEMOTING, which nobody may evict or read.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raykv.config import KEYS_PER_CALL, MIB
-from raykv.directory.allocator import Memory, Node
+from raykv.directory.allocator import Allocator, Node
 from raykv.directory.kernels.index import (
+    DEMOTING,
     DROPPED,
     READY,
     REPLICA,
-    SINKING,
     delete,
     grant,
     link_old,
@@ -26,8 +26,8 @@ from raykv.directory.kernels.index import (
 )
 from raykv.directory.kernels.leases import has_primary
 from raykv.directory.kernels.placement import evict, oldest, room, take
-from raykv.directory.size_classes import Places, Rows, Shelves
-from raykv.protocol import Cooled
+from raykv.directory.size_classes import Locations, Rows, SizeClasses
+from raykv.protocol import GpuDemotions
 from raykv.system.jit import kernel
 
 SHARE = 0.25  # of a GPU's slots that can be had for nothing
@@ -35,31 +35,31 @@ BYTES_PER_CALL = 64 * MIB  # of each size; one block at least
 
 
 @kernel
-def lacks(c, shelf, slots, share):  # type: ignore[no-untyped-def]
-    """How many more of a shelf's slots should be free, or a replica's, beside its staging window."""
-    return max(0, np.int64(np.ceil(slots * share)) - max(0, room(c, shelf)))
+def lacks(c, size_class, slots, share):  # type: ignore[no-untyped-def]
+    """How many more of a size class's slots should be free, or a replica's, beside its staging window."""
+    return max(0, np.int64(np.ceil(slots * share)) - max(0, room(c, size_class)))
 
 
 @kernel
-def cool(c, shelf, below, want, source, target):  # type: ignore[no-untyped-def]
+def demote_gpu(c, size_class, host_class, want, source, target):  # type: ignore[no-untyped-def]
     """Choose a GPU's oldest primaries, and a slot for each in the memory below: of the oldest there, if need be.
 
-    source[i], target[i]: the row on the GPU, which nobody holds for that, and the SINKING one. Returns how many.
+    source[i], target[i]: the row on the GPU, which nobody holds for that, and the DEMOTING one. Returns how many.
     """
-    n, row = 0, oldest(c, shelf)
+    n, row = 0, oldest(c, size_class)
     while row >= 0 and n < want:
         before = np.int64(c.rows[row].prev)
         if c.rows[row].pins == 0 and not _sinks(c, row):
-            if room(c, below) > 0:
-                place = take(c, below)
-            elif oldest(c, below) >= 0:
-                place = evict(c, below)
+            if room(c, host_class) > 0:
+                target_row = take(c, host_class)
+            elif oldest(c, host_class) >= 0:
+                target_row = evict(c, host_class)
             else:
                 break
-            grant(c, place, c.rows[row].k0, c.rows[row].k1, SINKING)
-            c.rows[place].uses = c.rows[row].uses
+            grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING)
+            c.rows[target_row].uses = c.rows[row].uses
             source[n] = row
-            target[n] = place
+            target[n] = target_row
             n += 1
         row = before
     return n
@@ -69,15 +69,15 @@ def cool(c, shelf, below, want, source, target):  # type: ignore[no-untyped-def]
 def _sinks(c, row):  # type: ignore[no-untyped-def]
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
-        if c.rows[other].state == SINKING and c.rows[other].pins > 0:
+        if c.rows[other].state == DEMOTING and c.rows[other].pins > 0:
             return True
         other = np.int64(c.rows[other].same)
     return False
 
 
 @kernel
-def cooled(c, rows, stored):  # type: ignore[no-untyped-def]
-    """SINKING rows that were stored are primaries from now on, and those of a GPU replicas, the first to go.
+def gpu_demoted(c, rows, stored):  # type: ignore[no-untyped-def]
+    """DEMOTING rows that were stored are primaries from now on, and those of a GPU replicas, the first to go.
 
     The others are for a sweep: somebody may still write there. Returns how many were stored.
     """
@@ -117,43 +117,43 @@ def _step_back(c, row):  # type: ignore[no-untyped-def]
         other = np.int64(c.rows[other].same)
 
 
-class Cooling:
+class GpuDemotion:
     """What is on its way down from GPUs."""
 
-    def __init__(self, shelves: Shelves, memory: Memory) -> None:
-        self._shelves, self._memory = shelves, memory
+    def __init__(self, size_classes: SizeClasses, memory: Allocator) -> None:
+        self._size_classes, self._allocator = size_classes, memory
         self._under_way: dict[str, Rows] = {}  # in memory, by the GPU's name; -1 where the slab was closed
 
-    def next(self, node: Node, host: Node) -> Cooled:
+    def next(self, node: Node, host: Node) -> GpuDemotions:
         """What of a GPU's blocks goes down next."""
         source, target, keys = [], [np.zeros(0, np.int64)], []
-        slots = self._memory.slots(node)
-        for stride, shelf in node.shelves.items():
-            lacking = int(lacks(self._shelves.c, shelf, slots[stride], SHARE))
+        slots = self._allocator.slots(node)
+        for stride, size_class in node.size_classes.items():
+            lacking = int(lacks(self._size_classes.c, size_class, slots[stride], SHARE))
             want = min(lacking, max(1, BYTES_PER_CALL // stride), KEYS_PER_CALL)
-            if node.spare or want == 0 or (below := self._memory.shelf(host, stride)) < 0:
+            if node.spare or want == 0 or (host_class := self._allocator.size_class(host, stride)) < 0:
                 continue
-            self._memory.make_room(host, below, stride, want)
-            c, rows, places = self._shelves.c, np.empty(want, np.int64), np.empty(want, np.int64)
-            n = cool(c, shelf, below, want, rows, places)
-            source.append(self._shelves.describe(rows[:n], stride)[1].tobytes())
+            self._allocator.make_room(host, host_class, stride, want)
+            c, rows, locations = self._size_classes.c, np.empty(want, np.int64), np.empty(want, np.int64)
+            n = demote_gpu(c, size_class, host_class, want, rows, locations)
+            source.append(self._size_classes.describe(rows[:n], stride)[1].tobytes())
             keys.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
-            target.append(places[:n])
+            target.append(locations[:n])
         rows = np.concatenate(target)
         self._under_way[node.name] = rows
-        return Cooled(b"".join(source), b"".join(keys), self._shelves.describe(rows, 0)[1].tobytes())
+        return GpuDemotions(b"".join(source), b"".join(keys), self._size_classes.describe(rows, 0)[1].tobytes())
 
-    def settle(self, name: str, places: Places, stored: NDArray[np.uint8]) -> int:
+    def settle(self, name: str, locations: Locations, stored: NDArray[np.uint8]) -> int:
         """What became of the last answer; those of which nothing is said did not go down. Returns how many did.
 
         Nothing else that is said counts: rows of an earlier answer are for a sweep by now, or another's.
         """
-        c, (there, gens) = self._shelves.c, self._shelves.rows_of(places[stored > 0])
+        c, (there, gens) = self._size_classes.c, self._size_classes.rows_of(locations[stored > 0])
         done = there[c.rows["gen"][there] == gens]
         rows = self._under_way.pop(name, np.zeros(0, np.int64))
-        return int(cooled(c, rows, np.isin(rows, done)))
+        return int(gpu_demoted(c, rows, np.isin(rows, done)))
 
-    def disown(self) -> None:
+    def invalidate(self) -> None:
         """Rows of slabs that were closed are on their way no more."""
         for rows in self._under_way.values():
-            self._shelves.disown(rows, rows)
+            self._size_classes.invalidate(rows, rows)

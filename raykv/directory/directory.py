@@ -8,21 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.config import CLIENT_TTL_S, SUSPECT_AFTER_S
-from raykv.directory.allocator import Memory, Node, staging_window
-from raykv.directory.demotion import Cooling
+from raykv.directory.allocator import Allocator, Node, staging_window
+from raykv.directory.demotion import GpuDemotion
 from raykv.directory.kernels import demotion, index, leases, placement, slabs
 from raykv.directory.kernels.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
 from raykv.directory.pins import Pins
-from raykv.directory.size_classes import Places, Rows, Shelves
-from raykv.directory.tier_catalog import NOTHING, Below
-from raykv.protocol import KEY_BYTES, PLACE, Call, Cooled, Matched, Reserved, Sunk, host_of, slot_bytes
+from raykv.directory.size_classes import Locations, Rows, SizeClasses
+from raykv.directory.tier_catalog import NOTHING, TierCatalog
+from raykv.protocol import KEY_BYTES, LOCATION, Call, Demotions, GpuDemotions, Matched, Reserved, host_of, slot_bytes
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
-DEPARTING_PER_CALL = 4096  # of each size
+SOLE_COPIES_PER_CALL = 4096  # of each size
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
     "num_cumulative_preemption",
-    *("gpu_hits", "promoted", "cooled"),
+    *("gpu_hits", "promoted", "gpu_demoted"),
 )
 
 
@@ -32,7 +32,7 @@ class Hold:
 
     seq: int
     node: int
-    shelf: int
+    size_class: int
     keys: Keys
     source: Rows
     gens: Rows
@@ -69,12 +69,12 @@ class Directory:
         self.clients: dict[int, Client] = {}
         self.floor = 0  # generations up to this one were cleared
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._shelves = Shelves(epoch)
-        self._memory = Memory(self._shelves)
-        self.nodes = self._memory.nodes
-        self.pins = Pins(self._shelves)
-        self._cooling = Cooling(self._shelves, self._memory)
-        self._below = Below(self._shelves, share, min_hits)
+        self._size_classes = SizeClasses(epoch)
+        self._allocator = Allocator(self._size_classes)
+        self.nodes = self._allocator.nodes
+        self.pins = Pins(self._size_classes)
+        self._gpu_demotion = GpuDemotion(self._size_classes, self._allocator)
+        self._tier_catalog = TierCatalog(self._size_classes, share, min_hits)
         self._indices = itertools.count()
         self._leaving: set[str] = set()  # nodes of which that was said, known or not
         self._stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
@@ -82,85 +82,93 @@ class Directory:
 
     @property
     def epoch(self) -> int:
-        return int(self._shelves.c.state[EPOCH])
+        return int(self._size_classes.c.state[EPOCH])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return self._shelves.nbytes
+        return self._size_classes.nbytes
 
     # ------------------------------------------------------------------ readers
 
     def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
         """Lease the longest prefix of `keys` that is ready, for a reader on `node`."""
-        client = self._hello(call, now)
+        client = self._on_call(call, now)
         self._end(client, lease)
         reader = self.nodes.get(node)
-        shelf = self._memory.shelf(reader, slot_bytes(block_bytes)) if reader else -1
+        size_class = self._allocator.size_class(reader, slot_bytes(block_bytes)) if reader else -1
         k, firsts = self._find(keys)
-        if reader and shelf >= 0 and self._memory.provide_staging(reader, shelf, slot_bytes(block_bytes), firsts):
+        if (
+            reader
+            and size_class >= 0
+            and self._allocator.provide_staging(reader, size_class, slot_bytes(block_bytes), firsts)
+        ):
             k, firsts = self._find(keys)  # the slab that was taken away may have held some
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
-        n, remote = leases.match(self._shelves.c, k, firsts, index_here, shelf, source, staged)
+        n, remote = leases.match(self._size_classes.c, k, firsts, index_here, size_class, source, staged)
         source, staged = source[:n], staged[:n]
-        gens, places = self._shelves.describe(source, block_bytes)
-        below = int(np.count_nonzero(places["node"] & 1))
+        gens, locations = self._size_classes.describe(source, block_bytes)
+        below = int(np.count_nonzero(locations["node"] & 1))
         self.counters["lookups"] += len(k)
         self.counters["hits"] += n
-        promoted = self._promoted(reader, places)
+        promoted = self._promoted(reader, locations)
         self.counters["remote_hits"] += remote - below - promoted
         self.counters["external_hits"] += below
         self.counters["promoted"] += promoted
         self.counters["gpu_hits"] += n - remote if reader and reader.on_gpu else 0
         if n == 0:
             return Matched(self.epoch, b"", b"")
-        staged_gens, staged_places = self._shelves.describe(staged, block_bytes) if remote else (staged.copy(), None)
-        client.holds[lease] = Hold(call.seq, index_here, shelf, k[:n], source, gens, staged, staged_gens, writes=False)
-        return Matched(self.epoch, places.tobytes(), b"" if staged_places is None else staged_places.tobytes())
+        staged_gens, staged_places = (
+            self._size_classes.describe(staged, block_bytes) if remote else (staged.copy(), None)
+        )
+        client.holds[lease] = Hold(
+            call.seq, index_here, size_class, k[:n], source, gens, staged, staged_gens, writes=False
+        )
+        return Matched(self.epoch, locations.tobytes(), b"" if staged_places is None else staged_places.tobytes())
 
-    def _promoted(self, reader: Node | None, places: Places) -> int:
+    def _promoted(self, reader: Node | None, locations: Locations) -> int:
         """How many of the places are in the memory of the node whose GPU reads."""
         host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
-        return int(np.count_nonzero(places["node"] == host.index)) if host else 0
+        return int(np.count_nonzero(locations["node"] == host.index)) if host else 0
 
-    def stream(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
+    def next_window(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
         """Further staging for a lease whose blocks before `start` were read: their staging slots are given back."""
-        client = self._hello(call, now)
+        client = self._on_call(call, now)
         hold = client.holds.get(lease)
         if hold is None or hold.writes or not 0 <= start <= len(hold.source):
             return Matched(self.epoch, b"", b"")
-        c = self._shelves.c
-        leases.let_go(c, hold.staged[:start], hold.staged_gens[:start], hold.staged[:0], hold.staged_gens[:0])
+        c = self._size_classes.c
+        leases.release(c, hold.staged[:start], hold.staged_gens[:start], hold.staged[:0], hold.staged_gens[:0])
         hold.staged[:start] = -1
         rest = slice(start, None)
-        n = leases.restage(
+        n = leases.next_window(
             c,
             hold.keys[rest],
             hold.source[rest],
             hold.gens[rest],
             hold.node,
-            hold.shelf,
+            hold.size_class,
             hold.staged[rest],
             hold.staged_gens[rest],
         )
         rows = slice(start, start + n)
-        _, source = self._shelves.describe(hold.source[rows], block_bytes)
-        hold.staged_gens[rows], staged = self._shelves.describe(hold.staged[rows], block_bytes)
+        _, source = self._size_classes.describe(hold.source[rows], block_bytes)
+        hold.staged_gens[rows], staged = self._size_classes.describe(hold.staged[rows], block_bytes)
         return Matched(self.epoch, source.tobytes(), staged.tobytes())
 
-    def whereabouts(self, keys: bytes) -> dict[str, int]:
+    def locate_prefix(self, keys: bytes) -> dict[str, int]:
         """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.
 
         For whoever chooses a reader: nothing is touched, leased or counted.
         """
-        hosts = np.zeros(len(self._shelves.c.grid), np.int64)
+        hosts = np.zeros(len(self._size_classes.c.grid), np.int64)
         numbers: dict[str, int] = {}
         for node in self.nodes.values():
             if node.slabs:
                 hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
         counts, last = np.zeros((2, len(numbers)), np.int64)
-        leases.whereabouts(self._shelves.c, self._find(keys)[1], hosts, counts, last)
+        leases.locate_prefix(self._size_classes.c, self._find(keys)[1], hosts, counts, last)
         return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
 
     # ------------------------------------------------------------------ writers
@@ -169,54 +177,56 @@ class Directory:
         self, call: Call, reservation: int, node: str, keys: bytes, start: int, block_bytes: int, now: float
     ) -> Reserved:
         """Slots for what is missing of keys[start:]. keys[:start] are their parents, touched along with them."""
-        client = self._hello(call, now)
+        client = self._on_call(call, now)
         self._end(client, reservation)
         k, firsts = self._find(keys)
         stride = slot_bytes(block_bytes)
         writer = self.nodes.get(node)
-        shelf = self._memory.shelf(writer, stride) if writer and writer.offered_to >= index.TO_OWN else -1
-        if writer is None or shelf < 0 or not 0 <= start <= len(k):
+        size_class = self._allocator.size_class(writer, stride) if writer and writer.offered_to >= index.TO_OWN else -1
+        if writer is None or size_class < 0 or not 0 <= start <= len(k):
             return Reserved(self.epoch, start, b"", b"", b"")
-        if self._memory.provision(writer, shelf, stride, int(placement.missing(self._shelves.c, firsts[start:]))):
+        if self._allocator.provision(
+            writer, size_class, stride, int(placement.missing(self._size_classes.c, firsts[start:]))
+        ):
             k, firsts = self._find(keys)  # the slab that was taken away may have held some
         source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
         others = self._others(writer, stride)
-        heap = self._shelves.heaps[stride]
+        heap = self._size_classes.heaps[stride]
         covered, grants = placement.reserve(
-            self._shelves.c, k, firsts, start, shelf, others, heap, self.locality, source, staged, granted
+            self._size_classes.c, k, firsts, start, size_class, others, heap, self.locality, source, staged, granted
         )
         if not grants:  # else the rest is asked for in another call
             self.counters["refused"] += len(k) - covered
         granted = granted[:grants]
-        gens, places = self._shelves.describe(source, block_bytes)
-        staged_gens, staged_places = self._shelves.describe(staged, block_bytes)
+        gens, locations = self._size_classes.describe(source, block_bytes)
+        staged_gens, staged_places = self._size_classes.describe(staged, block_bytes)
         client.holds[reservation] = Hold(
-            call.seq, writer.index, shelf, k, source, gens, staged, staged_gens, writes=True
+            call.seq, writer.index, size_class, k, source, gens, staged, staged_gens, writes=True
         )
         return Reserved(
             self.epoch,
             covered,
             granted.astype(np.int32).tobytes(),
-            places.take(granted).tobytes(),
+            locations.take(granted).tobytes(),
             staged_places.take(granted).tobytes(),
         )
 
     def _others(self, writer: Node, stride: int) -> Rows:
         """Where else a writer's blocks may go; of a GPU's, into its own node's memory first."""
-        shelf, host = writer.shelves[stride], self.nodes.get(writer.host, writer).shelves.get(stride, -1)
-        others = [other for other in self._shelves.sizes[stride] if other != shelf]
+        size_class, host = writer.size_classes[stride], self.nodes.get(writer.host, writer).size_classes.get(stride, -1)
+        others = [other for other in self._size_classes.sizes[stride] if other != size_class]
         return np.array(sorted(others, key=lambda other: other != host), np.int64)
 
     def commit(
-        self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes, now: float
+        self, call: Call, reservation: int, locations: bytes, keys: bytes, written: bytes, now: float
     ) -> tuple[int, int]:
         """Offer the blocks that were `written` (uint8 mask): (epoch, how many are offered). Ends the reservation.
 
         `call` must still list the reservation as held: what it does not list is let go before anything else is done.
         Idempotent: judged by place, key and generation, whatever became of the reservation.
         """
-        client = self._hello(call, now)
-        rows, gens = self._shelves.rows_of(np.frombuffer(places, PLACE))
+        client = self._on_call(call, now)
+        rows, gens = self._size_classes.rows_of(np.frombuffer(locations, LOCATION))
         k = np.frombuffer(keys, np.uint64).reshape(-1, 2)
         done = np.frombuffer(written, np.uint8)
         if not len(rows) == len(k) == len(done):
@@ -225,7 +235,7 @@ class Directory:
         hold = client.holds.get(reservation)
         if not done.all():  # a slot that another hold writes is not this one's to give up
             rows[(done == 0) & ~np.isin(rows, hold.source if hold else [])] = -1
-        placement.commit(self._shelves.c, rows, k, gens, done, accepted)
+        placement.commit(self._size_classes.c, rows, k, gens, done, accepted)
         if hold:
             self._end(client, reservation)
             self.counters["stored"] += int(accepted.sum())
@@ -235,18 +245,18 @@ class Directory:
 
     def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
         """Have blocks stay until `unpin`: (epoch, how many of the keys are pinned now)."""
-        self._hello(call, now)
+        self._on_call(call, now)
         return self.epoch, self.pins.pin(_split(keys))
 
     def unpin(self, call: Call, keys: bytes, now: float) -> int:
         """Returns the epoch."""
-        self._hello(call, now)
+        self._on_call(call, now)
         self.pins.unpin(_split(keys))
         return self.epoch
 
     def forget(self, call: Call, keys: bytes, now: float) -> int:
         """Blocks that nobody will ask for again. What is held stays until it is let go. Returns the epoch."""
-        client = self._hello(call, now)
+        client = self._on_call(call, now)
         for key in _split(keys):
             client.swapped.pop(key, None)
         self._forget(keys)
@@ -257,7 +267,7 @@ class Directory:
 
         Returns (epoch, how many there are): all of them, or none, where some are not there and the rest is forgotten.
         """
-        client, names = self._hello(call, now), _split(keys)
+        client, names = self._on_call(call, now), _split(keys)
         self.counters["num_cumulative_preemption"] += 1
         if self.pins.pin(names) < len(names):
             self._forget(keys)
@@ -271,57 +281,57 @@ class Directory:
 
     def _forget(self, keys: bytes) -> None:
         self.pins.unpin(_split(keys))
-        c, firsts = self._shelves.c, self._find(keys)[1]
+        c, firsts = self._size_classes.c, self._find(keys)[1]
         rows = np.empty(leases.copies(c, firsts, np.empty(0, np.int64)), np.int64)
         leases.copies(c, firsts, rows)
-        self._below.doom(rows, c.rows["gen"][rows])
+        self._tier_catalog.schedule_delete(rows, c.rows["gen"][rows])
         slabs.forget_rows(c, rows)
 
     # ------------------------------------------------------------------ clients
 
-    def beat_client(self, call: Call, now: float) -> int:
+    def client_heartbeat(self, call: Call, now: float) -> int:
         """A client that has nothing to ask is still there. Returns the epoch."""
-        self._hello(call, now)
+        self._on_call(call, now)
         return self.epoch
 
-    def bye(self, client: int, now: float) -> None:
+    def disconnect(self, client: int, now: float) -> None:
         """A client leaves in order: nothing of it is still being written."""
         self._check(now)
         if gone := self.clients.pop(client, None):
             for hold in gone.holds.values():
-                self._let_go(hold)
+                self._release(hold)
             self._forget_swapped(gone)
 
-    def _hello(self, call: Call, now: float) -> Client:
+    def _on_call(self, call: Call, now: float) -> Client:
         self._check(now)
         client = self.clients.setdefault(call.client, Client(now))
         client.last_seen = now
-        if call.landed:
-            at = np.frombuffer(call.landed, PLACE)
-            came = np.zeros(len(self._shelves.c.shelves), np.int64)
-            leases.landed(self._shelves.c, *self._shelves.rows_of(at), came)
-            self._memory.restore_windows(came)
-            if came.any():  # those that they took over from are primaries no more
+        if call.pulled:
+            at = np.frombuffer(call.pulled, LOCATION)
+            taken_over = np.zeros(len(self._size_classes.c.size_classes), np.int64)
+            leases.pulled(self._size_classes.c, *self._size_classes.rows_of(at), taken_over)
+            self._allocator.restore_windows(taken_over)
+            if taken_over.any():  # those that they took over from are primaries no more
                 self.pins.settle()
         if client.holds:
             held = set(np.frombuffer(call.held, np.uint64).tolist())
             for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
                 self._end(client, i)
-        if self._memory.lacking:
-            self._memory.settle_windows()
-        if call.bad:
-            rows, gens = self._shelves.rows_of(np.frombuffer(call.bad, PLACE))
-            self._below.doom(rows, gens)
-            self.counters["corrupt"] += int(slabs.drop(self._shelves.c, rows, gens))
+        if self._allocator.lacking:
+            self._allocator.settle_windows()
+        if call.corrupt:
+            rows, gens = self._size_classes.rows_of(np.frombuffer(call.corrupt, LOCATION))
+            self._tier_catalog.schedule_delete(rows, gens)
+            self.counters["corrupt"] += int(slabs.drop(self._size_classes.c, rows, gens))
             self.pins.settle()
         return client
 
     def _end(self, client: Client, hold: int) -> None:
         if hold in client.holds:
-            self._let_go(client.holds.pop(hold))
+            self._release(client.holds.pop(hold))
 
-    def _let_go(self, hold: Hold) -> None:
-        leases.let_go(self._shelves.c, hold.source, hold.gens, hold.staged, hold.staged_gens)
+    def _release(self, hold: Hold) -> None:
+        leases.release(self._size_classes.c, hold.source, hold.gens, hold.staged, hold.staged_gens)
 
     def _check(self, now: float) -> None:
         """Suspect nodes and expire clients; twice a second."""
@@ -329,14 +339,14 @@ class Directory:
             return
         self._next_check = now + 0.5
         for node in self.nodes.values():
-            if node.state == "alive" and now - node.last_beat > SUSPECT_AFTER_S:
+            if node.state == "alive" and now - node.last_heartbeat > SUSPECT_AFTER_S:
                 self._set_state(node, "suspect")
         for i in [i for i, client in self.clients.items() if now - client.last_seen > self.client_ttl]:
             gone = self.clients.pop(i)
             for hold in gone.holds.values():
-                leases.abandon(self._shelves.c, hold.source, hold.gens)
-                leases.abandon(self._shelves.c, hold.staged, hold.staged_gens)
-                self._let_go(hold)
+                leases.abandon(self._size_classes.c, hold.source, hold.gens)
+                leases.abandon(self._size_classes.c, hold.staged, hold.staged_gens)
+                self._release(hold)
             self._forget_swapped(gone)
 
     # ------------------------------------------------------------------ nodes
@@ -358,11 +368,11 @@ class Directory:
         """
         self._check(now)
         if epoch > self.epoch or (epoch == self.epoch and nonce not in self._stamped):
-            self._shelves.c.state[EPOCH] = epoch + 1
+            self._size_classes.c.state[EPOCH] = epoch + 1
         self._stamped.add(nonce)
         known = self.nodes.get(name)
         if known and known.nonce == nonce:
-            known.last_beat = now
+            known.last_heartbeat = now
             return known.index, self.epoch
         self._remove_node(name)
         window = staging_window(slab_bytes * slab_count) if window is None else window
@@ -373,7 +383,7 @@ class Directory:
     def adopt(
         self,
         name: str,
-        places: bytes,
+        locations: bytes,
         keys: bytes,
         positions: bytes,
         stamps: bytes,
@@ -391,39 +401,39 @@ class Directory:
         node = self.nodes.get(name)
         if node is None:
             return
-        node.last_beat = now
-        at, k = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint64).reshape(-1, 2)
+        node.last_heartbeat = now
+        at, k = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint64).reshape(-1, 2)
         if node.state == "joining":
-            writing = np.frombuffer(busy, PLACE)
-            self._memory.open_found(node, np.concatenate([at, writing]))
-            slabs.set_aside(self._shelves.c, *self._shelves.rows_of(writing))
+            writing = np.frombuffer(busy, LOCATION)
+            self._allocator.open_found(node, np.concatenate([at, writing]))
+            slabs.set_aside(self._size_classes.c, *self._size_classes.rows_of(writing))
             depth = np.frombuffer(positions, np.uint32).astype(np.int64)
             order = np.lexsort((-depth, np.frombuffer(stamps, np.uint32)))  # oldest first, and children before parents
             order = order[at["gen"][order] > self.floor]
-            rows, gens = self._shelves.rows_of(at[order])
-            slabs.adopt(self._shelves.c, rows[rows >= 0], k[order][rows >= 0], gens[rows >= 0])
+            rows, gens = self._size_classes.rows_of(at[order])
+            slabs.adopt(self._size_classes.c, rows[rows >= 0], k[order][rows >= 0], gens[rows >= 0])
         else:
-            rows, gens = self._shelves.rows_of(at)
-            mine = self._shelves.c.rows[rows]
+            rows, gens = self._size_classes.rows_of(at)
+            mine = self._size_classes.c.rows[rows]
             other = (mine["gen"] != gens) | (mine["k0"] != k[:, 0]) | (mine["k1"] != k[:, 1])
             vetoed = (rows >= 0) & other & (gens >= mine["gen"])
-            slabs.drop(self._shelves.c, rows[vetoed], mine["gen"][vetoed])
+            slabs.drop(self._size_classes.c, rows[vetoed], mine["gen"][vetoed])
             self.pins.settle()
         joined = node.state == "joining"
-        self._memory.offer(node, offered)
+        self._allocator.offer(node, offered)
         self._set_state(node, "alive")
         for other in self.nodes.values():
             if other.leaving or (other.on_gpu and other.host == name):
-                self._hand_over(other)  # before anybody may evict what looks like a replica here
+                self._promote_replicas(other)  # before anybody may evict what looks like a replica here
         if joined and not node.leaving:
-            self._memory.make_windows(node)
+            self._allocator.make_windows(node)
 
     def _new_index(self, tier: bool) -> int:
         """An index: never that of another node, nor one that another directory has given (int32); tiers' are odd."""
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
-    def fit(self, name: str, limit: int, given_back: bytes, now: float) -> tuple[int, bytes]:
-        """A node store is to have `limit` slabs; before every `adopt` and `beat`, if that may change.
+    def set_slab_target(self, name: str, limit: int, given_back: bytes, now: float) -> tuple[int, bytes]:
+        """A node store is to have `limit` slabs; before every `adopt` and `heartbeat`, if that may change.
 
         given_back: numbers (int32) of slabs whose memory was, or is about to be: they rule, whatever was agreed before.
         Returns (generation, numbers (int32)) of slabs to give back: grants there are of older generations. What nobody
@@ -435,46 +445,46 @@ class Directory:
             return 0, b""
         if limit != node.limit:
             node.limit, node.window_bytes = limit, staging_window(node.slab_bytes * limit)
-        for stride, shelf in node.shelves.items():
-            self._shelves.resize_window(shelf, max(1, node.window_bytes // stride))
+        for stride, size_class in node.size_classes.items():
+            self._size_classes.resize_window(size_class, max(1, node.window_bytes // stride))
         if (gone := set(np.frombuffer(given_back, np.int32).tolist())) != node.withdrawn:
             self._settle_withdrawn(node, gone)
-        numbers = self._memory.withdraw(node, self.pins.rows()) if node.state != "joining" else []
-        return self._shelves.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes()
+        numbers = self._allocator.withdraw(node, self.pins.rows()) if node.state != "joining" else []
+        return self._size_classes.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes()
 
     def _settle_withdrawn(self, node: Node, gone: set[int]) -> None:
         kept = sorted(node.withdrawn - gone, reverse=True)  # or taken up again
         lost = [number for number in gone if number in node.slabs]  # another answer than the last came through
         for number in lost:
-            self._shelves.close(node.index, node.slabs.pop(number))
+            self._size_classes.close(node.index, node.slabs.pop(number))
         node.spare[:] = [*kept, *(number for number in node.spare if number not in gone)]
         node.withdrawn = gone
         if lost:
-            self._disown()
+            self._invalidate()
 
-    def beat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
+    def heartbeat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
         """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and is to `join` again.
 
-        Returns (epoch, generation up to which all was cleared, PLACEs to sweep).
+        Returns (epoch, generation up to which all was cleared, LOCATIONs to sweep).
         """
         self._check(now)
         node = self.nodes.get(name)
         if node is None or node.state == "joining":
             return None
-        node.last_beat = now
-        self._memory.offer(node, offered)
+        node.last_heartbeat = now
+        self._allocator.offer(node, offered)
         if node.state == "suspect":
             self._set_state(node, "alive")
-        return self.epoch, self.floor, self._memory.limbo(node).tobytes()
+        return self.epoch, self.floor, self._allocator.quarantined(node).tobytes()
 
-    def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
+    def sweep_result(self, locations: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
         """What a sweep found: verdicts (uint8) 0 still written, 1 freed, 2 ready as (key, uint64 generation)."""
         self._check(now)
-        rows, granted = self._shelves.rows_of(np.frombuffer(places, PLACE))
+        rows, granted = self._size_classes.rows_of(np.frombuffer(locations, LOCATION))
         states, k = np.frombuffer(verdicts, np.uint8), np.frombuffer(keys, np.uint64).reshape(-1, 2)
         found = np.frombuffer(gens, np.uint64).astype(np.int64)
         if len(rows) == len(states) == len(k) == len(found):
-            slabs.settle(self._shelves.c, rows, granted, states, k, found, self.floor)
+            slabs.settle(self._size_classes.c, rows, granted, states, k, found, self.floor)
 
     def remove_node(self, name: str, now: float) -> int:
         """Ray says that a node is dead: its rows go. Returns how many slots it had."""
@@ -491,28 +501,28 @@ class Directory:
         if node is None:
             return 0
         self._set_state(node, "dead")
-        slots = sum(self._shelves.span(record)[1] for record in node.slabs.values())
+        slots = sum(self._size_classes.span(record)[1] for record in node.slabs.values())
         for record in node.slabs.values():
-            self._shelves.close(node.index, record)
-        for stride, shelf in node.shelves.items():
-            self._shelves.remove(shelf, stride)
-            self._memory.lacking.pop(shelf, None)
-        self._below.leave(name)
-        self._cooling.settle(name, np.zeros(0, PLACE), np.zeros(0, np.uint8))
-        self._disown()  # the node may come back with the same generations in the same rows
+            self._size_classes.close(node.index, record)
+        for stride, size_class in node.size_classes.items():
+            self._size_classes.remove(size_class, stride)
+            self._allocator.lacking.pop(size_class, None)
+        self._tier_catalog.leave(name)
+        self._gpu_demotion.settle(name, np.zeros(0, LOCATION), np.zeros(0, np.uint8))
+        self._invalidate()  # the node may come back with the same generations in the same rows
         return slots
 
-    def _disown(self) -> None:
+    def _invalidate(self) -> None:
         """Whoever holds rows of slabs that were closed holds nothing there."""
         for client in self.clients.values():
             for hold in client.holds.values():
-                self._shelves.disown(hold.source, hold.gens)
-                self._shelves.disown(hold.staged, hold.staged_gens)
-        self._cooling.disown()
+                self._size_classes.invalidate(hold.source, hold.gens)
+                self._size_classes.invalidate(hold.staged, hold.staged_gens)
+        self._gpu_demotion.invalidate()
         self.pins.settle()
 
     def leave(self, name: str, now: float) -> None:
-        """A node is about to leave: nothing new is stored there, and what only it has is `departing`.
+        """A node is about to leave: nothing new is stored there, and what only it has is `sole_copies`.
 
         To be said to a new directory before any node joins.
         """
@@ -522,117 +532,121 @@ class Directory:
             if not node.leaving:  # it is said every second
                 node.leaving = True
                 self._set_state(node, node.state)
-                self._hand_over(node)
+                self._promote_replicas(node)
 
-    def departing(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
-        """(PLACEs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.
+    def sole_copies(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
+        """(LOCATIONs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.
 
         And how many would go in all, with those that are being written. None: what the node has is not known here.
         `bytes` of a place is its slot's.
         """
         self._check(now)
         found, k, going = [], [], 0
-        nodes, shared = self._of_host(name), self._below.tiers.get("")
+        nodes, shared = self._of_host(name), self._tier_catalog.tiers.get("")
         if name not in self.nodes or any(node.state == "joining" for node in nodes):
             return None
         below = shared.index if shared and not shared.unreached else -1
         for node in nodes:
             if node.leaving:
-                self._hand_over(node)
-        c = self._shelves.c  # not before: a slab that is opened may replace the columns
+                self._promote_replicas(node)
+        c = self._size_classes.c  # not before: a slab that is opened may replace the columns
         for node in nodes:
-            for stride, shelf in node.shelves.items():
-                rows = np.empty(DEPARTING_PER_CALL, np.int64)
-                n = leases.departing(c, shelf, below, rows, 0)
+            for stride, size_class in node.size_classes.items():
+                rows = np.empty(SOLE_COPIES_PER_CALL, np.int64)
+                n = leases.sole_copies(c, size_class, below, rows, 0)
                 for record in node.slabs.values():
-                    if c.slabs[record]["shelf"] == shelf:
-                        n = leases.held_there(c, *self._shelves.span(record), below, rows, n)
-                found.append(self._shelves.describe(rows[:n], stride)[1].tobytes())
+                    if c.slabs[record]["size_class"] == size_class:
+                        n = leases.held_sole_copies(c, *self._size_classes.span(record), below, rows, n)
+                found.append(self._size_classes.describe(rows[:n], stride)[1].tobytes())
                 k.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
-            going += sum(int(leases.going(c, *self._shelves.span(record), below)) for record in node.slabs.values())
+            going += sum(
+                int(leases.count_sole_copies(c, *self._size_classes.span(record), below))
+                for record in node.slabs.values()
+            )
         return b"".join(found), b"".join(k), going
 
-    def _hand_over(self, node: Node) -> None:
-        self._memory.hand_over(node)
+    def _promote_replicas(self, node: Node) -> None:
+        self._allocator.promote_replicas(node)
         self.pins.settle()
 
     def _set_state(self, node: Node, state: str) -> None:
         node.state = state
-        for stride, shelf in node.shelves.items():
-            self._shelves.offer(shelf, stride, node.offered_to)
-        self._below.suspect(node.name, state == "suspect")
+        for stride, size_class in node.size_classes.items():
+            self._size_classes.offer(size_class, stride, node.offered_to)
+        self._tier_catalog.suspect(node.name, state == "suspect")
 
     # ------------------------------------------------------------------ external tiers
 
-    def beat_tier(
+    def tier_heartbeat(
         self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes, now: float
     ) -> tuple[int, bool] | None:
         """A node store has an external tier, which it reaches or not. lost: where what was there is gone, the name of
         what is there now, by which each store of a shared tier tells of the same loss.
 
-        Returns (index of the tier in places, whether the store is to tell what lies there: `found`); None: it is to
-        `join` first.
+        Returns (index of the tier, whether the store must call `report_existing`); None: it must `join` first.
         """
         self._check(now)
         node = self.nodes.get(name)
         if node is None:
             return None
         if lost:
-            self._below.forget(name, lost)
-            self._disown()
-        answer = self._below.beat(name, capacity, shared, reached, lambda: self._new_index(tier=True))
-        self._below.suspect(name, node.state == "suspect")
+            self._tier_catalog.forget(name, lost)
+            self._invalidate()
+        answer = self._tier_catalog.heartbeat(name, capacity, shared, reached, lambda: self._new_index(tier=True))
+        self._tier_catalog.suspect(name, node.state == "suspect")
         return answer
 
-    def found(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
+    def report_existing(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
         """What lies in a node's tier from before, oldest first: keys and block_bytes (int64). last: that is all."""
         self._check(now)
         k, s = np.frombuffer(keys, np.uint64).reshape(-1, 2), np.frombuffer(sizes, np.int64)
         if len(k) == len(s):
-            self._below.found(name, k, s, last)
+            self._tier_catalog.report_existing(name, k, s, last)
 
-    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float) -> Sunk:
+    def demote(
+        self, name: str, locations: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float
+    ) -> Demotions:
         """What of a node's blocks goes down to its tier next; whole: in the end, everything.
 
         places, keys, stored (uint8 mask): what became of earlier answers, as often as it is said. seen: number of the
         last answer whose deletions were carried out.
         """
         self._check(now)
-        at = np.frombuffer(places, PLACE)
+        at = np.frombuffer(locations, LOCATION)
         k, done = np.frombuffer(keys, np.uint64).reshape(-1, 2), np.frombuffer(stored, np.uint8)
         node = self.nodes.get(name)
         if node is None or node.state == "joining" or not len(at) == len(k) == len(done):
             return NOTHING
-        if self._below.sunk(name, at, k, done, seen):
-            self._below.look_again(node.shelves.values())
+        if self._tier_catalog.demoted(name, at, k, done, seen):
+            self._tier_catalog.refresh(node.size_classes.values())
         self.pins.renew([key for key, stored_now in zip(_split(keys), done, strict=True) if stored_now])
-        share, slots = self._below.share, self._memory.slots(node)
+        share, slots = self._tier_catalog.share, self._allocator.slots(node)
         if whole and share > 0.0:
-            held = np.concatenate([self.pins.rows(), self._memory.held(node, self._below.min_uses)])
-            return self._below.sink(name, node.shelves, slots, 1.0, sum(slots.values()), held)
+            held = np.concatenate([self.pins.rows(), self._allocator.held(node, self._tier_catalog.min_uses)])
+            return self._tier_catalog.demote(name, node.size_classes, slots, 1.0, sum(slots.values()), held)
         if node.spare and share < 1.0:  # there is room
             share = 0.0
-        return self._below.sink(name, node.shelves, slots, share, demotion.LOOKS, self.pins.rows())
+        return self._tier_catalog.demote(name, node.size_classes, slots, share, demotion.LOOKS, self.pins.rows())
 
-    def cool(self, name: str, places: bytes, stored: bytes, now: float) -> Cooled:
+    def demote_gpu(self, name: str, locations: bytes, stored: bytes, now: float) -> GpuDemotions:
         """What of a GPU's blocks goes down to its node's memory next.
 
         places, stored (uint8 mask): what became of the last answer.
         """
         self._check(now)
-        at, done = np.frombuffer(places, PLACE), np.frombuffer(stored, np.uint8)
+        at, done = np.frombuffer(locations, LOCATION), np.frombuffer(stored, np.uint8)
         node, host = self.nodes.get(name), self.nodes.get(host_of(name))
         if node is None or host is None or node is host or len(at) != len(done):
-            return Cooled(b"", b"", b"")
-        self.counters["cooled"] += self._cooling.settle(name, at, done)
+            return GpuDemotions(b"", b"", b"")
+        self.counters["gpu_demoted"] += self._gpu_demotion.settle(name, at, done)
         self.pins.settle()
         if node.offered_to != index.TO_OWN or host.offered_to != index.TO_ALL:
-            return Cooled(b"", b"", b"")
-        return self._cooling.next(node, host)
+            return GpuDemotions(b"", b"", b"")
+        return self._gpu_demotion.next(node, host)
 
     def indices(self) -> dict[int, str]:
         """Nodes by the index that places carry: their memory's, and their own tier's."""
-        own = {tier.index: name for name, tier in self._below.tiers.items() if tier.owner}
+        own = {tier.index: name for name, tier in self._tier_catalog.tiers.items() if tier.owner}
         return {node.index: name for name, node in self.nodes.items()} | own
 
     # ------------------------------------------------------------------ slabs
@@ -642,12 +656,12 @@ class Directory:
     def clear(self, now: float) -> int:
         """Forget every block; what is held stays until it is let go. Returns how many keys there were."""
         self._check(now)
-        keys = int(self._shelves.c.state[ENTRIES])
-        self.floor = self._shelves.last_gen
+        keys = int(self._size_classes.c.state[ENTRIES])
+        self.floor = self._size_classes.last_gen
         for node in self.nodes.values():
             for record in node.slabs.values():
-                slabs.clear_rows(self._shelves.c, *self._shelves.span(record))
-        self._below.clear()
+                slabs.clear_rows(self._size_classes.c, *self._size_classes.span(record))
+        self._tier_catalog.clear()
         self.pins.settle()
         return keys
 
@@ -655,18 +669,18 @@ class Directory:
         """Slots by node and state, holds, and totals since start."""
         self._check(now)
         held = [hold.writes for client in self.clients.values() for hold in client.holds.values()]
-        tiers = self._below.stats()
+        tiers = self._tier_catalog.stats()
         used = sum(tier["bytes_used"] for tier in tiers.values())
         return {
             "epoch": self.epoch,
-            "keys": int(self._shelves.c.state[ENTRIES]),
+            "keys": int(self._size_classes.c.state[ENTRIES]),
             "leases": held.count(False),
             "reservations": held.count(True),
             "clients": len(self.clients),
             "pinned": len(self.pins),
-            "evicted": int(self._shelves.c.shelves["evicted"].sum()),
+            "evicted": int(self._size_classes.c.size_classes["evicted"].sum()),
             **self.counters,
-            "nodes": {name: self._memory.stats(node, now) for name, node in self.nodes.items()},
+            "nodes": {name: self._allocator.stats(node, now) for name, node in self.nodes.items()},
             "tiers": tiers,
             "external_cache_usage": used / max(1, sum(tier["capacity"] for tier in tiers.values())),
         }
@@ -674,7 +688,7 @@ class Directory:
     def _find(self, keys: bytes) -> tuple[Keys, Rows]:
         k = np.frombuffer(keys, np.uint64).reshape(-1, 2)
         firsts = np.empty(len(k), np.int64)
-        index.find(self._shelves.c, k, firsts)
+        index.find(self._size_classes.c, k, firsts)
         return k, firsts
 
 

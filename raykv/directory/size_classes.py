@@ -1,4 +1,4 @@
-"""Slabs and the rows in them: which sizes a node's memory serves. A shelf is the slots of one size on one node."""
+"""Slabs and the rows in them: which sizes a node's memory serves. A size class is the slots of one size on one node."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.directory.kernels import index, placement, slabs
-from raykv.directory.kernels.index import COUNTER, EPOCH, LISTS_PER_SHELF, NODE_MASK, PAGE_BITS
-from raykv.protocol import COUNTER_BITS, PLACE
+from raykv.directory.kernels.index import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS
+from raykv.protocol import COUNTER_BITS, LOCATION
 
 Rows = NDArray[np.int64]
-Places = NDArray[np.void]
+Locations = NDArray[np.void]
 
 
 def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
@@ -25,7 +25,7 @@ def _pages(slots: int) -> int:
     return -(-slots // (1 << PAGE_BITS))
 
 
-class Shelves:
+class SizeClasses:
     """Owns the columns; opens and closes slabs; turns places into rows and back."""
 
     def __init__(self, epoch: int) -> None:
@@ -33,16 +33,16 @@ class Shelves:
             rows=np.zeros(64, index.ROW),
             table=np.zeros(128, np.int64),
             lists=np.zeros(0, index.LIST),
-            shelves=np.zeros(0, index.SHELF),
+            size_classes=np.zeros(0, index.SIZE_CLASS),
             slabs=np.zeros(0, index.SLAB),
             pages=np.zeros(1, np.int32),
             grid=np.full((1, 1), -1, np.int32),
             state=np.zeros(4, np.int64),
         )
         self.c.state[EPOCH] = epoch
-        self.sizes: dict[int, list[int]] = {}  # shelves by slot size
+        self.sizes: dict[int, list[int]] = {}  # size classes by slot size
         self.heaps: dict[int, NDArray[np.void]] = {}  # of `placement.coldest`, by slot size
-        self._shelf_count = 0
+        self._class_count = 0
         self._slab_count = 0
         self._page_count = 0
         self._free_slabs: list[int] = []  # records of slabs that were closed
@@ -62,72 +62,72 @@ class Shelves:
         """Bytes of all columns."""
         return sum(array.nbytes for array in self.c)
 
-    # ------------------------------------------------------------------ shelves
+    # ------------------------------------------------------------------ size classes
 
     def add(self, node: int, stride: int, window: int, offered: int) -> int:
-        """A shelf for slots of `stride` bytes, of which `window` may be staging."""
-        shelf = self._add(node, window, offered)
-        self.sizes.setdefault(stride, []).append(shelf)
+        """A size class for slots of `stride` bytes, of which `window` may be staging."""
+        size_class = self._add(node, window, offered)
+        self.sizes.setdefault(stride, []).append(size_class)
         self._reset_heap(stride)
-        return shelf
+        return size_class
 
-    def add_below(self, tier: int, offered: int) -> int:
-        """A shelf of an external tier: nobody writes there, and nothing is evicted there for a writer."""
+    def add_tier(self, tier: int, offered: int) -> int:
+        """A size class of an external tier: nobody writes there, and nothing is evicted there for a writer."""
         return self._add(tier, 0, offered)
 
     def _add(self, node: int, window: int, offered: int) -> int:
-        shelf = self._shelf_count
-        self._shelf_count += 1
-        lists = _grown(self.c.lists, self._shelf_count * LISTS_PER_SHELF)
-        lists[shelf * LISTS_PER_SHELF :][:LISTS_PER_SHELF] = (-1, -1, 0, -1, 0)
-        shelves = _grown(self.c.shelves, self._shelf_count)
-        shelves[shelf] = (node, offered, window, 0, 0, 0)
-        self.c = self.c._replace(lists=lists, shelves=shelves)
-        return shelf
+        size_class = self._class_count
+        self._class_count += 1
+        lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
+        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0)
+        size_classes = _grown(self.c.size_classes, self._class_count)
+        size_classes[size_class] = (node, offered, window, 0, 0, 0)
+        self.c = self.c._replace(lists=lists, size_classes=size_classes)
+        return size_class
 
-    def offer(self, shelf: int, stride: int, offered: int) -> None:
+    def offer(self, size_class: int, stride: int, offered: int) -> None:
         """Who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
-        self.c.shelves[shelf]["offered"] = offered
+        self.c.size_classes[size_class]["offered"] = offered
         self._reset_heap(stride)
 
-    def resize_window(self, shelf: int, window: int) -> None:
+    def resize_window(self, size_class: int, window: int) -> None:
         """How many slots may be staging; those that are now stay so."""
-        at = self.c.shelves[shelf]
+        at = self.c.size_classes[size_class]
         at["window"] = max(window, at["staging"])
 
-    def remove(self, shelf: int, stride: int) -> None:
+    def remove(self, size_class: int, stride: int) -> None:
         """Its node is gone, and all its slabs are closed."""
-        self.sizes[stride].remove(shelf)
+        self.sizes[stride].remove(size_class)
         self._reset_heap(stride)
 
     def _reset_heap(self, stride: int) -> None:
         heap = np.zeros(len(self.sizes[stride]), index.HEAP)
-        heap["shelf"] = self.sizes[stride]  # with ticks of 0, a lower bound of any: a valid heap
+        heap["size_class"] = self.sizes[stride]  # with ticks of 0, a lower bound of any: a valid heap
         self.heaps[stride] = heap
 
-    def room(self, shelf: int) -> int:
+    def room(self, size_class: int) -> int:
         """Blocks that fit without evicting one that is nowhere else."""
-        return int(placement.room(self.c, shelf))
+        return int(placement.room(self.c, size_class))
 
-    def takeable(self, shelf: int) -> int:
+    def takeable(self, size_class: int) -> int:
         """Slots that are free, or hold a replica that nobody reads."""
-        return int(placement.takeable(self.c, shelf))
+        return int(placement.takeable(self.c, size_class))
 
-    def coldest(self, shelf: int) -> int:
-        """Tick of the last touch of the shelf's next victim; -1 where it has none."""
-        row = int(placement.oldest(self.c, shelf))
+    def coldest(self, size_class: int) -> int:
+        """Tick of the last touch of the size class's next victim; -1 where it has none."""
+        row = int(placement.oldest(self.c, size_class))
         return int(self.c.rows[row]["last"]) if row >= 0 else -1
 
     # ------------------------------------------------------------------ slabs
 
-    def open(self, node: int, number: int, shelf: int, slots: int, gen: int) -> int:
-        """Slab `number` of a node serves a shelf from now on. Returns its record."""
+    def open(self, node: int, number: int, size_class: int, slots: int, gen: int) -> int:
+        """Slab `number` of a node serves a size class from now on. Returns its record."""
         pages = _pages(slots)
         first = self._take_pages(pages)
         record = self._free_slabs.pop() if self._free_slabs else self._slab_count
         self._slab_count = max(self._slab_count, record + 1)
         records = _grown(self.c.slabs, self._slab_count)
-        records[record] = (first << PAGE_BITS, slots, shelf, number, gen)
+        records[record] = (first << PAGE_BITS, slots, size_class, number, gen)
         self._grow_grid(node & NODE_MASK, number)
         self.c = self.c._replace(slabs=records)
         self.c.pages[first : first + pages] = record
@@ -145,7 +145,7 @@ class Shelves:
         self._free_slabs.append(record)
         return number
 
-    def disown(self, rows: Rows, gens: Rows) -> None:
+    def invalidate(self, rows: Rows, gens: Rows) -> None:
         """Set row and generation of what was closed to -1, in what is held."""
         closed = (rows >= 0) & (self.c.rows["state"][rows] == index.CLOSED)
         rows[closed] = gens[closed] = -1
@@ -186,14 +186,14 @@ class Shelves:
 
     # ------------------------------------------------------------------ places
 
-    def describe(self, rows: Rows, block_bytes: int) -> tuple[Rows, Places]:
-        """(generations, PLACEs) of rows; zeros where a row is negative."""
-        gens, out = np.empty(len(rows), np.int64), np.zeros(len(rows), PLACE)
+    def describe(self, rows: Rows, block_bytes: int) -> tuple[Rows, Locations]:
+        """(generations, LOCATIONs) of rows; zeros where a row is negative."""
+        gens, out = np.empty(len(rows), np.int64), np.zeros(len(rows), LOCATION)
         slabs.describe(self.c, rows, block_bytes, gens, out)
         return gens, out
 
-    def rows_of(self, places: Places) -> tuple[Rows, Rows]:
+    def rows_of(self, locations: Locations) -> tuple[Rows, Rows]:
         """(rows, generations) of places; row -1 where the slab is not, or no longer, what the place says."""
-        rows = np.empty(len(places), np.int64)
-        slabs.rows_of(self.c, places, rows)
-        return rows, places["gen"].astype(np.int64)
+        rows = np.empty(len(locations), np.int64)
+        slabs.rows_of(self.c, locations, rows)
+        return rows, locations["gen"].astype(np.int64)

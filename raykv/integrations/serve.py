@@ -62,7 +62,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
         """Called by Serve with request_router_kwargs."""
-        self.scout = prefix_lookup.Scout(pool, model)
+        self.scout = prefix_lookup.PrefixLookup(pool, model)
         self._warned = False
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -104,7 +104,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return {}
         every = -(-len(prompt) // ASKED)
         asked = np.ascontiguousarray(prompt[every - 1 :: every])  # parents outlive their children: the rest is implied
-        blocks = await self.scout.whereabouts(asked)
+        blocks = await self.scout.locate_prefix(asked)
         return {node: count / len(asked) for node, count in blocks.items()}
 
     def _queue_lengths(self, replicas: list[RunningReplica]) -> list[int]:

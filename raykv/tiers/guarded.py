@@ -33,7 +33,7 @@ READERS = 4
 Keys = NDArray[np.uint8]
 
 
-class External:
+class GuardedTier:
     """A tier that never keeps anybody waiting past a deadline, and never raises. Thread-safe.
 
     A tier that failed, or did not answer in time, is not asked until a `probe` was answered. It may be out of order

@@ -15,18 +15,18 @@ from raykv.protocol import seconds_left
 class Peer(NamedTuple):
     """Memory of another node that is read from."""
 
-    name: str  # as the directory has it: see `raykv.place.host_of`
+    name: str  # as the directory has it: see `raykv.protocol.host_of`
     store: Any  # the actor
-    below: bool = False  # its external tier, which is waited for, and not by what comes from memory
+    external: bool = False  # its external tier, which is waited for, and not by what comes from memory
 
 
-class Wanted(NamedTuple):
+class PullRequest(NamedTuple):
     """Blocks of a peer, and slots of an arena for them."""
 
-    source: NDArray[np.void]  # (n,) PLACE there
+    source: NDArray[np.void]  # (n,) LOCATION there
     keys: NDArray[np.uint8]  # (n, 16)
     arena: Arena
-    target: NDArray[np.void]  # (n,) PLACE here
+    target: NDArray[np.void]  # (n,) LOCATION here
     end: float  # time.monotonic() until which they are waited for
 
 
@@ -43,7 +43,7 @@ class Transport:
         """What the `pull` of a peer asks of this node, by `NodeStore.serve`."""
         raise ValueError(f"{self.name} is not asked for anything")
 
-    def pull(self, peer: Peer, offer: Any, wanted: Wanted) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: Any, wanted: PullRequest) -> NDArray[np.uint8]:
         """Copy blocks of a peer, which offers that; (n,) verdicts FAILED, PULLED, or ALTERED there.
 
         Raises TimeoutError at their `end`; what is written from then on is under the slots' locks. OSError or RayError

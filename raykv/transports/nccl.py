@@ -20,8 +20,8 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
-from raykv.protocol import ALTERED, FAILED, KEY_BYTES, PLACE, PULLED, data_deadline, seconds_left
-from raykv.transports.base import Peer, Transport, Wanted, ask
+from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline, seconds_left
+from raykv.transports.base import Peer, PullRequest, Transport, ask
 from raykv.transports.nccl_pair import READER, SENDER, Pair, new_unique, why_not
 from raykv.transports.tcp import CLAIM
 
@@ -66,24 +66,24 @@ class Nccl(Transport):
             self._sending[reader] = Pair(self._ordinal, unique, SENDER)
         return b""
 
-    def _send(self, reader: str, unique: bytes, places: bytes, keys: bytes) -> bytes:
+    def _send(self, reader: str, unique: bytes, locations: bytes, keys: bytes) -> bytes:
         """As `claimed`. What is there is sent, from now on until it is all received, or should long have been."""
-        at = np.frombuffer(places, PLACE)
+        at = np.frombuffer(locations, LOCATION)
         with self._mutex:  # `withdraw` waits for what was shown as there
             pair = self._sending.get(reader)
             if pair is None or pair.unique != unique:
                 raise ConnectionError(f"{self._name} has no such pair with {reader}")
-            claims = np.frombuffer(self._claimed(places, keys), CLAIM)
+            claims = np.frombuffer(self._claimed(locations, keys), CLAIM)
             there, size = at[claims["there"]], int(at["bytes"][0])
             end = time.monotonic() + data_deadline(size * len(there))
             pair.do(partial(pair.move, self._arena.addresses(there), size, end))
         return claims.tobytes()
 
-    def _claimed(self, places: bytes, keys: bytes) -> bytes:
-        """(n,) CLAIM: what the headers of n PLACEs say now."""
-        at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+    def _claimed(self, locations: bytes, keys: bytes) -> bytes:
+        """(n,) CLAIM: what the headers of n LOCATIONs say now."""
+        at, names = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         claims = np.zeros(len(at), CLAIM)
-        claims["sum"], claims["position"], claims["there"] = self._arena.claims(at, names)
+        claims["sum"], claims["position"], claims["there"] = self._arena.read_headers(at, names)
         return claims.tobytes()
 
     def withdraw(self, slab: int) -> None:
@@ -106,7 +106,7 @@ class Nccl(Transport):
 
     # ------------------------------------------------------------------ from peers
 
-    def pull(self, peer: Peer, offer: Offer, wanted: Wanted) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: Offer, wanted: PullRequest) -> NDArray[np.uint8]:
         """As Transport's. ConnectionError when half of the time is gone: by then it is another transport's turn."""
         source, keys, arena, target, end = wanted
         stop = time.monotonic() + (end - time.monotonic()) / 2
@@ -154,7 +154,7 @@ class Arrival(NamedTuple):
         """In a task of the pair. It keeps the slots' locks until nothing moves any more. Returns (n,) verdicts."""
         same = np.ones(len(target), np.bool_)
 
-        def bring(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
+        def fill(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
             addresses = np.zeros(len(target), np.int64)
             addresses[which] = slots
             self.pair.move(addresses, self.size, self.stop)
@@ -162,7 +162,7 @@ class Arrival(NamedTuple):
             sums: list[int] = np.where(same, self.claims["sum"], ~self.claims["sum"])[which].tolist()
             return sums
 
-        written = arena.fill(target, keys, bring, self.claims["position"], self.claims["sum"])
+        written = arena.fill(target, keys, fill, self.claims["position"], self.claims["sum"])
         return np.where(written, PULLED, np.where(same, FAILED, ALTERED)).astype(np.uint8)
 
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena
-from raykv.protocol import ALTERED, FAILED, KEY_BYTES, PLACE, PULLED, seconds_left
-from raykv.transports.base import Peer, Transport, Wanted, ask, translated
+from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, seconds_left
+from raykv.transports.base import Peer, PullRequest, Transport, ask, translated
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
@@ -77,16 +77,16 @@ class Nixl(Transport):
 
     # ------------------------------------------------------------------ for peers
 
-    def serve(self, agent: str, places: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
+    def serve(self, agent: str, locations: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
         """What is SHOWN of blocks, and the version of this agent's metadata.
 
         With the metadata itself where the peer knows another version of it. ValueError if it means another agent.
         """
         if agent != self.offer():
             raise ValueError(f"{agent} was another process's: ask for its offer again")
-        at, names = np.frombuffer(places, PLACE), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        at, names = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         shown = np.zeros(len(at), SHOWN)
-        shown["sum"], shown["position"], shown["there"] = self._arena.claims(at, names)
+        shown["sum"], shown["position"], shown["there"] = self._arena.read_headers(at, names)
         shown["address"] = self._arena.addresses(at)
         self._register(at[shown["there"]])
         with self._mutex:
@@ -102,7 +102,7 @@ class Nixl(Transport):
 
     # ------------------------------------------------------------------ from peers
 
-    def pull(self, peer: Peer, offer: str, wanted: Wanted) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: str, wanted: PullRequest) -> NDArray[np.uint8]:
         source, keys, arena, target, end = wanted
         known = self._known[offer]
         if known.busy:
@@ -146,14 +146,14 @@ class Nixl(Transport):
             self._register(target)
             altered = np.zeros(len(target), np.bool_)
 
-            def bring(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
+            def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
                 size = int(target["bytes"][0])
                 self._transfer(known.agent, shown["address"][which], slots, size)
                 sums = block_copy.sums(slots, size)
                 altered[which] = np.array(sums, np.uint64) != shown["sum"][which]
                 return sums
 
-            written = arena.fill(target, keys, bring, shown["position"], shown["sum"])
+            written = arena.fill(target, keys, fill, shown["position"], shown["sum"])
             return np.where(written, PULLED, np.where(altered, ALTERED, FAILED)).astype(np.uint8)
         finally:
             known.busy = False
@@ -166,9 +166,9 @@ class Nixl(Transport):
                 known.agent = self._agent.add_remote_agent(metadata)
             known.version = version
 
-    def _register(self, places: NDArray[np.void]) -> None:
+    def _register(self, locations: NDArray[np.void]) -> None:
         """Slab by slab: with RDMA, what is registered is pinned."""
-        for slab in np.unique(places["slab"]).tolist():
+        for slab in np.unique(locations["slab"]).tolist():
             with self._mutex:
                 if slab not in self._registered:
                     address, length = self._arena.region(slab)

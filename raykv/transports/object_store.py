@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError
 from raykv.arena.buffers import rows_within
 from raykv.arena.checksum import judge
 from raykv.protocol import ALTERED, seconds_left
-from raykv.transports.base import Peer, Transport, Wanted
+from raykv.transports.base import Peer, PullRequest, Transport
 
 
 class ObjectStore(Transport):
@@ -18,11 +18,11 @@ class ObjectStore(Transport):
 
     name = "object_store"
 
-    def pull(self, peer: Peer, offer: Any, wanted: Wanted) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: Any, wanted: PullRequest) -> NDArray[np.uint8]:
         source, keys, arena, target, end = wanted
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
         source, keys, target = source[order], keys[order], target[order]
-        read = peer.store.read.options(concurrency_group="lift") if peer.below else peer.store.read
+        read = peer.store.read.options(concurrency_group="lift") if peer.external else peer.store.read
         answer = read.remote(source.tobytes(), keys.tobytes())
         # Not by `get`: one that waits keeps the lock of Ray's store client, and who lets go of an object meanwhile
         # waits for that lock with the GIL in his.

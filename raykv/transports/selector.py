@@ -15,10 +15,10 @@ from ray.exceptions import RayError
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
-from raykv.arena.gpu.gpu_arena import DeviceArena
+from raykv.arena.gpu.gpu_arena import GpuArena
 from raykv.protocol import FAILED, PULLED, data_deadline, host_of
 from raykv.transports import nccl_pair
-from raykv.transports.base import Peer, Transport, Wanted
+from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.nccl import Nccl
 from raykv.transports.nixl import Nixl, has_rdma, why_not
 from raykv.transports.object_store import ObjectStore
@@ -30,7 +30,7 @@ RETRY_S = 60.0  # what failed is tried again after so long, or when the peer off
 
 
 @dataclass
-class Way:
+class RouteStats:
     """One transport from one peer."""
 
     failed: int = 0
@@ -41,22 +41,22 @@ class Way:
 
 
 @dataclass
-class Lane:
+class PeerState:
     """From one peer. A pull has it for itself: two at a time would both arrive late."""
 
     turn: threading.Lock = field(default_factory=threading.Lock)
     offers: dict[str, Any] | None = None
-    ways: dict[str, Way] = field(default_factory=dict)
+    ways: dict[str, RouteStats] = field(default_factory=dict)
     last: str = ""  # the transport that was used last
 
 
-class Lanes:
+class TransportSelector:
     """Pulls from peers, each by the first of the transports that it offers and that has not just failed."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         """transports: best first; what lies below a peer's memory comes by the last, which is tried whatever failed."""
         self._transports = transports
-        self._lanes: dict[Peer, Lane] = {}
+        self._lanes: dict[Peer, PeerState] = {}
         self._mutex = threading.Lock()
 
     def offers(self) -> dict[str, Any]:
@@ -79,14 +79,14 @@ class Lanes:
     def pull(
         self, peer: Peer, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        """Copy blocks (n PLACEs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
+        """Copy blocks (n LOCATIONs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
 
         Raises TimeoutError or RayError if the peer does not answer in time.
         """
         with self._mutex:
-            lane = self._lanes.setdefault(peer, Lane())
+            lane = self._lanes.setdefault(peer, PeerState())
         seconds = data_deadline(int(source["bytes"].sum()))
-        wanted = Wanted(source, keys, arena, target, time.monotonic() + seconds)
+        wanted = PullRequest(source, keys, arena, target, time.monotonic() + seconds)
         if not lane.turn.acquire(timeout=seconds):
             raise TimeoutError(f"the blocks before these took {seconds:.1f} s")
         broken_off = False
@@ -105,7 +105,7 @@ class Lanes:
                     continue
                 _done(lane, transport.name, int(source["bytes"][verdicts == PULLED].sum()), time.monotonic() - begin)
                 if broken_off:  # another way failed: what came by it is ready, and not written again
-                    verdicts[(verdicts == FAILED) & arena.claims(target, keys)[2]] = PULLED
+                    verdicts[(verdicts == FAILED) & arena.read_headers(target, keys)[2]] = PULLED
                 return verdicts
         finally:
             lane.turn.release()
@@ -114,7 +114,7 @@ class Lanes:
     def stats(self) -> dict[str, dict[str, Any]]:
         """By the name of what is read from: the `transport` used last, its GB/s (1e9 bytes), how often which failed."""
         with self._mutex:
-            lanes = [(peer.name, lane) for peer, lane in self._lanes.items() if lane.last and not peer.below]
+            lanes = [(peer.name, lane) for peer, lane in self._lanes.items() if lane.last and not peer.external]
         return {
             name: {
                 "transport": lane.last,
@@ -128,10 +128,10 @@ class Lanes:
         for transport in self._transports:
             transport.close()
 
-    def _usable(self, lane: Lane, peer: Peer) -> list[tuple[Transport, Any]]:
+    def _usable(self, lane: PeerState, peer: Peer) -> list[tuple[Transport, Any]]:
         """The transports to try, and what the peer offers for each."""
         last = self._transports[-1]
-        if peer.below or last is self._transports[0]:
+        if peer.external or last is self._transports[0]:
             return [(last, None)]
         now = time.monotonic()
         if lane.offers is None or any(0.0 < way.retry_at <= now for way in lane.ways.values()):
@@ -140,30 +140,30 @@ class Lanes:
                 way.retry_at = way.retry_at if way.retry_at > now else 0.0  # asked for once, not with every pull
         usable = []
         for transport in self._transports[:-1]:
-            way, offer = lane.ways.setdefault(transport.name, Way()), lane.offers.get(transport.name)
+            way, offer = lane.ways.setdefault(transport.name, RouteStats()), lane.offers.get(transport.name)
             if offer is not None and (now >= way.retry_at or offer != way.failed_offer):
                 usable.append((transport, offer))
         return [*usable, (last, None)]
 
 
-def open_lanes(arena: Arena, chosen: str, host: str) -> Lanes:
+def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
     """The transports of a pool whose PoolConfig says `chosen`, as far as this node has them."""
     # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, the others do not.
     if chosen == "object_store" or os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false"):
-        return Lanes([ObjectStore()])
+        return TransportSelector([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
     try:
-        if isinstance(arena, DeviceArena):  # NIXL goes by addresses, of host memory
+        if isinstance(arena, GpuArena):  # NIXL goes by addresses, of host memory
             transports[:0] = [Nccl(arena, device(arena.gpu))] if chosen == "auto" and not nccl_pair.why_not() else []
         elif (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
             transports.insert(0, Nixl(arena))
     except Exception as error:  # whatever NCCL or UCX find wrong with this machine
         log.warning("%s goes by TCP: %r", arena.path, error)
-    return Lanes(transports)
+    return TransportSelector(transports)
 
 
-def _failed(lane: Lane, name: str, offer: Any, peer: Peer, error: Exception) -> None:
-    way = lane.ways.setdefault(name, Way())
+def _failed(lane: PeerState, name: str, offer: Any, peer: Peer, error: Exception) -> None:
+    way = lane.ways.setdefault(name, RouteStats())
     way.failed += 1
     way.failed_offer, way.retry_at, lane.offers = offer, time.monotonic() + RETRY_S, None
     log.warning(
@@ -171,8 +171,8 @@ def _failed(lane: Lane, name: str, offer: Any, peer: Peer, error: Exception) -> 
     )
 
 
-def _done(lane: Lane, name: str, size: int, seconds: float) -> None:
-    lane.last, way = name, lane.ways.setdefault(name, Way())
+def _done(lane: PeerState, name: str, size: int, seconds: float) -> None:
+    lane.last, way = name, lane.ways.setdefault(name, RouteStats())
     way.retry_at = 0.0
     way.bytes += size
     way.seconds += seconds

@@ -2,8 +2,8 @@
 
 Measured at three times Ray's object store, which copies into shared memory on both nodes. A connection begins with the
 listener's 32 random bytes, which the peer answers with their HMAC-SHA256 by a token that it got through Ray. Then, as
-often as it likes, it sends n (uint32), n PLACEs and n keys, and gets n CLAIMs (whether a block is there, and what its
-header says) and the bytes of those that are there.
+often as it likes, it sends n (uint32), n LOCATIONs and n keys, and gets n CLAIMs (whether a block is there, and what
+its header says) and the bytes of those that are there.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from raykv.arena.arena import Arena
 from raykv.arena.checksum import judge
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
-from raykv.protocol import ALTERED, KEY_BYTES, PLACE, data_deadline, seconds_left
-from raykv.transports.base import Peer, Transport, Wanted
+from raykv.protocol import ALTERED, KEY_BYTES, LOCATION, data_deadline, seconds_left
+from raykv.transports.base import Peer, PullRequest, Transport
 
 log = logging.getLogger("raykv")
 
@@ -78,11 +78,11 @@ class Listener:
         (count,) = COUNT.unpack(_receive(peer, COUNT.size))
         if count > KEYS_PER_CALL:
             raise ValueError(f"{count} blocks asked for at a time, of at most {KEYS_PER_CALL}")
-        request = _receive(peer, count * (PLACE.itemsize + KEY_BYTES), time.monotonic() + HELLO_S)
-        at = np.frombuffer(request, PLACE, count)
+        request = _receive(peer, count * (LOCATION.itemsize + KEY_BYTES), time.monotonic() + HELLO_S)
+        at = np.frombuffer(request, LOCATION, count)
         names = np.frombuffer(request, np.uint8, offset=at.nbytes).reshape(-1, KEY_BYTES)
         claims = np.zeros(count, CLAIM)
-        claims["sum"], claims["position"], claims["there"], runs = self._arena.served(at, names)
+        claims["sum"], claims["position"], claims["there"], runs = self._arena.read_for_peer(at, names)
         ok = claims["there"]
         peer.settimeout(data_deadline(int(at["bytes"][ok].sum())))
         peer.sendall(claims.tobytes())
@@ -110,7 +110,7 @@ class Tcp(Transport):
         """Where blocks are served, and the token that is asked for there."""
         return self._listener.address if self._listener else None
 
-    def pull(self, peer: Peer, offer: Address, wanted: Wanted) -> NDArray[np.uint8]:
+    def pull(self, peer: Peer, offer: Address, wanted: PullRequest) -> NDArray[np.uint8]:
         connection = self._connections.pop(peer, None) or _connect(offer)
         try:
             verdicts = _pull(connection, wanted)
@@ -144,7 +144,7 @@ def _connect(address: Address) -> socket.socket:
     return peer
 
 
-def _pull(peer: socket.socket, wanted: Wanted) -> NDArray[np.uint8]:
+def _pull(peer: socket.socket, wanted: PullRequest) -> NDArray[np.uint8]:
     source, keys, arena, target, end = wanted
     order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent at once
     peer.settimeout(seconds_left(end))

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import raykv
 from raykv import registry
-from raykv.protocol import PLACE, epoch_of
+from raykv.protocol import LOCATION, epoch_of
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
@@ -97,11 +97,11 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Call
         eventually(lambda: pool.stats().get("epoch", 0) > epoch)
         come_back(cache, prompts)
         eventually(lambda: pool.local and pool.local.arena.epoch > epoch)
-        places = np.frombuffer(grant.places, PLACE)
-        assert epoch_of(int(places["gen"][0])) == epoch
+        locations = np.frombuffer(grant.locations, LOCATION)
+        assert epoch_of(int(locations["gen"][0])) == epoch
         blocks = np.zeros((4, BLOCK), np.uint8)
-        assert not pool.local.arena.write(places, late, blocks).any()
-        late_commit = ("commit", hold, grant.places, late.tobytes(), b"\1" * 4)
+        assert not pool.local.arena.write(locations, late, blocks).any()
+        late_commit = ("commit", hold, grant.locations, late.tobytes(), b"\1" * 4)
         assert eventually(lambda: pool.link.call(*late_commit))[1] == 0
         load = [there.churn.remote(10.0, seed=i, prompts=4, blocks=20) for i, there in enumerate(workers)]
         now = pool.stats()["epoch"]
@@ -118,9 +118,9 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Call
 
 def granted(pool: raykv.KVPool, keys: NDArray[np.uint8]) -> Any:
     hold, answer = pool.link.hold("reserve", pool.node_id, keys.tobytes(), 0, BLOCK)
-    if answer is not None and len(answer.places) == len(keys) * PLACE.itemsize:
+    if answer is not None and len(answer.locations) == len(keys) * LOCATION.itemsize:
         return hold, answer
-    pool.link.let_go(hold)
+    pool.link.release(hold)
     return None
 
 

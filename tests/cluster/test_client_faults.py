@@ -15,9 +15,9 @@ from helpers.pools import (
     eventually,
     holds,
     keep,
+    locations,
     node_store,
     other_node,
-    places,
     read,
     settled,
     store,
@@ -137,9 +137,9 @@ def test_writers_stopped_and_continued(start: Callable[..., raykv.KVPool]) -> No
     try:
         eventually(lambda: all(map(stopped, pids)))
         eventually(lambda: totals(pool)["writing"] == 0 and pool.stats()["reservations"] == 0)
-        eventually(lambda: totals(pool)["limbo"] == 8)  # of the one whose locks keep them from everybody
+        eventually(lambda: totals(pool)["quarantined"] == 8)  # of the one whose locks keep them from everybody
         fill(pool, cache, 1000)
-        assert totals(pool)["limbo"] == 8
+        assert totals(pool)["quarantined"] == 8
     finally:
         for process in pids:
             os.kill(process, signal.SIGCONT)
@@ -196,16 +196,21 @@ class Dozing(Worker):
         return self.read(keys)[:3]
 
 
-def alter(pool: raykv.KVPool, place: np.void, payload: bool) -> None:
+def alter(pool: raykv.KVPool, location: np.void, payload: bool) -> None:
     """Flip a bit of a block of this node, in its payload or in its header's key, as a stray write would."""
     assert pool.local
     arena = pool.local.arena
     first, start, size = superblock.layout(arena.slab_bytes, arena.slabs)
-    stride = -(-int(place["bytes"]) // 4096) * 4096
+    stride = -(-int(location["bytes"]) // 4096) * 4096
     if payload:
-        at = start + int(place["slab"]) * arena.slab_bytes + int(place["slot"]) * stride + int(place["bytes"]) // 2
+        at = (
+            start
+            + int(location["slab"]) * arena.slab_bytes
+            + int(location["slot"]) * stride
+            + int(location["bytes"]) // 2
+        )
     else:
-        slot = int(place["slab"]) * (arena.slab_bytes // 4096) + int(place["slot"])
+        slot = int(location["slab"]) * (arena.slab_bytes // 4096) + int(location["slot"])
         at = first + 8 * (slot * header.HEADER_WORDS + header.KEY)
     assert at < size
     with open(arena.path, "r+b") as file:
@@ -232,7 +237,7 @@ def test_what_was_altered_behind_our_back(altered: tuple[raykv.KVPool, Any], pay
     keep(cache, keys)
     before, arrivals = pool.stats()["corrupt"], node_store(pool, other_node(pool)).stats
     arrived = ray.get(arrivals.remote(), timeout=60)["corrupt"]
-    alter(pool, places(pool, cache, keys)[6], payload)
+    alter(pool, locations(pool, cache, keys)[6], payload)
     if reader == "here":
         found = read(cache, keys, verify=payload)
     else:

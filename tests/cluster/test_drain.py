@@ -31,7 +31,7 @@ def keep_there(pool: raykv.KVPool, node_id: str, seed: int) -> list[NDArray[Any]
 
 def notice(cluster: Any, node_id: str) -> None:
     """Ray is told that a node will leave."""
-    command = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--reason-message", "bye"]
+    command = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--reason-message", "disconnect"]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "600"]
     subprocess.run([Path(sys.executable).with_name("ray"), *command], check=True, capture_output=True, timeout=60)
 
@@ -43,7 +43,7 @@ def state(pool: raykv.KVPool, node_id: str) -> str | None:
 
 def left(pool: raykv.KVPool, node_id: str) -> int:
     """Blocks that would go with a node."""
-    answer = ray.get(registry.find_directory(pool.name).departing.remote(node_id), timeout=10)
+    answer = ray.get(registry.find_directory(pool.name).sole_copies.remote(node_id), timeout=10)
     return 1 if answer is None else int(answer[2])
 
 

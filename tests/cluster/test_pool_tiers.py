@@ -21,10 +21,10 @@ from helpers.pools import (
     eventually,
     holds,
     kill,
+    locations,
     node_store,
     other_node,
     payload,
-    places,
     read,
     settled,
     shm_files,
@@ -163,7 +163,7 @@ def total(pool: raykv.KVPool, what: str) -> int:
 
 def below(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> int:
     """How many of these blocks a match would read from a tier."""
-    return int((places(pool, cache, keys)["node"] & 1).sum())
+    return int((locations(pool, cache, keys)["node"] & 1).sum())
 
 
 def prompts(cache: raykv.KVCache, count: int, blocks: int = BLOCKS) -> list[Keys]:
@@ -174,11 +174,11 @@ def prompts(cache: raykv.KVCache, count: int, blocks: int = BLOCKS) -> list[Keys
 def store_slowly(pool: raykv.KVPool, cache: raykv.KVCache, kept: list[Keys]) -> None:
     """At a pace that demotion can follow: a quarter of the memory, and then as much goes down."""
     for at in range(0, len(kept), MEMORY // 4):
-        before, end = total(pool, "sunk"), time.monotonic() + 20.0
+        before, end = total(pool, "demoted"), time.monotonic() + 20.0
         stored = sum(store(cache, keys) for keys in kept[at : at + MEMORY // 4])
         for keys in kept[at : at + MEMORY // 4]:
             holds(cache, keys)  # some pools want that
-        while total(pool, "sunk") < before + stored and time.monotonic() < end:
+        while total(pool, "demoted") < before + stored and time.monotonic() < end:
             time.sleep(0.02)
 
 
@@ -266,7 +266,7 @@ def test_what_another_nodes_own_tier_has_is_read_through_that_node(files: raykv.
     def each_has_its_own() -> bool:
         push_out(files, mine, kept[0])
         ray.get(there.push_out.remote(kept[1]), timeout=120)
-        found = [{own[int(at["node"])] for at in places(files, mine, keys) if at["node"] & 1} for keys in kept]
+        found = [{own[int(at["node"])] for at in locations(files, mine, keys) if at["node"] & 1} for keys in kept]
         return found == [{files.node_id}, {other_node(files)}]
 
     eventually(each_has_its_own)
@@ -324,7 +324,7 @@ def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPo
         return sum(stats.get("tier_refused", 0) for stats in ray.get([one.stats.remote() for one in stores]))
 
     files.clear()
-    eventually(lambda: total(files, "doomed") == 0)
+    eventually(lambda: total(files, "to_delete") == 0)
     kill(files, files.node_id, other_node(files))  # else they write over files that they keep for that
     eventually(lambda: len(tiers(files)) == 2 and states(files) == {"up"})
     try:
@@ -335,8 +335,8 @@ def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPo
             assert files.clear() > 0  # what may be deleted makes room for saying so
             load.goes_on(5)
             others.unlink()
-            sunk = total(files, "sunk")
-            eventually(lambda: total(files, "sunk") > sunk + 50)
+            demoted = total(files, "demoted")
+            eventually(lambda: total(files, "demoted") > demoted + 50)
     finally:
         others.unlink(missing_ok=True)
     (keys,) = prompts(mine, 1)
@@ -395,9 +395,9 @@ def test_a_killed_redis_is_forgotten_and_a_new_one_is_used(remote: raykv.KVPool,
         assert read(mine, keys).read == 0
         server.start()
         eventually(lambda: states(remote) == {"up"})
-        sunk = total(remote, "sunk")
+        demoted = total(remote, "demoted")
         assert read(mine, keys).read == 0  # it is not served, and forgotten
-        eventually(lambda: total(remote, "sunk") > sunk + 50)
+        eventually(lambda: total(remote, "demoted") > demoted + 50)
         load.goes_on(5)
     eventually(lambda: settled(remote))
     push_out(remote, mine, keys)
@@ -462,7 +462,7 @@ def lifted(moods: Moods) -> Iterator[Moods]:
 
 def test_written_through_is_soon_below(moody: raykv.KVPool) -> None:
     moody.clear()
-    eventually(lambda: total(moody, "doomed") == 0)
+    eventually(lambda: total(moody, "to_delete") == 0)
     mine = a_cache(moody)
     kept = prompts(mine, 4)  # there is room for more
     for keys in kept:
@@ -492,7 +492,7 @@ def test_nobody_waits_for_a_tier_that_does_not_give_blocks(moody: raykv.KVPool, 
     push_out(moody, mine, far)
     eventually(lambda: ray.get(there.holds.remote(far), timeout=60))  # there, and nowhere else
     index = moody.stats()["nodes"][other_node(moody)]["index"]
-    eventually(lambda: set(places(moody, mine, far)["node"]) == {index})
+    eventually(lambda: set(locations(moody, mine, far)["node"]) == {index})
     assert store(mine, near) == 4
     reads = 0
     with ThreadPoolExecutor(len(cold)) as threads:
@@ -521,7 +521,7 @@ def test_who_computes_faster_than_a_tier_reads_takes_what_memory_has(
     (keys,) = prompts(mine, 1)
     push_out(moody, mine, keys)
     eventually(lambda: holds(mine, keys[:4]) if memory == "here" else ray.get(there.holds.remote(keys[:4]), timeout=60))
-    eventually(lambda: (places(moody, mine, keys)["node"] & 1).tolist() == [0] * 4 + [1] * 12)
+    eventually(lambda: (locations(moody, mine, keys)["node"] & 1).tolist() == [0] * 4 + [1] * 12)
     fast = a_cache(moody, tokens_per_s=1e9)
     lifted.set("get")
     begin = time.monotonic()
@@ -549,7 +549,7 @@ def test_what_is_prefetched_is_read_from_memory(moody: raykv.KVPool, lifted: Moo
     lifted.lift()
     push_out(moody, mine, other)
     eventually(lambda: ray.get(there.holds.remote(other[:4]), timeout=60))
-    eventually(lambda: (places(moody, mine, other)["node"] & 1).tolist() == [0] * 4 + [1] * 12)
+    eventually(lambda: (locations(moody, mine, other)["node"] & 1).tolist() == [0] * 4 + [1] * 12)
     before = pulled(moody)
     with mine.match(other, prefetch=True) as match:
         assert match.num_blocks == BLOCKS
@@ -596,7 +596,7 @@ def test_a_shared_folder_is_read_by_each_node_itself(asked: raykv.KVPool) -> Non
     nodes = asked.stats()["nodes"]
     for keys, node_id in ((one, asked.node_id), (other, other_node(asked))):
         at = nodes[node_id]["index"]
-        eventually(lambda keys=keys, at=at: set(places(asked, mine, keys)["node"]) == {at})  # type: ignore[misc]
+        eventually(lambda keys=keys, at=at: set(locations(asked, mine, keys)["node"]) == {at})  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------------- what is refused at the start

@@ -19,9 +19,9 @@ from helpers.pools import (
     holds,
     keep,
     kill,
+    locations,
     other_node,
     payload,
-    places,
     read,
     served,
     settled,
@@ -92,7 +92,7 @@ def test_less_and_more(pool: raykv.KVPool) -> None:
     more = [cache.keys(tokens(100 + i, 16)) for i in range(8)]
     for keys in more:
         keep(cache, keys)
-        assert set(places(pool, cache, keys)["slab"]) <= set(range(16))
+        assert set(locations(pool, cache, keys)["slab"]) <= set(range(16))
 
     total = 3 * SIZE // 2
     assert pool.resize(pool.node_id, total) == total == has(pool), "more than it was started with"

@@ -18,10 +18,10 @@ from helpers.pools import (
     holds,
     keep,
     kill,
+    locations,
     node_store,
     other_node,
     pid,
-    places,
     read,
     settled,
     tokens,
@@ -78,7 +78,7 @@ def test_a_listener_serves_who_knows_the_token(pool: raykv.KVPool) -> None:
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 5))
     keep(cache, keys)
-    at = places(pool, cache, keys)
+    at = locations(pool, cache, keys)
     address = ray.get(node_store(pool, pool.node_id).offers.remote(pool.node_id), timeout=60)["tcp"]
     request = COUNT.pack(5) + at.tobytes() + keys.tobytes()
     with connection(address, token=b"guessed") as peer:

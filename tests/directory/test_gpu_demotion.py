@@ -3,11 +3,11 @@
 import pytest
 from helpers.directory_checks import chain_of, check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, primary
-from helpers.directory_tiers import beat, tell
-from helpers.oracle.slots import PLACE, split, unpack
+from helpers.directory_tiers import heartbeat, tell
+from helpers.oracle.slots import LOCATION, split, unpack
 
 from raykv.directory import demotion, tier_catalog
-from raykv.protocol import Cooled
+from raykv.protocol import GpuDemotions
 
 GPU = "a/0"
 LAST_FIRST = KEYS[6::-1]  # a batch of 7 is let go last to first: these are the oldest first
@@ -22,7 +22,7 @@ def cooled_down(*nodes: str) -> Pool:
     """A full GPU of which the two oldest blocks went down."""
     pool = pool_of(*nodes)
     pool.store(GPU, KEYS[:7])
-    pool.cool(GPU, pool.cool(GPU))
+    pool.demote_gpu(GPU, pool.demote_gpu(GPU))
     return pool
 
 
@@ -66,24 +66,24 @@ def test_a_gpu_evicts_its_own_where_nobody_else_has_anything_to_evict() -> None:
 def test_the_oldest_of_a_gpu_go_down_until_a_quarter_of_it_can_be_had_for_nothing() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:5])
-    assert pool.cool(GPU).keys == b"", "two are free beside the window"
+    assert pool.demote_gpu(GPU).keys == b"", "two are free beside the window"
     pool.store(GPU, KEYS[5:7])
     pool.read(GPU, KEYS[:5])
-    got = pool.cool(GPU)
+    got = pool.demote_gpu(GPU)
     assert split(got.keys) == [KEYS[6], KEYS[5]]
-    assert {place[0] for place in unpack(got.source)} == {pool.directory.nodes[GPU].index}
-    assert {place[0] for place in unpack(got.target)} == {pool.directory.nodes["a"].index}
+    assert {location[0] for location in unpack(got.source)} == {pool.directory.nodes[GPU].index}
+    assert {location[0] for location in unpack(got.target)} == {pool.directory.nodes["a"].index}
 
 
 def test_a_block_is_read_from_its_gpu_until_it_is_in_memory_and_then_that_is_the_primary() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
-    got = pool.cool(GPU)
-    assert pool.count("sinking") == 2 and primary(pool, KEYS[6]) == GPU
-    assert pool.cool(GPU, got).keys == b""
+    got = pool.demote_gpu(GPU)
+    assert pool.count("demoting") == 2 and primary(pool, KEYS[6]) == GPU
+    assert pool.demote_gpu(GPU, got).keys == b""
     assert (pool.count("ready"), pool.count("replica", GPU), pool.count("ready", GPU)) == (2, 2, 5)
     assert [primary(pool, key) for key in KEYS[4:7]] == [GPU, "a", "a"]
-    assert total(pool, "cooled") == 2
+    assert total(pool, "gpu_demoted") == 2
 
 
 def test_what_was_cooled_goes_first_on_the_gpu_the_oldest_before_others() -> None:
@@ -92,27 +92,29 @@ def test_what_was_cooled_goes_first_on_the_gpu_the_oldest_before_others() -> Non
     pool.store(GPU, KEYS[:6])
     pool.replicate(GPU, KEYS[20:21])  # a replica before anything is cooled
     pool.store(GPU, KEYS[6:7])
-    pool.cool(GPU, pool.cool(GPU))
+    pool.demote_gpu(GPU, pool.demote_gpu(GPU))
     on_gpu = [KEYS[20], *KEYS[:7]]
     for gone in (KEYS[5], KEYS[4]):
         pool.store(GPU, [KEYS[50 + len(on_gpu)]])
         on_gpu.remove(gone)
         index_there = pool.directory.nodes[GPU].index
-        assert [key for key in [KEYS[20], *KEYS[:7]] if index_there in places(pool, key)] == on_gpu
+        assert [key for key in [KEYS[20], *KEYS[:7]] if index_there in locations(pool, key)] == on_gpu
     assert all(pool.has(KEYS[:7])), "in memory they all are"
 
 
-def places(pool: Pool, key: bytes) -> set[int]:
+def locations(pool: Pool, key: bytes) -> set[int]:
     """Indices of the nodes that have a copy."""
-    c = pool.directory._shelves.c
-    return {int(c.shelves[c.slabs[c.pages[row >> 6]]["shelf"]]["node"]) for row in chain_of(pool.directory, key)}
+    c = pool.directory._size_classes.c
+    return {
+        int(c.size_classes[c.slabs[c.pages[row >> 6]]["size_class"]]["node"]) for row in chain_of(pool.directory, key)
+    }
 
 
 def test_the_oldest_in_memory_makes_room_for_what_goes_down() -> None:
     pool = pool_of()
     pool.store("a", KEYS[20:27])
     pool.store(GPU, KEYS[:7])
-    pool.cool(GPU, pool.cool(GPU))
+    pool.demote_gpu(GPU, pool.demote_gpu(GPU))
     assert pool.has(KEYS[20:27]) == [True] * 5 + [False] * 2
     assert all(pool.has(KEYS[:7])) and pool.count("ready") == 7
 
@@ -121,7 +123,7 @@ def test_only_the_memory_of_its_own_node_is_given_to_a_gpu() -> None:
     pool = pool_of("a", GPU, "b")
     pool.store("a", KEYS[20:27])
     pool.store(GPU, KEYS[:7])
-    pool.cool(GPU, pool.cool(GPU))
+    pool.demote_gpu(GPU, pool.demote_gpu(GPU))
     assert pool.directory.stats(pool.now)["nodes"]["b"]["slabs"] == 0
 
 
@@ -130,16 +132,16 @@ def test_blocks_that_fit_in_no_slab_of_the_node_stay_on_its_gpu() -> None:
     pool.slots = 9
     pool.add(GPU)
     pool.store(GPU, KEYS[:3], size=3 * PAGE)
-    assert pool.cool(GPU).keys == b"" and pool.count("ready", GPU) == 2
+    assert pool.demote_gpu(GPU).keys == b"" and pool.count("ready", GPU) == 2
 
 
 def test_large_blocks_go_down_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demotion, "BYTES_PER_CALL", 1)
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
-    got = pool.cool(GPU)
+    got = pool.demote_gpu(GPU)
     assert split(got.keys) == [KEYS[6]]
-    assert split(pool.cool(GPU, got).keys) == [KEYS[5]]
+    assert split(pool.demote_gpu(GPU, got).keys) == [KEYS[5]]
 
 
 def test_a_block_that_went_down_knows_how_often_it_was_asked_for() -> None:
@@ -147,36 +149,36 @@ def test_a_block_that_went_down_knows_how_often_it_was_asked_for() -> None:
     pool.store(GPU, KEYS[:7])
     for _ in range(2):
         pool.read(GPU, KEYS[:7])
-    pool.cool(GPU, pool.cool(GPU))
-    rows = pool.directory._shelves.c.rows
+    pool.demote_gpu(GPU, pool.demote_gpu(GPU))
+    rows = pool.directory._size_classes.c.rows
     assert [int(rows[row]["uses"]) for row in chain_of(pool.directory, KEYS[6])] == [2, 2]
 
 
 def test_a_block_that_sinks_into_memory_is_not_taken_to_lie_in_the_tier_below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: 8 * PAGE)
     pool = Pool(nodes=("a", GPU), share=1.0)
-    beat(pool)
+    heartbeat(pool)
     tell(pool, [])
     sinking_alone(pool, GPU)
     pool.store("a", KEYS[5:7])  # again, while it is copied
-    assert {*split(pool.sink("a").keys)} == {*KEYS[5:7]}
+    assert {*split(pool.demote("a").keys)} == {*KEYS[5:7]}
 
 
 def test_a_block_goes_down_once_though_it_is_stored_again_on_another_gpu() -> None:
     pool = pool_of("a", GPU, "a/1")
     got = sinking_alone(pool, GPU)
     pool.store("a/1", [*KEYS[20:25], *KEYS[5:7]])
-    assert split(pool.cool("a/1").keys) == KEYS[24:22:-1]
-    pool.cool(GPU, got)
+    assert split(pool.demote_gpu("a/1").keys) == KEYS[24:22:-1]
+    pool.demote_gpu(GPU, got)
     assert [primary(pool, key) for key in KEYS[5:7]] == ["a", "a"] and pool.count("replica", "a/1") == 2
 
 
-def sinking_alone(pool: Pool, gpu: str) -> Cooled:
+def sinking_alone(pool: Pool, gpu: str) -> GpuDemotions:
     """Two blocks go down from a GPU, where they are gone before they came down."""
     pool.store(gpu, KEYS[:7])
-    got = pool.cool(gpu)
-    pool.beat(gpu, bad=got.source)
-    assert not any(pool.has(KEYS[5:7])) and pool.count("sinking") == 2
+    got = pool.demote_gpu(gpu)
+    pool.heartbeat(gpu, corrupt=got.source)
+    assert not any(pool.has(KEYS[5:7])) and pool.count("demoting") == 2
     return got
 
 
@@ -186,44 +188,46 @@ def sinking_alone(pool: Pool, gpu: str) -> Cooled:
 def test_what_did_not_go_down_is_to_be_swept_and_goes_down_again() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
-    got = pool.cool(GPU)
-    again = pool.cool(GPU, got, stored=bytes([1, 0]))
+    got = pool.demote_gpu(GPU)
+    again = pool.demote_gpu(GPU, got, stored=bytes([1, 0]))
     assert split(again.keys) == [KEYS[5]]
-    assert (pool.count("ready"), pool.count("limbo"), pool.count("sinking")) == (1, 1, 1)
+    assert (pool.count("ready"), pool.count("quarantined"), pool.count("demoting")) == (1, 1, 1)
 
 
 def test_what_nothing_is_said_of_did_not_go_down() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
-    pool.cool(GPU)
-    assert split(pool.cool(GPU).keys) == LAST_FIRST[:2]
-    assert (pool.count("limbo"), pool.count("sinking")) == (2, 2)
+    pool.demote_gpu(GPU)
+    assert split(pool.demote_gpu(GPU).keys) == LAST_FIRST[:2]
+    assert (pool.count("quarantined"), pool.count("demoting")) == (2, 2)
 
 
 def test_what_is_said_again_or_of_an_earlier_answer_counts_for_nothing() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
-    first = pool.cool(GPU)
-    second = pool.cool(GPU)
-    assert pool.cool(GPU, first).keys and pool.count("ready") == 0
-    assert (pool.count("limbo"), pool.count("sinking")) == (4, 2), "nothing was said of the second"
-    pool.cool(GPU, second)
-    assert (pool.count("ready"), total(pool, "cooled")) == (0, 0)
+    first = pool.demote_gpu(GPU)
+    second = pool.demote_gpu(GPU)
+    assert pool.demote_gpu(GPU, first).keys and pool.count("ready") == 0
+    assert (pool.count("quarantined"), pool.count("demoting")) == (4, 2), "nothing was said of the second"
+    pool.demote_gpu(GPU, second)
+    assert (pool.count("ready"), total(pool, "gpu_demoted")) == (0, 0)
 
 
 def test_a_late_answer_is_refused_by_another_life_of_the_store() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
-    got = pool.cool(GPU)
-    place = unpack(got.target)[0]
+    got = pool.demote_gpu(GPU)
+    location = unpack(got.target)[0]
     index, _ = pool.directory.join("a", b"again", 8 * PAGE, 1, 0, pool.now, PAGE)
-    found = PLACE.pack(index, place[1], place[2], PAGE, *place[4:])  # it was written, and is there under its generation
+    found = LOCATION.pack(
+        index, location[1], location[2], PAGE, *location[4:]
+    )  # it was written, and is there under its generation
     pool.directory.adopt("a", found, KEYS[6], bytes(4), bytes(4), b"", pool.now, 1)
     lease, _ = pool.match("a", KEYS[6:7])
     pool.directory.clear(pool.now)
     assert pool.count("dropped") == 1
-    pool.cool(GPU, got)
-    assert (pool.count("dropped"), total(pool, "cooled")) == (1, 0)
+    pool.demote_gpu(GPU, got)
+    assert (pool.count("dropped"), total(pool, "gpu_demoted")) == (1, 0)
     pool.release("a", lease)
     check_invariants(pool.directory)
 
@@ -231,20 +235,20 @@ def test_a_late_answer_is_refused_by_another_life_of_the_store() -> None:
 def test_what_goes_down_from_a_gpu_that_is_gone_is_to_be_swept() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
-    pool.cool(GPU)
+    pool.demote_gpu(GPU)
     assert pool.directory.remove_node(GPU, pool.now) == 8
-    assert (pool.count("sinking"), pool.count("limbo")) == (0, 2)
+    assert (pool.count("demoting"), pool.count("quarantined")) == (0, 2)
     assert list(pool.directory.nodes) == ["a"]
 
 
 def test_what_is_cleared_on_its_way_down_is_not_stored_there() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
-    got = pool.cool(GPU)
+    got = pool.demote_gpu(GPU)
     pool.directory.clear(pool.now)
     assert pool.count("dropped") == 2
-    pool.cool(GPU, got)
-    assert pool.count("limbo") == 2 and not pool.keys()
+    pool.demote_gpu(GPU, got)
+    assert pool.count("quarantined") == 2 and not pool.keys()
 
 
 # ---------------------------------------------------------------------- copies elsewhere
@@ -256,7 +260,7 @@ def test_a_copy_in_memory_is_the_primary_and_the_pin_is_there() -> None:
     pool.directory.pin(pool.call(GPU), KEYS[0], pool.now)
     pool.replicate("b", KEYS[:1])
     assert primary(pool, KEYS[0]) == "b" and pool.count("replica", GPU) == 1
-    rows = pool.directory._shelves.c.rows
+    rows = pool.directory._size_classes.c.rows
     assert {int(rows[row]["pins"]) for row in pool.directory.pins.rows()} == {1}
     check_invariants(pool.directory)
 
@@ -274,8 +278,8 @@ def test_after_a_restart_of_the_directory_the_copy_in_memory_is_the_primary(orde
     pool.directory = type(pool.directory)()
     for name in order:
         index, _ = pool.directory.join(name, name.encode(), 8 * PAGE, 1, 0, pool.now, PAGE)
-        place = PLACE.pack(index, 0, 0, PAGE, 1, 7)
-        pool.directory.adopt(name, place, KEYS[0], bytes(4), bytes(4), b"", pool.now, 1)
+        location = LOCATION.pack(index, 0, 0, PAGE, 1, 7)
+        pool.directory.adopt(name, location, KEYS[0], bytes(4), bytes(4), b"", pool.now, 1)
     assert primary(pool, KEYS[0]) == "a" and pool.count("replica", GPU) == 1
 
 
@@ -285,11 +289,11 @@ def test_after_a_restart_of_the_directory_the_copy_in_memory_is_the_primary(orde
 def test_a_node_that_leaves_takes_its_gpus_along() -> None:
     pool = cooled_down("a", GPU, "b")
     pool.directory.leave("a", pool.now)
-    assert pool.reserve(GPU, KEYS[50:51])[1].places == b"" and pool.cool(GPU).keys == b""
-    going = pool.directory.departing("a", pool.now)
+    assert pool.reserve(GPU, KEYS[50:51])[1].locations == b"" and pool.demote_gpu(GPU).keys == b""
+    going = pool.directory.sole_copies("a", pool.now)
     assert going and going[2] == 7 and sorted(split(going[1])) == KEYS[:7], "each of them once"
     pool.replicate("b", KEYS[:1])
-    going = pool.directory.departing("a", pool.now)
+    going = pool.directory.sole_copies("a", pool.now)
     assert going and sorted(split(going[1])) == KEYS[1:7]
     assert pool.directory.remove_node("a", pool.now) == 16
     assert list(pool.directory.nodes) == ["b"] and pool.has(KEYS[:2]) == [True, False]
@@ -306,7 +310,7 @@ def test_a_block_counts_once_where_it_is_on_a_gpu_and_in_its_nodes_memory() -> N
     pool = cooled_down("a", GPU, "b")
     pool.store("b", KEYS[7:8])
     pool.read(GPU, KEYS[:7])
-    assert pool.directory.whereabouts(b"".join(KEYS[:8])) == {"a": 7, "b": 1}
+    assert pool.directory.locate_prefix(b"".join(KEYS[:8])) == {"a": 7, "b": 1}
 
 
 def test_hits_are_told_apart_by_where_they_are() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, primary
-from helpers.directory_tiers import beat, lie_below, only_below, tell, tiered
-from helpers.oracle.slots import PLACE, split, unpack
+from helpers.directory_tiers import heartbeat, in_external_tier, only_in_tier, tell, tiered
+from helpers.oracle.slots import LOCATION, split, unpack
 from helpers.pools import eventually
 from raykv.actors import drain, supervisor
 
@@ -30,18 +30,18 @@ def leave(pool: Pool, node: str) -> None:
     pool.directory.leave(node, pool.now)
 
 
-def departing(pool: Pool, node: str) -> list[bytes]:
+def sole_copies(pool: Pool, node: str) -> list[bytes]:
     """Keys that would go with a node."""
-    places, keys, _ = pool.directory.departing(node, pool.now) or (b"", b"", 0)
-    there = unpack(places)
-    assert {(place[0], place[3]) for place in there} <= {(pool.directory.nodes[node].index, PAGE)}
+    locations, keys, _ = pool.directory.sole_copies(node, pool.now) or (b"", b"", 0)
+    there = unpack(locations)
+    assert {(location[0], location[3]) for location in there} <= {(pool.directory.nodes[node].index, PAGE)}
     check_invariants(pool.directory)
     return split(keys)
 
 
 def left(pool: Pool, node: str) -> int | None:
     """How many blocks would go with a node; None where that is not known."""
-    answer = pool.directory.departing(node, pool.now)
+    answer = pool.directory.sole_copies(node, pool.now)
     return None if answer is None else answer[2]
 
 
@@ -63,32 +63,32 @@ def forget(pool: Pool, keys: list[bytes], node: str = "a") -> None:
 def test_unique_blocks_of_a_node_that_leaves_are_departing_the_youngest_first() -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:4])
-    assert departing(pool, "a") == [], "it stays"
+    assert sole_copies(pool, "a") == [], "it stays"
     leave(pool, "a")
-    assert departing(pool, "a") == KEYS[:4] and departing(pool, "b") == []
+    assert sole_copies(pool, "a") == KEYS[:4] and sole_copies(pool, "b") == []
     pool.read("a", KEYS[2:4])
-    assert departing(pool, "a") == [*KEYS[2:4], *KEYS[:2]]
+    assert sole_copies(pool, "a") == [*KEYS[2:4], *KEYS[:2]]
     assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "leaving"
 
 
 def test_few_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "DEPARTING_PER_CALL", 2)
+    monkeypatch.setattr(directory, "SOLE_COPIES_PER_CALL", 2)
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:5])
     leave(pool, "a")
     for keys in (KEYS[:5], KEYS[2:5], KEYS[4:5]):
-        assert departing(pool, "a") == keys[:2] and left(pool, "a") == len(keys)
+        assert sole_copies(pool, "a") == keys[:2] and left(pool, "a") == len(keys)
         pool.replicate("b", keys[:2])
-    assert departing(pool, "a") == [] and left(pool, "a") == 0
+    assert sole_copies(pool, "a") == [] and left(pool, "a") == 0
 
 
 def test_what_is_still_being_written_on_a_node_that_leaves_will_go_with_it() -> None:
     pool = Pool(nodes="ab")
     hold, got = pool.reserve("a", KEYS[:2])
     leave(pool, "a")
-    assert departing(pool, "a") == [] and left(pool, "a") == 2
+    assert sole_copies(pool, "a") == [] and left(pool, "a") == 2
     pool.commit("a", hold, got, KEYS[:2])
-    assert departing(pool, "a") == KEYS[:2] and left(pool, "a") == 2
+    assert sole_copies(pool, "a") == KEYS[:2] and left(pool, "a") == 2
 
 
 def test_what_is_held_is_departing_too_after_what_is_not() -> None:
@@ -98,9 +98,9 @@ def test_what_is_held_is_departing_too_after_what_is_not() -> None:
         pool.read("a", keys)
     lease, _ = pool.match("a", KEYS[5:7])  # the oldest: out of turn
     leave(pool, "a")
-    assert departing(pool, "a") == [*KEYS[:5], *KEYS[5:7]], "whether an eviction met them or not"
+    assert sole_copies(pool, "a") == [*KEYS[:5], *KEYS[5:7]], "whether an eviction met them or not"
     pool.release("a", lease)
-    assert departing(pool, "a") == [*KEYS[5:7], *KEYS[:5]]
+    assert sole_copies(pool, "a") == [*KEYS[5:7], *KEYS[:5]]
 
 
 def test_a_copy_elsewhere_that_could_be_evicted_is_handed_over() -> None:
@@ -109,7 +109,7 @@ def test_a_copy_elsewhere_that_could_be_evicted_is_handed_over() -> None:
     pool.replicate("b", KEYS[:2])
     assert pool.count("replica", "b") == 2 and primary(pool, KEYS[0]) == "a"
     leave(pool, "a")
-    assert departing(pool, "a") == KEYS[2:3]
+    assert sole_copies(pool, "a") == KEYS[2:3]
     assert [primary(pool, key) for key in KEYS[:3]] == ["b", "b", "a"]
     assert (pool.count("ready", "b"), pool.count("replica", "a")) == (2, 2)
     pool.store("b", KEYS[10:13])  # room for which replicas would have been taken
@@ -123,7 +123,7 @@ def test_what_is_handed_over_costs_as_many_of_the_oldest_at_most() -> None:
     pool.store("b", KEYS[10:15])
     pool.replicate("b", KEYS[:2])
     leave(pool, "a")
-    departing(pool, "a")
+    sole_copies(pool, "a")
     assert pool.has(KEYS[10:15]) == [True] * 3 + [False] * 2 and pool.count("free", "b") == 3
 
 
@@ -132,10 +132,10 @@ def test_what_is_handed_over_may_open_slabs_and_the_rest_is_still_departing() ->
     pool.store("a", KEYS[:60])
     pool.store("b", KEYS[100:164])
     pool.replicate("b", KEYS[:50])
-    pool.directory.beat("b", 3, pool.now)  # spare slabs, whose rows are new
+    pool.directory.heartbeat("b", 3, pool.now)  # spare slabs, whose rows are new
     lease, _ = pool.match("a", KEYS[55:60])  # the oldest
     leave(pool, "a")
-    assert departing(pool, "a") == KEYS[50:60]
+    assert sole_copies(pool, "a") == KEYS[50:60]
     assert len(pool.directory.nodes["b"].slabs) > 1 and all(pool.has(KEYS[100:164]))
     pool.release("a", lease)
     check_invariants(pool.directory)
@@ -147,9 +147,9 @@ def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
     pool.replicate("b", KEYS[:1])
     leave(pool, "a")
     leave(pool, "b")
-    assert departing(pool, "a") == [] and departing(pool, "b") == KEYS[:1] and primary(pool, KEYS[0]) == "b"
+    assert sole_copies(pool, "a") == [] and sole_copies(pool, "b") == KEYS[:1] and primary(pool, KEYS[0]) == "b"
     pool.replicate("c", KEYS[:1])
-    assert departing(pool, "b") == [] and primary(pool, KEYS[0]) == "c"
+    assert sole_copies(pool, "b") == [] and primary(pool, KEYS[0]) == "c"
 
 
 def test_what_a_node_that_leaves_reads_of_another_is_no_primary_there() -> None:
@@ -159,7 +159,7 @@ def test_what_a_node_that_leaves_reads_of_another_is_no_primary_there() -> None:
     leave(pool, "b")
     leave(pool, "a")
     pool.replicate("b", KEYS[:1])
-    assert departing(pool, "a") == KEYS[:2] and left(pool, "b") == 0
+    assert sole_copies(pool, "a") == KEYS[:2] and left(pool, "b") == 0
     pool.replicate("c", KEYS[:2])
     assert left(pool, "a") == left(pool, "b") == 0 and primary(pool, KEYS[0]) == "c"
 
@@ -169,9 +169,9 @@ def test_a_directory_that_was_told_before_anybody_joins_gives_no_copy_of_what_le
     leave(pool, "a")
     for name in "ab":
         join_with(pool, name, KEYS[:2] if name == "a" else [*KEYS[:2], *KEYS[10:14]])
-    assert departing(pool, "a") == [] and [primary(pool, key) for key in KEYS[:2]] == ["b", "b"]
+    assert sole_copies(pool, "a") == [] and [primary(pool, key) for key in KEYS[:2]] == ["b", "b"]
     join_with(pool, "a", KEYS[:3], nonce=b"another")
-    assert departing(pool, "a") == KEYS[2:3], "a new store of it leaves, too"
+    assert sole_copies(pool, "a") == KEYS[2:3], "a new store of it leaves, too"
     pool.directory.remove_node("a", pool.now)
     pool.add("a")
     assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "alive", "who comes back stays"
@@ -181,9 +181,9 @@ def join_with(pool: Pool, name: str, keys: list[bytes], nonce: bytes = b"") -> N
     """A node joins whose arena of 8 slots has these blocks, the oldest first."""
     joined = pool.directory.join(name, nonce or name.encode(), 8 * PAGE, 1, 0, pool.now, pool.window * PAGE)
     fields = [(joined[0], 0, slot, PAGE, 1, 2) for slot in range(len(keys))]
-    places = b"".join(PLACE.pack(*at) for at in fields)
+    locations = b"".join(LOCATION.pack(*at) for at in fields)
     numbers = struct.pack(f"<{len(keys)}I", *range(len(keys)))
-    pool.directory.adopt(name, places, b"".join(keys), bytes(4 * len(keys)), numbers, b"", pool.now, 1)
+    pool.directory.adopt(name, locations, b"".join(keys), bytes(4 * len(keys)), numbers, b"", pool.now, 1)
     check_invariants(pool.directory)
 
 
@@ -201,10 +201,10 @@ def test_what_a_taker_pulls_is_primary_there() -> None:
     pool.store("a", KEYS[:2])
     leave(pool, "a")
     lease, got = pool.match("b", KEYS[:1])
-    assert departing(pool, "a") == KEYS[:2], "it is not there yet"
-    pool.beat("b", landed=got.staged)
+    assert sole_copies(pool, "a") == KEYS[:2], "it is not there yet"
+    pool.heartbeat("b", pulled=got.staged)
     assert (primary(pool, KEYS[0]), primary(pool, KEYS[1])) == ("b", "a")
-    assert departing(pool, "a") == KEYS[1:2]
+    assert sole_copies(pool, "a") == KEYS[1:2]
     pool.release("b", lease)
     pool.directory.remove_node("a", pool.now)
     assert pool.has(KEYS[:2]) == [True, False]
@@ -215,19 +215,19 @@ def test_what_a_taker_pulls_is_primary_there() -> None:
 def test_only_a_tier_that_others_reach_saves_what_lies_in_it(shared: bool) -> None:
     pool = tiered(nodes="ab", shared=shared, share=1.0)
     pool.store("a", KEYS[:2])
-    sinking = pool.sink("a")
+    demoting = pool.demote("a")
     leave(pool, "a")
-    assert departing(pool, "a") == KEYS[:2], "it is not there yet"
-    pool.sink("a", sinking)
-    assert departing(pool, "a") == ([] if shared else KEYS[:2])
-    beat(pool, "b", shared=shared, reached=False)
-    assert departing(pool, "a") == KEYS[:2]
+    assert sole_copies(pool, "a") == KEYS[:2], "it is not there yet"
+    pool.demote("a", demoting)
+    assert sole_copies(pool, "a") == ([] if shared else KEYS[:2])
+    heartbeat(pool, "b", shared=shared, reached=False)
+    assert sole_copies(pool, "a") == KEYS[:2]
 
 
 def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:4])
-    answers = [None, pool.directory.departing]
+    answers = [None, pool.directory.sole_copies]
     alive = [{"a", "b"}, {"b"}]  # it is gone by then
 
     def call(function: Any) -> Any:
@@ -237,7 +237,9 @@ def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(mon
         answer = answers.pop(0)
         return answer and answer(node, pool.now)
 
-    there = SimpleNamespace(leave=call(partial(leave, pool)), departing=call(left_now), go_down=call(lambda _: False))
+    there = SimpleNamespace(
+        leave=call(partial(leave, pool)), sole_copies=call(left_now), flush_to_shared=call(lambda _: False)
+    )
     for name in ("find", "find_directory"):
         monkeypatch.setattr(registry, name, lambda _: there)
     monkeypatch.setattr(registry, "put", lambda *_: True)
@@ -355,24 +357,24 @@ def test_a_pin_moves_to_another_copy_when_its_node_dies() -> None:
 def test_a_pin_moves_to_what_lies_below_when_the_block_is_found_altered() -> None:
     pool = tiered(slabs=1)
     pool.store("a", KEYS[:1])
-    pool.bring_down("a", whole=True)
+    pool.demote_all("a", whole=True)
     pin(pool, KEYS[:1])
     _, got = pool.match("a", KEYS[:1])
-    pool.beat("a", bad=got.source)
+    pool.heartbeat("a", corrupt=got.source)
     assert pool.has(KEYS[:1]) == [False]
     for first in (10, 20):
         pool.store("a", KEYS[first : first + 5])
-        pool.bring_down("a", whole=True)
-    assert lie_below(pool, KEYS[:1]) == [True], "others went"
+        pool.demote_all("a", whole=True)
+    assert in_external_tier(pool, KEYS[:1]) == [True], "others went"
     check_invariants(pool.directory)
 
 
 def test_what_only_lies_below_can_be_pinned_there() -> None:
     pool = tiered(slabs=1)
-    only_below(pool, KEYS[:4])
+    only_in_tier(pool, KEYS[:4])
     assert pin(pool, KEYS[1:2]) == 1
-    got = pool.sink("a", whole=True)
-    assert set(split(got.doomed)) == {KEYS[0], KEYS[2], KEYS[3]} and len(split(got.keys)) == 3
+    got = pool.demote("a", whole=True)
+    assert set(split(got.to_delete)) == {KEYS[0], KEYS[2], KEYS[3]} and len(split(got.keys)) == 3
 
 
 def test_clear_ends_pins() -> None:
@@ -391,7 +393,7 @@ def test_a_pin_ends_with_a_block_that_a_header_vetoes() -> None:
     pool.commit("a", 1, got, KEYS[:1])
     pin(pool, KEYS[:1])
     zero = bytes(4)
-    pool.directory.adopt("a", got.places, KEYS[9], zero, zero, b"", pool.now)  # another key's, it says
+    pool.directory.adopt("a", got.locations, KEYS[9], zero, zero, b"", pool.now)  # another key's, it says
     assert not pool.directory.pins and pool.count("free") == 7
     check_invariants(pool.directory)
 
@@ -430,10 +432,10 @@ def test_what_is_being_written_is_not_forgotten() -> None:
 
 def test_what_is_forgotten_is_deleted_below() -> None:
     pool = Pool()
-    beat(pool)
+    heartbeat(pool)
     tell(pool, KEYS[:2])
     forget(pool, KEYS[:1])
-    assert split(pool.sink("a").doomed) == KEYS[:1] and lie_below(pool, KEYS[:2]) == [False, True]
+    assert split(pool.demote("a").to_delete) == KEYS[:1] and in_external_tier(pool, KEYS[:2]) == [False, True]
 
 
 # ---------------------------------------------------------------------- swapped out
@@ -471,7 +473,7 @@ def test_a_swapped_request_goes_with_its_engine(vanishes: bool) -> None:
         pool.tick(11.0)
         pool.directory.stats(pool.now)
     else:
-        pool.directory.bye(ord("b"), pool.now)
+        pool.directory.disconnect(ord("b"), pool.now)
     assert not any(pool.has(KEYS[:3])) and not pool.directory.pins
 
 
@@ -479,31 +481,31 @@ def test_what_is_held_goes_down_where_nothing_else_is_left_and_is_held_there() -
     pool = tiered(slabs=2)
     pool.store("a", KEYS[:7])
     assert preempted(pool, KEYS[:6]) == 6
-    assert pool.bring_down("a") == [KEYS[6], KEYS[0]], "a quarter is to be had for nothing: that is two"
+    assert pool.demote_all("a") == [KEYS[6], KEYS[0]], "a quarter is to be had for nothing: that is two"
     assert pool.store("a", KEYS[10:12]) == ["a"] * 2
     assert pool.has(KEYS[:7]) == [False] + [True] * 5 + [False]
-    pool.bring_down("a", whole=True)
-    assert all(lie_below(pool, KEYS[:6]))
+    pool.demote_all("a", whole=True)
+    assert all(in_external_tier(pool, KEYS[:6]))
     for first in range(100, 170, 7):
         pool.store("a", KEYS[first : first + 7])
-        pool.bring_down("a", whole=True)
-    assert not any(pool.has(KEYS[:6])) and all(lie_below(pool, KEYS[:6])), "others went"
+        pool.demote_all("a", whole=True)
+    assert not any(pool.has(KEYS[:6])) and all(in_external_tier(pool, KEYS[:6])), "others went"
     forget(pool, KEYS[:6])
-    assert not any(lie_below(pool, KEYS[:6])) and not pool.directory.pins
+    assert not any(in_external_tier(pool, KEYS[:6])) and not pool.directory.pins
 
 
 def test_what_lies_below_already_is_pinned_there() -> None:
     pool = tiered(slabs=2)
     pool.store("a", KEYS[:6])
-    pool.bring_down("a", whole=True)
+    pool.demote_all("a", whole=True)
     assert preempted(pool, KEYS[:6]) == 6
     assert pool.store("a", KEYS[10:17]) == ["a"] * 7, "memory is for others"
-    assert not any(pool.has(KEYS[:6])) and all(lie_below(pool, KEYS[:6]))
+    assert not any(pool.has(KEYS[:6])) and all(in_external_tier(pool, KEYS[:6]))
 
 
 def test_what_comes_up_where_all_else_is_held_leaves_room_for_the_rest() -> None:
     pool = tiered(slots=8, slabs=4, window=2)
-    only_below(pool, KEYS[:4])
+    only_in_tier(pool, KEYS[:4])
     for key in KEYS[900:907]:
         forget(pool, [key])
     pool.store("a", KEYS[10:16])
@@ -511,7 +513,7 @@ def test_what_comes_up_where_all_else_is_held_leaves_room_for_the_rest() -> None
     for key in KEYS[:4]:  # each as by a reader of its own
         lease, got = pool.match("a", [key])
         assert blocks(got) == 1
-        pool.beat("a", landed=got.staged)
+        pool.heartbeat("a", pulled=got.staged)
         pool.release("a", lease)
     check_invariants(pool.directory)
 
@@ -519,10 +521,10 @@ def test_what_comes_up_where_all_else_is_held_leaves_room_for_the_rest() -> None
 def test_what_is_forgotten_on_its_way_down_is_deleted_there() -> None:
     pool = tiered()
     pool.store("a", KEYS[:2])
-    sinking = pool.sink("a", whole=True)
+    demoting = pool.demote("a", whole=True)
     forget(pool, KEYS[:1])
-    assert not lie_below(pool, KEYS[:1], index.SINKING)[0]
-    assert split(pool.sink("a", sinking).doomed) == KEYS[:1] and lie_below(pool, KEYS[:2]) == [False, True]
+    assert not in_external_tier(pool, KEYS[:1], index.DEMOTING)[0]
+    assert split(pool.demote("a", demoting).to_delete) == KEYS[:1] and in_external_tier(pool, KEYS[:2]) == [False, True]
     check_invariants(pool.directory)
 
 
@@ -530,7 +532,7 @@ def test_in_the_end_what_is_leased_goes_down_too() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:5])
     lease, _ = pool.match("a", KEYS[2:5])
-    assert set(pool.bring_down("a", whole=True)) == set(KEYS[:5])
+    assert set(pool.demote_all("a", whole=True)) == set(KEYS[:5])
     pool.release("a", lease)
     check_invariants(pool.directory)
 
@@ -541,10 +543,10 @@ def test_a_pin_follows_what_is_handed_over() -> None:
     pool.replicate("b", KEYS[:1])
     pin(pool, KEYS[:2])
     leave(pool, "a")
-    assert departing(pool, "a") == KEYS[1:2]
+    assert sole_copies(pool, "a") == KEYS[1:2]
     pool.replicate("b", KEYS[1:2])
     pool.store("b", KEYS[10:18])
-    assert departing(pool, "a") == [] and pool.directory.remove_node("a", pool.now)
+    assert sole_copies(pool, "a") == [] and pool.directory.remove_node("a", pool.now)
     assert pool.has(KEYS[:2]) == [True] * 2 and len(pool.directory.pins) == 2
 
 
@@ -553,4 +555,4 @@ def test_a_new_directory_that_is_told_who_leaves_hands_over_what_it_found() -> N
     pool.store("a", KEYS[:2])
     pool.replicate("b", KEYS[:2])
     leave(pool, "a")
-    assert [primary(pool, key) for key in KEYS[:2]] == ["b", "b"] and departing(pool, "a") == []
+    assert [primary(pool, key) for key in KEYS[:2]] == ["b", "b"] and sole_copies(pool, "a") == []

@@ -4,7 +4,7 @@ import struct
 
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool
-from helpers.oracle.slots import PLACE, unpack
+from helpers.oracle.slots import LOCATION, unpack
 
 from raykv.directory.directory import Directory
 from raykv.protocol import Call
@@ -17,7 +17,7 @@ def test_a_suspect_node_keeps_its_rows_but_offers_none() -> None:
     assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "suspect"
     assert pool.count("ready") == 2
     assert pool.read("b", KEYS[:2]) == 0
-    assert pool.reserve("a", KEYS[5:6])[1].places == b""
+    assert pool.reserve("a", KEYS[5:6])[1].locations == b""
     assert pool.store("b", KEYS[:2]) == [], "they are not lost yet"
     pool.tick(1.0)
     assert pool.read("a", KEYS[:2]) == 2
@@ -40,7 +40,7 @@ def test_a_replica_is_primary_once_the_writer_of_its_key_gives_up() -> None:
     index_b = pool.directory.nodes["b"].index
     pool.directory.remove_node("b", pool.now)
     index_b, epoch = pool.directory.join("b", b"new", 8 * PAGE, 1, 0, pool.now, PAGE)
-    found = PLACE.pack(index_b, 0, 0, PAGE, 9, epoch << 40 | 9)
+    found = LOCATION.pack(index_b, 0, 0, PAGE, 9, epoch << 40 | 9)
     pool.directory.adopt("b", found, KEYS[0], bytes(4), bytes(4), b"", pool.now)
     assert pool.count("replica", "b") == 1
     pool.commit("a", hold, got, KEYS, failed=(0,))
@@ -48,9 +48,9 @@ def test_a_replica_is_primary_once_the_writer_of_its_key_gives_up() -> None:
 
 
 def arena(first: int, keys: list[bytes], node: int, epoch: int = 1) -> tuple[bytes, bytes]:
-    """(PLACEs, keys) as an inventory has them: block i in slot i, generations from `first` on."""
-    places = b"".join(PLACE.pack(node, 0, i, PAGE, 1, epoch << 40 | first + i) for i in range(len(keys)))
-    return places, b"".join(keys)
+    """(LOCATIONs, keys) as an inventory has them: block i in slot i, generations from `first` on."""
+    locations = b"".join(LOCATION.pack(node, 0, i, PAGE, 1, epoch << 40 | first + i) for i in range(len(keys)))
+    return locations, b"".join(keys)
 
 
 def test_a_new_directory_rebuilds_order_of_use_and_parents_first() -> None:
@@ -59,10 +59,10 @@ def test_a_new_directory_rebuilds_order_of_use_and_parents_first() -> None:
     pool.directory = directory
     node, epoch = directory.join("a", b"a", 8 * PAGE, 1, 1, 0.0, PAGE)
     assert epoch == 2
-    places, keys = arena(1, KEYS[:7], node)
+    locations, keys = arena(1, KEYS[:7], node)
     depth = struct.pack("<7I", 0, 1, 2, 0, 1, 2, 0)
     stamps = struct.pack("<7I", 5, 5, 5, 3, 3, 3, 4)
-    directory.adopt("a", places, keys, depth, stamps, b"", 0.0)
+    directory.adopt("a", locations, keys, depth, stamps, b"", 0.0)
     gone = []
     for i in range(7):
         pool.store("a", [KEYS[100 + i]])
@@ -74,8 +74,8 @@ def test_of_a_key_in_two_arenas_the_first_seen_is_primary() -> None:
     pool = Pool(nodes="")
     for name in "ab":
         node, _ = pool.directory.join(name, name.encode(), 8 * PAGE, 1, 1, 0.0, PAGE)
-        places, keys = arena(1, KEYS[:3], node)
-        pool.directory.adopt(name, places, keys, bytes(12), bytes(12), b"", 0.0)
+        locations, keys = arena(1, KEYS[:3], node)
+        pool.directory.adopt(name, locations, keys, bytes(12), bytes(12), b"", 0.0)
     assert (pool.count("ready", "a"), pool.count("replica", "a")) == (3, 0)
     assert (pool.count("ready", "b"), pool.count("replica", "b")) == (0, 3)
 
@@ -83,10 +83,10 @@ def test_of_a_key_in_two_arenas_the_first_seen_is_primary() -> None:
 def test_slots_that_are_still_written_are_nobodys_after_a_restart() -> None:
     pool = Pool(nodes="")
     node, _ = pool.directory.join("a", b"a", 8 * PAGE, 1, 1, 0.0, PAGE)
-    places, keys = arena(1, KEYS[:3], node)
-    busy = places[32:64] + PLACE.pack(node, 0, 99, PAGE, 1, 5) + PLACE.pack(node, 0, 0, PAGE, 77, 5)
-    pool.directory.adopt("a", places, keys, bytes(12), bytes(12), busy, 0.0)
-    assert [pool.count(state) for state in ("ready", "limbo", "free")] == [2, 1, 5]
+    locations, keys = arena(1, KEYS[:3], node)
+    busy = locations[32:64] + LOCATION.pack(node, 0, 99, PAGE, 1, 5) + LOCATION.pack(node, 0, 0, PAGE, 77, 5)
+    pool.directory.adopt("a", locations, keys, bytes(12), bytes(12), busy, 0.0)
+    assert [pool.count(state) for state in ("ready", "quarantined", "free")] == [2, 1, 5]
     check_invariants(pool.directory)
 
 
@@ -95,9 +95,9 @@ def test_headers_only_veto_where_rows_are_known() -> None:
     pool.store("a", KEYS[:3])
     _, got = pool.match("a", KEYS[:3])
     rows = unpack(got.source)
-    newer = PLACE.pack(*rows[0][:5], rows[0][5] + 1)
-    older = PLACE.pack(*rows[1][:5], rows[1][5] - 1)
-    unknown = PLACE.pack(*rows[0][:2], 7, *rows[0][3:])
+    newer = LOCATION.pack(*rows[0][:5], rows[0][5] + 1)
+    older = LOCATION.pack(*rows[1][:5], rows[1][5] - 1)
+    unknown = LOCATION.pack(*rows[0][:2], 7, *rows[0][3:])
     pool.directory.adopt("a", newer + older + unknown, b"".join(KEYS[10:13]), bytes(12), bytes(12), b"", pool.now)
     assert pool.has([*KEYS[:3], *KEYS[10:13]]) == [False, True, True, False, False, False]
 
@@ -108,11 +108,11 @@ def test_a_lease_from_before_a_store_came_back_pins_nothing() -> None:
     lease, got = pool.match("a", KEYS[:3])
     pool.directory.remove_node("a", pool.now)
     node, _ = pool.directory.join("a", b"a", 8 * PAGE, 1, 1, pool.now, PAGE)
-    found = b"".join(PLACE.pack(node, *place[1:]) for place in unpack(got.source))
+    found = b"".join(LOCATION.pack(node, *location[1:]) for location in unpack(got.source))
     pool.directory.adopt("a", found, b"".join(KEYS[:3]), bytes(12), bytes(12), b"", pool.now)
     pool.release("a", lease)
     check_invariants(pool.directory)
-    assert not pool.directory._shelves.c.rows["pins"].any()
+    assert not pool.directory._size_classes.c.rows["pins"].any()
 
 
 def test_epochs_in_join() -> None:
@@ -129,8 +129,8 @@ def test_what_is_adopted_is_not_evicted_while_the_store_has_slabs_to_spare() -> 
     directory = Directory()
     node, epoch = directory.join("a", b"a", 8 * PAGE, 2, 1, 0.0, PAGE)
     gen = (epoch - 1 << 40) + 1
-    places = b"".join(PLACE.pack(node, 0, slot, PAGE, gen, gen) for slot in range(8))
-    directory.adopt("a", places, b"".join(KEYS[:8]), bytes(32), bytes(32), b"", 0.0, offered=2)
+    locations = b"".join(LOCATION.pack(node, 0, slot, PAGE, gen, gen) for slot in range(8))
+    directory.adopt("a", locations, b"".join(KEYS[:8]), bytes(32), bytes(32), b"", 0.0, offered=2)
     granted = directory.reserve(Call(1, 1), 1, "a", b"".join(KEYS[8:12]), 0, PAGE, 0.0)
     assert len(granted.indices) // 4 == 4
     assert directory.stats(0.0)["evicted"] == 0 and directory.stats(0.0)["keys"] == 12
@@ -139,10 +139,10 @@ def test_what_is_adopted_is_not_evicted_while_the_store_has_slabs_to_spare() -> 
 def test_a_store_that_joined_offers_nothing_until_it_is_adopted() -> None:
     pool = Pool(nodes="")
     pool.directory.join("a", b"a", 8 * PAGE, 1, 0, 0.0, PAGE)
-    assert pool.directory.beat("a", 1, 0.0) is None
-    assert pool.reserve("a", KEYS[:1])[1].places == b""
+    assert pool.directory.heartbeat("a", 1, 0.0) is None
+    assert pool.reserve("a", KEYS[:1])[1].locations == b""
     pool.directory.adopt("a", b"", b"", b"", b"", b"", 0.0)
-    pool.directory.beat("a", 1, 0.0)
+    pool.directory.heartbeat("a", 1, 0.0)
     assert pool.store("a", KEYS[:1]) == ["a"]
 
 
@@ -164,7 +164,7 @@ def test_a_slab_in_which_something_is_held_is_never_taken() -> None:
     pool.store("a", KEYS[:4])
     lease, _ = pool.match("a", KEYS[3:4])
     pool.reserve("a", KEYS[8:9])  # in the other slab
-    assert pool.reserve("a", KEYS[50:51], size=2 * PAGE)[1].places == b""
+    assert pool.reserve("a", KEYS[50:51], size=2 * PAGE)[1].locations == b""
     assert all(pool.has(KEYS[:4]))
     pool.release("a", lease)
     assert pool.store("a", KEYS[50:51], size=2 * PAGE) == ["a"]
@@ -175,7 +175,7 @@ def test_a_slab_in_which_something_is_held_is_never_taken() -> None:
 def test_a_block_that_no_slab_can_hold_is_refused() -> None:
     pool = Pool(slots=4)
     for size in (0, 5 * PAGE):
-        assert pool.reserve("a", KEYS[:1], size=size)[1].places == b""
+        assert pool.reserve("a", KEYS[:1], size=size)[1].locations == b""
         assert pool.match("a", KEYS[:1], size=size)[1].source == b""
 
 
@@ -187,7 +187,7 @@ def test_clear_forgets_all_and_a_late_commit_brings_nothing_back() -> None:
     assert pool.directory.clear(pool.now) == 5
     assert (pool.count("dropped", "a"), pool.count("dropped", "b")) == (4, 2)
     assert pool.commit("a", hold, got, KEYS[10:12]) == 0
-    pool.beat("b", landed=staging.staged)
+    pool.heartbeat("b", pulled=staging.staged)
     pool.release("b", lease)
     assert not any(pool.has(KEYS[:20]))
     assert (pool.count("free", "a"), pool.count("free", "b")) == (8, 8)
@@ -199,8 +199,8 @@ def test_what_was_cleared_is_not_found_by_a_sweep() -> None:
     _, got = pool.reserve("a", KEYS[:1])
     pool.tick(11.0)
     pool.directory.clear(pool.now)
-    gen = struct.pack("<Q", unpack(got.places)[0][5])
-    pool.directory.swept(got.places, bytes([2]), KEYS[0], gen, pool.now)
+    gen = struct.pack("<Q", unpack(got.locations)[0][5])
+    pool.directory.sweep_result(got.locations, bytes([2]), KEYS[0], gen, pool.now)
     assert pool.count("free") == 8 and not any(pool.has(KEYS[:1]))
 
 

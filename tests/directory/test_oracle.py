@@ -18,11 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 SEEDS = (1, 2, 3, 4, 5)
 STEPS = 42_000  # by each seed, at least: 210,000 in all
 OPS = (
-    *("match", "reserve", "commit", "stream", "release", "beat_client", "report", "leave", "heartbeats"),
-    *("whereabouts", "node_lost", "restart", "wait", "clear"),
-    *("beat_tier", "found", "sink", "sink"),
-    *("pin", "unpin", "forget", "preempted", "depart", "departing"),
-    *("cool", "cool", "fit"),
+    *("match", "reserve", "commit", "next_window", "release", "client_heartbeat", "report", "leave", "heartbeats"),
+    *("locate_prefix", "node_lost", "restart", "wait", "clear"),
+    *("tier_heartbeat", "report_existing", "demote", "demote"),
+    *("pin", "unpin", "forget", "preempted", "depart", "sole_copies"),
+    *("demote_gpu", "demote_gpu", "set_slab_target"),
 )
 SEEDS_OF_BURSTS = st.integers(0, 1 << 30)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
-from helpers.oracle.slots import PLACE, unpack
+from helpers.oracle.slots import LOCATION, unpack
 from helpers.world import DOCUMENTS
 
 from raykv.directory.allocator import staging_window
@@ -26,20 +26,20 @@ def test_whereabouts_count_every_copy_of_the_ready_prefix_and_touch_nothing() ->
     pool.store("a", KEYS[6:7])  # behind a gap
     hold, got = pool.reserve("a", KEYS[5:6])  # which is being written
     before = pool.directory.stats(pool.now)
-    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"a": 3, "b": 4}
-    assert pool.directory.whereabouts(b"".join(KEYS[100:])) == pool.directory.whereabouts(b"") == {}
+    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == {"a": 3, "b": 4}
+    assert pool.directory.locate_prefix(b"".join(KEYS[100:])) == pool.directory.locate_prefix(b"") == {}
     assert pool.directory.stats(pool.now) == before
     pool.commit("a", hold, got, KEYS[5:6])
-    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"a": 5, "b": 4}
+    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == {"a": 5, "b": 4}
     pool.tick(4, alive="b")  # a is suspect: its rows are not offered
-    assert pool.directory.whereabouts(b"".join(KEYS[:7])) == {"b": 2}
+    assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == {"b": 2}
 
 
 def test_looking_does_not_make_a_block_younger() -> None:
     pool = Pool(slots=8, window=1)
     pool.store("a", KEYS[:4])
     pool.store("a", KEYS[100:103])
-    pool.directory.whereabouts(b"".join(KEYS[:4]))
+    pool.directory.locate_prefix(b"".join(KEYS[:4]))
     pool.store("a", KEYS[103:105])
     assert pool.has(KEYS[:4]) == [True, True, False, False]
 
@@ -62,7 +62,7 @@ def test_what_is_leased_is_not_evicted_and_what_was_released_is() -> None:
     pool.store("a", KEYS[:7])
     lease, _ = pool.match("a", KEYS[:7])
     _, got = pool.reserve("a", KEYS[100:103])
-    assert got.covered == 0 and not got.places
+    assert got.covered == 0 and not got.locations
     pool.release("a", lease)
     assert pool.store("a", KEYS[110:112]) == ["a", "a"]
     assert pool.has(KEYS[:7]) == [True] * 5 + [False] * 2
@@ -129,8 +129,8 @@ def test_a_match_longer_than_the_window_streams_through_it() -> None:
     assert (blocks(got), staged(got)) == (8, 3)
     read = 3
     while read < 8:
-        more = pool.directory.stream(pool.call("b"), lease, read, PAGE, pool.now)
-        assert more.source == got.source[read * PLACE.size :][: len(more.source)]
+        more = pool.directory.next_window(pool.call("b"), lease, read, PAGE, pool.now)
+        assert more.source == got.source[read * LOCATION.size :][: len(more.source)]
         assert 0 < blocks(more) == staged(more) <= 3
         read += blocks(more)
     assert pool.count("staging", "b") <= 3
@@ -145,7 +145,7 @@ def test_streaming_passes_over_blocks_that_are_there() -> None:
     pool.store("b", KEYS[100:111])
     lease, got = pool.match("b", KEYS[:9])
     assert (blocks(got), staged(got)) == (9, 2), "of blocks 0, 2, 4, 6, 8"
-    more = pool.directory.stream(pool.call("b"), lease, 4, PAGE, pool.now)
+    more = pool.directory.next_window(pool.call("b"), lease, 4, PAGE, pool.now)
     assert (blocks(more), staged(more)) == (4, 2), "as far as before block 8, in one call"
 
 
@@ -246,8 +246,8 @@ def test_a_block_written_elsewhere_is_offered_there() -> None:
     pool = Pool(slots=4, window=2, nodes="ab")
     pool.store("a", KEYS[:2])
     hold, got = pool.reserve("a", KEYS[2:4])
-    assert [pool.name(place[0]) for place in unpack(got.places)] == ["b", "b"]
-    assert [pool.name(place[0]) for place in unpack(got.staged)] == ["a", "a"]
+    assert [pool.name(location[0]) for location in unpack(got.locations)] == ["b", "b"]
+    assert [pool.name(location[0]) for location in unpack(got.staged)] == ["a", "a"]
     pool.commit("a", hold, got, KEYS[2:4])
     assert (pool.count("staging", "a"), pool.count("ready", "b")) == (0, 2)
 
@@ -265,14 +265,14 @@ def test_commit_is_idempotent() -> None:
 def test_arrays_of_unequal_length_change_nothing() -> None:
     pool = Pool()
     hold, got = pool.reserve("a", KEYS[:2])
-    for places, keys, written in (
-        (got.places, KEYS[0], b"\1\1"),
-        (got.places, KEYS[0] + KEYS[1], b"\1"),
-        (got.places[:32], KEYS[0] + KEYS[1], b"\1\1"),
+    for locations, keys, written in (
+        (got.locations, KEYS[0], b"\1\1"),
+        (got.locations, KEYS[0] + KEYS[1], b"\1"),
+        (got.locations[:32], KEYS[0] + KEYS[1], b"\1\1"),
     ):
         call = pool.call("a")
-        assert pool.directory.commit(call, hold, places, keys, written, pool.now)[1] == 0
-    pool.directory.swept(got.places, b"\1\1", bytes(16), bytes(16), pool.now)
+        assert pool.directory.commit(call, hold, locations, keys, written, pool.now)[1] == 0
+    pool.directory.sweep_result(got.locations, b"\1\1", bytes(16), bytes(16), pool.now)
     assert pool.count("writing") == 2
     assert pool.commit("a", hold, got, KEYS) == 2
 
@@ -280,8 +280,8 @@ def test_arrays_of_unequal_length_change_nothing() -> None:
 def test_a_failed_write_waits_for_a_sweep_and_a_forgotten_one_does_not() -> None:
     pool = Pool()
     hold, got = pool.reserve("a", KEYS[:3])
-    pool.commit("a", hold, got._replace(indices=got.indices[:8], places=got.places[:64]), KEYS, failed=(1,))
-    assert [pool.count(state) for state in ("ready", "limbo", "free")] == [1, 1, 6]
+    pool.commit("a", hold, got._replace(indices=got.indices[:8], locations=got.locations[:64]), KEYS, failed=(1,))
+    assert [pool.count(state) for state in ("ready", "quarantined", "free")] == [1, 1, 6]
 
 
 def test_a_failed_write_of_another_hold_is_ignored() -> None:
@@ -295,7 +295,7 @@ def test_a_failed_write_of_another_hold_is_ignored() -> None:
 def test_a_hold_that_is_not_listed_is_freed_unless_the_call_is_older() -> None:
     pool = Pool()
     hold, _ = pool.reserve("a", KEYS[:2])
-    pool.directory.beat_client(Call(ord("a"), pool.seq - 1), pool.now)
+    pool.directory.client_heartbeat(Call(ord("a"), pool.seq - 1), pool.now)
     assert pool.count("writing") == 2, "a call that was sent before says nothing of it"
     pool.release("a", hold)
     assert pool.count("free") == 8
@@ -310,9 +310,9 @@ def test_an_id_that_is_used_again_ends_its_hold() -> None:
         pool.directory.reserve(call, 78, "a", b"".join(KEYS[:4]), 0, PAGE, pool.now)
     check_invariants(pool.directory)
     assert pool.count("writing") == 2
-    pool.directory.bye(ord("a"), pool.now)
+    pool.directory.disconnect(ord("a"), pool.now)
     assert [pool.count(state) for state in ("ready", "free")] == [2, 6]
-    assert not pool.directory._shelves.c.rows["pins"].any()
+    assert not pool.directory._size_classes.c.rows["pins"].any()
 
 
 def test_a_client_that_leaves_in_order_leaves_free_slots() -> None:
@@ -320,7 +320,7 @@ def test_a_client_that_leaves_in_order_leaves_free_slots() -> None:
     pool.store("b", KEYS[:2])
     pool.reserve("a", KEYS[10:12])
     pool.match("a", KEYS[:2])
-    pool.directory.bye(ord("a"), pool.now)
+    pool.directory.disconnect(ord("a"), pool.now)
     assert pool.count("free", "a") == 8
 
 
@@ -329,19 +329,19 @@ def test_a_client_that_vanishes_leaves_limbo_until_a_sweep() -> None:
     keys = KEYS[:3]
     hold, got = pool.reserve("a", keys)
     pool.tick(11.0)
-    assert pool.count("limbo") == 3
+    assert pool.count("quarantined") == 3
     assert pool.commit("a", hold, got, keys) == 0, "too late"
-    _, _, limbo = pool.directory.beat("a", 1, pool.now) or (0, 0, b"")
-    places = unpack(limbo)
-    assert sorted(place[5] for place in places) == sorted(place[5] for place in unpack(got.places))
-    gens = struct.pack("<3Q", *(place[5] for place in places))
-    by_gen = {place[5]: key for place, key in zip(unpack(got.places), keys, strict=True)}
-    found = b"".join(by_gen[place[5]] for place in places)
-    pool.directory.swept(limbo, bytes([0, 1, 2]), found, gens, pool.now)
-    assert [pool.count(state) for state in ("limbo", "free", "ready")] == [1, 6, 1]
-    assert pool.has([by_gen[places[2][5]]]) == [True]
-    pool.directory.swept(limbo, bytes([1, 1, 1]), found, gens, pool.now)
-    assert [pool.count(state) for state in ("limbo", "free", "ready")] == [0, 7, 1]
+    _, _, quarantined = pool.directory.heartbeat("a", 1, pool.now) or (0, 0, b"")
+    locations = unpack(quarantined)
+    assert sorted(location[5] for location in locations) == sorted(location[5] for location in unpack(got.locations))
+    gens = struct.pack("<3Q", *(location[5] for location in locations))
+    by_gen = {location[5]: key for location, key in zip(unpack(got.locations), keys, strict=True)}
+    found = b"".join(by_gen[location[5]] for location in locations)
+    pool.directory.sweep_result(quarantined, bytes([0, 1, 2]), found, gens, pool.now)
+    assert [pool.count(state) for state in ("quarantined", "free", "ready")] == [1, 6, 1]
+    assert pool.has([by_gen[locations[2][5]]]) == [True]
+    pool.directory.sweep_result(quarantined, bytes([1, 1, 1]), found, gens, pool.now)
+    assert [pool.count(state) for state in ("quarantined", "free", "ready")] == [0, 7, 1]
 
 
 def test_staging_of_a_client_that_vanishes_goes_to_limbo_unless_shared() -> None:
@@ -351,8 +351,8 @@ def test_staging_of_a_client_that_vanishes_goes_to_limbo_unless_shared() -> None
     pool.directory.match(Call(99, 1), 5, "b", KEYS[0], PAGE, pool.now)
     for _ in range(11):
         pool.tick(1.0)
-        pool.directory.beat_client(Call(99, 2, struct.pack("<Q", 5)), pool.now)
-    assert (pool.count("staging", "b"), pool.count("limbo", "b")) == (1, 1)
+        pool.directory.client_heartbeat(Call(99, 2, struct.pack("<Q", 5)), pool.now)
+    assert (pool.count("staging", "b"), pool.count("quarantined", "b")) == (1, 1)
 
 
 def test_a_slot_that_was_cleared_while_its_writer_vanished_goes_to_limbo() -> None:
@@ -361,7 +361,7 @@ def test_a_slot_that_was_cleared_while_its_writer_vanished_goes_to_limbo() -> No
     pool.directory.clear(pool.now)
     assert pool.count("dropped") == 2
     pool.tick(11.0)
-    assert (pool.count("dropped"), pool.count("limbo")) == (0, 2), "it may still write"
+    assert (pool.count("dropped"), pool.count("quarantined")) == (0, 2), "it may still write"
 
 
 def test_an_altered_block_is_forgotten_and_its_replica_serves() -> None:
@@ -369,7 +369,7 @@ def test_an_altered_block_is_forgotten_and_its_replica_serves() -> None:
     pool.store("a", KEYS[:1])
     pool.replicate("b", KEYS[:1])
     lease, got = pool.match("a", KEYS[:1])
-    pool.beat("a", bad=got.source)
+    pool.heartbeat("a", corrupt=got.source)
     assert pool.count("dropped", "a") == 1, "the slot is still being read"
     assert (pool.count("ready", "b"), pool.count("replica", "b")) == (1, 0)
     pool.release("a", lease)

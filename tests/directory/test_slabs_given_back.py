@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks
-from helpers.oracle.slots import PLACE, unpack
+from helpers.oracle.slots import LOCATION, unpack
 
 from raykv.directory.allocator import staging_window
 from raykv.directory.directory import Directory
@@ -14,9 +14,9 @@ SLOTS = 8
 PART = SLOTS - 1  # blocks: the last slot is the staging window's, of one slot a slab
 
 
-def fit(pool: Pool, limit: int, given_back: list[int], node: str = "a") -> list[int]:
+def set_slab_target(pool: Pool, limit: int, given_back: list[int], node: str = "a") -> list[int]:
     """Numbers of slabs that are to be given back."""
-    _, numbers = pool.directory.fit(node, limit, np.array(given_back, np.int32).tobytes(), pool.now)
+    _, numbers = pool.directory.set_slab_target(node, limit, np.array(given_back, np.int32).tobytes(), pool.now)
     check_invariants(pool.directory)
     return [int(number) for number in np.frombuffer(numbers, np.int32)]
 
@@ -51,27 +51,27 @@ def test_spare_slabs_go_first_then_the_coldest() -> None:
     numbers = [slab_of(pool, part[0]) for part in parts]
     pool.read("a", parts[0])
     assert sizes(pool) == (3, 2, 5)
-    spare = fit(pool, 3, [])
+    spare = set_slab_target(pool, 3, [])
     assert len(spare) == 2 and not {*spare} & {*numbers}
     assert sizes(pool) == (3, 0, 3) and all(pool.has(KEYS[: 3 * PART]))
-    assert fit(pool, 2, spare) == [numbers[1]], "that of the first part was read since"
+    assert set_slab_target(pool, 2, spare) == [numbers[1]], "that of the first part was read since"
     assert pool.has([part[-1] for part in parts]) == [True, False, True]
-    assert fit(pool, 2, [*spare, numbers[1]]) == []
-    assert fit(pool, 1, [*spare, numbers[1]]) == [numbers[2]]
+    assert set_slab_target(pool, 2, [*spare, numbers[1]]) == []
+    assert set_slab_target(pool, 1, [*spare, numbers[1]]) == [numbers[2]]
     assert sizes(pool) == (1, 0, 1) and pool.read("a", parts[0]) > 0
 
 
 def test_nobody_is_sent_to_a_slab_that_was_given_up() -> None:
     pool = pool_of(3)
     fill(pool, 2)
-    gone = fit(pool, 1, [])
+    gone = set_slab_target(pool, 1, [])
     assert len(gone) == 2
     for i in range(10):
         hold, got = pool.reserve("a", KEYS[100 + 4 * i :][:4])
-        assert not {place[1] for place in unpack(got.places)} & {*gone}
+        assert not {location[1] for location in unpack(got.locations)} & {*gone}
         pool.commit("a", hold, got, KEYS[100 + 4 * i :])
-        fit(pool, 1, gone)
-    pool.directory.beat("a", 3, pool.now)
+        set_slab_target(pool, 1, gone)
+    pool.directory.heartbeat("a", 3, pool.now)
     assert sizes(pool) == (1, 0, 1), "nor does a beat bring it back"
 
 
@@ -79,21 +79,21 @@ def test_the_generation_is_newer_than_every_grant_there() -> None:
     pool = pool_of(2)
     hold, got = pool.reserve("a", KEYS[:PART])
     pool.commit("a", hold, got, KEYS)
-    granted = max(max(place[4], place[5]) for place in unpack(got.places))
-    generation, numbers = pool.directory.fit("a", 1, b"", pool.now)
+    granted = max(max(location[4], location[5]) for location in unpack(got.locations))
+    generation, numbers = pool.directory.set_slab_target("a", 1, b"", pool.now)
     assert len(numbers) == 4 and generation > granted
-    assert pool.directory.fit("a", 1, numbers, pool.now) == (0, b"")
+    assert pool.directory.set_slab_target("a", 1, numbers, pool.now) == (0, b"")
 
 
 def test_what_was_not_given_back_after_all_is_spare_again() -> None:
     """The answer was lost, or somebody wrote there."""
     pool = pool_of(4)
     fill(pool, 2)
-    first = fit(pool, 2, [])
+    first = set_slab_target(pool, 2, [])
     assert sizes(pool) == (2, 0, 2)
-    assert sorted(fit(pool, 2, [])) == sorted(first), "it is said again"
-    assert fit(pool, 4, first[:1]) == [] and sizes(pool) == (2, 1, 4), "half of it is taken up again"
-    assert fit(pool, 4, []) == [] and sizes(pool) == (2, 2, 4)
+    assert sorted(set_slab_target(pool, 2, [])) == sorted(first), "it is said again"
+    assert set_slab_target(pool, 4, first[:1]) == [] and sizes(pool) == (2, 1, 4), "half of it is taken up again"
+    assert set_slab_target(pool, 4, []) == [] and sizes(pool) == (2, 2, 4)
     fill(pool, 2, first=100)
     assert sizes(pool) == (4, 0, 4)
 
@@ -105,7 +105,7 @@ def test_a_slab_that_is_gone_though_it_is_in_use_is_closed() -> None:
     lease, got = pool.match("a", parts[0])
     assert blocks(got)
     number = slab_of(pool, parts[0][0])
-    assert fit(pool, 1, [number]) == []
+    assert set_slab_target(pool, 1, [number]) == []
     assert pool.has([parts[0][0], parts[1][0]]) == [False, True] and sizes(pool) == (1, 0, 1)
     pool.release("a", lease)
     check_invariants(pool.directory)
@@ -119,11 +119,11 @@ def test_a_lease_holds_its_slab_until_it_is_released() -> None:
     lease, got = pool.match("a", parts[0][:3])
     held = unpack(got.source)[0][1]
     other, _ = pool.match("a", parts[1][:1])
-    assert fit(pool, 1, []) == [] and sizes(pool) == (2, 0, 1)
+    assert set_slab_target(pool, 1, []) == [] and sizes(pool) == (2, 0, 1)
     assert pool.has(parts[0][:3]) == [True] * 3 and pool.has(parts[1][:1]) == [True]
     assert pool.read("a", parts[0][:3]) == 3, "who comes later finds it, too"
     pool.release("a", lease)
-    assert fit(pool, 1, []) == [held] and pool.has(parts[1][:1]) == [True]
+    assert set_slab_target(pool, 1, []) == [held] and pool.has(parts[1][:1]) == [True]
     pool.release("a", other)
     check_invariants(pool.directory)
 
@@ -133,18 +133,20 @@ def test_a_slab_that_is_never_all_unheld_is_emptied_row_by_row() -> None:
     parts = fill(pool, 2)
     holds = [pool.match("a", [part[0]])[0] for part in parts]
     for i in range(1, 5):
-        assert fit(pool, 1, []) == []
+        assert set_slab_target(pool, 1, []) == []
         going = next(part for part in parts if not all(pool.has(part)))
         assert pool.has(going) == [True] + [False] * (PART - 1)
         hold, got = pool.reserve("a", KEYS[200 + i : 201 + i])
-        assert {place[1] for place in unpack(got.places)} != {slab_of(pool, going[0])}, "nothing is stored there"
+        assert {location[1] for location in unpack(got.locations)} != {slab_of(pool, going[0])}, (
+            "nothing is stored there"
+        )
         pool.commit("a", hold, got, KEYS[200 + i :])
     stats = pool.directory.stats(pool.now)["nodes"]["a"]
     assert stats["slots"] == SLOTS + 1 and stats["bytes_used"] <= stats["slots"] * PAGE
     number = slab_of(pool, going[0])
     for hold in holds:
         pool.release("a", hold)
-    assert fit(pool, 1, []) == [number]
+    assert set_slab_target(pool, 1, []) == [number]
 
 
 @pytest.mark.parametrize("instead", ["the size is as before", "another is free by now"])
@@ -152,15 +154,15 @@ def test_a_slab_that_is_kept_after_all_is_used_again(instead: str) -> None:
     pool = pool_of(2)
     parts = fill(pool, 2)
     holds = {slab_of(pool, part[0]): pool.match("a", [part[0]])[0] for part in parts}
-    assert fit(pool, 1, []) == []
+    assert set_slab_target(pool, 1, []) == []
     (closing,) = pool.directory.nodes["a"].closing
     assert pool.count("ready") < 2 * PART
     if instead == "another is free by now":
         (other,) = holds.keys() - {closing}
         pool.release("a", holds.pop(other))
-        assert fit(pool, 1, []) == [other]
+        assert set_slab_target(pool, 1, []) == [other]
     else:
-        assert fit(pool, 2, []) == []
+        assert set_slab_target(pool, 2, []) == []
     assert not pool.directory.nodes["a"].closing
     slots = sizes(pool)[0] * SLOTS
     assert pool.count("slots") == slots
@@ -174,13 +176,13 @@ def test_what_was_emptied_goes_before_others_are() -> None:
     pool = pool_of(3)
     parts = fill(pool, 3)
     holds = [pool.match("a", [part[0]])[0] for part in parts]
-    assert fit(pool, 2, []) == []
+    assert set_slab_target(pool, 2, []) == []
     (closing,) = pool.directory.nodes["a"].closing
     for hold in holds:
         pool.release("a", hold)
     (going,) = [part for part in parts if not all(pool.has(part))]
     pool.read("a", going[:1])
-    assert fit(pool, 2, []) == [closing], "though what is left of it was used last"
+    assert set_slab_target(pool, 2, []) == [closing], "though what is left of it was used last"
     assert all(all(pool.has(part)) for part in parts if part is not going)
 
 
@@ -189,8 +191,8 @@ def test_writers_finish_in_a_slab_that_goes() -> None:
     fill(pool, 1)
     hold, got = pool.reserve("a", KEYS[100 : 100 + PART])
     pool.match("a", KEYS[:1])
-    fit(pool, 1, [])
-    assert pool.commit("a", hold, got, KEYS[100:]) == len(unpack(got.places))
+    set_slab_target(pool, 1, [])
+    assert pool.commit("a", hold, got, KEYS[100:]) == len(unpack(got.locations))
     check_invariants(pool.directory)
 
 
@@ -198,16 +200,16 @@ def test_an_abandoned_writer_holds_its_slab_until_it_was_swept() -> None:
     pool = pool_of(2)
     fill(pool, 1)
     _, got = pool.reserve("a", KEYS[100 : 100 + PART])
-    writing = {place[1] for place in unpack(got.places)}
+    writing = {location[1] for location in unpack(got.locations)}
     pool.now += 20.0  # that client is gone
-    answer = pool.directory.beat("a", 2, pool.now)
+    answer = pool.directory.heartbeat("a", 2, pool.now)
     assert answer and len(unpack(answer[2])) == PART
     _, leased = pool.match("a", KEYS[:1])
-    assert blocks(leased) == 1 and fit(pool, 1, []) == [], "the other is leased"
-    assert pool.directory.nodes["a"].closing == writing and pool.count("limbo") == PART
+    assert blocks(leased) == 1 and set_slab_target(pool, 1, []) == [], "the other is leased"
+    assert pool.directory.nodes["a"].closing == writing and pool.count("quarantined") == PART
     n = len(unpack(answer[2]))
-    pool.directory.swept(answer[2], bytes([1] * n), bytes(16 * n), bytes(8 * n), pool.now)
-    assert fit(pool, 1, []) == [*writing]
+    pool.directory.sweep_result(answer[2], bytes([1] * n), bytes(16 * n), bytes(8 * n), pool.now)
+    assert set_slab_target(pool, 1, []) == [*writing]
 
 
 def test_pinned_blocks_keep_their_slab() -> None:
@@ -216,11 +218,11 @@ def test_pinned_blocks_keep_their_slab() -> None:
     parts = fill(pool, 4)
     numbers = [slab_of(pool, part[0]) for part in parts]
     assert pool.directory.pin(pool.call("a"), parts[0][0] + parts[2][0], pool.now)[1] == 2
-    gone = fit(pool, 1, [])
+    gone = set_slab_target(pool, 1, [])
     assert sorted(gone) == sorted([numbers[1], numbers[3]])
-    assert fit(pool, 1, gone) == [] and all(pool.has(parts[0] + parts[2]))
+    assert set_slab_target(pool, 1, gone) == [] and all(pool.has(parts[0] + parts[2]))
     pool.directory.unpin(pool.call("a"), parts[0][0], pool.now)
-    assert fit(pool, 1, gone) == [numbers[0]]
+    assert set_slab_target(pool, 1, gone) == [numbers[0]]
 
 
 def test_a_block_that_is_also_elsewhere_stays_there() -> None:
@@ -230,7 +232,7 @@ def test_a_block_that_is_also_elsewhere_stays_there() -> None:
     pool.store("a", KEYS[100:104])
     number = slab_of(pool, parts[0][5])
     pool.read("a", KEYS[100:104])
-    assert fit(pool, 1, []) == [number]
+    assert set_slab_target(pool, 1, []) == [number]
     assert pool.has(parts[0][:2]) == [True, False]
     assert (pool.count("ready", "b"), pool.count("replica", "b")) == (1, 0)
 
@@ -239,7 +241,7 @@ def test_many_slabs_go_a_few_at_a_time() -> None:
     pool = pool_of(40)
     gone: list[int] = []
     steps = 0
-    while more := fit(pool, 3, gone):
+    while more := set_slab_target(pool, 3, gone):
         assert len(more) <= 8
         gone, steps = gone + more, steps + 1
     assert len(set(gone)) == 37 and sizes(pool) == (0, 3, 3) and steps > 3
@@ -248,18 +250,18 @@ def test_many_slabs_go_a_few_at_a_time() -> None:
 def test_the_staging_window_follows() -> None:
     pool = pool_of(64)
     pool.store("a", KEYS[:1])
-    shelf = pool.directory.nodes["a"].shelves[PAGE]
+    size_class = pool.directory.nodes["a"].size_classes[PAGE]
 
     def window() -> int:
-        return int(pool.directory._shelves.c.shelves[shelf]["window"])
+        return int(pool.directory._size_classes.c.size_classes[size_class]["window"])
 
-    fit(pool, 32, [])
+    set_slab_target(pool, 32, [])
     assert window() == staging_window(32 * SLOTS * PAGE) // PAGE == 32
-    fit(pool, 64, [])
+    set_slab_target(pool, 64, [])
     assert window() == 64
     pool.store("a", KEYS[:1], size=2 * PAGE)
-    other = pool.directory.nodes["a"].shelves[2 * PAGE]
-    assert int(pool.directory._shelves.c.shelves[other]["window"]) == 32, "of a size that came later, too"
+    other = pool.directory.nodes["a"].size_classes[2 * PAGE]
+    assert int(pool.directory._size_classes.c.size_classes[other]["window"]) == 32, "of a size that came later, too"
 
 
 def test_staging_under_way_outlives_a_smaller_window() -> None:
@@ -267,20 +269,20 @@ def test_staging_under_way_outlives_a_smaller_window() -> None:
     parts = fill(pool, 2)
     lease, got = pool.match("b", parts[0])
     assert blocks(got) == PART
-    fit(pool, 1, [], node="b")  # also checks that no more is staging than the window has
-    pool.beat("b", landed=got.staged)
+    set_slab_target(pool, 1, [], node="b")  # also checks that no more is staging than the window has
+    pool.heartbeat("b", pulled=got.staged)
     pool.release("b", lease)
-    gone = fit(pool, 1, [], node="b")
-    shelf = pool.directory.nodes["b"].shelves[PAGE]
-    assert int(pool.directory._shelves.c.shelves[shelf]["window"]) == 1
-    assert fit(pool, 1, gone, node="b") == [] or sizes(pool, "b")[0] == 1
+    gone = set_slab_target(pool, 1, [], node="b")
+    size_class = pool.directory.nodes["b"].size_classes[PAGE]
+    assert int(pool.directory._size_classes.c.size_classes[size_class]["window"]) == 1
+    assert set_slab_target(pool, 1, gone, node="b") == [] or sizes(pool, "b")[0] == 1
 
 
 def test_blocks_of_others_can_still_be_staged_where_only_full_slabs_are_left() -> None:
     pool = Pool(slots=SLOTS, slabs=2, nodes="ab", window=1)
     fill(pool, 1)
     pool.store("b", KEYS[100:120])
-    while gone := fit(pool, 1, sorted(pool.directory.nodes["b"].withdrawn), node="b"):
+    while gone := set_slab_target(pool, 1, sorted(pool.directory.nodes["b"].withdrawn), node="b"):
         assert gone
     lease, got = pool.match("b", KEYS[:1])
     assert blocks(got) == 1 and unpack(got.staged)[0][4] > 0
@@ -292,9 +294,9 @@ def test_a_new_directory_knows_what_was_given_back_before_it_offers_anything() -
     pool = Pool(nodes="")
     pool.directory = directory
     node, epoch = directory.join("a", b"a", SLOTS * PAGE, 2, 1, 0.0, PAGE)
-    found = PLACE.pack(node, 1, 0, PAGE, epoch << 40 | 1, epoch << 40 | 2)
-    late = PLACE.pack(node, 2, 0, PAGE, epoch << 40 | 1, epoch << 40 | 3)
-    assert fit(pool, 2, [0, 2]) == []
+    found = LOCATION.pack(node, 1, 0, PAGE, epoch << 40 | 1, epoch << 40 | 2)
+    late = LOCATION.pack(node, 2, 0, PAGE, epoch << 40 | 1, epoch << 40 | 3)
+    assert set_slab_target(pool, 2, [0, 2]) == []
     directory.adopt("a", found + late, KEYS[0] + KEYS[1], bytes(8), bytes(8), b"", 0.0, offered=4)
     check_invariants(directory)
     assert sizes(pool) == (1, 1, 2) and pool.has(KEYS[:2]) == [True, False]
@@ -307,41 +309,41 @@ def test_a_size_told_before_the_slabs_are() -> None:
     """A store that took slabs up again while a directory that restarted had not heard how many there are."""
     pool = Pool(nodes="")
     pool.directory.join("a", b"a", SLOTS * PAGE, 4, 0, 0.0, PAGE)
-    fit(pool, 4, [1, 2])
-    fit(pool, 4, [2])
+    set_slab_target(pool, 4, [1, 2])
+    set_slab_target(pool, 4, [2])
     pool.directory.adopt("a", b"", b"", b"", b"", b"", 0.0, offered=4)
     assert sizes(pool) == (0, 3, 4) and sorted(pool.directory.nodes["a"].spare) == [0, 1, 3]
     check_invariants(pool.directory)
 
 
 def test_a_node_that_nobody_knows() -> None:
-    assert Pool().directory.fit("x", 1, b"", 0.0) == (0, b"")
+    assert Pool().directory.set_slab_target("x", 1, b"", 0.0) == (0, b"")
 
 
 def test_a_leaving_node_may_shrink() -> None:
     pool = pool_of(3, nodes="ab")
     fill(pool, 3)
     pool.directory.leave("a", pool.now)
-    gone = fit(pool, 1, [])
+    gone = set_slab_target(pool, 1, [])
     assert len(gone) == 2 and pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "leaving"
-    assert fit(pool, 3, []) == [] and sizes(pool) == (1, 2, 3)
-    assert {pool.name(place[0]) for place in unpack(pool.reserve("b", KEYS[500:504])[1].places)} == {"b"}
+    assert set_slab_target(pool, 3, []) == [] and sizes(pool) == (1, 2, 3)
+    assert {pool.name(location[0]) for location in unpack(pool.reserve("b", KEYS[500:504])[1].locations)} == {"b"}
 
 
 def test_another_size_takes_over_a_slab_that_is_closing() -> None:
     pool = pool_of(3)
     parts = fill(pool, 3)
     holds = [pool.match("a", [part[0]])[0] for part in parts]
-    fit(pool, 2, [])
+    set_slab_target(pool, 2, [])
     (closing,) = pool.directory.nodes["a"].closing
     for hold in holds:
         pool.release("a", hold)
     pool.store("a", KEYS[400:401], size=4 * PAGE)
-    c = pool.directory._shelves.c
+    c = pool.directory._size_classes.c
     check_invariants(pool.directory)
-    fit(pool, 2, [])
-    fit(pool, 3, [])
+    set_slab_target(pool, 2, [])
+    set_slab_target(pool, 3, [])
     assert all(
         (c.rows["state"][slice(first, first + n)] != index.CLOSED).all()
-        for first, n in map(pool.directory._shelves.span, pool.directory.nodes["a"].slabs.values())
+        for first, n in map(pool.directory._size_classes.span, pool.directory.nodes["a"].slabs.values())
     ), closing

@@ -5,13 +5,13 @@ from random import Random
 import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
-from helpers.directory_tiers import SLAB, beat, lie_below, only_below, tell, tier, tiered
+from helpers.directory_tiers import SLAB, heartbeat, in_external_tier, only_in_tier, tell, tier, tiered
 from helpers.oracle.slots import split, unpack
 from helpers.world import DOCUMENTS
 
 from raykv.directory import tier_catalog
 from raykv.directory.kernels import demotion, index
-from raykv.protocol import Call, Sunk
+from raykv.protocol import Call, Demotions
 
 
 @pytest.fixture(autouse=True)
@@ -26,43 +26,43 @@ def test_the_coldest_go_down_first_and_stay_in_memory() -> None:
     pool = tiered(share=0.5)
     pool.store("a", KEYS[:7])
     pool.read("a", KEYS[5:7])
-    got = pool.sink("a")
+    got = pool.demote("a")
     assert split(got.keys) == [KEYS[4], KEYS[3], KEYS[2], KEYS[1]], "4 of 8 slots; children before parents"
-    assert [place[3] for place in unpack(got.source)] == [PAGE] * 4
-    assert lie_below(pool, KEYS[:7]) == [False] * 7, "not before they are stored"
-    assert not pool.sink("a", got).keys
-    assert lie_below(pool, KEYS[:7]) == [False, True, True, True, True, False, False]
-    assert all(pool.has(KEYS[:7])) and tier(pool)["sunk"] == 4
+    assert [location[3] for location in unpack(got.source)] == [PAGE] * 4
+    assert in_external_tier(pool, KEYS[:7]) == [False] * 7, "not before they are stored"
+    assert not pool.demote("a", got).keys
+    assert in_external_tier(pool, KEYS[:7]) == [False, True, True, True, True, False, False]
+    assert all(pool.has(KEYS[:7])) and tier(pool)["demoted"] == 4
 
 
 def test_what_is_below_does_not_go_down_twice() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
-    assert pool.bring_down("a") == [KEYS[2], KEYS[1], KEYS[0]]
+    assert pool.demote_all("a") == [KEYS[2], KEYS[1], KEYS[0]]
     pool.read("a", KEYS[:3])
     pool.store("a", KEYS[3:5])
-    assert pool.bring_down("a") == [KEYS[4], KEYS[3]]
-    assert pool.bring_down("a", whole=True) == []
+    assert pool.demote_all("a") == [KEYS[4], KEYS[3]]
+    assert pool.demote_all("a", whole=True) == []
 
 
 def test_a_share_of_the_slots_is_kept_free_or_clean() -> None:
     pool = tiered(share=0.25)
     pool.store("a", KEYS[:5])
-    assert pool.bring_down("a") == [], "two slots are free beside the window"
+    assert pool.demote_all("a") == [], "two slots are free beside the window"
     pool.store("a", KEYS[5:6])
-    assert len(pool.bring_down("a")) == 1
+    assert len(pool.demote_all("a")) == 1
     pool.store("a", KEYS[6:7])
-    assert len(pool.bring_down("a")) == 1
+    assert len(pool.demote_all("a")) == 1
     pool.store("a", KEYS[100:101])  # in the place of a clean block
-    assert len(pool.bring_down("a")) == 1
+    assert len(pool.demote_all("a")) == 1
 
 
 def test_a_clean_block_that_is_used_again_does_not_count() -> None:
     pool = tiered(share=0.25)
     pool.store("a", KEYS[:7])
-    assert pool.bring_down("a") == [KEYS[6], KEYS[5]]
+    assert pool.demote_all("a") == [KEYS[6], KEYS[5]]
     pool.read("a", KEYS[6:7])
-    assert pool.bring_down("a") == [KEYS[4]]
+    assert pool.demote_all("a") == [KEYS[4]]
 
 
 def test_blocks_that_were_asked_for_too_seldom_stay_away() -> None:
@@ -73,39 +73,39 @@ def test_blocks_that_were_asked_for_too_seldom_stay_away() -> None:
         pool.read("a", KEYS[600:601])
     for key in KEYS[1:3]:
         pool.read("a", [key])
-    assert sorted(pool.bring_down("a")) == KEYS[1:3]
+    assert sorted(pool.demote_all("a")) == KEYS[1:3]
 
 
 def test_nothing_goes_down_while_a_slab_is_spare_unless_everything_is_to() -> None:
     pool = Pool(slots=8, slabs=2, share=0.5)
-    beat(pool)
+    heartbeat(pool)
     tell(pool, [])
     pool.store("a", KEYS[:7])
     assert pool.directory.stats(pool.now)["nodes"]["a"]["spare_slabs"] == 1
-    assert pool.bring_down("a") == []
-    assert len(pool.bring_down("a", whole=True)) == 7
+    assert pool.demote_all("a") == []
+    assert len(pool.demote_all("a", whole=True)) == 7
 
 
 def test_one_call_brings_down_no_more_than_a_batch_but_a_block_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:7])
     monkeypatch.setattr(tier_catalog, "BATCH_BYTES", 3 * PAGE)
-    got = pool.sink("a")
+    got = pool.demote("a")
     assert len(split(got.keys)) == 3
     monkeypatch.setattr(tier_catalog, "BATCH_BYTES", 1)
-    assert len(split(pool.sink("a", got).keys)) == 1
+    assert len(split(pool.demote("a", got).keys)) == 1
 
 
 def test_nothing_goes_down_before_it_is_known_what_lies_there() -> None:
     pool = Pool(share=1.0)
     pool.store("a", KEYS[:3])
-    assert beat(pool)
-    assert not pool.sink("a").keys
+    assert heartbeat(pool)
+    assert not pool.demote("a").keys
     tell(pool, [KEYS[1]], last=False)
-    assert beat(pool) and not pool.sink("a").keys
+    assert heartbeat(pool) and not pool.demote("a").keys
     tell(pool, [KEYS[2]])
-    assert not beat(pool)
-    assert pool.bring_down("a") == [KEYS[0]]
+    assert not heartbeat(pool)
+    assert pool.demote_all("a") == [KEYS[0]]
 
 
 # ---------------------------------------------------------------------- reports
@@ -114,68 +114,68 @@ def test_nothing_goes_down_before_it_is_known_what_lies_there() -> None:
 def test_what_could_not_be_stored_is_tried_again() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
-    first = pool.sink("a")
-    second = pool.sink("a", first, bytes([1, 0, 1]))
+    first = pool.demote("a")
+    second = pool.demote("a", first, bytes([1, 0, 1]))
     assert split(second.keys) == [KEYS[1]]
-    assert lie_below(pool, KEYS[:3]) == [True, False, True]
-    assert not pool.sink("a", second).keys and all(lie_below(pool, KEYS[:3]))
+    assert in_external_tier(pool, KEYS[:3]) == [True, False, True]
+    assert not pool.demote("a", second).keys and all(in_external_tier(pool, KEYS[:3]))
 
 
 def test_an_answer_that_got_lost_is_given_up_at_the_next_call_and_tried_again() -> None:
     pool = tiered(share=0.5)
     pool.store("a", KEYS[:7])
-    lost = pool.sink("a")
-    got = pool.sink("a")
+    lost = pool.demote("a")
+    got = pool.demote("a")
     assert got.keys == lost.keys and got.target != lost.target
-    part = Sunk(got.source[:32], got.keys[:16], got.target[:32], b"", got.number)
-    assert pool.sink("a", part).keys == got.keys[16:], "what it does not speak of was not stored"
+    part = Demotions(got.source[:32], got.keys[:16], got.target[:32], b"", got.number)
+    assert pool.demote("a", part).keys == got.keys[16:], "what it does not speak of was not stored"
     check_invariants(pool.directory)
 
 
 def test_a_report_may_come_twice() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
-    got = pool.sink("a")
-    assert not any(part for _ in range(3) for part in pool.sink("a", got)[:4])
-    assert tier(pool)["sunk"] == tier(pool)["blocks"] == 3
+    got = pool.demote("a")
+    assert not any(part for _ in range(3) for part in pool.demote("a", got)[:4])
+    assert tier(pool)["demoted"] == tier(pool)["blocks"] == 3
 
 
 def test_what_was_perhaps_not_stored_is_deleted_unless_it_is_tried_again() -> None:
     """Else what a store wrote before it died, or a tier before it failed, would lie there for ever."""
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
-    got = pool.sink("a")
+    got = pool.demote("a")
     pool.directory.clear(pool.now)
-    assert set(split(pool.sink("a", got, bytes([0, 1, 1])).doomed)) == set(KEYS[:3])
+    assert set(split(pool.demote("a", got, bytes([0, 1, 1])).to_delete)) == set(KEYS[:3])
     pool.store("a", KEYS[:3])
-    got = pool.sink("a")
-    assert not pool.sink("a", got, bytes(3)).doomed, "it is written over"
+    got = pool.demote("a")
+    assert not pool.demote("a", got, bytes(3)).to_delete, "it is written over"
     _, there = pool.match("a", KEYS[:1])
-    pool.beat("a", bad=there.source)
-    assert split(pool.sink("a").doomed) == KEYS[:1], "which is not in memory any more"
+    pool.heartbeat("a", corrupt=there.source)
+    assert split(pool.demote("a").to_delete) == KEYS[:1], "which is not in memory any more"
 
 
 def test_what_was_stored_too_late_is_deleted_unless_it_lies_there_by_now() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:2])
-    late = pool.sink("a")
-    got = pool.sink("a")  # the same blocks, in other places
-    pool.sink("a", got)
-    assert not pool.sink("a", late).doomed, "those bytes are what the second answer asked for"
+    late = pool.demote("a")
+    got = pool.demote("a")  # the same blocks, in other places
+    pool.demote("a", got)
+    assert not pool.demote("a", late).to_delete, "those bytes are what the second answer asked for"
     pool.directory.clear(pool.now)
-    assert set(split(pool.sink("a").doomed)) == set(KEYS[:2])
-    assert set(split(pool.sink("a", late).doomed)) == set(KEYS[:2]), "stored again meanwhile, for all we know"
+    assert set(split(pool.demote("a").to_delete)) == set(KEYS[:2])
+    assert set(split(pool.demote("a", late).to_delete)) == set(KEYS[:2]), "stored again meanwhile, for all we know"
 
 
 def test_a_report_of_another_directorys_answer_is_ignored() -> None:
     pool = tiered()
     pool.store("a", KEYS[:7])
-    got = pool.sink("a")
+    got = pool.demote("a")
     pool.directory.remove_node("a", pool.now)
     pool.add("a")
-    assert beat(pool)
+    assert heartbeat(pool)
     tell(pool, [split(got.keys)[0]])
-    assert not pool.sink("a", got).doomed and tier(pool)["blocks"] == 1
+    assert not pool.demote("a", got).to_delete and tier(pool)["blocks"] == 1
 
 
 # ---------------------------------------------------------------------- what is found there
@@ -183,13 +183,13 @@ def test_a_report_of_another_directorys_answer_is_ignored() -> None:
 
 def test_the_eviction_of_a_clean_block_loses_nothing() -> None:
     pool = tiered(window=2)
-    only_below(pool, KEYS[:6])
+    only_in_tier(pool, KEYS[:6])
     lease, got = pool.match("a", KEYS[:6])
     assert (blocks(got), staged(got)) == (6, 2), "as far as the window goes; the rest streams"
-    assert {place[0] for place in unpack(got.source)} == {tier(pool)["index"]}
-    assert {place[3] for place in unpack(got.source)} == {PAGE}
+    assert {location[0] for location in unpack(got.source)} == {tier(pool)["index"]}
+    assert {location[3] for location in unpack(got.source)} == {PAGE}
     assert pool.directory.counters["external_hits"] == 6 and pool.directory.counters["remote_hits"] == 0
-    more = pool.directory.stream(pool.call("a"), lease, 2, PAGE, pool.now)
+    more = pool.directory.next_window(pool.call("a"), lease, 2, PAGE, pool.now)
     assert more.source == got.source[64:128] and staged(more) == 2
     pool.release("a", lease)
     check_invariants(pool.directory)
@@ -198,26 +198,26 @@ def test_the_eviction_of_a_clean_block_loses_nothing() -> None:
 def test_memory_is_asked_before_a_tier() -> None:
     pool = tiered(nodes="ab")
     pool.store("a", KEYS[:2])
-    pool.bring_down("a", whole=True)
+    pool.demote_all("a", whole=True)
     index_a = pool.directory.nodes["a"].index
-    assert {place[0] for place in unpack(pool.match("b", KEYS[:2])[1].source)} == {index_a}
+    assert {location[0] for location in unpack(pool.match("b", KEYS[:2])[1].source)} == {index_a}
     assert pool.match("a", KEYS[:2])[1].staged == b""
 
 
 def test_a_block_that_came_up_is_a_primary_and_stays_below() -> None:
     pool = tiered()
-    only_below(pool, KEYS[:1])
+    only_in_tier(pool, KEYS[:1])
     ready = pool.count("ready")
     pool.replicate("a", KEYS[:1])
     assert (pool.count("ready"), pool.count("replica"), pool.count("free")) == (ready, 0, 1), "the oldest made room"
     assert pool.has(KEYS[:1]) == [True] and tier(pool)["blocks"] == 1
     assert pool.match("a", KEYS[:1])[1].staged == b""
-    assert KEYS[0] not in pool.bring_down("a", whole=True), "it is clean"
+    assert KEYS[0] not in pool.demote_all("a", whole=True), "it is clean"
 
 
 def test_a_size_with_fewer_slots_than_its_window_loses_one_block_for_each_that_comes_up() -> None:
     pool = Pool(slots=4, window=8)
-    beat(pool)
+    heartbeat(pool)
     tell(pool, KEYS[:4])
     pool.replicate("a", KEYS[:2])
     assert pool.has(KEYS[:2]) == [True, True]
@@ -227,7 +227,7 @@ def test_a_size_with_fewer_slots_than_its_window_loses_one_block_for_each_that_c
 
 def test_what_comes_up_costs_nothing_while_a_slab_is_spare() -> None:
     pool = Pool(slots=4, slabs=2, window=2)
-    beat(pool)
+    heartbeat(pool)
     tell(pool, KEYS[:4])
     pool.store("a", KEYS[10:12])
     pool.replicate("a", KEYS[:1])
@@ -236,45 +236,45 @@ def test_what_comes_up_costs_nothing_while_a_slab_is_spare() -> None:
 
 def test_a_block_below_is_stored_again_by_who_did_not_get_it() -> None:
     pool = Pool(slots=8, share=1.0)
-    assert beat(pool)
+    assert heartbeat(pool)
     tell(pool, KEYS[:2])
-    beat(pool, reached=False)
+    heartbeat(pool, reached=False)
     assert pool.read("a", KEYS[:2]) == 0
     assert pool.store("a", KEYS[:2]) == ["a", "a"], "a slab is found for what is not in memory"
-    beat(pool)
-    assert pool.bring_down("a") == [] and pool.read("a", KEYS[:2]) == 2
+    heartbeat(pool)
+    assert pool.demote_all("a") == [] and pool.read("a", KEYS[:2]) == 2
 
 
 def test_what_is_read_below_is_evicted_last_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(slabs=1)
-    only_below(pool, KEYS[:4])
+    only_in_tier(pool, KEYS[:4])
     pool.read("a", [KEYS[3]])  # which went down first
     monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 3)
-    assert split(pool.sink("a", whole=True).doomed) == [KEYS[2], KEYS[1], KEYS[0]]
-    assert lie_below(pool, KEYS[3:4]) == [True]
+    assert split(pool.demote("a", whole=True).to_delete) == [KEYS[2], KEYS[1], KEYS[0]]
+    assert in_external_tier(pool, KEYS[3:4]) == [True]
 
 
 def test_a_tier_out_of_order_is_not_offered() -> None:
     pool = tiered()
-    only_below(pool, KEYS[:1])
+    only_in_tier(pool, KEYS[:1])
     pool.store("a", KEYS[100:101])
-    beat(pool, reached=False)
-    assert pool.read("a", KEYS[:1]) == 0 and pool.directory.whereabouts(KEYS[0]) == {}
-    assert not pool.sink("a", whole=True).keys and tier(pool)["state"] == "down"
-    beat(pool)
+    heartbeat(pool, reached=False)
+    assert pool.read("a", KEYS[:1]) == 0 and pool.directory.locate_prefix(KEYS[0]) == {}
+    assert not pool.demote("a", whole=True).keys and tier(pool)["state"] == "down"
+    heartbeat(pool)
     assert pool.read("a", KEYS[:1]) == 1 and tier(pool)["state"] == "up"
 
 
 def test_a_tier_whose_owner_is_silent_is_not_offered() -> None:
     pool = tiered(nodes="ab")
     pool.store("a", KEYS[:1])
-    pool.bring_down("a", whole=True)
+    pool.demote_all("a", whole=True)
     pool.store("b", KEYS[100:107])
     pool.store("a", KEYS[200:207])
     assert not any(pool.has(KEYS[:1])) and pool.read("b", KEYS[:1]) == 1
     pool.tick(4.0, alive="b")
     assert pool.read("b", KEYS[:1]) == 0
-    beat(pool, "a")  # which is not a sign that it serves others
+    heartbeat(pool, "a")  # which is not a sign that it serves others
     assert pool.read("b", KEYS[:1]) == 0
     pool.tick(1.0)
     assert pool.read("b", KEYS[:1]) == 1
@@ -283,7 +283,7 @@ def test_a_tier_whose_owner_is_silent_is_not_offered() -> None:
 def test_a_tier_that_is_new_while_its_owner_is_silent_is_not_offered_either() -> None:
     pool = Pool(nodes="ab")
     pool.tick(4.0, alive="b")
-    assert beat(pool, "a")
+    assert heartbeat(pool, "a")
     tell(pool, KEYS[:1], "a")
     assert pool.read("b", KEYS[:1]) == 0 and tier(pool)["state"] == "down"
     pool.tick(1.0)
@@ -292,48 +292,48 @@ def test_a_tier_that_is_new_while_its_owner_is_silent_is_not_offered_either() ->
 
 def test_an_altered_block_is_deleted_and_not_found_again() -> None:
     pool = tiered()
-    only_below(pool, KEYS[:2])
+    only_in_tier(pool, KEYS[:2])
     lease, got = pool.match("a", KEYS[:2])
-    pool.beat("a", bad=got.source[:32])
+    pool.heartbeat("a", corrupt=got.source[:32])
     assert (pool.directory.counters["corrupt"], tier(pool)["blocks"]) == (1, 1)
     pool.release("a", lease)
     assert pool.read("a", KEYS[:2]) == 0
-    assert split(pool.sink("a").doomed) == KEYS[:1]
+    assert split(pool.demote("a").to_delete) == KEYS[:1]
 
 
 def test_who_vanishes_with_a_cleared_block_of_a_tier_leaves_its_place_free() -> None:
     pool = tiered(slabs=1)
-    only_below(pool, KEYS[:1])
+    only_in_tier(pool, KEYS[:1])
     pool.match("a", KEYS[:1])
     pool.directory.clear(pool.now)
     pool.tick(11.0)
     pool.store("a", KEYS[10:17])
-    assert len(pool.sink("a", whole=True).keys) == 4 * 16
+    assert len(pool.demote("a", whole=True).keys) == 4 * 16
 
 
 def test_in_the_end_everything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demotion, "LOOKS", 2)
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:6])
-    assert pool.bring_down("a", whole=True) == KEYS[5::-1]
-    pool.directory._below.look_again(pool.directory.nodes["a"].shelves.values())
+    assert pool.demote_all("a", whole=True) == KEYS[5::-1]
+    pool.directory._tier_catalog.refresh(pool.directory.nodes["a"].size_classes.values())
     pool.store("a", KEYS[6:7])
-    assert split(pool.sink("a").keys) == [], "the oldest two are clean"
-    pool.directory._below.look_again(pool.directory.nodes["a"].shelves.values())
-    assert split(pool.sink("a", whole=True).keys) == KEYS[6:7]
+    assert split(pool.demote("a").keys) == [], "the oldest two are clean"
+    pool.directory._tier_catalog.refresh(pool.directory.nodes["a"].size_classes.values())
+    assert split(pool.demote("a", whole=True).keys) == KEYS[6:7]
 
 
 def test_a_shared_tier_is_lost_once_however_many_nodes_say_so() -> None:
     pool = tiered(nodes="ab", shared=True, share=1.0)
     pool.store("a", KEYS[:2])
-    pool.bring_down("a", whole=True)
-    beat(pool, "a", shared=True, lost=b"another")
-    assert not any(lie_below(pool, KEYS[:2]))
-    pool.bring_down("a", whole=True)
-    beat(pool, "b", shared=True, lost=b"another")
-    assert all(lie_below(pool, KEYS[:2]))
-    beat(pool, "b", shared=True, lost=b"a third")
-    assert not any(lie_below(pool, KEYS[:2]))
+    pool.demote_all("a", whole=True)
+    heartbeat(pool, "a", shared=True, lost=b"another")
+    assert not any(in_external_tier(pool, KEYS[:2]))
+    pool.demote_all("a", whole=True)
+    heartbeat(pool, "b", shared=True, lost=b"another")
+    assert all(in_external_tier(pool, KEYS[:2]))
+    heartbeat(pool, "b", shared=True, lost=b"a third")
+    assert not any(in_external_tier(pool, KEYS[:2]))
 
 
 # ---------------------------------------------------------------------- what is deleted there
@@ -342,132 +342,132 @@ def test_a_shared_tier_is_lost_once_however_many_nodes_say_so() -> None:
 def test_what_is_evicted_below_is_deleted_unless_it_goes_down_again() -> None:
     pool = tiered(slabs=1)
     pool.store("a", KEYS[:5])
-    got = pool.sink("a", whole=True)
+    got = pool.demote("a", whole=True)
     assert split(got.keys) == [KEYS[4], KEYS[3], KEYS[2], KEYS[1]], "as many as there are places"
     pool.read("a", KEYS[4:5])  # the youngest in memory, and the oldest below
-    got = pool.sink("a", got, whole=True)  # KEYS[4] goes for the sake of KEYS[0], and then another for its own
+    got = pool.demote("a", got, whole=True)  # KEYS[4] goes for the sake of KEYS[0], and then another for its own
     assert split(got.keys) == [KEYS[0], KEYS[4]]
-    assert len(split(got.doomed)) == 1 and split(got.doomed)[0] in KEYS[1:4]
-    assert not pool.sink("a", got).doomed, "and each is told once"
+    assert len(split(got.to_delete)) == 1 and split(got.to_delete)[0] in KEYS[1:4]
+    assert not pool.demote("a", got).to_delete, "and each is told once"
     assert tier(pool)["evicted"] == 2
 
 
 def test_what_is_still_in_memory_is_not_the_first_to_go_below(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(slabs=1)
     pool.store("a", KEYS[:4])
-    assert pool.bring_down("a", whole=True) == [KEYS[3], KEYS[2], KEYS[1], KEYS[0]]
+    assert pool.demote_all("a", whole=True) == [KEYS[3], KEYS[2], KEYS[1], KEYS[0]]
     pool.read("a", KEYS[2:4])
     pool.store("a", KEYS[900:905])
     assert pool.has(KEYS[:4]) == [False, False, True, True]
     monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 1)
-    assert split(pool.sink("a", whole=True).doomed) == [KEYS[1]]
+    assert split(pool.demote("a", whole=True).to_delete) == [KEYS[1]]
 
 
 def test_a_place_that_is_read_is_not_given_away() -> None:
     pool = tiered(slabs=1, window=2)
-    only_below(pool, KEYS[:4])
+    only_in_tier(pool, KEYS[:4])
     lease, _ = pool.match("a", KEYS[2:4])
-    got = pool.sink("a", whole=True)
-    assert set(split(got.doomed)) == set(KEYS[:2]) and len(split(got.keys)) == 2
+    got = pool.demote("a", whole=True)
+    assert set(split(got.to_delete)) == set(KEYS[:2]) and len(split(got.keys)) == 2
     pool.release("a", lease)
     check_invariants(pool.directory)
 
 
 def test_sizes_share_a_tier_and_one_without_a_place_takes_the_coldest_slab() -> None:
     pool = Pool(slots=8, slabs=2, share=1.0)
-    assert beat(pool, slabs=2)
+    assert heartbeat(pool, slabs=2)
     tell(pool, [])
     pool.store("a", KEYS[:7])
     pool.store("a", KEYS[100:102], size=2 * PAGE)
-    got = pool.sink("a")
+    got = pool.demote("a")
     assert split(got.keys) == KEYS[6::-1], "and all places are being written"
-    got = pool.sink("a", got)
-    assert split(got.keys) == [KEYS[101], KEYS[100]] and set(split(got.doomed)) == set(KEYS[3:7])
-    pool.sink("a", got)
-    assert all(lie_below(pool, [*KEYS[:3], *KEYS[100:102]])) and not any(lie_below(pool, KEYS[3:7]))
+    got = pool.demote("a", got)
+    assert split(got.keys) == [KEYS[101], KEYS[100]] and set(split(got.to_delete)) == set(KEYS[3:7])
+    pool.demote("a", got)
+    assert all(in_external_tier(pool, [*KEYS[:3], *KEYS[100:102]])) and not any(in_external_tier(pool, KEYS[3:7]))
     assert tier(pool)["bytes_used"] == 3 * 2 * PAGE + 2 * 3 * PAGE
 
 
 def test_what_is_found_beyond_the_capacity_is_deleted() -> None:
     pool = Pool()
-    assert beat(pool, slabs=1)
+    assert heartbeat(pool, slabs=1)
     tell(pool, KEYS[:3], last=False)
     tell(pool, [KEYS[2], *KEYS[3:6]])
-    assert lie_below(pool, KEYS[:6]) == [True] * 4 + [False] * 2
-    assert split(pool.sink("a").doomed) == KEYS[4:6], "and nothing that was told twice"
+    assert in_external_tier(pool, KEYS[:6]) == [True] * 4 + [False] * 2
+    assert split(pool.demote("a").to_delete) == KEYS[4:6], "and nothing that was told twice"
     tell(pool, KEYS[10:12])
-    assert not any(lie_below(pool, KEYS[10:12])), "it had told all"
+    assert not any(in_external_tier(pool, KEYS[10:12])), "it had told all"
 
 
 def test_blocks_that_fit_in_no_slab_of_a_tier_are_deleted() -> None:
     pool = Pool()
-    assert beat(pool, slabs=1)
+    assert heartbeat(pool, slabs=1)
     for size, keys in ((SLAB, KEYS[:1]), (0, KEYS[1:2]), (-1 << 40, KEYS[2:3])):
         tell(pool, keys, size=size, last=False)
     tell(pool, [])
-    assert split(pool.sink("a").doomed) == KEYS[:3] and tier(pool)["blocks"] == 0
+    assert split(pool.demote("a").to_delete) == KEYS[:3] and tier(pool)["blocks"] == 0
 
 
 def test_a_key_that_two_tiers_hold_is_known_in_both() -> None:
     pool = Pool(nodes="ab")
     for node in "ab":
-        assert beat(pool, node)
+        assert heartbeat(pool, node)
         tell(pool, KEYS[:1], node)
     assert (tier(pool, "a")["blocks"], tier(pool, "b")["blocks"]) == (1, 1), "else nobody would ever delete the other"
     pool.directory.remove_node("b", pool.now)
-    assert lie_below(pool, KEYS[:1]) == [True]
+    assert in_external_tier(pool, KEYS[:1]) == [True]
     check_invariants(pool.directory)
 
 
 def test_clear_dooms_all_that_lies_below_and_what_is_told_later() -> None:
     pool = Pool(nodes="ab", share=1.0)
-    assert beat(pool, "a") and beat(pool, "b")
+    assert heartbeat(pool, "a") and heartbeat(pool, "b")
     tell(pool, KEYS[:3], "a")
     tell(pool, KEYS[10:12], "b", last=False)
     pool.store("a", KEYS[20:22])
-    sinking = pool.sink("a")
+    demoting = pool.demote("a")
     pool.directory.clear(pool.now)
     tell(pool, KEYS[11:14], "b")
-    assert not any(lie_below(pool, KEYS[:30]))
-    assert split(pool.sink("b").doomed) == KEYS[10:14]
-    assert split(pool.sink("a", sinking).doomed) == [*KEYS[:3], *split(sinking.keys)]
+    assert not any(in_external_tier(pool, KEYS[:30]))
+    assert split(pool.demote("b").to_delete) == KEYS[10:14]
+    assert split(pool.demote("a", demoting).to_delete) == [*KEYS[:3], *split(demoting.keys)]
     pool.store("b", KEYS[12:14])
-    assert pool.bring_down("b") == [KEYS[13], KEYS[12]], "from now on it is as ever"
+    assert pool.demote_all("b") == [KEYS[13], KEYS[12]], "from now on it is as ever"
 
 
 def test_deletions_of_a_lost_answer_are_told_again_unless_they_went_down_meanwhile() -> None:
     pool = Pool(share=1.0)
-    beat(pool)
+    heartbeat(pool)
     tell(pool, KEYS[:3])
     pool.directory.clear(pool.now)
-    assert sorted(split(pool.sink("a", lost=True).doomed)) == KEYS[:3]
-    again = pool.sink("a", lost=True)
-    assert sorted(split(again.doomed)) == KEYS[:3], "for as long as nobody carries them out"
+    assert sorted(split(pool.demote("a", lost=True).to_delete)) == KEYS[:3]
+    again = pool.demote("a", lost=True)
+    assert sorted(split(again.to_delete)) == KEYS[:3], "for as long as nobody carries them out"
     pool.store("a", KEYS[:1])
-    got = pool.sink("a", lost=True)
-    assert split(got.keys) == KEYS[:1] and sorted(split(got.doomed)) == KEYS[1:3], "the first goes down again"
-    got = pool.sink("a", got)  # which brings it down, but does not say that it deleted anything
-    assert all(lie_below(pool, KEYS[:1])) and sorted(split(got.doomed)) == KEYS[1:3]
-    assert not pool.sink("a").doomed, "and each is told once that is heard"
+    got = pool.demote("a", lost=True)
+    assert split(got.keys) == KEYS[:1] and sorted(split(got.to_delete)) == KEYS[1:3], "the first goes down again"
+    got = pool.demote("a", got)  # which brings it down, but does not say that it deleted anything
+    assert all(in_external_tier(pool, KEYS[:1])) and sorted(split(got.to_delete)) == KEYS[1:3]
+    assert not pool.demote("a").to_delete, "and each is told once that is heard"
 
 
 def test_what_a_node_was_deleting_in_a_shared_tier_when_it_left_another_one_deletes() -> None:
     pool = Pool(nodes="ab")
-    assert beat(pool, "a", shared=True) and not beat(pool, "b", shared=True)
+    assert heartbeat(pool, "a", shared=True) and not heartbeat(pool, "b", shared=True)
     tell(pool, KEYS[:3])
     pool.directory.clear(pool.now)
-    assert len(split(pool.sink("a", lost=True).doomed)) == 3 and not pool.sink("b").doomed
+    assert len(split(pool.demote("a", lost=True).to_delete)) == 3 and not pool.demote("b").to_delete
     pool.directory.remove_node("a", pool.now)
-    assert sorted(split(pool.sink("b").doomed)) == KEYS[:3]
+    assert sorted(split(pool.demote("b").to_delete)) == KEYS[:3]
 
 
 def test_few_keys_to_delete_are_told_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
-    beat(pool)
+    heartbeat(pool)
     tell(pool, KEYS[:5])
     pool.directory.clear(pool.now)
     monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 3)
-    told = [split(pool.sink("a").doomed) for _ in range(3)]
+    told = [split(pool.demote("a").to_delete) for _ in range(3)]
     assert list(map(len, told)) == [3, 2, 0] and sorted(told[0] + told[1]) == KEYS[:5]
 
 
@@ -477,29 +477,29 @@ def test_few_keys_to_delete_are_told_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 def test_a_tier_that_lost_its_content_is_forgotten_and_filled_again() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:5])
-    pool.bring_down("a")
-    assert not beat(pool, lost=b"another"), "there is nothing to tell"
-    assert not any(lie_below(pool, KEYS[:5])) and all(pool.has(KEYS[:5]))
-    assert sorted(pool.bring_down("a")) == KEYS[:5]
+    pool.demote_all("a")
+    assert not heartbeat(pool, lost=b"another"), "there is nothing to tell"
+    assert not any(in_external_tier(pool, KEYS[:5])) and all(pool.has(KEYS[:5]))
+    assert sorted(pool.demote_all("a")) == KEYS[:5]
 
 
 def test_a_lease_on_what_a_tier_lost_pins_nothing() -> None:
     pool = tiered()
-    only_below(pool, KEYS[:1])
+    only_in_tier(pool, KEYS[:1])
     lease, _ = pool.match("a", KEYS[:1])
-    beat(pool, lost=b"another")
+    heartbeat(pool, lost=b"another")
     check_invariants(pool.directory)
-    assert blocks(pool.directory.stream(pool.call("a"), lease, 0, PAGE, pool.now)) == 0
+    assert blocks(pool.directory.next_window(pool.call("a"), lease, 0, PAGE, pool.now)) == 0
     pool.release("a", lease)
-    assert not pool.directory._shelves.c.rows["pins"].any()
+    assert not pool.directory._size_classes.c.rows["pins"].any()
 
 
 def test_with_its_owner_goes_what_lies_in_a_tier_and_what_was_on_its_way() -> None:
     pool = tiered(nodes="ab", share=1.0)
     pool.store("a", KEYS[:4])
     pool.store("b", KEYS[10:13])
-    pool.bring_down("a")
-    pool.sink("b")
+    pool.demote_all("a")
+    pool.demote("b")
     pool.directory.remove_node("a", pool.now)
     assert list(pool.directory.stats(pool.now)["tiers"]) == ["b"]
     pool.directory.remove_node("b", pool.now)
@@ -509,18 +509,18 @@ def test_with_its_owner_goes_what_lies_in_a_tier_and_what_was_on_its_way() -> No
 
 def test_a_shared_tier_outlives_its_nodes_and_is_told_of_by_one_at_a_time() -> None:
     pool = Pool(nodes="ab")
-    assert beat(pool, "a", shared=True) and not beat(pool, "b", shared=True)
+    assert heartbeat(pool, "a", shared=True) and not heartbeat(pool, "b", shared=True)
     tell(pool, KEYS[:2], "b", last=False)
-    assert not any(lie_below(pool, KEYS[:2])), "that is a's turn"
+    assert not any(in_external_tier(pool, KEYS[:2])), "that is a's turn"
     tell(pool, KEYS[:2], "a", last=False)
     pool.directory.remove_node("a", pool.now)
-    assert beat(pool, "b", shared=True), "from the beginning, by another node"
+    assert heartbeat(pool, "b", shared=True), "from the beginning, by another node"
     tell(pool, KEYS[:4], "b")
-    assert all(lie_below(pool, KEYS[:4])) and pool.read("b", KEYS[:4]) == 4
+    assert all(in_external_tier(pool, KEYS[:4])) and pool.read("b", KEYS[:4]) == 4
     pool.directory.remove_node("b", pool.now)
-    assert all(lie_below(pool, KEYS[:4]))
+    assert all(in_external_tier(pool, KEYS[:4]))
     pool.add("c")
-    assert not beat(pool, "c", shared=True) and pool.read("c", KEYS[:4]) == 4
+    assert not heartbeat(pool, "c", shared=True) and pool.read("c", KEYS[:4]) == 4
 
 
 def test_in_a_shared_tier_a_key_that_another_node_brings_down_is_left_out() -> None:
@@ -528,23 +528,23 @@ def test_in_a_shared_tier_a_key_that_another_node_brings_down_is_left_out() -> N
     pool.store("a", KEYS[:1])
     pool.replicate("b", KEYS[:1])
     pool.store("b", KEYS[1:2])
-    got = pool.sink("a")
+    got = pool.demote("a")
     assert split(got.keys) == KEYS[:1]
     _, there = pool.match("a", KEYS[:1])
-    pool.beat("a", bad=there.source)
+    pool.heartbeat("a", corrupt=there.source)
     assert pool.count("ready", "b") == 2, "b's copy is the primary now"
-    assert pool.bring_down("b") == KEYS[1:2]
-    pool.sink("a", got)
-    assert all(lie_below(pool, KEYS[:2]))
+    assert pool.demote_all("b") == KEYS[1:2]
+    pool.demote("a", got)
+    assert all(in_external_tier(pool, KEYS[:2]))
 
 
 def test_what_a_node_was_bringing_down_when_it_died_another_one_does() -> None:
     pool = tiered(nodes="ab", shared=True, share=1.0)
     pool.store("a", KEYS[:1])
     pool.replicate("b", KEYS[:1])
-    pool.sink("a")
+    pool.demote("a")
     pool.directory.remove_node("a", pool.now)
-    assert pool.bring_down("b") == KEYS[:1]
+    assert pool.demote_all("b") == KEYS[:1]
 
 
 # ---------------------------------------------------------------------- all of it
@@ -556,31 +556,31 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
     rng = Random(seed)
     pool = Pool(slots=8, window=2, share=rng.choice([0.25, 1.0]))
     slabs = rng.randint(1, 5)
-    beat(pool, slabs=slabs)
+    heartbeat(pool, slabs=slabs)
     tell(pool, [])
     lying: set[bytes] = set()  # what the tier holds
-    nothing = Sunk(b"", b"", b"", b"", 0)
+    nothing = Demotions(b"", b"", b"", b"", 0)
     told, stored = nothing, b""
     documents = DOCUMENTS[4096]
     every = set().union(*documents)
     for _ in range(400):
         keys = rng.choice(documents)[: rng.randint(1, 12)]
-        match rng.choices(("store", "read", "sink", "clear", "bad", "wait"), (4, 6, 6, 0.1, 0.2, 0.1))[0]:
+        match rng.choices(("store", "read", "demote", "clear", "bad", "wait"), (4, 6, 6, 0.1, 0.2, 0.1))[0]:
             case "store":
                 pool.store("a", keys)
             case "read":
                 lease, got = pool.match("a", keys)
-                external = [place[0] % 2 == 1 for place in unpack(got.source)]
+                external = [location[0] % 2 == 1 for location in unpack(got.source)]
                 assert all(key in lying for key, there in zip(keys, external, strict=False) if there)
-                pool.beat("a", landed=got.staged if rng.random() < 0.8 else b"")
+                pool.heartbeat("a", pulled=got.staged if rng.random() < 0.8 else b"")
                 pool.release("a", lease)
-            case "sink":
+            case "demote":
                 lost = rng.random() < 0.1
-                answer = pool.sink("a", told, stored, whole=rng.random() < 0.3, lost=lost)
+                answer = pool.demote("a", told, stored, whole=rng.random() < 0.3, lost=lost)
                 if lost:
                     continue
                 told = answer
-                lying -= set(split(told.doomed))
+                lying -= set(split(told.to_delete))
                 stored = bytes(rng.random() < 0.9 for _ in split(told.keys))
                 written = [done or rng.random() < 0.5 for done in stored]  # what failed may lie there all the same
                 lying |= {key for key, done in zip(split(told.keys), written, strict=True) if done}
@@ -590,29 +590,29 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
                 pool.directory.clear(pool.now)
             case "bad":
                 lease, got = pool.match("a", keys)
-                pool.beat("a", bad=got.source[:32])
+                pool.heartbeat("a", corrupt=got.source[:32])
                 pool.release("a", lease)
             case "wait":
                 pool.tick(4.0)
-        known = {key for key in every if lie_below(pool, [key])[0]}
-        on_their_way = {key for key in every if lie_below(pool, [key], index.SINKING)[0]}
-        there = pool.directory._below.tiers["a"]
+        known = {key for key in every if in_external_tier(pool, [key])[0]}
+        on_their_way = {key for key in every if in_external_tier(pool, [key], index.DEMOTING)[0]}
+        there = pool.directory._tier_catalog.tiers["a"]
         deleting = {key for _, keys in there.deleting.values() for key in keys}  # once that answer is there
-        assert known <= lying <= known | on_their_way | there.doomed.keys() | deleting
+        assert known <= lying <= known | on_their_way | there.to_delete.keys() | deleting
     check_invariants(pool.directory)
-    assert tier(pool)["sunk"] and pool.directory.counters["external_hits"]
+    assert tier(pool)["demoted"] and pool.directory.counters["external_hits"]
 
 
 def test_calls_of_nodes_that_are_not_there_change_nothing() -> None:
     pool = Pool()
     directory = pool.directory
-    assert directory.beat_tier("x", SLAB, False, True, b"", 0.0) is None
-    directory.found("x", KEYS[0], bytes(8), True, 0.0)
-    directory.found("a", KEYS[0], bytes(8), True, 0.0)  # which has no tier
-    assert directory.sink("x", b"", b"", b"", 0, True, 0.0) == directory.sink("a", b"", b"", b"", 0, True, 0.0)
-    assert directory.sink("a", bytes(32), KEYS[0], b"", 0, True, 0.0) == Sunk(b"", b"", b"", b"", 0)
+    assert directory.tier_heartbeat("x", SLAB, False, True, b"", 0.0) is None
+    directory.report_existing("x", KEYS[0], bytes(8), True, 0.0)
+    directory.report_existing("a", KEYS[0], bytes(8), True, 0.0)  # which has no tier
+    assert directory.demote("x", b"", b"", b"", 0, True, 0.0) == directory.demote("a", b"", b"", b"", 0, True, 0.0)
+    assert directory.demote("a", bytes(32), KEYS[0], b"", 0, True, 0.0) == Demotions(b"", b"", b"", b"", 0)
     directory.join("new", b"new", SLAB, 1, 0, 0.0)
-    assert directory.beat_tier("new", SLAB, False, True, b"", 0.0)
-    assert directory.sink("new", b"", b"", b"", 0, True, 0.0) == Sunk(b"", b"", b"", b"", 0)
-    directory.beat_client(Call(1, 1), 0.0)
+    assert directory.tier_heartbeat("new", SLAB, False, True, b"", 0.0)
+    assert directory.demote("new", b"", b"", b"", 0, True, 0.0) == Demotions(b"", b"", b"", b"", 0)
+    directory.client_heartbeat(Call(1, 1), 0.0)
     check_invariants(directory)

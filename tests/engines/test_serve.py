@@ -22,7 +22,7 @@ from ray.serve.request_router import PendingRequest
 import raykv
 from examples import serve_transformers
 from raykv import keys
-from raykv.client.prefix_lookup import Scout
+from raykv.client.prefix_lookup import PrefixLookup
 from raykv.integrations.serve import WORTH, PrefixRouter, announce, ranked
 
 BLOCK_TOKENS = 4
@@ -81,7 +81,7 @@ class Told:
     def look(self) -> None:
         pass
 
-    async def whereabouts(self, asked: NDArray[np.uint8]) -> dict[str, int]:
+    async def locate_prefix(self, asked: NDArray[np.uint8]) -> dict[str, int]:
         answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         self.answers[asked.tobytes()] = answer
         return await answer
@@ -198,20 +198,20 @@ def test_a_scout_sees_what_is_where_and_nobody_when_the_directory_is_silent(
     prompt = cache.keys(tokens(0, 6))
     store(cache, prompt[:4])
 
-    async def until(scout: Scout, answer: dict[str, int]) -> None:
-        while await scout.whereabouts(prompt) != answer:
+    async def until(scout: PrefixLookup, answer: dict[str, int]) -> None:
+        while await scout.locate_prefix(prompt) != answer:
             await asyncio.sleep(0.05)
 
     async def run() -> None:
-        scout = Scout(pool.name, "a model")
-        assert await scout.whereabouts(prompt) == {} and scout.announced is None
+        scout = PrefixLookup(pool.name, "a model")
+        assert await scout.locate_prefix(prompt) == {} and scout.announced is None
         announce(cache, "a model")
         await until(scout, {pool.node_id: 4})
         assert scout.announced == {"root": cache._root.hex(), "block_tokens": 16}
         stopped = pid(part(pool, "directory"))
         os.kill(stopped, signal.SIGSTOP)
         try:
-            assert await scout.whereabouts(prompt) == {}
+            assert await scout.locate_prefix(prompt) == {}
         finally:
             os.kill(stopped, signal.SIGCONT)
         await until(scout, {pool.node_id: 4})

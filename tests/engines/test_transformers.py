@@ -16,7 +16,7 @@ from raykv.integrations.transformers import block_shape, extract, model_cache, p
 BLOCK = 4
 
 
-class Shelf:
+class SizeClass:
     """Stands in for a pool and its one cache. A read gives at most `reads` blocks, as from a pool that loses some."""
 
     node_id = "here"
@@ -35,14 +35,14 @@ class Shelf:
     def keys(self, token_ids: Any, **fields: Any) -> NDArray[np.uint8]:
         return raykv_keys.chain(raykv_keys.root(b"s"), token_ids, self.block_tokens, **fields)
 
-    def match(self, keys: NDArray[np.uint8]) -> "Shelf":
+    def match(self, keys: NDArray[np.uint8]) -> "SizeClass":
         self.wanted = [key.tobytes() for key in keys]
         hits = [key in self.blocks for key in self.wanted]
         self.num_blocks = hits.index(False) if False in hits else len(hits)
         self.nodes = ["here"]
         return self
 
-    def __enter__(self) -> "Shelf":
+    def __enter__(self) -> "SizeClass":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,8 +79,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def cache(model: Any) -> Any:
-    shelf: Any = Shelf()
-    return model_cache(shelf, model, name="tiny", block_tokens=BLOCK)
+    size_class: Any = SizeClass()
+    return model_cache(size_class, model, name="tiny", block_tokens=BLOCK)
 
 
 def plain(model: Any, ids: torch.Tensor, split: int = 0) -> tuple[torch.Tensor, DynamicCache]:
@@ -182,9 +182,9 @@ def test_generation_goes_on_from_a_restored_cache(model: Any, cache: Any) -> Non
 
 
 def test_identity(model: Any) -> None:
-    shelf: Any = Shelf()
-    model_cache(shelf, model, name="tiny", revision="r1", block_tokens=8)
-    assert shelf.identity == {
+    size_class: Any = SizeClass()
+    model_cache(size_class, model, name="tiny", revision="r1", block_tokens=8)
+    assert size_class.identity == {
         "model": "tiny",
         "revision": "r1",
         "block_tokens": 8,
@@ -193,7 +193,7 @@ def test_identity(model: Any) -> None:
         "layout": "transformers/layers,2,kv_heads,tokens,head_dim=3,2,2,8,8",
     }
     with pytest.raises(ValueError, match="name="):
-        model_cache(shelf, model)
+        model_cache(size_class, model)
 
 
 def test_bad_input(model: Any, cache: Any) -> None:

@@ -115,8 +115,8 @@ def test_pages_of_a_gpu(pool: raykv.KVPool, on_host: Any, monkeypatch: pytest.Mo
     other = np.setdiff1d(np.arange(PAGES), ids)[: 4 * PER_CHUNK]
     with cache.match(keys) as match:
         assert pool.local
-        places, names = match.places(np.arange(4))
-        load = ChunksToLoad([(pool.local.arena.nonce, places.tobytes(), names.tobytes())])
+        locations, names = match.locations(np.arange(4))
+        load = ChunksToLoad([(pool.local.arena.nonce, locations.tobytes(), names.tobytes())])
         worker.submit_load(2, load, GPULoadStoreSpec(other.tolist(), [len(other)], [0]))
         finished(worker, 2)
     for tensor, pages in zip(tensors, content, strict=True):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raykv.arena import block_copy, checksum, header
 from raykv.arena.arena import Arena
-from raykv.protocol import COUNTER_BITS, PLACE
+from raykv.protocol import COUNTER_BITS, LOCATION
 from raykv.system.file_locks import Locks
 
 EPOCH = 1
@@ -26,11 +26,11 @@ kept_alive: list[Any] = []
 fork = multiprocessing.get_context("fork")
 
 
-def places(
+def locations(
     slots: Sequence[int], gens: Sequence[int], *, size: int = 64 << 10, slab: int = 0, slab_gen: int = GEN + 1
 ) -> NDArray[np.void]:
     """Places of `slots`; `gens` count from GEN."""
-    out = np.zeros(len(slots), PLACE)
+    out = np.zeros(len(slots), LOCATION)
     out["slab"], out["slot"], out["bytes"], out["slab_gen"] = slab, slots, size, slab_gen
     out["gen"] = [GEN + gen for gen in gens]
     return out
@@ -46,15 +46,15 @@ def block_of(key: NDArray[np.uint8], size: int = 64 << 10) -> NDArray[np.uint8]:
     return np.tile(key, -(-size // 16))[:, :size]
 
 
-def put(arena: Arena, slot: int, gen: int, **place: int) -> bool:
+def put(arena: Arena, slot: int, gen: int, **location: int) -> bool:
     """Write the block of key_of(gen)."""
-    where = places([slot], [gen], **place)
+    where = locations([slot], [gen], **location)
     return bool(arena.write(where, key_of(gen), block_of(key_of(gen), int(where["bytes"][0])))[0])
 
 
-def get(arena: Arena, slot: int, gen: int, **place: int) -> bool:
+def get(arena: Arena, slot: int, gen: int, **location: int) -> bool:
     """Whether the block of key_of(gen) is there. Fails if something else is passed off as it."""
-    where = places([slot], [gen], **place)
+    where = locations([slot], [gen], **location)
     out = np.zeros((1, int(where["bytes"][0])), np.uint8)
     ok = bool(arena.read(where, key_of(gen), out)[0])
     assert not ok or np.array_equal(out, block_of(key_of(gen), out.shape[1])), "a read gave another block's bytes"

@@ -14,16 +14,16 @@ from raykv.protocol import host_of
 
 def _all(directory: Directory) -> list[Any]:
     """What has slabs."""
-    return [*directory.nodes.values(), *directory._below.tiers.values()]
+    return [*directory.nodes.values(), *directory._tier_catalog.tiers.values()]
 
 
 def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[Any, ...]]:
     """State of every slot, and its turn to be taken."""
     out = {}
-    c = directory._shelves.c
+    c = directory._size_classes.c
     for there in _all(directory):
         for number, record in there.slabs.items():
-            base, slots = directory._shelves.span(record)
+            base, slots = directory._size_classes.span(record)
             for slot, row in enumerate(c.rows[base : base + slots].tolist()):
                 k0, k1, gen, last, _, _, _, pins, state, uses = row
                 out[there.index, number, slot] = _row(
@@ -54,14 +54,14 @@ def _row(state: str, key: bytes, gen: int, last: int, pins: int, uses: int, slab
 
 
 def _where(directory: Directory, row: int) -> tuple[int, int, int]:
-    c = directory._shelves.c
+    c = directory._size_classes.c
     slab = c.slabs[c.pages[row >> index.PAGE_BITS]]
-    return int(c.shelves[slab["shelf"]]["node"]), int(slab["number"]), row - int(slab["base"])
+    return int(c.size_classes[slab["size_class"]]["node"]), int(slab["number"]), row - int(slab["base"])
 
 
 def chain_of(directory: Directory, key: bytes) -> list[int]:
     row = int(directory._find(key)[1][0])
-    rows = directory._shelves.c.rows
+    rows = directory._size_classes.c.rows
     chain = []
     while row >= 0:
         chain.append(row)
@@ -71,7 +71,7 @@ def chain_of(directory: Directory, key: bytes) -> list[int]:
 
 def chains_of(directory: Directory) -> dict[bytes, list[tuple[int, int, int]]]:
     """Slots of every key, by the table."""
-    c = directory._shelves.c
+    c = directory._size_classes.c
     out = {}
     for entry in c.table[c.table != 0].tolist():
         row = (entry & 0xFFFFFFFF) - 1
@@ -91,15 +91,15 @@ def pins_of_oracle(oracle: Oracle) -> list[Any]:
 
 
 def check_invariants(directory: Directory) -> None:
-    c = directory._shelves.c
-    spans = [directory._shelves.span(record) for there in _all(directory) for record in there.slabs.values()]
+    c = directory._size_classes.c
+    spans = [directory._size_classes.span(record) for there in _all(directory) for record in there.slabs.values()]
     live = np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)])
     assert len(set(live.tolist())) == len(live), "slabs overlap"
     rows = c.rows
     state = rows["state"]
     closing = [node.slabs[n] for node in directory.nodes.values() for n in node.closing & node.slabs.keys()]
     half = np.concatenate(
-        [np.arange(first, first + n) for first, n in map(directory._shelves.span, closing)] or [np.zeros(0, int)]
+        [np.arange(first, first + n) for first, n in map(directory._size_classes.span, closing)] or [np.zeros(0, int)]
     )
     assert (state[np.setdiff1d(live, half)] < index.CLOSED).all()
     for node in directory.nodes.values():
@@ -116,33 +116,41 @@ def check_invariants(directory: Directory) -> None:
 
 
 def _check_lists(directory: Directory, live: Any) -> None:
-    c = directory._shelves.c
+    c = directory._size_classes.c
     rows = c.rows.tolist()
-    shelves = {shelf: index.READY for node in directory.nodes.values() for shelf in node.shelves.values()}
-    shelves |= {shelf: index.EXTERNAL for tier in directory._below.tiers.values() for shelf in tier.shelves.values()}
+    size_classes = {
+        size_class: index.READY for node in directory.nodes.values() for size_class in node.size_classes.values()
+    }
+    size_classes |= {
+        size_class: index.EXTERNAL
+        for tier in directory._tier_catalog.tiers.values()
+        for size_class in tier.size_classes.values()
+    }
     seen = set()
-    for shelf, kept in shelves.items():
+    for size_class, kept in size_classes.items():
         for which, of in enumerate((index.FREE, kept, index.REPLICA)):
-            head, tail, count, mark, behind = c.lists[shelf * index.LISTS_PER_SHELF + which].tolist()
-            assert which == 1 or (mark, behind) == (-1, 0)
+            head, tail, count, clean_tail, clean_count = c.lists[size_class * index.LISTS_PER_CLASS + which].tolist()
+            assert which == 1 or (clean_tail, clean_count) == (-1, 0)
             before, row, length, last, marked = -1, head, 0, 1 << 62, 0
             while row >= 0:
                 length += 1
                 assert length <= count and row not in seen
                 seen.add(row)
                 assert rows[row][4] == before and rows[row][8] == of
-                marked += marked > 0 or row == mark
-                assert int(c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]) == shelf
+                marked += marked > 0 or row == clean_tail
+                assert int(c.slabs[c.pages[row >> index.PAGE_BITS]]["size_class"]) == size_class
                 if of != index.FREE:
                     assert rows[row][3] < last, "not in the order of use"
                     last = rows[row][3]
                 before, row = row, rows[row][5]
             assert (length, before) == (count, tail)
-            assert marked == behind and (behind > 0) == (mark >= 0), "rows from the mark to the old end"
-        staging = [r for r in live.tolist() if rows[r][8] == index.STAGING and _shelf_of(directory, r) == shelf]
-        assert len(staging) == c.shelves[shelf]["staging"] <= c.shelves[shelf]["window"]
-        limbo = [r for r in live.tolist() if rows[r][8] == index.LIMBO and _shelf_of(directory, r) == shelf]
-        assert len(limbo) == c.shelves[shelf]["limbo"]
+            assert marked == clean_count and (clean_count > 0) == (clean_tail >= 0), "rows from the mark to the old end"
+        staging = [r for r in live.tolist() if rows[r][8] == index.STAGING and _shelf_of(directory, r) == size_class]
+        assert len(staging) == c.size_classes[size_class]["staging"] <= c.size_classes[size_class]["window"]
+        quarantined = [
+            r for r in live.tolist() if rows[r][8] == index.QUARANTINED and _shelf_of(directory, r) == size_class
+        ]
+        assert len(quarantined) == c.size_classes[size_class]["quarantined"]
     for row in live.tolist():
         _, _, _, _, before, _, _, pins, state, _ = rows[row]
         listed = before != index.NOWHERE
@@ -151,16 +159,16 @@ def _check_lists(directory: Directory, live: Any) -> None:
         assert listed or not unheld, "an unheld slot that nobody can take"
         assert not listed or unheld or state in (index.READY, index.EXTERNAL)
         assert pins > 0 or state not in (index.WRITING, index.STAGING, index.DROPPED)
-        assert pins == 0 or state not in (index.FREE, index.LIMBO)
+        assert pins == 0 or state not in (index.FREE, index.QUARANTINED)
 
 
 def _shelf_of(directory: Directory, row: int) -> int:
-    c = directory._shelves.c
-    return int(c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"])
+    c = directory._size_classes.c
+    return int(c.slabs[c.pages[row >> index.PAGE_BITS]]["size_class"])
 
 
 def _check_table(directory: Directory, live: Any) -> None:
-    c = directory._shelves.c
+    c = directory._size_classes.c
     chains = chains_of(directory)
     assert len(chains) == c.state[index.ENTRIES]
     in_table = [(key, row) for key in chains for row in chain_of(directory, key)]
@@ -175,7 +183,7 @@ def _check_table(directory: Directory, live: Any) -> None:
 
 def _check_holds(directory: Directory, live: Any) -> None:
     """Who holds a row has pinned it, and nothing else pins."""
-    rows = directory._shelves.c.rows
+    rows = directory._size_classes.c.rows
     pins = np.zeros(len(rows), int)
     for client in directory.clients.values():
         for hold in client.holds.values():
@@ -187,51 +195,53 @@ def _check_holds(directory: Directory, live: Any) -> None:
         pins[row] += 1
         assert row in chain_of(directory, key) and rows["gen"][row] == gen, "a pin of what is gone"
         assert index.STATES[rows["state"][row]] in ("ready", "external"), "a copy that goes first is pinned"
-    for goes in directory._cooling._under_way.values():
+    for goes in directory._gpu_demotion._under_way.values():
         np.add.at(pins, goes[goes >= 0], 1)
     assert (pins == rows["pins"]).all(), "pins are not what is held"
 
 
 def _check_tiers(directory: Directory) -> None:
     """Rows are of memory or of a tier; each key lies once in a tier, and what lies there is not to be deleted."""
-    rows = directory._shelves.c.rows
+    rows = directory._size_classes.c.rows
     for node in directory.nodes.values():
         assert not (rows["state"][_rows_in(directory, node)] == index.EXTERNAL).any()
-    for tier in directory._below.tiers.values():
+    for tier in directory._tier_catalog.tiers.values():
         mine = _rows_in(directory, tier)
-        assert np.isin(rows["state"][mine], (index.FREE, index.SINKING, index.EXTERNAL, index.DROPPED)).all()
-        below = mine[np.isin(rows["state"][mine], (index.SINKING, index.EXTERNAL))]
-        keys = [struct.pack("<QQ", *rows[row].tolist()[:2]) for row in below.tolist()]
+        assert np.isin(rows["state"][mine], (index.FREE, index.DEMOTING, index.EXTERNAL, index.DROPPED)).all()
+        tier_class = mine[np.isin(rows["state"][mine], (index.DEMOTING, index.EXTERNAL))]
+        keys = [struct.pack("<QQ", *rows[row].tolist()[:2]) for row in tier_class.tolist()]
         assert len(set(keys)) == len(keys), "a key twice in a tier"
-        external = {key for key, row in zip(keys, below.tolist(), strict=True) if rows[row]["state"] == index.EXTERNAL}
-        assert not external & tier.doomed.keys(), "what lies there is about to be deleted"
-        sinking = [
-            (r, g) for at, gens in tier.sinking.values() for r, g in zip(at.tolist(), gens.tolist(), strict=True)
+        external = {
+            key for key, row in zip(keys, tier_class.tolist(), strict=True) if rows[row]["state"] == index.EXTERNAL
+        }
+        assert not external & tier.to_delete.keys(), "what lies there is about to be deleted"
+        demoting = [
+            (r, g) for at, gens in tier.demoting.values() for r, g in zip(at.tolist(), gens.tolist(), strict=True)
         ]
-        on_their_way = [r for r, g in sinking if rows[r]["gen"] == g and rows[r]["state"] == index.SINKING]
-        assert sorted(on_their_way) == below[rows["state"][below] == index.SINKING].tolist()
+        on_their_way = [r for r, g in demoting if rows[r]["gen"] == g and rows[r]["state"] == index.DEMOTING]
+        assert sorted(on_their_way) == tier_class[rows["state"][tier_class] == index.DEMOTING].tolist()
         stats = directory.stats(0.0)["tiers"][tier.owner or ""]
         assert stats["blocks"] == len(external) and stats["bytes_used"] <= max(stats["capacity"], tier.slab_bytes)
 
 
 def _check_cooling(directory: Directory) -> None:
     """What sinks into memory belongs to the last answer that one GPU got, and is in the memory of its node."""
-    rows, sinking = directory._shelves.c.rows, set()
-    for name, goes in directory._cooling._under_way.items():
+    rows, demoting = directory._size_classes.c.rows, set()
+    for name, goes in directory._gpu_demotion._under_way.items():
         for row in goes[goes >= 0].tolist():
-            assert row not in sinking and rows[row]["state"] in (index.SINKING, index.DROPPED)
+            assert row not in demoting and rows[row]["state"] in (index.DEMOTING, index.DROPPED)
             assert _where(directory, row)[0] == directory.nodes[host_of(name)].index
-            sinking.add(row)
+            demoting.add(row)
     keys = []
     for node in directory.nodes.values():
         mine = _rows_in(directory, node)
-        found = mine[rows["state"][mine] == index.SINKING].tolist()
+        found = mine[rows["state"][mine] == index.DEMOTING].tolist()
         assert not found or not node.on_gpu
-        assert sinking >= set(found), "what sinks is nobody's"
+        assert demoting >= set(found), "what sinks is nobody's"
         keys += [struct.pack("<QQ", *rows[row].tolist()[:2]) for row in found]
     assert len(set(keys)) == len(keys), "a block goes down twice"
 
 
 def _rows_in(directory: Directory, there: Any) -> Any:
-    spans = [directory._shelves.span(record) for record in there.slabs.values()]
+    spans = [directory._size_classes.span(record) for record in there.slabs.values()]
     return np.sort(np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)]))

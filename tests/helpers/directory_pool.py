@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from helpers.directory_checks import chain_of, check_invariants
-from helpers.oracle.slots import PLACE, split, unpack
+from helpers.oracle.slots import LOCATION, split, unpack
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
-from raykv.protocol import Call, Cooled, Matched, Reserved, Sunk
+from raykv.protocol import Call, Demotions, GpuDemotions, Matched, Reserved
 
 PAGE = 4096
 KEYS = [struct.pack(">QQ", 7, i) for i in range(1000)]
@@ -34,19 +34,21 @@ class Pool:
         self.id = 0
         self.seq = 0
         self.held: dict[str, list[int]] = {}
-        self.seen: dict[str, int] = {}  # by node, the last answer to `sink` that it got
+        self.seen: dict[str, int] = {}  # by node, the last answer to `demote` that it got
         for name in self.nodes:
             self.add(name)
 
     def add(self, name: str) -> None:
         self.directory.join(name, name.encode(), self.slots * PAGE, self.slabs, 0, self.now, self.window * PAGE)
         self.directory.adopt(name, b"", b"", b"", b"", b"", self.now)
-        self.directory.beat(name, self.slabs, self.now)
+        self.directory.heartbeat(name, self.slabs, self.now)
 
-    def call(self, node: str, landed: bytes = b"", bad: bytes = b"") -> Call:
+    def call(self, node: str, pulled: bytes = b"", corrupt: bytes = b"") -> Call:
         self.seq += 1
         held = self.held.get(node, [])
-        return Call(int.from_bytes(node.encode(), "big"), self.seq, struct.pack(f"<{len(held)}Q", *held), landed, bad)
+        return Call(
+            int.from_bytes(node.encode(), "big"), self.seq, struct.pack(f"<{len(held)}Q", *held), pulled, corrupt
+        )
 
     def match(self, node: str, keys: list[bytes], size: int = PAGE) -> tuple[int, Matched]:
         """(lease, answer)."""
@@ -65,23 +67,23 @@ class Pool:
         granted = np.frombuffer(got.indices, np.int32).tolist()
         written = bytes(n not in failed for n in range(len(granted)))
         mine = b"".join(keys[i] for i in granted)
-        accepted = self.directory.commit(self.call(node), hold, got.places, mine, written, self.now)[1]
+        accepted = self.directory.commit(self.call(node), hold, got.locations, mine, written, self.now)[1]
         if hold in self.held.get(node, []):
             self.held[node].remove(hold)
         return accepted
 
     def release(self, node: str, hold: int) -> None:
         self.held[node].remove(hold)
-        self.beat(node)
+        self.heartbeat(node)
 
-    def beat(self, node: str, landed: bytes = b"", bad: bytes = b"") -> None:
-        self.directory.beat_client(self.call(node, landed, bad), self.now)
+    def heartbeat(self, node: str, pulled: bytes = b"", corrupt: bytes = b"") -> None:
+        self.directory.client_heartbeat(self.call(node, pulled, corrupt), self.now)
 
     def store(self, node: str, keys: list[bytes], size: int = PAGE) -> list[str]:
         """Store keys; the node each new one went to."""
         hold, got = self.reserve(node, keys, size=size)
         self.commit(node, hold, got, keys)
-        return [self.name(place[0]) for place in unpack(got.places)]
+        return [self.name(location[0]) for location in unpack(got.locations)]
 
     def read(self, node: str, keys: list[bytes], size: int = PAGE) -> int:
         """Match and release; how many were hit."""
@@ -92,43 +94,43 @@ class Pool:
     def replicate(self, node: str, keys: list[bytes]) -> None:
         """Pull blocks of another node, and leave them there."""
         lease, got = self.match(node, keys)
-        self.beat(node, landed=got.staged)
+        self.heartbeat(node, pulled=got.staged)
         self.release(node, lease)
 
-    def sink(
+    def demote(
         self,
         node: str,
-        told: Sunk | None = None,
+        told: Demotions | None = None,
         stored: bytes | None = None,
         whole: bool = False,
         lost: bool = False,
-    ) -> Sunk:
+    ) -> Demotions:
         """What goes down next. told: an earlier answer; stored: what became of its blocks, all by default.
 
         lost: the node does not get the answer; else it deletes what it is told to.
         """
-        places, keys = (told.target, told.keys) if told else (b"", b"")
+        locations, keys = (told.target, told.keys) if told else (b"", b"")
         done = bytes([1]) * (len(keys) // 16) if stored is None else stored
-        got = self.directory.sink(node, places, keys, done, self.seen.get(node, 0), whole, self.now)
+        got = self.directory.demote(node, locations, keys, done, self.seen.get(node, 0), whole, self.now)
         if not lost:
             self.seen[node] = got.number
         return got
 
-    def bring_down(self, node: str, whole: bool = False) -> list[bytes]:
+    def demote_all(self, node: str, whole: bool = False) -> list[bytes]:
         """All that is to go down does, in that order."""
         down: list[bytes] = []
-        got = self.sink(node, whole=whole)
+        got = self.demote(node, whole=whole)
         while got.keys:
             down += split(got.keys)
-            got = self.sink(node, got, whole=whole)
+            got = self.demote(node, got, whole=whole)
         check_invariants(self.directory)
         return down
 
-    def cool(self, gpu: str, told: Cooled | None = None, stored: bytes | None = None) -> Cooled:
-        """What of a GPU goes down to memory next. told, stored: as in `sink`."""
-        places, keys = (told.target, told.keys) if told else (b"", b"")
+    def demote_gpu(self, gpu: str, told: GpuDemotions | None = None, stored: bytes | None = None) -> GpuDemotions:
+        """What of a GPU goes down to memory next. told, stored: as in `demote`."""
+        locations, keys = (told.target, told.keys) if told else (b"", b"")
         done = bytes([1]) * (len(keys) // 16) if stored is None else stored
-        got = self.directory.cool(gpu, places, done, self.now)
+        got = self.directory.demote_gpu(gpu, locations, done, self.now)
         check_invariants(self.directory)
         return got
 
@@ -136,13 +138,13 @@ class Pool:
         return next(name for name, node in self.directory.nodes.items() if node.index == number)
 
     def has(self, keys: list[bytes]) -> list[bool]:
-        rows = self.directory._shelves.c.rows
+        rows = self.directory._size_classes.c.rows
         present = (index.READY, index.REPLICA)
         return [any(rows[row]["state"] in present for row in chain_of(self.directory, key)) for key in keys]
 
     def keys(self) -> set[bytes]:
         """All that is stored."""
-        rows = self.directory._shelves.c.rows
+        rows = self.directory._size_classes.c.rows
         stored = rows[np.isin(rows["state"], (index.READY, index.REPLICA))]
         return {struct.pack("<QQ", k0, k1) for k0, k1 in zip(stored["k0"], stored["k1"], strict=True)}
 
@@ -155,20 +157,20 @@ class Pool:
         while self.now < end:
             self.now = min(end, self.now + 1.0)
             for name in self.nodes if alive is None else alive:
-                self.directory.beat(name, self.slabs, self.now)
+                self.directory.heartbeat(name, self.slabs, self.now)
         check_invariants(self.directory)
 
 
 def primary(pool: Pool, key: bytes) -> str:
     """The node whose copy is the primary."""
-    c = pool.directory._shelves.c
+    c = pool.directory._size_classes.c
     (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == index.READY]
-    return pool.name(int(c.shelves[c.slabs[c.pages[row >> index.PAGE_BITS]]["shelf"]]["node"]))
+    return pool.name(int(c.size_classes[c.slabs[c.pages[row >> index.PAGE_BITS]]["size_class"]]["node"]))
 
 
 def blocks(got: Matched) -> int:
-    return len(got.source) // PLACE.size
+    return len(got.source) // LOCATION.size
 
 
 def staged(got: Matched) -> int:
-    return sum(place[4] > 0 for place in unpack(got.staged))
+    return sum(location[4] > 0 for location in unpack(got.staged))

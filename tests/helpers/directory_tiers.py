@@ -9,24 +9,26 @@ from raykv.directory.kernels import index
 SLAB = 8 * PAGE  # of a tier: 4 blocks of a page, which take a page more there
 
 
-def beat(
+def heartbeat(
     pool: Pool, node: str = "a", slabs: int = 4, shared: bool = False, reached: bool = True, lost: bytes = b""
 ) -> bool:
     """A node's tier is there. Returns whether the node is to tell what lies in it."""
-    answer = pool.directory.beat_tier(node, slabs * SLAB, shared, reached, lost, pool.now)
+    answer = pool.directory.tier_heartbeat(node, slabs * SLAB, shared, reached, lost, pool.now)
     assert answer and answer[0] % 2
     return answer[1]
 
 
 def tell(pool: Pool, keys: list[bytes], node: str = "a", size: int = PAGE, last: bool = True) -> None:
-    pool.directory.found(node, b"".join(keys), struct.pack(f"<{len(keys)}q", *[size] * len(keys)), last, pool.now)
+    pool.directory.report_existing(
+        node, b"".join(keys), struct.pack(f"<{len(keys)}q", *[size] * len(keys)), last, pool.now
+    )
 
 
 def tiered(slabs: int = 4, shared: bool = False, slots: int = 8, nodes: str = "a", **how: float | int) -> Pool:
     """A pool with empty tiers of so many slabs. A node has room for 7 blocks of a page, beside its window."""
     pool = Pool(slots=slots, nodes=nodes, **how)  # type: ignore[arg-type]
     for node in nodes:
-        if beat(pool, node, slabs, shared):
+        if heartbeat(pool, node, slabs, shared):
             tell(pool, [], node)
     return pool
 
@@ -35,14 +37,14 @@ def tier(pool: Pool, owner: str = "a") -> dict[str, int | str]:
     return dict(pool.directory.stats(pool.now)["tiers"][owner])
 
 
-def lie_below(pool: Pool, keys: list[bytes], state: int = index.EXTERNAL) -> list[bool]:
-    rows = pool.directory._shelves.c.rows
+def in_external_tier(pool: Pool, keys: list[bytes], state: int = index.EXTERNAL) -> list[bool]:
+    rows = pool.directory._size_classes.c.rows
     return [any(rows[row]["state"] == state for row in chain_of(pool.directory, key)) for key in keys]
 
 
-def only_below(pool: Pool, keys: list[bytes], node: str = "a") -> None:
+def only_in_tier(pool: Pool, keys: list[bytes], node: str = "a") -> None:
     """Store at most 7 keys and bring them down; then others take their place in memory."""
     pool.store(node, keys)
-    pool.bring_down(node, whole=True)
+    pool.demote_all(node, whole=True)
     pool.store(node, KEYS[900:907])
-    assert not any(pool.has(keys)) and all(lie_below(pool, keys))
+    assert not any(pool.has(keys)) and all(in_external_tier(pool, keys))

@@ -6,37 +6,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helpers import arena_worker as w
-from helpers.arena_worker import GEN, PRINT, SLAB, key_of, places
+from helpers.arena_worker import GEN, PRINT, SLAB, key_of, locations
 from helpers.gpus import Bytes, noise
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import Device
-from raykv.arena.gpu.gpu_arena import DeviceArena
+from raykv.arena.gpu.gpu_arena import GpuArena
 
 POOL = f"test-gpu-{os.getpid()}"
 SIZE = 10_001
-Places = NDArray[np.void]
+Locations = NDArray[np.void]
 
 
-def gpu_arena(gpu: Device, pool: str = POOL) -> DeviceArena:
-    arena = DeviceArena.open_new(pool, PRINT, gpu, SLAB, 3)
+def gpu_arena(gpu: Device, pool: str = POOL) -> GpuArena:
+    arena = GpuArena.open_new(pool, PRINT, gpu, SLAB, 3)
     assert arena.raise_epoch(w.EPOCH)
     return arena
 
 
-def some(count: int, size: int = SIZE) -> tuple[Places, Bytes, Bytes]:
+def some(count: int, size: int = SIZE) -> tuple[Locations, Bytes, Bytes]:
     """Grants in slab 1, keys and blocks."""
-    at = places([2, 0, 3, 1][:count], range(2, 2 + count), size=size, slab=1)
+    at = locations([2, 0, 3, 1][:count], range(2, 2 + count), size=size, slab=1)
     return at, np.concatenate([key_of(i) for i in range(count)]), noise(count * size).reshape(count, size)
 
 
-def granted(at: Places, slab: int = 0, gen: int = 100) -> Places:
+def granted(at: Locations, slab: int = 0, gen: int = 100) -> Locations:
     """Grants of other slots."""
     to = at.copy()
     to["slab"], to["gen"] = slab, GEN + gen + np.arange(len(at))
     return to
 
 
-def has(arena: Arena, at: Places, keys: Bytes, blocks: Bytes, verify: bool = True) -> bool:
+def has(arena: Arena, at: Locations, keys: Bytes, blocks: Bytes, verify: bool = True) -> bool:
     out = np.zeros_like(blocks)
     ok = arena.read(at, keys, out, verify=verify)
     assert (out[ok] == blocks[ok]).all(), "a read gave other bytes"

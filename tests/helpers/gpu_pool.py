@@ -25,7 +25,7 @@ from helpers.pools import (
     worker,
 )
 from raykv.arena.gpu import cuda
-from raykv.arena.gpu.gpu_arena import DeviceArena
+from raykv.arena.gpu.gpu_arena import GpuArena
 from raykv.bench.testbed import local_cluster
 
 MIB = 1 << 20
@@ -53,7 +53,7 @@ class Engine(Worker):
 
     def where(self) -> tuple[str, bool]:
         assert self.pool.local
-        return self.pool.home, isinstance(self.pool.local.arena, DeviceArena)
+        return self.pool.home, isinstance(self.pool.local.arena, GpuArena)
 
 
 class World:
@@ -73,7 +73,7 @@ class World:
 
     def counts(self) -> dict[str, int]:
         stats = self.pool.stats()
-        return {name: stats[name] for name in ("gpu_hits", "promoted", "cooled", "remote_hits", "corrupt")}
+        return {name: stats[name] for name in ("gpu_hits", "promoted", "gpu_demoted", "remote_hits", "corrupt")}
 
 
 def do(reference: Any) -> Any:
@@ -110,7 +110,7 @@ def what_is_old_goes_down(world: World) -> None:
     for keys in prompts:
         assert do(world.engine.store.remote(keys)) == 40
         eventually(lambda: settled_down(world.pool))
-    assert world.counts()["cooled"] - before["cooled"] > 50
+    assert world.counts()["gpu_demoted"] - before["gpu_demoted"] > 50
     for keys in prompts:
         assert whole(do(world.engine.read.remote(keys)), keys)
     after = world.counts()

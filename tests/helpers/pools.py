@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import raykv
 import raykv.client.directory_client
 from raykv import registry
-from raykv.protocol import PLACE
+from raykv.protocol import LOCATION
 from raykv.transports.nixl import why_not
 
 T = TypeVar("T")
@@ -193,12 +193,12 @@ def _answers(pool: raykv.KVPool, what: str) -> int:
 def totals(pool: raykv.KVPool) -> dict[str, int]:
     """Slots of all nodes by state, and their sum as `slots`."""
     nodes = pool.stats().get("nodes", {}).values()
-    names = ("slots", "free", "writing", "ready", "replica", "staging", "limbo", "dropped")
+    names = ("slots", "free", "writing", "ready", "replica", "staging", "quarantined", "dropped")
     return {name: sum(node[name] for node in nodes) for name in names} if nodes else {}
 
 
 def settled(pool: raykv.KVPool) -> bool:
-    """Nothing is held, being written or in limbo, and no slot is missing."""
+    """Nothing is held, being written or in quarantine, and no slot is missing."""
     stats, slots = pool.stats(), totals(pool)
     if not slots or stats["leases"] or stats["reservations"]:
         return False
@@ -214,16 +214,16 @@ def served(pool: raykv.KVPool, nodes: int) -> bool:
     if len(whole) != nodes or any(node["state"] != "alive" for node in found.values()):
         return False
     if pool.local.index != found[pool.node_id]["index"]:
-        pool.look_again()  # a directory that was slow to start was replaced meanwhile
+        pool.refresh()  # a directory that was slow to start was replaced meanwhile
         return False
     return bool(pool.local.arena.epoch == stats["epoch"])
 
 
-def places(pool: raykv.KVPool, cache: raykv.KVCache, keys: NDArray[np.uint8]) -> NDArray[np.void]:
+def locations(pool: raykv.KVPool, cache: raykv.KVCache, keys: NDArray[np.uint8]) -> NDArray[np.void]:
     """Where the blocks of a match are."""
     hold, answer = pool.link.hold("match", pool.node_id, keys.tobytes(), cache.block_bytes)
-    pool.link.let_go(hold)
-    return np.frombuffer(answer.source, PLACE)
+    pool.link.release(hold)
+    return np.frombuffer(answer.source, LOCATION)
 
 
 def actor_names(pool: str) -> list[str]:

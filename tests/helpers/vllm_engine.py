@@ -38,7 +38,7 @@ class FaultyConnector(RayKVConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         patient()
-        raykv.client.cache.PATIENCE_S = PATIENCE_S  # so small a model computes faster than a disk reads
+        raykv.client.cache.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

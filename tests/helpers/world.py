@@ -25,13 +25,13 @@ from helpers.directory_checks import (
 )
 from helpers.oracle.gpu_demotion import BYTES_PER_CALL
 from helpers.oracle.gpu_demotion import KEYS_PER_CALL as COOLED_PER_CALL
-from helpers.oracle.oracle import DEPARTING_PER_CALL, Oracle
-from helpers.oracle.slots import PLACE, unpack
+from helpers.oracle.oracle import SOLE_COPIES_PER_CALL, Oracle
+from helpers.oracle.slots import LOCATION, unpack
 from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, SLAB_BELOW
 from raykv.directory import demotion, directory, tier_catalog
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
-from raykv.protocol import Call, Cooled, Sunk, host_of, slot_bytes
+from raykv.protocol import Call, Demotions, GpuDemotions, host_of, slot_bytes
 
 SIZES = (4096, 8000, 12288)  # block_bytes: slots of 1, 2 and 3 pages
 SLAB = 8 * 4096
@@ -64,7 +64,7 @@ class Held:
     writes: bool
     size: int
     keys: list[bytes]
-    places: list[bytes]
+    locations: list[bytes]
     staged: list[bytes]
     read: int = 0
 
@@ -75,8 +75,8 @@ class Worker:
     node: str
     seq: int = 0
     holds: dict[int, Held] = field(default_factory=dict)
-    landed: list[bytes] = field(default_factory=list)
-    bad: list[bytes] = field(default_factory=list)
+    pulled: list[bytes] = field(default_factory=list)
+    corrupt: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -89,17 +89,19 @@ class Store:
     offered: int = 0
     index: int = -1
     headers: dict[tuple[int, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
-    sunk: list[Sunk] = field(default_factory=list)  # what it was told to bring down, the last last
+    demoted: list[Demotions] = field(default_factory=list)  # what it was told to bring down, the last last
     seen: int = 0  # number of the last answer whose deletions it carried out
-    cooled: list[Cooled] = field(default_factory=list)  # what it was told to bring down to memory, the last last
+    gpu_demoted: list[GpuDemotions] = field(
+        default_factory=list
+    )  # what it was told to bring down to memory, the last last
 
-    def write(self, place: tuple[int, ...], key: bytes) -> None:
-        old = self.headers.get((place[1], place[2]))
-        if old and old[0][4] > place[4]:
+    def write(self, location: tuple[int, ...], key: bytes) -> None:
+        old = self.headers.get((location[1], location[2]))
+        if old and old[0][4] > location[4]:
             return
-        self.headers = {at: h for at, h in self.headers.items() if at[0] != place[1] or h[0][4] == place[4]}
-        if not old or old[0][5] < place[5]:
-            self.headers[place[1], place[2]] = (place, key)
+        self.headers = {at: h for at, h in self.headers.items() if at[0] != location[1] or h[0][4] == location[4]}
+        if not old or old[0][5] < location[5]:
+            self.headers[location[1], location[2]] = (location, key)
 
 
 class World:
@@ -154,10 +156,10 @@ class World:
             if self.rng.random() < 0.9:
                 self.join(name)
                 self.adopt(name)
-                self.beat(name)
+                self.heartbeat(name)
         for name in self.tiered:
             if self.rng.random() < 0.8:
-                self.beat_tier(name)
+                self.tier_heartbeat(name)
 
     def _pair(self) -> tuple[Directory, Oracle]:
         how: dict[str, Any] = {"locality": self.locality, "client_ttl": TTL}
@@ -227,7 +229,7 @@ class World:
     @staticmethod
     def _choices(reserved: Any) -> dict[int, int]:
         granted = np.frombuffer(reserved.indices, np.int32).tolist()
-        return {i: place[0] for i, place in zip(granted, unpack(reserved.places), strict=True)}
+        return {i: location[0] for i, location in zip(granted, unpack(reserved.locations), strict=True)}
 
     def check(self) -> None:
         """Compare all state, and look whether it makes sense by itself."""
@@ -257,12 +259,12 @@ class World:
         if late and rng.random() < 0.5:
             held = b""  # sent before anything was held
         if rng.random() < 0.3:
-            worker.landed += [p for h in worker.holds.values() for p in h.staged if any(p) and rng.random() < 0.5]
-        landed, worker.landed = worker.landed, []
-        bad, worker.bad = worker.bad, []
-        for place in landed:
-            self._write_header(place, self.grants.get(place, b""))
-        return Call(worker.id, worker.seq - 3 if late else worker.seq, held, b"".join(landed), b"".join(bad))
+            worker.pulled += [p for h in worker.holds.values() for p in h.staged if any(p) and rng.random() < 0.5]
+        pulled, worker.pulled = worker.pulled, []
+        corrupt, worker.corrupt = worker.corrupt, []
+        for location in pulled:
+            self._write_header(location, self.grants.get(location, b""))
+        return Call(worker.id, worker.seq - 3 if late else worker.seq, held, b"".join(pulled), b"".join(corrupt))
 
     def keys(self) -> tuple[int, list[bytes]]:
         """(block_bytes, keys): mostly a prefix of a document."""
@@ -291,29 +293,29 @@ class World:
         lease = self.new_id(worker)
         got = self.do("match", self.call(worker), lease, worker.node, b"".join(keys), size, self.now)
         worker.holds.pop(lease, None)
-        places = _split(got.source)
-        if places:
+        locations = _split(got.source)
+        if locations:
             staged = _split(got.staged)
-            worker.holds[lease] = Held(False, size, keys[: len(places)], places, staged)
+            worker.holds[lease] = Held(False, size, keys[: len(locations)], locations, staged)
             self.grants.update({p: k for p, k in zip(staged, keys, strict=False) if any(p)})
         return lease
 
-    def whereabouts(self) -> None:
-        self.do("whereabouts", b"".join(self.keys()[1]))
+    def locate_prefix(self) -> None:
+        self.do("locate_prefix", b"".join(self.keys()[1]))
 
     def _hold(self, writes: bool) -> tuple[Worker, int, Held] | None:
         found = [(w, i, h) for w in self.workers for i, h in w.holds.items() if h.writes == writes]
         return self.rng.choice(found) if found else None
 
-    def stream(self) -> None:
+    def next_window(self) -> None:
         rng = self.rng
         if not (found := self._hold(writes=rng.random() < 0.02)):
             return
         worker, lease, held = found
         held.read = rng.choice([rng.randint(0, len(held.keys) + 1), min(len(held.keys), held.read + 1)])
-        got = self.do("stream", self.call(worker), lease, held.read, held.size, self.now)
+        got = self.do("next_window", self.call(worker), lease, held.read, held.size, self.now)
         staged = _split(got.staged)
-        held.staged = [bytes(PLACE.size)] * held.read + staged
+        held.staged = [bytes(LOCATION.size)] * held.read + staged
         self.grants.update(zip(staged, held.keys[held.read :], strict=False))
 
     def reserve(self) -> None:
@@ -324,28 +326,28 @@ class World:
         reservation = self.new_id(worker)
         call = self.call(worker)
         stored = []
-        windows = self.real._memory.lacking  # for which blocks go before the batch is looked at
-        if self.with_oracle and start >= 0 and not call.bad and not call.landed and not windows:
+        windows = self.real._allocator.lacking  # for which blocks go before the batch is looked at
+        if self.with_oracle and start >= 0 and not call.corrupt and not call.pulled and not windows:
             swapped = {key for client in self.real.clients.values() for key in client.swapped}  # it may be gone by now
             stored = [key for key in keys if self._present(key) and key not in swapped]
         got = self.do("reserve", call, reservation, worker.node, b"".join(keys), start, size, self.now)
         assert all(self._present(key) for key in stored), "a batch evicted its own keys"
         worker.holds.pop(reservation, None)
         granted = [keys[i] for i in np.frombuffer(got.indices, np.int32)]
-        worker.holds[reservation] = Held(True, size, granted, _split(got.places), _split(got.staged))
-        self.grants.update({p: k for p, k in zip(_split(got.places), granted, strict=True)})
+        worker.holds[reservation] = Held(True, size, granted, _split(got.locations), _split(got.staged))
+        self.grants.update({p: k for p, k in zip(_split(got.locations), granted, strict=True)})
         self.grants.update({p: k for p, k in zip(_split(got.staged), granted, strict=True) if any(p)})
 
     def _present(self, key: bytes) -> bool:
         rows = chain_of(self.real, key)
-        return any(self.real._shelves.c.rows[row]["state"] in (index.READY, index.REPLICA) for row in rows)
+        return any(self.real._size_classes.c.rows[row]["state"] in (index.READY, index.REPLICA) for row in rows)
 
     def commit(self) -> None:
         rng = self.rng
         if not (found := self._hold(writes=True)):
             return
         worker, reservation, held = found
-        pairs = list(zip(held.places, held.keys, strict=True))
+        pairs = list(zip(held.locations, held.keys, strict=True))
         how = rng.random()
         if how < 0.15:
             pairs = [pair for pair in pairs if rng.random() < 0.6]
@@ -356,14 +358,14 @@ class World:
         elif how < 0.3 and pairs:
             pairs = [(rng.choice(pairs)[0], key) for _, key in pairs]
         written = bytes(rng.random() < 0.9 for _ in pairs)
-        for (place, key), done in zip(pairs, written, strict=True):
+        for (location, key), done in zip(pairs, written, strict=True):
             if done:
-                self._write_header(place, key)
+                self._write_header(location, key)
         if rng.random() < 0.05:
             reservation = rng.choice([self.ids + 1, *worker.holds])
-        places, keys = b"".join(p for p, _ in pairs), b"".join(k for _, k in pairs)
+        locations, keys = b"".join(p for p, _ in pairs), b"".join(k for _, k in pairs)
         for _ in range(2 if rng.random() < 0.1 else 1):
-            self.do("commit", self.call(worker), reservation, places, keys, written, self.now)
+            self.do("commit", self.call(worker), reservation, locations, keys, written, self.now)
             worker.holds.pop(reservation, None)
 
     def _stale(self, worker: Worker) -> list[tuple[bytes, bytes]]:
@@ -371,24 +373,24 @@ class World:
         known = list(self.grants.items())[-60:]
         pairs = self.rng.sample(known, min(4, len(known)))
         if not self.with_oracle:
-            pairs += [(_garbled(self.rng, place), key) for place, key in pairs]
+            pairs += [(_garbled(self.rng, location), key) for location, key in pairs]
         return pairs
 
     def release(self) -> None:
         if found := self._hold(writes=self.rng.random() < 0.3):
             found[0].holds.pop(found[1])
 
-    def beat_client(self) -> None:
+    def client_heartbeat(self) -> None:
         worker = self.rng.choice(self.workers)
         if self.rng.random() < 0.5:
             self.release()
-        self.do("beat_client", self.call(worker), self.now)
+        self.do("client_heartbeat", self.call(worker), self.now)
 
     def report(self) -> None:
         """A worker found something altered, or says that of what it should not."""
         worker = self.rng.choice(self.workers)
-        worker.bad += [p for h in worker.holds.values() for p in h.places if self.rng.random() < 0.2]
-        worker.landed += [place for place, _ in self._stale(worker)]
+        worker.corrupt += [p for h in worker.holds.values() for p in h.locations if self.rng.random() < 0.2]
+        worker.pulled += [location for location, _ in self._stale(worker)]
 
     def pin(self) -> None:
         keys = self.keys()[1][: self.rng.choice([1, 1, 3, LONGEST])]
@@ -408,14 +410,14 @@ class World:
     def leave(self) -> None:
         i = self.rng.randrange(len(self.workers))
         if self.rng.random() < 0.5:
-            self.do("bye", self.workers[i].id, self.now)
+            self.do("disconnect", self.workers[i].id, self.now)
         if self.rng.random() < 0.8:  # otherwise it is not gone, and calls again
             self.workers[i] = self._worker()
 
     # ------------------------------------------------------------------ nodes
 
-    def _write_header(self, place: bytes, key: bytes) -> None:
-        fields = unpack(place)[0]
+    def _write_header(self, location: bytes, key: bytes) -> None:
+        fields = unpack(location)[0]
         for store in self.stores.values():
             if store.index == fields[0] and key and fields[4]:
                 store.write((*fields[:3], fields[3] or SIZE_OF[key], *fields[4:]), key)  # a target does not tell
@@ -435,26 +437,26 @@ class World:
         fresh = known is not None and known.state == "joining"
         ready: list[tuple[bytes, bytes]] = []
         busy: list[tuple[bytes, bytes]] = []
-        for place, key in store.headers.values():
-            place = (store.index, *place[1:])
+        for location, key in store.headers.values():
+            location = (store.index, *location[1:])
             if rng.random() < 0.1:
-                place, key = (*place[:5], place[5] + rng.choice([-1, 0, 1])), rng.choice(list(DEPTH))
-                if SIZE_OF[key] != slot_size(place):
+                location, key = (*location[:5], location[5] + rng.choice([-1, 0, 1])), rng.choice(list(DEPTH))
+                if SIZE_OF[key] != slot_size(location):
                     continue
-            (busy if fresh and rng.random() < 0.15 else ready).append((PLACE.pack(*place), key))
+            (busy if fresh and rng.random() < 0.15 else ready).append((LOCATION.pack(*location), key))
         if not self.with_oracle:
-            busy += [(_garbled(rng, place), key) for place, key in busy]
-            ready += [(_garbled(rng, place), key) for place, key in ready if rng.random() < 0.1]
-        places, keys = (b"".join(part) for part in zip(*ready, strict=True)) if ready else (b"", b"")
+            busy += [(_garbled(rng, location), key) for location, key in busy]
+            ready += [(_garbled(rng, location), key) for location, key in ready if rng.random() < 0.1]
+        locations, keys = (b"".join(part) for part in zip(*ready, strict=True)) if ready else (b"", b"")
         positions = struct.pack(f"<{len(ready)}I", *(DEPTH.get(key, 0) for _, key in ready))
         stamps = struct.pack(f"<{len(ready)}I", *(rng.randrange(4) for _ in ready))
-        writing = b"".join(place for place, _ in busy)
-        self.do("adopt", name, places, keys, positions, stamps, writing, self.now, store.offered)
+        writing = b"".join(location for location, _ in busy)
+        self.do("adopt", name, locations, keys, positions, stamps, writing, self.now, store.offered)
 
-    def beat(self, name: str) -> None:
+    def heartbeat(self, name: str) -> None:
         rng, store = self.rng, self.stores[name]
         store.offered = min(store.slabs, store.offered + rng.randint(0, 2))
-        answer = self.do("beat", name, store.offered, self.now)
+        answer = self.do("heartbeat", name, store.offered, self.now)
         if answer is None:
             self.join(name)
             if rng.random() < 0.8:
@@ -463,27 +465,27 @@ class World:
             store.epoch = answer[0]
             self.sweep(answer[2])
 
-    def sweep(self, limbo: bytes) -> None:
+    def sweep(self, quarantined: bytes) -> None:
         rng = self.rng
-        places = [place for place in _split(limbo) if rng.random() < 0.8]
+        locations = [location for location in _split(quarantined) if rng.random() < 0.8]
         if rng.random() < 0.1:
-            places += [place for place, _ in self._stale(self.workers[0])]
+            locations += [location for location, _ in self._stale(self.workers[0])]
         keys, gens = b"", []
-        for place in places:
-            fields = unpack(place)[0]
+        for location in locations:
+            fields = unpack(location)[0]
             bytes_of = slot_size(fields, self.real)
             keys += rng.choice([key for key, size in SIZE_OF.items() if slot_bytes(size) == bytes_of] or [bytes(16)])
             gens.append(fields[5] - (rng.random() < 0.1 and fields[5] > 0))
-        verdicts = bytes(rng.choice([0, 1, 1, 2]) for _ in places)
-        self.do("swept", b"".join(places), verdicts, keys, struct.pack(f"<{len(gens)}Q", *gens), self.now)
+        verdicts = bytes(rng.choice([0, 1, 1, 2]) for _ in locations)
+        self.do("sweep_result", b"".join(locations), verdicts, keys, struct.pack(f"<{len(gens)}Q", *gens), self.now)
 
     def heartbeats(self) -> None:
         quiet = self.rng.random() < 0.15
         for name in self.names:
             if not quiet or self.rng.random() < 0.5:
-                self.beat(name)
+                self.heartbeat(name)
                 if name in self.tiered and self.rng.random() < 0.4:
-                    self.beat_tier(name)
+                    self.tier_heartbeat(name)
 
     def node_lost(self) -> None:
         """A node dies, or its store restarts, with the same arena or a new one."""
@@ -512,12 +514,12 @@ class World:
                 self._pull(rng.choice(self.workers), *self.keys())
             self.do("leave", name, self.now)
 
-    def departing(self) -> None:
+    def sole_copies(self) -> None:
         """What goes with a node is asked for, and pulled by somebody."""
         rng = self.rng
         leaving = [name for name, node in self.real.nodes.items() if node.leaving]
         name = rng.choice([host_of(name) if rng.random() < 0.9 else name for name in leaving or self.names])
-        _, found, _ = self.do("departing", name, self.now) or (b"", b"", 0)
+        _, found, _ = self.do("sole_copies", name, self.now) or (b"", b"", 0)
         size = rng.choice(self.sizes)
         keys = [key for key in _keys(found) if SIZE_OF.get(key) == size][: rng.randint(1, 6)]
         if keys and rng.random() < 0.7:
@@ -528,11 +530,11 @@ class World:
     def _pull(self, worker: Worker, size: int, keys: list[bytes]) -> None:
         lease = self._match(worker, size, keys)
         if held := worker.holds.get(lease):
-            worker.landed += [place for place in held.staged if any(place) and self.rng.random() < 0.9]
+            worker.pulled += [location for location in held.staged if any(location) and self.rng.random() < 0.9]
             if self.rng.random() < 0.7:
-                self.do("beat_client", self.call(worker), self.now)
+                self.do("client_heartbeat", self.call(worker), self.now)
                 del worker.holds[lease]
-                self.do("beat_client", self.call(worker), self.now)
+                self.do("client_heartbeat", self.call(worker), self.now)
 
     # ------------------------------------------------------------------ external tiers
 
@@ -540,7 +542,7 @@ class World:
         """What a node's tier holds."""
         return self.below.setdefault("" if self.tiers == "shared" else name, {})
 
-    def beat_tier(self, name: str = "") -> None:
+    def tier_heartbeat(self, name: str = "") -> None:
         rng = self.rng
         if not self.tiered:
             return
@@ -551,11 +553,11 @@ class World:
         lost = rng.randbytes(8) if rng.random() < 0.02 else b""
         if lost:
             self.lies(name).clear()
-        answer = self.do("beat_tier", name, capacity, shared, rng.random() < 0.95, lost, self.now)
+        answer = self.do("tier_heartbeat", name, capacity, shared, rng.random() < 0.95, lost, self.now)
         if answer and answer[1] and rng.random() < 0.8:
-            self.found(name)
+            self.report_existing(name)
 
-    def found(self, name: str = "") -> None:
+    def report_existing(self, name: str = "") -> None:
         """A node lists its tier, in pieces, of which one may be late, or lost."""
         rng = self.rng
         name = name or rng.choice(self.names)
@@ -567,41 +569,41 @@ class World:
                 self.rng.choice([World.clear, World.match, World.reserve, World.commit])(self)
             sizes = [SIZE_OF[key] if rng.random() < 0.97 else rng.choice([-5000, 0, 4096, 1 << 20]) for key in piece]
             last = number == len(pieces) - 1 and rng.random() < 0.9
-            self.do("found", name, b"".join(piece), struct.pack(f"<{len(sizes)}q", *sizes), last, self.now)
+            self.do("report_existing", name, b"".join(piece), struct.pack(f"<{len(sizes)}q", *sizes), last, self.now)
 
-    def sink(self) -> None:
+    def demote(self) -> None:
         """A node says what became of what it was told, or of other things, and is told more."""
         rng = self.rng
         name = rng.choice(self.tiered or self.names)
         store = self.stores[name]
-        answers = store.sunk[-1:] if rng.random() < 0.8 else []
+        answers = store.demoted[-1:] if rng.random() < 0.8 else []
         if rng.random() < 0.15:  # said again, or late
-            answers = answers + rng.choices(store.sunk[-4:] or [Sunk(b"", b"", b"", b"", 0)], k=1)
+            answers = answers + rng.choices(store.demoted[-4:] or [Demotions(b"", b"", b"", b"", 0)], k=1)
         if rng.random() < 0.03:
-            answers = answers + [s.sunk[-1] for s in self.stores.values() if s.sunk]
+            answers = answers + [s.demoted[-1] for s in self.stores.values() if s.demoted]
         pairs = [pair for a in answers for pair in zip(_split(a.target), _keys(a.keys), strict=True)]
         if rng.random() < 0.15:
             pairs = [pair for pair in pairs if rng.random() < 0.6]
         if not self.with_oracle:
-            pairs += [(_garbled(rng, place), key) for place, key in pairs] + self._stale(self.workers[0])
+            pairs += [(_garbled(rng, location), key) for location, key in pairs] + self._stale(self.workers[0])
         failing = rng.choice([0.0, 0.0, 0.0, 0.2, 1.0])
         stored = bytes(rng.random() >= failing for _ in pairs)
         for (_, key), done in zip(pairs, stored, strict=True):
             if done and key in SIZE_OF:
                 self.lies(name)[key] = None
-        places, keys = b"".join(place for place, _ in pairs), b"".join(key for _, key in pairs)
+        locations, keys = b"".join(location for location, _ in pairs), b"".join(key for _, key in pairs)
         seen = store.seen if rng.random() < 0.9 else rng.choice([-1, 0, store.seen - 1, store.seen + 1])
-        got = self.do("sink", name, places, keys, stored, seen, rng.random() < 0.5, self.now)
+        got = self.do("demote", name, locations, keys, stored, seen, rng.random() < 0.5, self.now)
         if rng.random() < 0.9:
-            store.sunk.append(got)
+            store.demoted.append(got)
             if rng.random() < 0.9:  # else it died before it deleted
                 store.seen = got.number
-                for key in _keys(got.doomed):
+                for key in _keys(got.to_delete):
                     self.lies(name).pop(key, None)
 
     # ------------------------------------------------------------------ GPUs
 
-    def cool(self) -> None:
+    def demote_gpu(self) -> None:
         """A GPU says what became of what it was told to bring down, or of other things, and is told more."""
         rng = self.rng
         if not self.gpus:
@@ -610,31 +612,31 @@ class World:
         name = rng.choice(full if full and rng.random() < 0.8 else self.gpus)
         if rng.random() < 0.03:
             name = rng.choice([*self.names, "nowhere", "nowhere/0"])
-        told = self.stores[name].cooled if name in self.stores else []
+        told = self.stores[name].gpu_demoted if name in self.stores else []
         answers = told[-1:] if rng.random() < 0.85 else []
         if rng.random() < 0.15:  # said again, or late
-            answers = answers + rng.choices(told[-4:] or [Cooled(b"", b"", b"")], k=1)
+            answers = answers + rng.choices(told[-4:] or [GpuDemotions(b"", b"", b"")], k=1)
         if rng.random() < 0.03:
-            answers = answers + [store.cooled[-1] for store in self.stores.values() if store.cooled]
+            answers = answers + [store.gpu_demoted[-1] for store in self.stores.values() if store.gpu_demoted]
         pairs = [pair for a in answers for pair in zip(_split(a.target), _keys(a.keys), strict=True)]
         if rng.random() < 0.15:
             pairs = [pair for pair in pairs if rng.random() < 0.6]
         if rng.random() < 0.05:
             pairs += self._stale(self.workers[0])
         if not self.with_oracle:
-            pairs += [(_garbled(rng, place), key) for place, key in pairs]
+            pairs += [(_garbled(rng, location), key) for location, key in pairs]
         failing = rng.choice([0.0, 0.0, 0.0, 0.2, 1.0])
         stored = bytes(rng.random() >= failing for _ in pairs)
-        for (place, key), done in zip(pairs, stored, strict=True):
+        for (location, key), done in zip(pairs, stored, strict=True):
             if done:
-                self._write_header(place, key)
+                self._write_header(location, key)
         stored += bytes(rng.random() < 0.01)
-        got = self.do("cool", name, b"".join(place for place, _ in pairs), stored, self.now)
+        got = self.do("demote_gpu", name, b"".join(location for location, _ in pairs), stored, self.now)
         if name in self.stores and rng.random() < 0.95:
             told.append(got)
             self.grants.update(zip(_split(got.target), _keys(got.keys), strict=True))
 
-    def fit(self) -> None:
+    def set_slab_target(self) -> None:
         """A node is to have more memory, or less."""
         rng = self.rng
         name = rng.choice(self.names)
@@ -643,7 +645,7 @@ class World:
         given = [number for number in self.real.nodes[name].withdrawn if rng.random() < 0.95]
         given += [number for number in range(8) if rng.random() < 0.02]
         limit = rng.randint(1, self.stores[name].slabs)
-        self.do("fit", name, limit, np.array(given, np.int32).tobytes(), self.now)
+        self.do("set_slab_target", name, limit, np.array(given, np.int32).tobytes(), self.now)
 
     # ------------------------------------------------------------------ the directory
 
@@ -683,59 +685,80 @@ class World:
             self.now += wait
             self.do("stats", self.now)
         for name in self.gpus:  # of which all are suspect by now, and get nothing more to do
-            self.do("cool", name, b"", b"", self.now)
+            self.do("demote_gpu", name, b"", b"", self.now)
         for name in self.real.nodes:
-            if answer := self.do("beat", name, 0, self.now):
-                n = len(answer[2]) // PLACE.size
-                self.do("swept", answer[2], bytes([1]) * n, bytes(16 * n), bytes(8 * n), self.now)
+            if answer := self.do("heartbeat", name, 0, self.now):
+                n = len(answer[2]) // LOCATION.size
+                self.do("sweep_result", answer[2], bytes([1]) * n, bytes(16 * n), bytes(8 * n), self.now)
         for name in list(self.real.nodes):
-            self.do("sink", name, b"", b"", b"", 0, False, self.now)  # what it was told before, it never heard of
-            self.do("beat_tier", name, self.capacity, self.tiers == "shared", False, b"", self.now)
-            self.do("sink", name, b"", b"", b"", 0, False, self.now)
+            self.do("demote", name, b"", b"", b"", 0, False, self.now)  # what it was told before, it never heard of
+            self.do("tier_heartbeat", name, self.capacity, self.tiers == "shared", False, b"", self.now)
+            self.do("demote", name, b"", b"", b"", 0, False, self.now)
         self.check()
-        rows = self.real._shelves.c.rows
+        rows = self.real._size_classes.c.rows
         assert not rows["pins"].any()
         resting = [index.FREE, index.READY, index.REPLICA, index.EXTERNAL, index.CLOSED]
-        resting += [] if self.with_oracle else [index.SINKING]  # a node may have turned to another tier
+        resting += [] if self.with_oracle else [index.DEMOTING]  # a node may have turned to another tier
         assert np.isin(rows["state"], resting).all()
         stats = self.do("stats", self.now)
         assert (stats["clients"], stats["leases"], stats["reservations"]) == (0, 0, 0)
         for name in list(self.real.nodes):
             self.do("remove_node", name, self.now)
         self.check()
-        assert np.isin(self.real._shelves.c.rows["state"], (index.FREE, index.EXTERNAL, index.CLOSED)).all()
+        assert np.isin(self.real._size_classes.c.rows["state"], (index.FREE, index.EXTERNAL, index.CLOSED)).all()
 
 
-_USE = {World.match: 10, World.reserve: 9, World.commit: 9, World.stream: 4, World.release: 9, World.beat_client: 2}
-_USE[World.whereabouts] = 2
-_BELOW = {World.beat_tier: 1, World.sink: 12}
-_USE |= _BELOW | {World.cool: 10}
+_USE = {
+    World.match: 10,
+    World.reserve: 9,
+    World.commit: 9,
+    World.next_window: 4,
+    World.release: 9,
+    World.client_heartbeat: 2,
+}
+_USE[World.locate_prefix] = 2
+_BELOW = {World.tier_heartbeat: 1, World.demote: 12}
+_USE |= _BELOW | {World.demote_gpu: 10}
 _NAMED = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5}
-_CARE = {World.heartbeats: 4, World.found: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
+_CARE = {World.heartbeats: 4, World.report_existing: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
 World.MIXES = {
     "all": {
         **{**_USE, **_CARE, **_NAMED},
-        **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.depart: 0.3, World.departing: 0.6},
-        World.fit: 0.5,
+        **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.depart: 0.3, World.sole_copies: 0.6},
+        World.set_slab_target: 0.5,
     },
     "use": {**_USE, World.heartbeats: 1},
     "gpus": {
-        **{World.match: 4, World.reserve: 8, World.commit: 8, World.release: 8, World.stream: 1, World.cool: 8},
-        **{World.heartbeats: 4, World.sink: 3, World.node_lost: 0.3, World.clear: 0.1, World.fit: 0.3},
+        **{
+            World.match: 4,
+            World.reserve: 8,
+            World.commit: 8,
+            World.release: 8,
+            World.next_window: 1,
+            World.demote_gpu: 8,
+        },
+        **{World.heartbeats: 4, World.demote: 3, World.node_lost: 0.3, World.clear: 0.1, World.set_slab_target: 0.3},
         **{World.pin: 0.5, World.unpin: 0.5, World.forget: 0.5},
     },
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
-    "read": {World.match: 6, World.stream: 3, World.release: 2, World.reserve: 1, World.commit: 1},
+    "read": {World.match: 6, World.next_window: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
-    "below": {**_USE, World.sink: 20, World.beat_tier: 4, World.heartbeats: 3, World.report: 1, World.node_lost: 0.3},
-    "depart": {**_USE, **_NAMED, World.depart: 2, World.departing: 6, World.node_lost: 0.7, World.heartbeats: 4},
+    "below": {
+        **_USE,
+        World.demote: 20,
+        World.tier_heartbeat: 4,
+        World.heartbeats: 3,
+        World.report: 1,
+        World.node_lost: 0.3,
+    },
+    "depart": {**_USE, **_NAMED, World.depart: 2, World.sole_copies: 6, World.node_lost: 0.7, World.heartbeats: 4},
     "pins": {**_USE, **_NAMED, World.pin: 6, World.unpin: 5, World.report: 1, World.node_lost: 1, World.heartbeats: 4},
     "leave": {**_USE, World.leave: 4, World.wait: 3, World.heartbeats: 4},
 }
 
 
-def _split(places: bytes) -> list[bytes]:
-    return [places[i : i + PLACE.size] for i in range(0, len(places), PLACE.size)]
+def _split(locations: bytes) -> list[bytes]:
+    return [locations[i : i + LOCATION.size] for i in range(0, len(locations), LOCATION.size)]
 
 
 def _keys(keys: bytes) -> list[bytes]:
@@ -748,16 +771,16 @@ def _small_calls() -> Iterator[None]:
     before = {name: getattr(tier_catalog, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
     small = {"slab_bytes": lambda _: SLAB_BELOW, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
     at_once = {name: getattr(demotion, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
-    departing = directory.DEPARTING_PER_CALL
+    sole_copies = directory.SOLE_COPIES_PER_CALL
     try:
         vars(tier_catalog).update(small)
         vars(demotion).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": COOLED_PER_CALL})
-        directory.DEPARTING_PER_CALL = DEPARTING_PER_CALL
+        directory.SOLE_COPIES_PER_CALL = SOLE_COPIES_PER_CALL
         yield
     finally:
         vars(tier_catalog).update(before)
         vars(demotion).update(at_once)
-        directory.DEPARTING_PER_CALL = departing
+        directory.SOLE_COPIES_PER_CALL = sole_copies
 
 
 def _short(value: Any) -> Any:
@@ -766,18 +789,18 @@ def _short(value: Any) -> Any:
     return f"{len(value)} bytes {blake2b(value, digest_size=3).hexdigest()}" if isinstance(value, bytes) else value
 
 
-def _garbled(rng: Random, place: bytes) -> bytes:
-    fields = list(unpack(place)[0])
+def _garbled(rng: Random, location: bytes) -> bytes:
+    fields = list(unpack(location)[0])
     i = rng.randrange(len(fields))
     fields[i] = rng.choice([fields[i] + 1, max(0, fields[i] - 1), 0]) if i else rng.randrange(9)
-    return PLACE.pack(*fields)
+    return LOCATION.pack(*fields)
 
 
-def slot_size(place: tuple[int, ...], directory: Directory | None = None) -> int:
+def slot_size(location: tuple[int, ...], directory: Directory | None = None) -> int:
     """Bytes of a place's slot. A place that was to be swept does not tell; the directory's slab does."""
-    if place[3] or directory is None:
-        return slot_bytes(place[3])
+    if location[3] or directory is None:
+        return slot_bytes(location[3])
     for node in directory.nodes.values():
-        if node.index == place[0] and place[1] in node.slabs:
-            return node.slab_bytes // directory._shelves.span(node.slabs[place[1]])[1] // 4096 * 4096
+        if node.index == location[0] and location[1] in node.slabs:
+            return node.slab_bytes // directory._size_classes.span(node.slabs[location[1]])[1] // 4096 * 4096
     return 0

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import arena_worker as w
-from helpers.arena_worker import GEN, PRINT, SLAB, block_of, get, key_of, places, put
+from helpers.arena_worker import GEN, PRINT, SLAB, block_of, get, key_of, locations, put
 from xxhash import xxh3_64_intdigest
 
 from raykv.arena import block_copy, checksum, header
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.buffers import rows_of
 from raykv.errors import ArenaMismatch, CapacityError
-from raykv.protocol import PLACE
+from raykv.protocol import LOCATION
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def words_of(arena: Arena, slot: int) -> header.Words:
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 10_000, 300_001, 1 << 20])
 def test_round_trip(arena: Arena, client: Arena, size: int) -> None:
-    where = places([1, 0, 3], [2, 3, 4], size=size, slab=1)
+    where = locations([1, 0, 3], [2, 3, 4], size=size, slab=1)
     keys = np.concatenate([key_of(seed) for seed in range(3)])
     rows = np.random.default_rng(0).integers(0, 256, (3, size), np.uint8)
     assert client.write(where, keys, rows, np.arange(7, 10)).all()
@@ -66,7 +66,7 @@ def test_round_trip(arena: Arena, client: Arena, size: int) -> None:
         out = np.zeros_like(rows)
         assert arena.read(where, keys, out, verify=verify).all()
         assert np.array_equal(out, rows)
-    sums, positions, ok = arena.claims(where, keys)
+    sums, positions, ok = arena.read_headers(where, keys)
     assert ok.all() and positions.tolist() == [7, 8, 9]
     assert sums.tolist() == [xxh3_64_intdigest(row.tobytes()) for row in rows]
     assert arena.views(where[:1])[0].tobytes() == rows[0].tobytes()
@@ -82,7 +82,7 @@ def test_pieces(arena: Arena) -> None:
     source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
     cuts = [0, 5, 5, 300_000, 1_399_999, size]
     pieces = [source[a:b].copy() for a, b in itertools.pairwise(cuts)]
-    where = places([0], [2], size=size)
+    where = locations([0], [2], size=size)
     assert arena.write(where, key_of(1), rows_of([piece[None] for piece in pieces])).all()
     for verify in (False, True):
         out = [np.zeros(n, np.uint8) for n in (1, 1_000_000, 399_999)]
@@ -91,7 +91,7 @@ def test_pieces(arena: Arena) -> None:
 
 
 def test_big_batches_are_shared_between_threads(arena: Arena) -> None:
-    where = places([0, 1, 2, 3] * 2, range(2, 10), size=1 << 20)
+    where = locations([0, 1, 2, 3] * 2, range(2, 10), size=1 << 20)
     where["slab"][4:] = 1
     rows = np.random.default_rng(2).integers(0, 256, (8, 1 << 20), np.uint8)
     keys = np.concatenate([key_of(seed) for seed in range(8)])
@@ -128,7 +128,7 @@ def test_a_thread_that_fails_fails_the_copy_after_all_have_ended(monkeypatch: py
 @pytest.mark.parametrize("change", ["key", "gen", "bytes", "slot", "slab not offered", "slab absent", "slot absent"])
 def test_a_place_that_is_not_so_is_a_miss(arena: Arena, client: Arena, change: str) -> None:
     assert put(arena, 0, 2)
-    where, key, size = places([0], [2]), key_of(2), 64 << 10
+    where, key, size = locations([0], [2]), key_of(2), 64 << 10
     if change == "key":
         key = key_of(3)
     elif change == "gen":
@@ -142,7 +142,7 @@ def test_a_place_that_is_not_so_is_a_miss(arena: Arena, client: Arena, change: s
         where["slab"] = {"slab not offered": 2, "slab absent": (1 << 32) - 1}.get(change, 0)
     blocks = np.zeros((1, size), np.uint8)
     assert not client.read(where, key, blocks).any()
-    assert not client.claims(where, key)[2].any()
+    assert not client.read_headers(where, key)[2].any()
     if change.endswith(("offered", "absent")):
         where["gen"] += 1
         assert not client.write(where, key, blocks).any()
@@ -159,18 +159,18 @@ def test_altered_header(arena: Arena, word: int, value: int) -> None:
     assert put(arena, 0, 2)
     words_of(arena, 0)[word] = value
     out = np.zeros((1, 64 << 10), np.uint8)
-    ok = arena.read(places([0], [2]), key_of(2), out, verify=True)
+    ok = arena.read(locations([0], [2]), key_of(2), out, verify=True)
     assert ok[0] == (word in (header.POSITION, header.STAMP))
     found = arena.inventory()
     assert len(found.blocks) + len(found.busy) <= 1
-    assert arena.sweep(places([0], [2])).tolist() in ([1], [2])
+    assert arena.sweep(locations([0], [2])).tolist() in ([1], [2])
 
 
 def test_altered_payload(arena: Arena) -> None:
     assert put(arena, 0, 2) and put(arena, 1, 3)
-    arena.views(places([0], [2]))[0][40_000] ^= 1
+    arena.views(locations([0], [2]))[0][40_000] ^= 1
     keys, out = np.concatenate([key_of(2), key_of(3)]), np.zeros((2, 64 << 10), np.uint8)
-    assert arena.read(places([0, 1], [2, 3]), keys, out, verify=True).tolist() == [False, True]
+    assert arena.read(locations([0, 1], [2, 3]), keys, out, verify=True).tolist() == [False, True]
     assert arena.corrupt == 1
 
 
@@ -185,7 +185,7 @@ def test_block_overwritten_during_the_copy(arena: Arena, client: Arena, monkeypa
 
     monkeypatch.setattr(block_copy, "copy", copy)
     keys, out = np.concatenate([key_of(2), key_of(3)]), np.zeros((2, 64 << 10), np.uint8)
-    assert client.read(places([0, 1], [2, 3]), keys, out).tolist() == [True, False]
+    assert client.read(locations([0, 1], [2, 3]), keys, out).tolist() == [True, False]
 
 
 def test_unreadable_from_the_first_byte_on(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,11 +244,11 @@ def test_two_threads_of_one_process_on_one_slot(arena: Arena, monkeypatch: pytes
     assert inside.wait(30)
     monkeypatch.setattr(block_copy, "copy_summed", original)
     assert not put(arena, 3, 3)
-    assert arena.sweep(places([3], [3])).tolist() == [0]
+    assert arena.sweep(locations([3], [3])).tolist() == [0]
     assert arena.inventory().busy["slot"].tolist() == [3]
     assert not put(arena, 40, 12, size=8 << 10, slab_gen=GEN + 10), "nor is the slab formatted under it"
     assert put(arena, 4, 4) and put(arena, 2, 5), "neighbours are free"
-    assert arena.sweep(places([3], [3])).tolist() == [0], "and leave the lock alone"
+    assert arena.sweep(locations([3], [3])).tolist() == [0], "and leave the lock alone"
     go_on.set()
     thread.join()
     assert first == [True] and get(arena, 3, 2)
@@ -259,37 +259,37 @@ def test_close_waits_for_a_copy_under_way(arena: Arena, client: Arena, monkeypat
 
     def write(table: block_copy.Copies) -> list[int]:
         client.close()
-        assert arena.sweep(places([0], [2])).tolist() == [0], "still locked"
+        assert arena.sweep(locations([0], [2])).tolist() == [0], "still locked"
         return original(table)
 
     with monkeypatch.context() as patch:
         patch.setattr(block_copy, "copy_summed", write)
         assert put(client, 0, 2)
-    assert get(arena, 0, 2) and arena.sweep(places([0], [2])).tolist() == [2]
+    assert get(arena, 0, 2) and arena.sweep(locations([0], [2])).tolist() == [2]
     assert not get(client, 0, 2) and not put(client, 1, 3) and client.offered == 0
 
 
 def test_one_slot_twice_in_a_batch(arena: Arena) -> None:
     keys = np.concatenate([key_of(2), key_of(3)])
     rows = np.concatenate([block_of(key_of(2)), block_of(key_of(3))])
-    assert arena.write(places([0, 0], [2, 3]), keys, rows).tolist() == [True, False]
+    assert arena.write(locations([0, 0], [2, 3]), keys, rows).tolist() == [True, False]
     assert get(arena, 0, 2)
 
 
 def test_sweep(arena: Arena) -> None:
     assert put(arena, 0, 2) and put(arena, 1, 3)
-    where = places([0, 1, 2], [2, 9, 4])  # finished; evicted and granted again but not begun; never begun
+    where = locations([0, 1, 2], [2, 9, 4])  # finished; evicted and granted again but not begun; never begun
     assert arena.sweep(where).tolist() == [2, 1, 1]
     assert get(arena, 0, 2) and not get(arena, 1, 3)
     assert not put(arena, 1, 9) and not put(arena, 2, 4), "late writers"
     assert put(arena, 1, 10) and put(arena, 2, 11)
-    assert arena.sweep(places([1], [9])).tolist() == [2] and get(arena, 1, 10), "swept twice: what came since stays"
+    assert arena.sweep(locations([1], [9])).tolist() == [2] and get(arena, 1, 10), "swept twice: what came since stays"
 
 
 def test_what_was_cleared_while_it_was_written_is_swept_away(arena: Arena, client: Arena) -> None:
     assert put(client, 0, 2) and put(client, 1, 4)
     arena.raise_floor(GEN + 3)
-    assert arena.sweep(places([0, 1], [2, 4])).tolist() == [1, 2]
+    assert arena.sweep(locations([0, 1], [2, 4])).tolist() == [1, 2]
     assert not get(client, 0, 2) and get(client, 1, 4)
 
 
@@ -309,7 +309,7 @@ def test_reformat(arena: Arena, client: Arena) -> None:
 
 def test_sweep_of_a_slab_that_is_not_formatted_yet(arena: Arena) -> None:
     assert put(arena, 0, 2)
-    assert arena.sweep(places([0], [20], size=8 << 10, slab_gen=GEN + 10)).tolist() == [1]
+    assert arena.sweep(locations([0], [20], size=8 << 10, slab_gen=GEN + 10)).tolist() == [1]
     assert get(arena, 0, 2), "headers of the old format are not touched"
 
 
@@ -319,12 +319,12 @@ def test_stamps(arena: Arena, client: Arena) -> None:
     assert get(client, 0, 2) and not get(client, 0, 3)
     assert 100 <= arena.inventory().stamps[0] < 200
     client._clock_base -= 100
-    client.claims(places([0], [2]), key_of(2))  # asked for before another node reads it
+    client.read_headers(locations([0], [2]), key_of(2))  # asked for before another node reads it
     assert 200 <= arena.inventory().stamps[0] < 300
 
 
 def test_the_door(arena: Arena) -> None:
-    where, key, block = places([0], [2]), key_of(2), block_of(key_of(2))
+    where, key, block = locations([0], [2]), key_of(2), block_of(key_of(2))
     frozen = block.copy()
     frozen.flags.writeable = False
     wrong: list[Any] = [
@@ -343,10 +343,10 @@ def test_the_door(arena: Arena) -> None:
         arena.read(where, key, frozen)
     with pytest.raises(ValueError, match="keys"):
         arena.write(where, key[:, :8], block)
-    with pytest.raises(ValueError, match="places"):
+    with pytest.raises(ValueError, match="locations"):
         arena.write(np.zeros(1, np.int64), key, block)
     assert arena.write(where, key, frozen).all()
-    assert len(arena.read(np.zeros(0, PLACE), np.zeros((0, 16), np.uint8), block[:0])) == 0
+    assert len(arena.read(np.zeros(0, LOCATION), np.zeros((0, 16), np.uint8), block[:0])) == 0
 
 
 def test_file(arena: Arena, path: str) -> None:
@@ -458,14 +458,14 @@ free = os.statvfs(sys.argv[1])
 assert arena.offered == 2 and free.f_bavail * free.f_frsize > 1 << 20, "what it got of the third went back"
 
 import numpy as np
-from raykv.protocol import COUNTER_BITS, PLACE
+from raykv.protocol import COUNTER_BITS, LOCATION
 try:
     with open(sys.argv[1] + "/others", "wb", buffering=0) as others:
         while others.write(bytes(4096)):
             pass
 except OSError:
     pass
-place = np.zeros(2, PLACE)
+place = np.zeros(2, LOCATION)
 place["slab"], place["bytes"], place["slab_gen"], place["gen"] = [0, 1], 4096, 1 << COUNTER_BITS, 2 << COUNTER_BITS
 keys, blocks = np.ones((2, 16), np.uint8), np.ones((2, 4096), np.uint8)
 assert arena.write(place, keys, blocks).all(), "no page that a client touches is yet to be found"
@@ -483,7 +483,7 @@ def test_full_file_system(tmp_path: Path) -> None:
 
 
 def test_sweep_of_a_slab_of_another_format(arena: Arena) -> None:
-    old = places([5], [20])
+    old = locations([5], [20])
     assert put(arena, 5, 21, size=8 << 10, slab_gen=GEN + 10)
     assert arena.sweep(old).tolist() == [1], "the block there is none of this grant's"
     assert get(arena, 5, 21, size=8 << 10, slab_gen=GEN + 10)
@@ -492,10 +492,10 @@ def test_sweep_of_a_slab_of_another_format(arena: Arena) -> None:
 def test_views_of_neighbours(arena: Arena) -> None:
     slots = [3, 4, 5, 9, 1, 2]
     assert all(put(arena, slot, 2 + slot) for slot in slots)
-    views = arena.views(places(slots, [2 + slot for slot in slots]))
+    views = arena.views(locations(slots, [2 + slot for slot in slots]))
     assert [len(view) // (64 << 10) for view in views] == [3, 1, 2]
     blocks = b"".join(block_of(key_of(2 + slot)).tobytes() for slot in slots)
     assert b"".join(view.tobytes() for view in views) == blocks
-    odd = places([0, 1], [40, 41], size=10_000, slab=1, slab_gen=GEN + 30)
+    odd = locations([0, 1], [40, 41], size=10_000, slab=1, slab_gen=GEN + 30)
     assert len(arena.views(odd)) == 2, "slots are padded: their bytes do not touch"
-    assert arena.views(places([], [])) == []
+    assert arena.views(locations([], [])) == []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from helpers import arena_worker as w
-from helpers.arena_worker import GEN, PRINT, SLAB, STEPS, Child, at_step, get, places, put
+from helpers.arena_worker import GEN, PRINT, SLAB, STEPS, Child, at_step, get, locations, put
 
 from raykv.arena import block_copy, superblock
 from raykv.arena.arena import Arena
@@ -38,10 +38,10 @@ def no_child_left() -> Iterator[None]:
         Child.all.pop().end()  # a stopped one would keep pytest from ending
 
 
-def writer(step: str, act: Callable[[], None], slot: int, gen: int, **place: int) -> Callable[[Arena], bool]:
+def writer(step: str, act: Callable[[], None], slot: int, gen: int, **location: int) -> Callable[[Arena], bool]:
     def run(arena: Arena) -> bool:
         at_step(step, act)
-        return put(arena, slot, gen, **place)
+        return put(arena, slot, gen, **location)
 
     return run
 
@@ -56,7 +56,7 @@ def test_writer_killed(arena: Arena, step: str) -> None:
     assert get(arena, 0, 4) == done, "only a finished block is read"
     assert get(arena, 0, 2) == (step in ("before lock", "locked")), "the old block stays until it is overwritten"
     assert get(arena, 1, 3)
-    assert arena.sweep(places([0], [4])).tolist() == [2 if done else 1]
+    assert arena.sweep(locations([0], [4])).tolist() == [2 if done else 1]
     assert get(arena, 0, 4) == done and (done or not get(arena, 0, 2))
     assert put(arena, 0, 5) and get(arena, 0, 5) and not get(arena, 0, 4)
 
@@ -66,7 +66,7 @@ def test_writer_stopped_while_it_holds_the_slot(arena: Arena, step: str) -> None
     assert put(arena, 0, 2)
     child = Child(arena, writer(step, w.stop_here, 0, 3))
     child.wait_stopped()
-    assert arena.sweep(places([0], [3])).tolist() == [0]
+    assert arena.sweep(locations([0], [3])).tolist() == [0]
     found = arena.inventory()
     assert found.busy["slot"].tolist() == [0] and len(found.blocks) == 0, "not offered: about to be overwritten"
     other = Child(arena, lambda arena: put(arena, 0, 4))  # granted again, wrongly
@@ -75,18 +75,18 @@ def test_writer_stopped_while_it_holds_the_slot(arena: Arena, step: str) -> None
     child.resume()
     assert child.result() is True
     assert get(arena, 0, 3) and not get(arena, 0, 4)
-    assert arena.read(places([0], [3]), w.key_of(3), np.zeros((1, 64 << 10), np.uint8), verify=True).all()
+    assert arena.read(locations([0], [3]), w.key_of(3), np.zeros((1, 64 << 10), np.uint8), verify=True).all()
 
 
-@pytest.mark.parametrize("meanwhile", ["written", "swept", "epoch"])
+@pytest.mark.parametrize("meanwhile", ["written", "sweep_result", "epoch"])
 def test_writer_stopped_before_it_holds_the_slot(arena: Arena, meanwhile: str) -> None:
     assert put(arena, 0, 2)
     child = Child(arena, writer("before lock", w.stop_here, 0, 3))
     child.wait_stopped()
     if meanwhile == "written":
         assert put(arena, 0, 4)
-    elif meanwhile == "swept":
-        assert arena.sweep(places([0], [3])).tolist() == [1]
+    elif meanwhile == "sweep_result":
+        assert arena.sweep(locations([0], [3])).tolist() == [1]
     else:
         assert arena.raise_epoch(w.EPOCH + 1)
     child.resume()
@@ -195,9 +195,9 @@ def test_adoption_after_the_owner_died(path: str) -> None:
     found = arena.inventory()
     assert found.blocks["slot"].tolist() == [0, 1, 2, 5, 6, 7]
     assert found.busy["slot"].tolist() == [3, 4]
-    for place, key in zip(found.blocks, found.keys, strict=True):
+    for location, key in zip(found.blocks, found.keys, strict=True):
         out = np.zeros((1, 64 << 10), np.uint8)
-        assert arena.read(place[None], key[None], out, verify=True).all()
+        assert arena.read(location[None], key[None], out, verify=True).all()
         assert np.array_equal(out, w.block_of(key[None]))
     assert arena.sweep(found.busy).tolist() == [0, 1]
     os.kill(child.pid, signal.SIGKILL)
@@ -234,9 +234,9 @@ def test_forked_child_does_not_keep_its_parents_locks(arena: Arena) -> None:
     child.wait_stopped()
     grandchild = int.from_bytes(os.read(pid_from, 4), "little")
     try:
-        assert arena.sweep(places([0], [2])).tolist() == [0]
+        assert arena.sweep(locations([0], [2])).tolist() == [0]
         child.end()
-        assert arena.sweep(places([0], [2])).tolist() == [1]
+        assert arena.sweep(locations([0], [2])).tolist() == [1]
     finally:
         os.kill(grandchild, signal.SIGKILL)
         os.close(pid_from)
@@ -247,7 +247,7 @@ def test_forked_child_writes_through_its_parents_arena(arena: Arena) -> None:
     client = Arena.attach(arena.path, arena.nonce)
     rows = np.concatenate([w.block_of(w.key_of(gen), 1 << 20) for gen in range(16)])
     keys = np.concatenate([w.key_of(gen) for gen in range(16)])
-    where = places(range(4), range(2, 6), size=1 << 20)
+    where = locations(range(4), range(2, 6), size=1 << 20)
 
     def write() -> None:  # bigger than what one thread copies: the parent's threads are not there
         os._exit(0 if client.write(where, keys[:4], rows[:4]).all() else 1)

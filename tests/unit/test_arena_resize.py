@@ -17,7 +17,7 @@ from helpers.arena_worker import (
     die_here,
     get,
     key_of,
-    places,
+    locations,
     put,
     stop_here,
 )
@@ -75,7 +75,7 @@ def test_memory_is_given_back_and_taken_up_again(arena: Arena, client: Arena, pa
     assert taken(path) == before - SLAB - SLAB // 64 and arena.refilled() == [], "slots and headers"
     assert (arena.offered, arena.available, arena.given_back()) == (3, 2, [1]) == (3, client.available, [1])
     assert get(client, 0, 2) and get(client, 0, 4, slab=2)
-    assert not get(client, 0, 3, slab=1) and not client.claims(places([0], [3], slab=1), key_of(3))[2].any()
+    assert not get(client, 0, 3, slab=1) and not client.read_headers(locations([0], [3], slab=1), key_of(3))[2].any()
     assert {*client.inventory().blocks["slab"].tolist()} == {0, 2}
     assert not arena.give_back(1, NEWER), "it was"
     assert arena.offer_next() and taken(path) == before
@@ -111,9 +111,9 @@ def test_late_writers_are_refused_and_take_no_memory(arena: Arena, client: Arena
         assert not put(late, 1, 3, slab=1), "of the format before"
         assert not put(late, 1, 2000, slab=1, slab_gen=NEWER + 1), "nobody should have been sent there"
         late.populate()
-        assert late.sweep(places([1], [3], slab=1)).tolist() == [1]
+        assert late.sweep(locations([1], [3], slab=1)).tolist() == [1]
         with pytest.raises(ValueError, match="no slot"):
-            late.views(places([0], [2], slab=1))
+            late.views(locations([0], [2], slab=1))
     assert taken(path) == left
     assert arena.offer_next()
     assert not put(client, 1, 3, slab=1), "nor once it is there again"
@@ -143,7 +143,7 @@ def test_writer_stopped_in_the_middle(arena: Arena, step: str) -> None:
 def test_reader_in_the_middle_of_a_copy(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """It copies zeros, or what the slab's next blocks are, and sees that the header is another."""
     assert put(arena, 0, 2, slab=1) and put(arena, 0, 3)
-    where = places([0, 0], [2, 3])
+    where = locations([0, 0], [2, 3])
     where["slab"] = [1, 0]
     keys, rows = np.concatenate([key_of(2), key_of(3)]), np.zeros((2, 64 << 10), np.uint8)
     original = block_copy.copy
@@ -179,7 +179,7 @@ def test_headers_go_before_what_they_speak_of(arena: Arena, client: Arena, monke
         original(table)
 
     monkeypatch.setattr(block_copy, "copy", copy)
-    where, keys = places(slots, [2 + slot for slot in slots], **sizes), [key_of(2 + slot) for slot in slots]
+    where, keys = locations(slots, [2 + slot for slot in slots], **sizes), [key_of(2 + slot) for slot in slots]
     rows = np.zeros((len(slots), 8 << 10), np.uint8)
     assert not client.read(where, np.concatenate(keys), rows).any() and rows.any()
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from helpers import arena_worker as w
 from helpers.arena_worker import GEN, PRINT, SLAB, block_of, fork, key_of
-from helpers.gpu_arenas import POOL, SIZE, Places, gpu_arena, granted, has, some
+from helpers.gpu_arenas import POOL, SIZE, Locations, gpu_arena, granted, has, some
 from helpers.gpus import Bytes, elsewhere, environment, forget, put
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import device as devices
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import BOUNCE_BYTES, Device
-from raykv.arena.gpu.gpu_arena import UNKNOWN, DeviceArena, across
+from raykv.arena.gpu.gpu_arena import UNKNOWN, GpuArena, copy_between
 from raykv.client.cache import _Lease
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import ALTERED, FAILED, PULLED
@@ -67,7 +67,7 @@ def host(cupy: Any) -> Iterator[Arena]:
 
 
 @pytest.fixture
-def ours(gpu: Device) -> Iterator[DeviceArena]:
+def ours(gpu: Device) -> Iterator[GpuArena]:
     """The GPU's."""
     arena = gpu_arena(gpu)
     yield arena
@@ -88,7 +88,7 @@ def on_gpu(cupy: Any, blocks: Bytes) -> Rows:
     return rows_of([cupy.asarray(blocks)])
 
 
-def read_to_gpu(cupy: Any, arena: Arena, at: Places, keys: Bytes, verify: bool = False) -> tuple[Any, Bytes]:
+def read_to_gpu(cupy: Any, arena: Arena, at: Locations, keys: Bytes, verify: bool = False) -> tuple[Any, Bytes]:
     out = cupy.zeros((len(at), int(at["bytes"][0])), np.uint8)
     return arena.read(at, keys, rows_of([out]), verify), out.get()
 
@@ -124,9 +124,9 @@ def test_rows_on_a_gpu(cupy: Any, arena: Arena, size: int) -> None:
     for verify in (False, True):
         ok, found = read_to_gpu(cupy, arena, at, keys, verify)
         assert ok.all() and (found == blocks).all() and has(arena, at, keys, blocks, verify)
-    sums, positions, ok = arena.claims(at, keys)
+    sums, positions, ok = arena.read_headers(at, keys)
     assert ok.all() and positions.tolist() == [7, 8, 9]
-    assert sums.tolist() == ([UNKNOWN] * 3 if isinstance(arena, DeviceArena) else sums_of(blocks))
+    assert sums.tolist() == ([UNKNOWN] * 3 if isinstance(arena, GpuArena) else sums_of(blocks))
     ok, found = read_to_gpu(cupy, arena, granted(at), keys)
     assert not ok.any() and not found.any()
 
@@ -134,7 +134,7 @@ def test_rows_on_a_gpu(cupy: Any, arena: Arena, size: int) -> None:
 def test_pinned_or_not(gpu: Device, arena: Arena, request: pytest.FixtureRequest) -> None:
     at, keys, blocks = some(3)
     assert arena.write(at, keys, blocks).all()
-    if not isinstance(arena, DeviceArena):
+    if not isinstance(arena, GpuArena):
         assert arena.pinned(gpu.uuid, arena.addresses(at)) == (request.node.callspec.params["arena"] == "pinned")
         assert devices._pinned
     arena.close()
@@ -147,16 +147,16 @@ def test_rows_in_parts(cupy: Any, arena: Arena) -> None:
     assert arena.write(at, keys, rows_of(parts)).all() and has(arena, at, keys, blocks)
 
 
-def test_host_rows(cupy: Any, ours: DeviceArena) -> None:
+def test_host_rows(cupy: Any, ours: GpuArena) -> None:
     """What comes from memory has its checksum on the GPU, too."""
     at, keys, blocks = some(3)
     assert ours.write(at, keys, blocks).all() and has(ours, at, keys, blocks)
-    assert ours.claims(at, keys)[0].tolist() == sums_of(blocks)
+    assert ours.read_headers(at, keys)[0].tolist() == sums_of(blocks)
     ok, found = read_to_gpu(cupy, ours, at, keys, verify=True)
     assert ok.all() and (found == blocks).all()
 
 
-def test_bytes_that_were_altered(gpu: Device, ours: DeviceArena) -> None:
+def test_bytes_that_were_altered(gpu: Device, ours: GpuArena) -> None:
     at, keys, blocks = some(2)
     assert ours.write(at, keys, blocks).all()
     put(gpu, int(ours.addresses(at)[1]) + 5, ~blocks[1, 5:6])
@@ -197,7 +197,7 @@ def test_ready_is_what_was_copied(cupy: Any, arena: Arena, monkeypatch: pytest.M
     at, keys, blocks = some(2)
     rows = on_gpu(cupy, blocks)
     seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append(arena.claims(at, keys)[2].any()))
+    thread = threading.Thread(target=lambda: seen.append(arena.read_headers(at, keys)[2].any()))
 
     def look() -> None:
         thread.start()
@@ -238,7 +238,7 @@ def test_a_lost_gpu(on_host: Any) -> None:
         assert not arena._locks.busy(0, 1 << 20) and not len(arena.inventory().busy), "all locks were dropped"
     assert has(host, at, keys, blocks) and host.write(granted(at), keys, blocks).all(), "memory is as it was"
     with pytest.raises(DeviceError):
-        across(ours, at, keys, host, granted(at, gen=200))
+        copy_between(ours, at, keys, host, granted(at, gen=200))
     assert not len(host.inventory().busy)
     for arena in (ours, host):
         arena.close(unlink=True)
@@ -246,12 +246,12 @@ def test_a_lost_gpu(on_host: Any) -> None:
     assert not devices._pinned
 
 
-class Link:
+class DirectoryClient:
     def __init__(self) -> None:
         self.blamed, self.faults = 0, []  # type: tuple[int, list[str]]
 
-    def bad(self, places: Places) -> None:
-        self.blamed += len(places)
+    def corrupt(self, locations: Locations) -> None:
+        self.blamed += len(locations)
 
     def fault(self, kind: str, detail: object) -> None:
         self.faults.append(kind)
@@ -263,7 +263,7 @@ class Link:
 def test_who_is_to_blame_for_a_miss(on_host: Any, lost: bool, index: int, faults: list[str], blamed: int) -> None:
     """The directory is told of blocks that are not there; of those that a reader can't reach, or that another arena
     has, it would be wrong."""
-    host, link = memory_arena(), Link()
+    host, link = memory_arena(), DirectoryClient()
     at, keys, blocks = some(2)
     at["node"], rows = 4, on_gpu(on_host, blocks)
     if lost:
@@ -283,7 +283,7 @@ def test_who_is_to_blame_for_a_miss(on_host: Any, lost: bool, index: int, faults
 
 @pytest.fixture(params=["up", "down", "down, bounced"])
 def pair(
-    request: pytest.FixtureRequest, host: Arena, ours: DeviceArena, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, host: Arena, ours: GpuArena, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Arena, Arena]:
     """Source and target."""
     if "bounced" in request.param:
@@ -298,11 +298,11 @@ def test_across(cupy: Any, pair: tuple[Arena, Arena], size: int, written: str) -
     at, keys, blocks = some(4, size)
     assert source.write(at, keys, on_gpu(cupy, blocks) if written == "on a GPU" else blocks, np.arange(7, 11)).all()
     keys[2] ^= 1  # another block
-    verdicts = across(source, at, keys, target, granted(at))
+    verdicts = copy_between(source, at, keys, target, granted(at))
     assert verdicts.tolist() == [PULLED, PULLED, ALTERED, PULLED]
     there = verdicts == PULLED
     assert has(target, granted(at)[there], keys[there], blocks[there])
-    sums, positions, ok = target.claims(granted(at), keys)
+    sums, positions, ok = target.read_headers(granted(at), keys)
     assert (ok == there).all() and positions[ok].tolist() == [7, 8, 10] and sums[ok].tolist() == sums_of(blocks[ok])
 
 
@@ -310,23 +310,23 @@ def test_across(cupy: Any, pair: tuple[Arena, Arena], size: int, written: str) -
 def test_from_gpu_to_gpu(on_host: Any, size: int) -> None:
     first, second = (gpu_arena(devices.device(uuid)) for uuid in devices.visible())
     at, keys, blocks = some(3, size)
-    assert across(first, at, keys, second, granted(at)).tolist() == [ALTERED] * 3, "nothing is there"
+    assert copy_between(first, at, keys, second, granted(at)).tolist() == [ALTERED] * 3, "nothing is there"
     assert first.write(at[:1], keys[:1], on_gpu(on_host, blocks[:1])).all()
     assert first.write(at[1:], keys[1:], blocks[1:], np.array([8, 9])).all()
     put(devices.device(first.gpu), int(first.addresses(at)[2]), ~blocks[2, :1])
-    assert across(first, at, keys, second, granted(at)).tolist() == [PULLED, PULLED, ALTERED]
+    assert copy_between(first, at, keys, second, granted(at)).tolist() == [PULLED, PULLED, ALTERED]
     assert has(second, granted(at)[:2], keys[:2], blocks[:2])
-    sums, positions, _ = second.claims(granted(at)[:2], keys[:2])
+    sums, positions, _ = second.read_headers(granted(at)[:2], keys[:2])
     assert sums.tolist() == sums_of(blocks[:2]) and positions.tolist() == [0, 8]
     for arena in (first, second):
         arena.close(unlink=True)
 
 
-def test_what_was_altered_on_a_gpu_goes_no_further_down(gpu: Device, host: Arena, ours: DeviceArena) -> None:
+def test_what_was_altered_on_a_gpu_goes_no_further_down(gpu: Device, host: Arena, ours: GpuArena) -> None:
     at, keys, blocks = some(3)
     assert ours.write(at, keys, blocks).all()
     put(gpu, int(ours.addresses(at)[1]) + SIZE - 1, ~blocks[1, -1:])
-    assert across(ours, at, keys, host, granted(at)).tolist() == [PULLED, ALTERED, PULLED] and host.corrupt == 1
+    assert copy_between(ours, at, keys, host, granted(at)).tolist() == [PULLED, ALTERED, PULLED] and host.corrupt == 1
 
 
 def test_evicted_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,9 +336,9 @@ def test_evicted_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.Monke
     assert source.write(at, keys, blocks).all()
     new = granted(at, slab=1)[1:2]
     meanwhile(monkeypatch, lambda: source.write(new, key_of(9), blocks[2:]))
-    assert across(source, at, keys, target, granted(at)).tolist() == [PULLED, FAILED, PULLED]
+    assert copy_between(source, at, keys, target, granted(at)).tolist() == [PULLED, FAILED, PULLED]
     assert target.corrupt == 0 and not len(target.inventory().busy)
-    assert across(source, new, key_of(9), target, granted(at)[1:2]).tolist() == [PULLED]
+    assert copy_between(source, new, key_of(9), target, granted(at)[1:2]).tolist() == [PULLED]
     assert has(target, granted(at)[1:2], key_of(9), blocks[2:])
 
 
@@ -350,7 +350,7 @@ def test_a_target_that_is_not_ours(pair: tuple[Arena, Arena]) -> None:
     with other._locks.hold(
         target._numbers(target._locate(*target._memory, stale.view(np.int64).reshape(-1, 4))[0])[2:]
     ):
-        assert across(source, at, keys, target, stale).tolist() == [FAILED, PULLED, FAILED]
+        assert copy_between(source, at, keys, target, stale).tolist() == [FAILED, PULLED, FAILED]
     assert has(target, granted(at)[:1], key_of(9), blocks[:1])
     other.close()
 
@@ -361,9 +361,9 @@ def test_what_cools_is_not_used_by_that(pair: tuple[Arena, Arena]) -> None:
     assert source.write(at, keys, blocks).all()
     source._clock_base -= 1000
     stamps = [int(header_of(source, slot)[header.STAMP]) for slot in at["slot"]]
-    assert (across(source, at, keys, target, granted(at), used=False) == PULLED).all()
+    assert (copy_between(source, at, keys, target, granted(at), used=False) == PULLED).all()
     assert [int(header_of(source, slot)[header.STAMP]) for slot in at["slot"]] == stamps
-    assert (across(source, at, keys, target, granted(at, gen=200)) == PULLED).all()
+    assert (copy_between(source, at, keys, target, granted(at, gen=200)) == PULLED).all()
     assert all(header_of(source, slot)[header.STAMP] >= 1000 for slot in at["slot"])
 
 
@@ -372,15 +372,15 @@ def test_closed_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.Monkey
     source, target = pair
     at, keys, blocks = some(2)
     assert source.write(at, keys, blocks).all()
-    claims = source.claims
+    claims = source.read_headers
 
     def then_close(*args: Any) -> Any:
         found = claims(*args)
         source.close()
         return found
 
-    monkeypatch.setattr(source, "claims", then_close)
-    assert (across(source, at, keys, target, granted(at)) == FAILED).all() and not len(target.inventory().busy)
+    monkeypatch.setattr(source, "read_headers", then_close)
+    assert (copy_between(source, at, keys, target, granted(at)) == FAILED).all() and not len(target.inventory().busy)
 
 
 @pytest.mark.parametrize("kind", ["host", "ours"])
@@ -389,19 +389,19 @@ def test_served(request: pytest.FixtureRequest, cupy: Any, kind: str) -> None:
     at, keys, blocks = some(4)
     assert arena.write(at[:2], keys[:2], blocks[:2], np.array([3, 4])).all()
     assert arena.write(at[3:], keys[3:], on_gpu(cupy, blocks[3:]), np.array([6])).all()
-    sums, positions, ok, runs = arena.served(at, keys)
+    sums, positions, ok, runs = arena.read_for_peer(at, keys)
     assert ok.tolist() == [True, True, False, True] and positions[ok].tolist() == [3, 4, 6]
     assert np.concatenate([run.reshape(-1) for run in runs]).tobytes() == blocks[ok].tobytes()
     assert sums[ok].tolist() == sums_of(blocks[ok])
-    _, _, ok, runs = arena.served(at[2:3], keys[2:3])
+    _, _, ok, runs = arena.read_for_peer(at[2:3], keys[2:3])
     assert not ok.any() and not sum(run.size for run in runs)
 
 
-def test_served_and_evicted(ours: DeviceArena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_and_evicted(ours: GpuArena, monkeypatch: pytest.MonkeyPatch) -> None:
     at, keys, blocks = some(3)
     assert ours.write(at, keys, blocks).all()
     meanwhile(monkeypatch, lambda: ours.write(granted(at, slab=1)[1:2], key_of(9), blocks[2:]))
-    sums, _, ok, runs = ours.served(at, keys)
+    sums, _, ok, runs = ours.read_for_peer(at, keys)
     assert ok.tolist() == [True, False, True] and runs[0].tobytes() == blocks[ok].tobytes()
     assert sums[ok].tolist() == sums_of(blocks[ok])
 
@@ -413,7 +413,7 @@ def test_no_nixl_for_a_gpu(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(selector, "Nixl", lambda arena: SimpleNamespace(name="nixl", close=lambda: None))
     names = {}
     for arena in (host, ours):
-        opened = selector.open_lanes(arena, "nixl", "127.0.0.1")
+        opened = selector.open_transports(arena, "nixl", "127.0.0.1")
         names[arena] = [transport.name for transport in opened._transports]
         opened.close()
         arena.close(unlink=True)
@@ -545,7 +545,7 @@ def test_a_forked_child_unpins_nothing(on_host: Any) -> None:
 # ---------------------------------------------------------------------- a GPU's arena and its file
 
 
-def test_no_host_memory(cupy: Any, ours: DeviceArena) -> None:
+def test_no_host_memory(cupy: Any, ours: GpuArena) -> None:
     """But for headers."""
     before = os.stat(ours.path).st_blocks
     at, keys, blocks = some(4)
@@ -570,7 +570,7 @@ def test_no_room(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = devices.device(devices.visible()[0])
     before = gpu._memory()[0]
     with pytest.raises(CapacityError, match="lower gpu_memory"):
-        DeviceArena.open_new(POOL, PRINT, gpu, SLAB, 100)
+        GpuArena.open_new(POOL, PRINT, gpu, SLAB, 100)
     calls = iter([None, OSError(errno.ENOSPC, "No space left on device")])
 
     def allocate(*_: int) -> None:
@@ -579,7 +579,7 @@ def test_no_room(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     with pytest.raises(CapacityError, match="bytes of headers: No space left on device; lower gpu_memory"):
-        DeviceArena.open_new(POOL, PRINT, gpu, SLAB, 3)
+        GpuArena.open_new(POOL, PRINT, gpu, SLAB, 3)
     assert gpu._memory()[0] == before and not [name for name in os.listdir("/dev/shm") if POOL in name]
 
 
@@ -610,7 +610,7 @@ def test_a_file_that_is_another_by_now(on_host: Any, monkeypatch: pytest.MonkeyP
     """Another store was faster, and has one of that name."""
     gpu = devices.device(devices.visible()[0])
     path = elsewhere(DEAD, POOL, gpu.uuid).stdout.strip()
-    made: list[DeviceArena] = []
+    made: list[GpuArena] = []
 
     def first(*args: Any) -> bool:
         monkeypatch.setattr(arenas, "lock", file_locks.lock)
@@ -643,7 +643,7 @@ assert not arena.read(at, keys, blocks).any() and not arena.write(granted(at, ge
 """
 
 
-def test_another_process_stores_and_reads(ours: DeviceArena, gpu: Device) -> None:
+def test_another_process_stores_and_reads(ours: GpuArena, gpu: Device) -> None:
     at, keys, blocks = some(3)
     assert ours.write(at, keys, blocks).all()
     done = elsewhere(CLIENT, ours.path, ours.nonce.hex(), gpu.uuid, ours.handle.hex())
@@ -663,7 +663,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def store(gpu: Device) -> Iterator[tuple["subprocess.Popen[str]", DeviceArena]]:
+def store(gpu: Device) -> Iterator[tuple["subprocess.Popen[str]", GpuArena]]:
     """A node store's process, and the arena of its GPU, mapped here."""
     command = [sys.executable, "-c", STORE, gpu.uuid, POOL]
     process = subprocess.Popen(
@@ -671,7 +671,7 @@ def store(gpu: Device) -> Iterator[tuple["subprocess.Popen[str]", DeviceArena]]:
     )
     assert process.stdin and process.stdout
     path, nonce, handle = process.stdout.readline().split()
-    arena = DeviceArena.map(path, bytes.fromhex(nonce), gpu.uuid, bytes.fromhex(handle))
+    arena = GpuArena.map(path, bytes.fromhex(nonce), gpu.uuid, bytes.fromhex(handle))
     yield process, arena
     arena.close()
     process.kill()
@@ -679,7 +679,7 @@ def store(gpu: Device) -> Iterator[tuple["subprocess.Popen[str]", DeviceArena]]:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_store_that_is_killed(cupy: Any, store: tuple["subprocess.Popen[str]", DeviceArena], opened: bool) -> None:
+def test_a_store_that_is_killed(cupy: Any, store: tuple["subprocess.Popen[str]", GpuArena], opened: bool) -> None:
     """Its memory is gone: nobody may copy there, whether the region was opened before or not."""
     process, arena = store
     at, keys, blocks = some(3)
@@ -694,7 +694,7 @@ def test_a_store_that_is_killed(cupy: Any, store: tuple["subprocess.Popen[str]",
 
 
 def test_a_store_that_is_killed_while_its_blocks_are_read(
-    cupy: Any, store: tuple["subprocess.Popen[str]", DeviceArena], monkeypatch: pytest.MonkeyPatch
+    cupy: Any, store: tuple["subprocess.Popen[str]", GpuArena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, arena = store
     at, keys, _ = some(3)
@@ -710,7 +710,7 @@ def test_a_store_that_is_killed_while_its_blocks_are_read(
 
 def test_nothing_is_mapped_before_it_is_copied(on_host: Any) -> None:
     ours = gpu_arena(devices.device(devices.visible()[0]))
-    arena = DeviceArena.map(ours.path, ours.nonce, ours.gpu, bytes(64))
+    arena = GpuArena.map(ours.path, ours.nonce, ours.gpu, bytes(64))
     assert arena._region is None and block_of(key_of(1)).size
     arena.close()
     ours.close(unlink=True)

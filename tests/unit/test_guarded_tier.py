@@ -16,9 +16,9 @@ from xxhash import xxh3_64_intdigest
 
 from raykv.arena.arena import Arena
 from raykv.arena.checksum import judge
-from raykv.protocol import ALTERED, PLACE, PULLED
+from raykv.protocol import ALTERED, LOCATION, PULLED
 from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
-from raykv.tiers.guarded import CONTENT_BYTES, External
+from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
 from raykv.tiers.names import path_of
 
 SIZE = 64 << 10
@@ -100,12 +100,12 @@ class Timid(Moody):
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., External]]:
+def opened() -> Iterator[Callable[..., GuardedTier]]:
     """Open a file tier in this folder, or this tier."""
     made = []
 
-    def open_it(where: Path | Moody, fingerprint: bytes = OURS, seed: bytes = SEED) -> External:
-        made.append(External((lambda: where) if isinstance(where, Moody) else lambda: folder(where), fingerprint))
+    def open_it(where: Path | Moody, fingerprint: bytes = OURS, seed: bytes = SEED) -> GuardedTier:
+        made.append(GuardedTier((lambda: where) if isinstance(where, Moody) else lambda: folder(where), fingerprint))
         assert made[-1].open(seed)
         return made[-1]
 
@@ -129,14 +129,14 @@ def some_keys(count: int, seed: int = 1) -> Keys:
     return np.random.default_rng(seed).integers(1, 256, (count, 16), np.uint8)
 
 
-def store(tier: External, keys: Keys, bodies: NDArray[np.uint8] | None = None, size: int = SIZE) -> list[bool]:
+def store(tier: GuardedTier, keys: Keys, bodies: NDArray[np.uint8] | None = None, size: int = SIZE) -> list[bool]:
     rows = payload(keys, size) if bodies is None else bodies
     sums = np.array([xxh3_64_intdigest(row) for row in payload(keys, size)], np.uint64)
     stored: list[bool] = tier.store(keys, sums, keys[:, 0].astype(np.uint32), [row.data for row in rows]).tolist()
     return stored
 
 
-def load(tier: External, keys: Keys, size: int = SIZE) -> list[bool]:
+def load(tier: GuardedTier, keys: Keys, size: int = SIZE) -> list[bool]:
     """Which of the blocks are there; what is said to be there is right."""
     found: list[bool] = []
     for piece, rows, sums, positions, there in tier.load(keys, size):
@@ -159,7 +159,7 @@ def file_of(folder: Path, key: bytes) -> Path:
 
 
 def test_blocks_come_back_piece_by_piece_and_after_a_restart(
-    tmp_path: Path, opened: Callable[..., External], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened: Callable[..., GuardedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "PIECE_BYTES", 3 * SIZE)
     tier, keys = opened(tmp_path), some_keys(8)
@@ -179,7 +179,7 @@ def test_blocks_come_back_piece_by_piece_and_after_a_restart(
 
 @pytest.mark.parametrize("other", ["secret", "version"])
 def test_what_others_wrote_is_refused_and_left_as_it_is(
-    tmp_path: Path, opened: Callable[..., External], other: str
+    tmp_path: Path, opened: Callable[..., GuardedTier], other: str
 ) -> None:
     tier, keys = opened(tmp_path), some_keys(3)
     assert all(store(tier, keys))
@@ -188,7 +188,7 @@ def test_what_others_wrote_is_refused_and_left_as_it_is(
     if other == "version":
         marker.write_bytes(marker.read_bytes().replace(guarded.MAGIC, b"raykv\0t0"))
     before = contents(tmp_path)
-    stranger = External(lambda: folder(tmp_path), OTHERS if other == "secret" else OURS)
+    stranger = GuardedTier(lambda: folder(tmp_path), OTHERS if other == "secret" else OURS)
     with pytest.raises(ValueError, match=r"another secret or by another version.*another path"):
         stranger.check()
     assert not stranger.open(SEED) and not stranger.up  # nor is it changed by one that did not look before
@@ -200,7 +200,7 @@ def test_what_others_wrote_is_refused_and_left_as_it_is(
         assert load(opened(tmp_path), keys) == [True] * 3
 
 
-def test_a_tier_that_others_have_taken_over_is_left_to_them(opened: Callable[..., External], hasty: None) -> None:
+def test_a_tier_that_others_have_taken_over_is_left_to_them(opened: Callable[..., GuardedTier], hasty: None) -> None:
     moody, keys = Moody(), some_keys(2)
     tier = opened(moody)
     assert all(store(tier, keys))
@@ -208,7 +208,7 @@ def test_a_tier_that_others_have_taken_over_is_left_to_them(opened: Callable[...
     assert load(tier, keys) == []
     moody.error = None
     moody.blocks.clear()
-    stranger = External(lambda: moody, OTHERS)
+    stranger = GuardedTier(lambda: moody, OTHERS)
     assert stranger.open(SEED)
     before = dict(moody.blocks)
     eventually(lambda: tier.probe() is None and tier.faults["probe"] > 2)
@@ -217,14 +217,14 @@ def test_a_tier_that_others_have_taken_over_is_left_to_them(opened: Callable[...
 
 
 def test_a_tier_that_is_not_there_at_first_is_opened_when_it_is(
-    tmp_path: Path, opened: Callable[..., External], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened: Callable[..., GuardedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "BACK_OFF_S", (0.05,))
     path, keys = tmp_path / "tier", some_keys(2)
     assert all(store(opened(path), keys))
     moved = path.rename(tmp_path / "moved")
     path.write_bytes(b"not a folder")
-    tier = External(lambda: folder(path), OURS)
+    tier = GuardedTier(lambda: folder(path), OURS)
     assert not tier.open(SEED) and tier.shared is None
     assert load(tier, keys) == [] and not any(store(tier, keys)) and list(tier.scan()) == []
     eventually(lambda: tier.probe() is None and tier.faults["probe"] > 1)
@@ -236,7 +236,7 @@ def test_a_tier_that_is_not_there_at_first_is_opened_when_it_is(
     tier.close()
 
 
-def test_what_was_cleared_is_never_read_again(tmp_path: Path, opened: Callable[..., External]) -> None:
+def test_what_was_cleared_is_never_read_again(tmp_path: Path, opened: Callable[..., GuardedTier]) -> None:
     folder = tmp_path / "tier"
     tier, keys = opened(folder), some_keys(3)
     assert all(store(tier, keys))
@@ -252,7 +252,7 @@ def test_what_was_cleared_is_never_read_again(tmp_path: Path, opened: Callable[.
 
 
 def test_what_is_cleared_while_the_tier_is_down_is_not_read_when_it_is_back(
-    opened: Callable[..., External], hasty: None
+    opened: Callable[..., GuardedTier], hasty: None
 ) -> None:
     moody, keys = Moody(), some_keys(2)
     tier = opened(moody)
@@ -267,7 +267,7 @@ def test_what_is_cleared_while_the_tier_is_down_is_not_read_when_it_is_back(
     assert load(opened(moody), keys) == [False, False]
 
 
-def test_a_tier_that_is_full_can_be_cleared(opened: Callable[..., External]) -> None:
+def test_a_tier_that_is_full_can_be_cleared(opened: Callable[..., GuardedTier]) -> None:
     class Copying(Timid):
         """Takes a block's new bytes before it lets go of the old ones, as files do."""
 
@@ -284,7 +284,9 @@ def test_a_tier_that_is_full_can_be_cleared(opened: Callable[..., External]) -> 
 
 
 @pytest.mark.parametrize("what", ["another key's", "cut short", "longer", "of another length", "no head", "gone"])
-def test_a_record_that_is_not_the_blocks_is_a_miss(tmp_path: Path, opened: Callable[..., External], what: str) -> None:
+def test_a_record_that_is_not_the_blocks_is_a_miss(
+    tmp_path: Path, opened: Callable[..., GuardedTier], what: str
+) -> None:
     tier, keys = opened(tmp_path), some_keys(3)
     assert all(store(tier, keys))
     path, other = (file_of(tmp_path, key.tobytes()) for key in keys[:2])
@@ -302,7 +304,7 @@ def test_a_record_that_is_not_the_blocks_is_a_miss(tmp_path: Path, opened: Calla
     assert tier.up
 
 
-def test_a_head_is_believed_only_for_its_own_length(opened: Callable[..., External]) -> None:
+def test_a_head_is_believed_only_for_its_own_length(opened: Callable[..., GuardedTier]) -> None:
     moody, keys = Moody(), some_keys(1)
     tier = opened(moody)
     assert store(tier, keys) == [True]
@@ -311,7 +313,7 @@ def test_a_head_is_believed_only_for_its_own_length(opened: Callable[..., Extern
     assert load(tier, keys, SIZE // 2) == [False]
 
 
-def test_a_flipped_bit_is_noticed_before_the_block_is_ready(tmp_path: Path, opened: Callable[..., External]) -> None:
+def test_a_flipped_bit_is_noticed_before_the_block_is_ready(tmp_path: Path, opened: Callable[..., GuardedTier]) -> None:
     tier, keys = opened(tmp_path / "tier"), some_keys(3)
     assert all(store(tier, keys))
     path = file_of(tmp_path, keys[1].tobytes())
@@ -320,14 +322,19 @@ def test_a_flipped_bit_is_noticed_before_the_block_is_ready(tmp_path: Path, open
     path.write_bytes(data)
     arena = Arena.create(str(tmp_path / "arena"), OURS, 1 << 20, 1)
     assert arena.raise_epoch(1) and arena.offer_next()
-    places = np.zeros(3, PLACE)
-    places["slot"], places["slab_gen"], places["gen"], places["bytes"] = range(3), 1 << 40, (1 << 40) + 1, SIZE
+    locations = np.zeros(3, LOCATION)
+    locations["slot"], locations["slab_gen"], locations["gen"], locations["bytes"] = (
+        range(3),
+        1 << 40,
+        (1 << 40) + 1,
+        SIZE,
+    )
     ((piece, rows, sums, positions, there),) = tier.load(keys, SIZE)
     assert there.all() and piece == slice(0, 3)
-    written = arena.write(places, keys, rows, positions, sums)
+    written = arena.write(locations, keys, rows, positions, sums)
     assert judge(written, rows, sums).tolist() == [PULLED, ALTERED, PULLED]
     out = np.zeros((3, SIZE), np.uint8)
-    assert arena.read(places, keys, out, True).tolist() == [True, False, True]
+    assert arena.read(locations, keys, out, True).tolist() == [True, False, True]
     arena.close(unlink=True)
 
 
@@ -338,7 +345,7 @@ FAILURES: dict[str, Callable[[Moody], object]] = {
     "answers too little": lambda moody: setattr(moody, "answer", lambda answers: answers[1:]),
     "answers nonsense": lambda moody: setattr(moody, "answer", lambda answers: None),
 }
-CALLS: dict[str, Callable[[External, Keys], object]] = {
+CALLS: dict[str, Callable[[GuardedTier, Keys], object]] = {
     "store": lambda tier, keys: any(store(tier, keys)),
     "load": lambda tier, keys: any(load(tier, keys)),
     "delete": lambda tier, keys: tier.delete([key.tobytes() for key in keys]),
@@ -356,7 +363,7 @@ FAILING = [
 
 @pytest.mark.parametrize(("call", "failure"), FAILING)
 def test_a_tier_that_fails_is_left_alone_and_comes_back_by_itself(
-    opened: Callable[..., External], hasty: None, call: str, failure: str
+    opened: Callable[..., GuardedTier], hasty: None, call: str, failure: str
 ) -> None:
     moody, keys = Moody(), some_keys(2)
     tier = opened(moody)
@@ -382,7 +389,7 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back_by_itself(
 
 
 def test_it_is_asked_ever_more_rarely(
-    opened: Callable[..., External], hasty: None, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "BACK_OFF_S", (0.02, 0.2, 30.0))
     moody = Moody()
@@ -396,7 +403,7 @@ def test_it_is_asked_ever_more_rarely(
     assert len(moody.calls) == calls
 
 
-def test_memory_that_a_late_call_has_is_not_used_again(opened: Callable[..., External], hasty: None) -> None:
+def test_memory_that_a_late_call_has_is_not_used_again(opened: Callable[..., GuardedTier], hasty: None) -> None:
     moody, keys = Moody(), some_keys(4)
     tier = opened(moody)
     assert all(store(tier, keys))
@@ -419,7 +426,7 @@ def test_memory_that_a_late_call_has_is_not_used_again(opened: Callable[..., Ext
 
 
 def test_a_tier_that_is_only_busy_is_not_out_of_order(
-    opened: Callable[..., External], monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., GuardedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier, keys = opened(moody := Moody()), some_keys(guarded.READERS + 1)
     assert all(store(tier, keys))
@@ -435,7 +442,7 @@ def test_a_tier_that_is_only_busy_is_not_out_of_order(
     assert load(tier, keys[-1:]) == [True]
 
 
-def test_what_a_late_store_reads_is_known(opened: Callable[..., External], hasty: None) -> None:
+def test_what_a_late_store_reads_is_known(opened: Callable[..., GuardedTier], hasty: None) -> None:
     moody = Moody()
     tier = opened(moody)
     assert all(store(tier, some_keys(2)))
@@ -446,7 +453,7 @@ def test_what_a_late_store_reads_is_known(opened: Callable[..., External], hasty
     eventually(lambda: not tier.storing)
 
 
-def test_a_call_that_did_not_begin_in_time_never_does(opened: Callable[..., External], hasty: None) -> None:
+def test_a_call_that_did_not_begin_in_time_never_does(opened: Callable[..., GuardedTier], hasty: None) -> None:
     moody, keys = Moody(), some_keys(1)
     tier = opened(moody)
     moody.open.clear()
@@ -457,7 +464,7 @@ def test_a_call_that_did_not_begin_in_time_never_does(opened: Callable[..., Exte
     assert moody.calls.count("get") <= guarded.READERS + 3  # those, the one of `open`, and probes
 
 
-def test_a_tier_that_is_full_says_so_and_stays(opened: Callable[..., External]) -> None:
+def test_a_tier_that_is_full_says_so_and_stays(opened: Callable[..., GuardedTier]) -> None:
     timid, keys = Timid(), some_keys(4)
     tier = opened(timid)
     assert store(tier, keys) == [True, True, False, False]
@@ -469,7 +476,7 @@ def test_a_tier_that_is_full_says_so_and_stays(opened: Callable[..., External]) 
 
 @pytest.mark.parametrize("noticed", [True, False])
 def test_a_tier_that_lost_its_content_says_so(
-    opened: Callable[..., External], hasty: None, monkeypatch: pytest.MonkeyPatch, noticed: bool
+    opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
     """Whether calls failed meanwhile, or nobody asked while it was away."""
     monkeypatch.setattr(guarded, "CHECK_S", 0.05)
@@ -488,7 +495,7 @@ def test_a_tier_that_lost_its_content_says_so(
 
 
 def test_a_tier_that_stands_still_while_nobody_asks_is_noticed(
-    opened: Callable[..., External], hasty: None, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "CHECK_S", 0.05)
     moody = Moody()
@@ -500,7 +507,9 @@ def test_a_tier_that_stands_still_while_nobody_asks_is_noticed(
 
 
 @pytest.mark.parametrize("when", ["opened", "lost"])
-def test_stores_that_share_a_tier_agree_on_its_content(opened: Callable[..., External], hasty: None, when: str) -> None:
+def test_stores_that_share_a_tier_agree_on_its_content(
+    opened: Callable[..., GuardedTier], hasty: None, when: str
+) -> None:
     """All of them see that nothing is there before any of them says what it is called."""
     shared, barrier, keys = Moody(), threading.Barrier(3), some_keys(3)
     if when == "lost":
@@ -516,7 +525,7 @@ def test_stores_that_share_a_tier_agree_on_its_content(opened: Callable[..., Ext
     shared.after_read = meet
     with ThreadPoolExecutor(3) as threads:
         if when == "opened":
-            stores = [External(lambda: shared, OURS) for _ in range(3)]
+            stores = [GuardedTier(lambda: shared, OURS) for _ in range(3)]
             waits: list[Any] = [threads.submit(one.open, SEED) for one in stores]
             for wait in waits:  # the second read of `open`
                 wait.result(30)
@@ -533,7 +542,7 @@ def test_stores_that_share_a_tier_agree_on_its_content(opened: Callable[..., Ext
 
 
 def test_a_content_that_another_store_changed_is_taken_over(
-    opened: Callable[..., External], hasty: None, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "CHECK_S", 0.05)
     shared, keys = Moody(), some_keys(2)

@@ -25,10 +25,10 @@ from raykv.arena.gpu import device as devices
 from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.transports import nccl as transport
 from raykv.transports import nccl_pair
-from raykv.transports.base import Peer, Transport, Wanted
+from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.nccl import Nccl
 from raykv.transports.nccl_pair import READER, SENDER
-from raykv.transports.selector import Lanes
+from raykv.transports.selector import TransportSelector
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
 SIZE = 64 << 10
@@ -94,8 +94,10 @@ class Node:
         self, peer: Any, offer: Any, slots: Sequence[int] = TO, seconds: float = PATIENCE_S, step: int = 1
     ) -> list[int]:
         """What was put there, into slots here; in another order by step -1."""
-        source, names, target = places(FROM)[::step], keys()[::step], places(slots)[::step]
-        verdicts = self.nccl.pull(peer, offer, Wanted(source, names, self.arena, target, time.monotonic() + seconds))
+        source, names, target = locations(FROM)[::step], keys()[::step], locations(slots)[::step]
+        verdicts = self.nccl.pull(
+            peer, offer, PullRequest(source, names, self.arena, target, time.monotonic() + seconds)
+        )
         return verdicts[::step].tolist()  # type: ignore[no-any-return]
 
     def pull_from(self, other: "Node", slots: Sequence[int] = TO, seconds: float = PATIENCE_S) -> list[int]:
@@ -105,8 +107,8 @@ class Node:
         return [w.get(self.arena, slot, gen) for slot, gen in zip(slots, GENS, strict=False)]
 
 
-def places(slots: Sequence[int], gens: Sequence[int] = GENS) -> NDArray[np.void]:
-    return w.places(slots, gens[: len(slots)])
+def locations(slots: Sequence[int], gens: Sequence[int] = GENS) -> NDArray[np.void]:
+    return w.locations(slots, gens[: len(slots)])
 
 
 def keys() -> NDArray[np.uint8]:
@@ -204,7 +206,7 @@ class ByHand:
         self.sender.nccl.serve(self.sender.nccl.offer()[1], *args)
 
     def ask(self, name: str | None = None) -> None:
-        self.serve("send", name or self.name, self.unique, places(FROM).tobytes(), keys().tobytes())
+        self.serve("send", name or self.name, self.unique, locations(FROM).tobytes(), keys().tobytes())
 
     def post(self, count: int, size: int) -> None:
         for _ in range(count):
@@ -229,7 +231,10 @@ def test_blocks_arrive_in_scattered_slots(nccl: Any, sender: Node, reader: Node)
     for slots in (TO, ELSEWHERE):
         assert reader.pull_from(sender, slots) == [PULLED] * 6
         assert all(reader.holds(slots))
-        mine, theirs = reader.arena.claims(places(slots), keys()), sender.arena.claims(places(FROM), keys())
+        mine, theirs = (
+            reader.arena.read_headers(locations(slots), keys()),
+            sender.arena.read_headers(locations(FROM), keys()),
+        )
         assert [column.tolist() for column in mine] == [column.tolist() for column in theirs]
     assert len(nccl.communicators) == 2, "one pair for all of them"
 
@@ -237,15 +242,15 @@ def test_blocks_arrive_in_scattered_slots(nccl: Any, sender: Node, reader: Node)
 def test_blocks_of_which_nobody_knows_the_sum(node: Callable[[int], Node]) -> None:
     sender, reader = node(1), node(0)
 
-    def bring(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
+    def fill(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
         for address, block in zip(slots.tolist(), blocks()[which], strict=True):
             ctypes.memmove(address, block.ctypes.data, SIZE)
         return [0] * len(slots)
 
-    assert sender.arena.fill(places(FROM), keys(), bring, np.arange(6)).all()
+    assert sender.arena.fill(locations(FROM), keys(), fill, np.arange(6)).all()
     assert reader.pull_from(sender) == [PULLED] * 6
     assert all(reader.holds())
-    sums, positions, _ = reader.arena.claims(places(TO), keys())
+    sums, positions, _ = reader.arena.read_headers(locations(TO), keys())
     assert sums.tolist() == [0] * 6 and positions.tolist() == list(range(6))
 
 
@@ -254,11 +259,13 @@ def test_blocks_that_are_not_there(sender: Node, reader: Node) -> None:
         assert w.put(sender.arena, slot, gen)
     assert reader.pull_from(sender) == [PULLED, ALTERED, PULLED, PULLED, ALTERED, PULLED]
     assert reader.holds() == [True, False, True, True, False, True]
-    source = places(FROM)
+    source = locations(FROM)
     source["slab"] = 7
     end = time.monotonic() + PATIENCE_S
     offer = sender.nccl.offer()
-    verdicts = reader.nccl.pull(sender.peer, offer, Wanted(source, keys(), reader.arena, places(ELSEWHERE), end))
+    verdicts = reader.nccl.pull(
+        sender.peer, offer, PullRequest(source, keys(), reader.arena, locations(ELSEWHERE), end)
+    )
     assert verdicts.tolist() == [ALTERED] * 6
     assert reader.pull_from(sender, ELSEWHERE)[0] == PULLED
 
@@ -298,7 +305,7 @@ def test_a_gpu_that_stalls(nccl: Any, sender: Node, reader: Node, rank: int, sil
     with pytest.raises(ConnectionError):
         reader.pull_from(sender, seconds=4.0)
     assert time.monotonic() - begin < 3.5, "in half of the time, and nobody waits for the peer's abort"
-    assert reader.arena.write(places(TO), keys(), blocks()).all(), "the same grants, by the next transport"
+    assert reader.arena.write(locations(TO), keys(), blocks()).all(), "the same grants, by the next transport"
     nccl.before_move = stalls(rank, -1)
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
     assert all(reader.holds(ELSEWHERE)) and all(reader.holds(TO))
@@ -313,7 +320,7 @@ def test_an_abort_that_hangs(nccl: Any, sender: Node, reader: Node, monkeypatch:
     nccl.before_move = stalls(SENDER, 4)
     with pytest.raises(ConnectionError):
         reader.pull_from(sender, seconds=1.0)
-    assert reader.arena.write(places(TO), keys(), blocks()).all()
+    assert reader.arena.write(locations(TO), keys(), blocks()).all()
     go.set()
 
 
@@ -323,11 +330,11 @@ def test_a_gpu_that_does_not_stop(nccl: Any, sender: Node, reader: Node) -> None
     nccl.before_move = lambda communicator, number: communicator.rank == SENDER or number < 4 or go.wait()
     with pytest.raises(TimeoutError, match="slots stay locked"):
         reader.pull_from(sender, seconds=1.0)
-    assert not reader.arena.write(places(TO), keys(), blocks()).any()
-    assert reader.arena.sweep(places(TO)).tolist() == [0] * 6
+    assert not reader.arena.write(locations(TO), keys(), blocks()).any()
+    assert reader.arena.sweep(locations(TO)).tolist() == [0] * 6
     go.set()
-    eventually(lambda: reader.arena.write(places(TO[:1]), keys()[:1], blocks()[:1]).all())
-    assert reader.arena.write(places(TO)[1:], keys()[1:], blocks()[1:]).all()
+    eventually(lambda: reader.arena.write(locations(TO[:1]), keys()[:1], blocks()[:1]).all())
+    assert reader.arena.write(locations(TO)[1:], keys()[1:], blocks()[1:]).all()
 
 
 def test_an_error_that_nccl_reports(nccl: Any, sender: Node, reader: Node) -> None:
@@ -339,25 +346,25 @@ def test_an_error_that_nccl_reports(nccl: Any, sender: Node, reader: Node) -> No
     nccl.before_move = before_move
     with pytest.raises(ConnectionError, match="REMOTE_ERROR"):
         reader.pull_from(sender, seconds=1000.0)
-    assert reader.arena.write(places(TO), keys(), blocks()).all()
+    assert reader.arena.write(locations(TO), keys(), blocks()).all()
 
 
 def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: Node) -> None:
     class Other(Transport):
         name = "other"
 
-        def pull(self, peer: Any, offer: Any, wanted: Wanted) -> Verdicts:
+        def pull(self, peer: Any, offer: Any, wanted: PullRequest) -> Verdicts:
             _, names, arena, target, end = wanted
             assert time.monotonic() < end
             return np.where(arena.write(target, names, blocks()), PULLED, FAILED).astype(np.uint8)
 
     nccl.before_move = stalls(SENDER, 4)
-    way, peer = Lanes([reader.nccl, Other()]), sender.peer
-    assert way.pull(peer, places(FROM), keys(), reader.arena, places(TO)).tolist() == [PULLED] * 6
+    way, peer = TransportSelector([reader.nccl, Other()]), sender.peer
+    assert way.pull(peer, locations(FROM), keys(), reader.arena, locations(TO)).tolist() == [PULLED] * 6
     assert way.stats()["a node"] | {"gbps": 0} == {"transport": "other", "gbps": 0, "failed": {"nccl": 1}}
     nccl.before_move = stalls(SENDER, -1)
     way._lanes[peer].ways["nccl"].retry_at = time.monotonic()
-    assert way.pull(peer, places(FROM), keys(), reader.arena, places(ELSEWHERE)).tolist() == [PULLED] * 6
+    assert way.pull(peer, locations(FROM), keys(), reader.arena, locations(ELSEWHERE)).tolist() == [PULLED] * 6
     assert way.stats()["a node"]["transport"] == "nccl"
 
 
@@ -375,7 +382,7 @@ def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str) -
 
     with pytest.raises(ConnectionError, match="does not answer"):
         reader.pull(peer(serve), sender.nccl.offer(), seconds=1.0)
-    assert reader.arena.write(places(TO), keys(), blocks()).all()
+    assert reader.arena.write(locations(TO), keys(), blocks()).all()
     go.set()
     assert late.wait(PATIENCE_S)
     assert reader.pull(sender.peer, sender.nccl.offer(), ELSEWHERE, step=-1) == [PULLED] * 6
@@ -387,7 +394,7 @@ def test_a_peer_that_never_connects(nccl: Any, sender: Node, reader: Node) -> No
     with pytest.raises(ConnectionError, match="not connected"):
         reader.pull(peer(lambda *_: b""), sender.nccl.offer(), seconds=4.0)
     assert time.monotonic() - begin < 3.5
-    assert reader.arena.write(places(TO), keys(), blocks()).all(), "the slots were not even locked"
+    assert reader.arena.write(locations(TO), keys(), blocks()).all(), "the slots were not even locked"
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6, "with another id: the first still hangs"
     assert all(reader.holds(ELSEWHERE))
 
@@ -511,7 +518,7 @@ def test_close_in_the_middle(
         {"reader": reader, "sender": sender}[closing].nccl.close()
         with pytest.raises(ConnectionError):
             pull.result(30.0)
-    assert reader.arena.write(places(TO), keys(), blocks()).all()
+    assert reader.arena.write(locations(TO), keys(), blocks()).all()
 
 
 class Child:
@@ -577,7 +584,7 @@ def test_a_process_that_is_killed_in_the_middle(
     with pytest.raises(ConnectionError):
         reader.pull(first.peer, first.offer, seconds=4.0 if silent else 1000.0)
     assert not silent or time.monotonic() - begin < 3.5
-    assert reader.arena.write(places(TO), keys(), blocks()).all()
+    assert reader.arena.write(locations(TO), keys(), blocks()).all()
     nccl.before_move = stalls(READER, -1)
     with pytest.raises(RayActorError):
         reader.pull(first.peer, first.offer, ELSEWHERE)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 import raykv.transports.nixl
 from raykv.arena.arena import Arena
-from raykv.protocol import ALTERED, COUNTER_BITS, FAILED, PLACE, PULLED
-from raykv.transports.base import Peer, Wanted
+from raykv.protocol import ALTERED, COUNTER_BITS, FAILED, LOCATION, PULLED
+from raykv.transports.base import Peer, PullRequest
 from raykv.transports.nixl import Nixl
 
 pytestmark = WITH_NIXL
@@ -32,8 +32,8 @@ FOREVER = 60.0
 PEER = Peer("theirs", None)
 
 
-def places(slots: NDArray[np.int64], slab: int = 0, turn: int = 1) -> NDArray[np.void]:
-    at = np.zeros(len(slots), PLACE)
+def locations(slots: NDArray[np.int64], slab: int = 0, turn: int = 1) -> NDArray[np.void]:
+    at = np.zeros(len(slots), LOCATION)
     at["slab"], at["slot"], at["bytes"], at["slab_gen"], at["gen"] = slab, slots, SIZE, GEN, GEN + turn
     return at
 
@@ -95,7 +95,7 @@ def pull(
     target: NDArray[np.void],
 ) -> list[int]:
     end = time.monotonic() + FOREVER
-    verdicts: list[int] = nixl.pull(PEER, peer.offer, Wanted(source, keys, arena, target, end)).tolist()
+    verdicts: list[int] = nixl.pull(PEER, peer.offer, PullRequest(source, keys, arena, target, end)).tolist()
     return verdicts
 
 
@@ -103,24 +103,24 @@ def test_scattered_blocks_arrive(ours: Arena, theirs: Arena, peer: nixl_peer.Pee
     nixl, random = Nixl(ours), np.random.default_rng(0)
     for turn, slab in enumerate((0, 1, 0), start=1):  # another slab is registered with both in between
         keys, blocks = some(turn, 30)
-        source = places(random.permutation(SLOTS)[:30], slab, turn)
-        target = places(random.permutation(SLOTS)[:30], 1 - slab, turn)
+        source = locations(random.permutation(SLOTS)[:30], slab, turn)
+        target = locations(random.permutation(SLOTS)[:30], 1 - slab, turn)
         assert theirs.write(source, keys, blocks, np.arange(30)).all()
         assert pull(nixl, peer, source, keys, ours, target) == [PULLED] * 30
         assert has(ours, target, keys, blocks)
-        assert ours.claims(target, keys)[1].tolist() == list(range(30))
+        assert ours.read_headers(target, keys)[1].tolist() == list(range(30))
 
 
 def test_what_is_not_there_or_not_ours_to_write(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     nixl = Nixl(ours)
     keys, blocks = some(1, 5)
-    source = target = places(np.arange(5))
+    source = target = locations(np.arange(5))
     assert theirs.write(source[:4], keys[:4], blocks[:4]).all()  # the last is not there,
     assert theirs.write(source[3:4], some(2, 4)[0][3:], blocks[3:4]).sum() == 0
     theirs._memory[1][theirs.addresses(source[1:2])[0] - theirs._memory[1].ctypes.data + 5] ^= (
         1  # the second is altered,
     )
-    newer = places(np.arange(5), turn=7)
+    newer = locations(np.arange(5), turn=7)
     assert ours.write(newer[2:3], keys[2:3], blocks[2:3]).all()  # and the third one's slot was given to somebody else
     wanted = keys.copy()
     wanted[3] = 0  # of another key
@@ -134,7 +134,7 @@ def test_a_slab_that_was_given_back(ours: Arena, theirs: Arena, peer: nixl_peer.
     nixl = Nixl(ours)
     for turn in range(1, 4):
         keys, blocks = some(turn, 8)
-        at = places(np.arange(8), 1, 2 * turn)
+        at = locations(np.arange(8), 1, 2 * turn)
         at["slab_gen"] = GEN + 2 * turn - 1
         for arena in (ours, theirs):
             arena.corrupt = 0
@@ -154,7 +154,7 @@ def test_the_peer_is_killed(ours: Arena, theirs: Arena, over: str, monkeypatch: 
     monkeypatch.setenv("UCX_TLS", over)
     nixl = Nixl(ours)
     keys, blocks = some(1, SLOTS)
-    source, before = places(np.arange(SLOTS)), places(np.arange(SLOTS), 1, 1)
+    source, before = locations(np.arange(SLOTS)), locations(np.arange(SLOTS), 1, 1)
     assert theirs.write(source, keys, blocks).all()
     with a_peer(theirs, monkeypatch) as peer:
         assert pull(nixl, peer, source, keys, ours, before) == [PULLED] * SLOTS
@@ -166,7 +166,7 @@ def test_the_peer_is_killed(ours: Arena, theirs: Arena, over: str, monkeypatch: 
             return answer
 
         monkeypatch.setattr(raykv.transports.nixl, "ask", kill)
-        target = places(np.arange(SLOTS), 1, 2)
+        target = locations(np.arange(SLOTS), 1, 2)
         try:  # the bytes may have come before it died
             assert pull(nixl, peer, source, keys, ours, target) == [PULLED] * SLOTS
             assert has(ours, target, keys, blocks)
@@ -174,7 +174,7 @@ def test_the_peer_is_killed(ours: Arena, theirs: Arena, over: str, monkeypatch: 
             assert ours.write(target, keys, blocks).all()
         peer.process.join()
     with a_peer(theirs, monkeypatch) as peer:
-        target = places(np.arange(SLOTS), 1, 3)
+        target = locations(np.arange(SLOTS), 1, 3)
         assert pull(nixl, peer, source, keys, ours, target) == [PULLED] * SLOTS
         assert has(ours, target, keys, blocks)
 
@@ -184,11 +184,11 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory a peer that is stopped is read all the same
     nixl = Nixl(ours)
     keys, blocks = some(1, SLOTS)
-    source = places(np.arange(SLOTS))
+    source = locations(np.arange(SLOTS))
     assert theirs.write(source, keys, blocks).all()
     with a_peer(theirs, monkeypatch) as peer:
-        assert pull(nixl, peer, source, keys, ours, places(np.arange(SLOTS), 1, 1)) == [PULLED] * SLOTS
-        answered, target = peer.ask, places(np.arange(SLOTS), 1, 2)
+        assert pull(nixl, peer, source, keys, ours, locations(np.arange(SLOTS), 1, 1)) == [PULLED] * SLOTS
+        answered, target = peer.ask, locations(np.arange(SLOTS), 1, 2)
 
         def stop(*args: Any) -> Any:
             answer = answered(*args)
@@ -197,12 +197,12 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(raykv.transports.nixl, "ask", stop)
         with pytest.raises(TimeoutError):
-            nixl.pull(PEER, peer.offer, Wanted(source, keys, ours, target, time.monotonic() + 1.0))
+            nixl.pull(PEER, peer.offer, PullRequest(source, keys, ours, target, time.monotonic() + 1.0))
         try:
-            newer = places(np.arange(SLOTS), 1, 3)
+            newer = locations(np.arange(SLOTS), 1, 3)
             assert not ours.write(newer, *some(2, SLOTS)).any()
             with pytest.raises(ConnectionError, match="has not ended"):  # another transport is used meanwhile
-                nixl.pull(PEER, peer.offer, Wanted(source, keys, ours, newer, time.monotonic() + FOREVER))
+                nixl.pull(PEER, peer.offer, PullRequest(source, keys, ours, newer, time.monotonic() + FOREVER))
         finally:
             os.kill(peer.process.pid or 0, signal.SIGCONT)
         eventually(lambda: has(ours, target, keys, blocks))
@@ -211,7 +211,7 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
         monkeypatch.setattr(raykv.transports.nixl, "ask", answered)
         eventually(lambda: not nixl._known[peer.offer].busy)
         assert has(ours, newer, newer_keys, newer_blocks), "nothing comes late"
-        again = places(np.arange(SLOTS), 0, 1)
+        again = locations(np.arange(SLOTS), 0, 1)
         assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)
 
 
@@ -219,7 +219,7 @@ def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) ->
     """Of several peers, which share an agent here."""
     nixl, turns = Nixl(ours), threading.Lock()
     keys, blocks = some(1, SLOTS)
-    source = places(np.arange(SLOTS))
+    source = locations(np.arange(SLOTS))
     assert theirs.write(source, keys, blocks).all()
     verdicts = []
 
@@ -227,14 +227,14 @@ def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) ->
         mine = slice(part * SLOTS // 4, (part + 1) * SLOTS // 4)
         for _ in range(3):
             with turns:  # as Lanes sees to
-                verdicts.append(pull(nixl, peer, source[mine], keys[mine], ours, places(np.arange(SLOTS)[mine], 1)))
+                verdicts.append(pull(nixl, peer, source[mine], keys[mine], ours, locations(np.arange(SLOTS)[mine], 1)))
 
     threads = [threading.Thread(target=run, args=(part,)) for part in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert has(ours, places(np.arange(SLOTS), 1), keys, blocks)
+    assert has(ours, locations(np.arange(SLOTS), 1), keys, blocks)
     assert sum(verdict.count(PULLED) for verdict in verdicts) == SLOTS
 
 
@@ -243,11 +243,11 @@ def test_nothing_comes_after_an_error(ours: Arena, theirs: Arena, monkeypatch: p
     monkeypatch.setenv("UCX_TLS", "tcp")
     nixl = Nixl(ours)
     keys, blocks = some(1, SLOTS)
-    source = places(np.arange(SLOTS))
+    source = locations(np.arange(SLOTS))
     assert theirs.write(source, keys, blocks).all()
     with a_peer(theirs, monkeypatch) as peer:
-        assert pull(nixl, peer, source, keys, ours, places(np.arange(SLOTS), 1, 1)) == [PULLED] * SLOTS
-        check, newer, other = nixl._agent.check_xfer_state, places(np.arange(SLOTS), 1, 3), some(2, SLOTS)
+        assert pull(nixl, peer, source, keys, ours, locations(np.arange(SLOTS), 1, 1)) == [PULLED] * SLOTS
+        check, newer, other = nixl._agent.check_xfer_state, locations(np.arange(SLOTS), 1, 3), some(2, SLOTS)
 
         def fail(handle: Any) -> str:
             check(handle)
@@ -256,17 +256,17 @@ def test_nothing_comes_after_an_error(ours: Arena, theirs: Arena, monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(nixl._agent, "check_xfer_state", fail)
             with pytest.raises(ConnectionError, match="ended as ERR"):
-                pull(nixl, peer, source, keys, ours, places(np.arange(SLOTS), 1, 2))
+                pull(nixl, peer, source, keys, ours, locations(np.arange(SLOTS), 1, 2))
         assert ours.write(newer, *other).all(), "the slots are free for another"
         time.sleep(1.0)
         assert has(ours, newer, *other)
-        again = places(np.arange(SLOTS), 1, 4)
+        again = locations(np.arange(SLOTS), 1, 4)
         assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)
 
 
 def test_an_offer_of_a_process_that_is_gone(ours: Arena, theirs: Arena) -> None:
     keys, _ = some(1, 1)
-    args = places(np.arange(1)).tobytes(), keys.tobytes(), -1
+    args = locations(np.arange(1)).tobytes(), keys.tobytes(), -1
     nixl = Nixl(theirs)
     assert nixl.serve(nixl.offer(), *args)[2]
     with pytest.raises(ValueError, match="ask for its offer again"):

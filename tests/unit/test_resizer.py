@@ -13,13 +13,13 @@ from helpers.arena_worker import PRINT, SLAB
 from helpers.directory_checks import check_invariants
 from helpers.pools import eventually
 from raykv.actors import resizer
-from raykv.actors.resizer import Sizing, size_of
+from raykv.actors.resizer import Resizer, size_of
 
 from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
-from raykv.protocol import PLACE, Call
+from raykv.protocol import LOCATION, Call
 from raykv.system import free_memory
 
 SLABS, LIMIT, SIZE = 12, 6, 64 << 10
@@ -46,7 +46,7 @@ class Node:
         self.kv = kv
         self.arena = Arena.create(path, PRINT, SLAB, SLABS)
         self.withdrawn: list[int] = []
-        self.sizing = Sizing("p", "n", self.arena, LIMIT, None, self.withdrawn.append)
+        self.sizing = Resizer("p", "n", self.arena, LIMIT, None, self.withdrawn.append)
         self.directory = Directory()
         self.join()
         self.index = self.directory.nodes["n"].index
@@ -59,18 +59,18 @@ class Node:
         offered, limit, gone = self.sizing.report()
         found = self.arena.inventory()
         found.blocks["node"] = found.busy["node"] = self.directory.nodes["n"].index
-        self.directory.fit("n", limit, gone, 0.0)
+        self.directory.set_slab_target("n", limit, gone, 0.0)
         columns = found.positions.tobytes(), found.stamps.tobytes(), found.busy.tobytes()
         self.directory.adopt("n", found.blocks.tobytes(), found.keys.tobytes(), *columns, 0.0, offered)
 
-    def beat(self, lost: bool = False) -> None:
+    def heartbeat(self, lost: bool = False) -> None:
         report = self.sizing.report()
         offered, limit, gone = report
-        closed = self.directory.fit("n", limit, gone, 0.0)
-        self.directory.beat("n", offered, 0.0)
+        closed = self.directory.set_slab_target("n", limit, gone, 0.0)
+        self.directory.heartbeat("n", offered, 0.0)
         check_invariants(self.directory)
         if not lost:
-            self.sizing.told(report, *closed)
+            self.sizing.on_directory_reply(report, *closed)
 
     def call(self) -> Call:
         self.ids += 1
@@ -80,17 +80,17 @@ class Node:
         """Whether all of the blocks that it stores, as far as there is room, are there."""
         keys = np.random.default_rng(first).integers(0, 256, (n, 16), np.uint8)
         got = self.directory.reserve(self.call(), self.ids, "n", keys.tobytes(), 0, SIZE, 0.0)
-        at, mine = np.frombuffer(got.places, PLACE), keys[np.frombuffer(got.indices, np.int32)]
+        at, mine = np.frombuffer(got.locations, LOCATION), keys[np.frombuffer(got.indices, np.int32)]
         rows = np.repeat(mine, SIZE // 16, axis=0).reshape(len(mine), SIZE)
         written = self.arena.write(at, mine, rows)
-        self.directory.commit(self.call(), self.ids - 1, got.places, mine.tobytes(), bytes(written), 0.0)
+        self.directory.commit(self.call(), self.ids - 1, got.locations, mine.tobytes(), bytes(written), 0.0)
         return len(at) > 0 and bool(written.all() and self.arena.read(at, mine, rows.copy()).all())
 
     def settle(self, slabs: int) -> None:
         """As many as there are to be, for the arena and the directory."""
 
         def done() -> bool:
-            self.beat()
+            self.heartbeat()
             known = self.directory.nodes["n"]
             return self.sizing.settled and len(known.slabs) + len(known.spare) == slabs == self.arena.available
 
@@ -124,7 +124,7 @@ def resize(node: Node, slabs: int) -> Any:
     thread = threading.Thread(target=run)
     thread.start()
     while thread.is_alive():
-        node.beat()
+        node.heartbeat()
         thread.join(0.01)
     return got[0]
 
@@ -144,7 +144,7 @@ def test_answers_that_are_lost(node: Node) -> None:
     assert all(node.store(i, 60) for i in range(5))
     node.sizing.limit = 3
     for _ in range(3):
-        node.beat(lost=True)
+        node.heartbeat(lost=True)
     assert node.arena.available == LIMIT
     node.settle(3)
     assert all(node.store(100 + i, 60) for i in range(5))
@@ -155,12 +155,12 @@ def test_a_directory_that_restarts_in_the_middle(node: Node) -> None:
     assert all(node.store(i, 60) for i in range(5))
     node.sizing.limit = 3
     report = node.sizing.report()
-    closed = node.directory.fit("n", 3, report[2], 0.0)
+    closed = node.directory.set_slab_target("n", 3, report[2], 0.0)
     assert closed[1]
     node.directory = Directory(node.directory.epoch + 1)
     node.sizing._full = "nothing is offered meanwhile"
     node.join()
-    node.sizing.told(report, *closed)
+    node.sizing.on_directory_reply(report, *closed)
     eventually(lambda: not node.sizing._closed, 20.0)
     assert node.arena.available == LIMIT
     node.settle(3)
@@ -178,14 +178,14 @@ def test_nobody_writes_where_the_memory_is_about_to_go(node: Node, monkeypatch: 
 
     monkeypatch.setattr(node.arena, "give_back", give_back)
     node.sizing.limit = 3
-    node.beat()
+    node.heartbeat()
     assert asked.wait(60)
     for i in range(4):
-        node.beat()
+        node.heartbeat()
         assert node.store(100 + i, 60)
         assert len(node.directory.nodes["n"].withdrawn) == 3
     node.sizing.limit = LIMIT
-    node.beat()
+    node.heartbeat()
     assert len(node.directory.nodes["n"].withdrawn) == 3, "though it is to stay: that is not known yet"
     go_on.set()
     node.settle(LIMIT)
@@ -218,7 +218,7 @@ def test_memory_goes_when_nobody_can_be_reading_it(node: Node) -> None:
 def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
     """Though the call that it is for has returned."""
     full, external = taken(node), SimpleNamespace(storing=True)
-    node.sizing._sinking = SimpleNamespace(steady=threading.Lock(), external=external)  # type: ignore[assignment]
+    node.sizing._demoter = SimpleNamespace(read_guard=threading.Lock(), external=external)  # type: ignore[assignment]
     node.sizing.limit = 3
     node.settle(3)
     time.sleep(0.3)
@@ -230,9 +230,9 @@ def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
 def test_memory_that_a_dead_owner_was_about_to_give_back_goes(node: Node) -> None:
     node.sizing.stop()
     node.sizing._thread.join()
-    assert node.arena.give_back(1, node.directory._shelves.next_gen())
+    assert node.arena.give_back(1, node.directory._size_classes.next_gen())
     full = taken(node)
-    again = Sizing("p", "n", node.arena, LIMIT - 1, None, node.withdrawn.append)
+    again = Resizer("p", "n", node.arena, LIMIT - 1, None, node.withdrawn.append)
     eventually(lambda: taken(node) < full - SLAB, 20.0)
     again.stop()
 
@@ -277,9 +277,9 @@ def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: py
     monkeypatch.setattr(node.arena, "give_back", pytest.fail)
     node.sizing.limit = 3
     report = node.sizing.report()
-    closed = node.directory.fit("n", 3, report[2], 0.0)
+    closed = node.directory.set_slab_target("n", 3, report[2], 0.0)
     node.sizing.limit = LIMIT
-    node.sizing.told(report, *closed)
+    node.sizing.on_directory_reply(report, *closed)
     node.settle(LIMIT)
     assert all(node.store(i, 60) for i in range(8)) and node.arena.given_back() == []
 
@@ -315,7 +315,7 @@ def test_a_file_system_that_was_full_from_the_start(node: Node, monkeypatch: pyt
     node.sizing._changed.set()
     eventually(lambda: node.sizing.settled, 20.0)
     node.sizing._changed.set()
-    node.beat()
+    node.heartbeat()
     assert node.store(1) and len(calls) == 1
     assert resize(node, 2) == 2 * SLAB
 

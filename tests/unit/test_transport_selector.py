@@ -14,13 +14,13 @@ from ray.exceptions import RayActorError
 import raykv.transports.nixl
 import raykv.transports.selector
 from raykv.arena.arena import Arena
-from raykv.protocol import ALTERED, FAILED, PLACE, PULLED
+from raykv.protocol import ALTERED, FAILED, LOCATION, PULLED
 from raykv.start import _ask
-from raykv.transports.base import Peer, Transport, Wanted
-from raykv.transports.selector import RETRY_S, Lanes, open_lanes
+from raykv.transports.base import Peer, PullRequest, Transport
+from raykv.transports.selector import RETRY_S, TransportSelector, open_transports
 
 MIB = 1 << 20
-SOURCE = np.zeros(4, PLACE)
+SOURCE = np.zeros(4, LOCATION)
 SOURCE["bytes"] = MIB
 KEYS = np.zeros((4, 16), np.uint8)
 HERE: Any = SimpleNamespace(claims=lambda target, keys: (None, None, np.array([True, False, False, False])))
@@ -38,7 +38,7 @@ class Moody(Transport):
     def offer(self) -> str:
         return f"{self.name} here"
 
-    def pull(self, peer: Any, offer: Any, wanted: Wanted) -> NDArray[np.uint8]:
+    def pull(self, peer: Any, offer: Any, wanted: PullRequest) -> NDArray[np.uint8]:
         self.pulls += 1
         self.offered.append(offer)
         if self.error is not None:
@@ -59,7 +59,7 @@ class World:
         self.now, self.asked = 0.0, 0
         self.offers: dict[str, Any] | Exception = {"fast": 1, "middle": 1}
         self.fast, self.middle, self.last = (Moody(name) for name in ("fast", "middle", "last"))
-        self.lanes = Lanes([self.fast, self.middle, self.last])
+        self.lanes = TransportSelector([self.fast, self.middle, self.last])
         self.peer = Peer("node", Store())
         monkeypatch.setattr(raykv.transports.selector.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
         monkeypatch.setattr(raykv.transports.selector.ray, "get", self.get)  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def test_the_best_that_both_have(world: World) -> None:
 
 
 def test_what_lies_below_comes_by_the_last(world: World) -> None:
-    assert world.pull(world.peer._replace(below=True)) == "last" and world.asked == 0
+    assert world.pull(world.peer._replace(external=True)) == "last" and world.asked == 0
     assert world.lanes.stats() == {}
 
 
@@ -259,7 +259,7 @@ def arena(tmp_path: Path) -> Any:
 @WITH_NIXL
 def test_nixl_is_chosen_where_there_is_rdma(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def offered(chosen: str) -> list[str]:
-        lanes = open_lanes(arena, chosen, "127.0.0.1")
+        lanes = open_transports(arena, chosen, "127.0.0.1")
         lanes.close()
         return list(lanes.offers())
 
@@ -278,7 +278,7 @@ def test_nixl_is_chosen_where_there_is_rdma(arena: Arena, tmp_path: Path, monkey
 def test_without_nixl(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nixl._api", None)
     assert "pip install 'raykv[nixl]'" in raykv.transports.nixl.why_not()
-    lanes = open_lanes(arena, "nixl", "127.0.0.1")
+    lanes = open_transports(arena, "nixl", "127.0.0.1")
     assert list(lanes.offers()) == ["tcp"]
     lanes.close()
 

@@ -129,7 +129,7 @@ class Device:
                 f"a handle of {len(handle)} bytes, size={size}: give a Region's handle (64 bytes) and size"
             )
         with cuda.on(self.ordinal) as cupy:
-            return Region(cupy.cuda.runtime.ipcOpenMemHandle(handle), size, handle, self._let_go)
+            return Region(cupy.cuda.runtime.ipcOpenMemHandle(handle), size, handle, self._release)
 
     def copy(self, table: Copies, after: int | None = None) -> None:
         """Do the copies, in one launch, and wait until they are done. The GIL is free meanwhile.
@@ -201,6 +201,6 @@ class Device:
         with cuda.on(self.ordinal) as cupy:
             cupy.cuda.runtime.free(address)
 
-    def _let_go(self, address: int) -> None:
+    def _release(self, address: int) -> None:
         with cuda.on(self.ordinal) as cupy:
             cupy.cuda.runtime.ipcCloseMemHandle(address)

@@ -22,7 +22,7 @@ UNKNOWN = 0  # for a checksum: nobody has computed it
 Addresses = NDArray[np.int64]
 
 
-class DeviceArena(Arena):
+class GpuArena(Arena):
     """An arena whose slots are on a GPU. Get one from `open_new` or `map`.
 
     No checksum is computed there: what a GPU wrote has none (UNKNOWN) until it comes into host memory, and what came
@@ -133,19 +133,19 @@ class DeviceArena(Arena):
         if rows.device != self.gpu:
             raise ValueError(f"memory of {rows.device}, but the pool was attached with device={self.gpu!r}")
 
-    def served(
-        self, places: NDArray[np.void], keys: NDArray[np.uint8]
+    def read_for_peer(
+        self, locations: NDArray[np.void], keys: NDArray[np.uint8]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_], list[block_copy.Bytes]]:
-        sums, positions, there = self.claims(places, keys)
-        blocks = np.empty((int(there.sum()), int(places["bytes"].max(initial=0))), np.uint8)
-        there[there] = came = self.read(places[there], keys[there], blocks, used=False)
+        sums, positions, there = self.read_headers(locations, keys)
+        blocks = np.empty((int(there.sum()), int(locations["bytes"].max(initial=0))), np.uint8)
+        there[there] = came = self.read(locations[there], keys[there], blocks, used=False)
         blocks = blocks[came]
         found = np.array(block_copy.sums_of(rows_of([blocks])), np.uint64)
         sums[there] = np.where(sums[there] == UNKNOWN, found, sums[there])
         return sums, positions, there, [blocks.reshape(-1)]
 
 
-def across(
+def copy_between(
     source: Arena,
     at: NDArray[np.void],
     keys: NDArray[np.uint8],
@@ -158,17 +158,17 @@ def across(
     All are of one size. used: see Arena.read. DeviceError where a GPU fails.
     """
     verdicts, size = np.full(len(at), ALTERED, np.uint8), int(at["bytes"].max(initial=0))
-    if isinstance(source, DeviceArena) and isinstance(target, DeviceArena):  # one may not reach the other
-        sums, positions, there, runs = source.served(at, keys)
+    if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # one may not reach the other
+        sums, positions, there, runs = source.read_for_peer(at, keys)
         blocks, sums = runs[0].reshape(-1, size), sums[there]
         written = target.write(to[there], keys[there], blocks, positions[there], sums)
         verdicts[there] = judge(written, blocks, sums)
         return verdicts
-    sums, positions, there = source.claims(at, keys, used)
+    sums, positions, there = source.read_headers(at, keys, used)
     at, keys, expected = at[there], keys[there], sums[there]
     altered = np.zeros(len(at), np.bool_)
 
-    def bring(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
+    def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
         rows = _slots_of(target, slots, size, source)
         came = source.read(at[which], keys[which], rows, used=False)
         said = expected[which]
@@ -178,7 +178,7 @@ def across(
         which[which] = came
         return found.tolist()  # type: ignore[no-any-return]
 
-    written = target.fill(to[there], keys, bring, positions[there], expected)
+    written = target.fill(to[there], keys, fill, positions[there], expected)
     verdicts[there] = np.where(written, PULLED, np.where(altered, ALTERED, FAILED))
     return verdicts
 
@@ -186,7 +186,7 @@ def across(
 def _slots_of(arena: Arena, slots: Addresses, size: int, other: Arena) -> Rows:
     """Slots as rows, for what is to come from another arena, of which one is a GPU's."""
     rows = Rows(slots[:, None], np.array([size]), arena, writable=True)
-    if isinstance(arena, DeviceArena):
+    if isinstance(arena, GpuArena):
         return replace(rows, device=arena.gpu)
-    assert isinstance(other, DeviceArena)
+    assert isinstance(other, GpuArena)
     return replace(rows, pinned=arena.pinned(other.gpu, slots))

@@ -21,15 +21,15 @@ from raykv.protocol import COUNTER_BITS
 from raykv.system.jit import kernel
 
 # What a row is. A slot goes FREE -> WRITING -> READY -> (evicted) WRITING ..., or FREE -> STAGING -> REPLICA -> ...
-# One of an external tier goes FREE -> SINKING -> EXTERNAL -> (evicted) SINKING ...
-FREE, WRITING, READY, REPLICA, STAGING, LIMBO, DROPPED, SINKING, EXTERNAL, CLOSED = range(10)
-STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
-# LIMBO: its holder is gone and may still be writing; a node store frees it. DROPPED: forgotten, but still held.
+# One of an external tier goes FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
+FREE, WRITING, READY, REPLICA, STAGING, QUARANTINED, DROPPED, DEMOTING, EXTERNAL, CLOSED = range(10)
+STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
+# QUARANTINED: its holder is gone and may still be writing; a node store frees it. DROPPED: forgotten, but still held.
 # CLOSED: belongs to no slab.
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
 PINS_MAX = 65535
-# Who is sent to a shelf: of a node that leaves, readers; of a GPU, readers, and writers that are there.
+# Who is sent to a size class: of a node that leaves, readers; of a GPU, readers, and writers that are there.
 NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
 NODE_BITS = 20  # of a node's index that count; above them stands the epoch, so that a new directory repeats none
 NODE_MASK = (1 << NODE_BITS) - 1
@@ -51,13 +51,20 @@ ROW = np.dtype(
 )
 # mark: the youngest row of a run from the old end that an eviction may take without losing anything, because it is in
 # the tier below, on its way there, or not wanted there; -1: there is none. behind: how many these are.
-LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8"), ("mark", "<i8"), ("behind", "<i8")])
-SHELF = np.dtype(  # the slots of one size on one node
-    [("node", "<i4"), ("offered", "<i4"), ("window", "<i8"), ("staging", "<i8"), ("limbo", "<i8"), ("evicted", "<i8")]
+LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8"), ("clean_tail", "<i8"), ("clean_count", "<i8")])
+SIZE_CLASS = np.dtype(  # the slots of one size on one node
+    [
+        ("node", "<i4"),
+        ("offered", "<i4"),
+        ("window", "<i8"),
+        ("staging", "<i8"),
+        ("quarantined", "<i8"),
+        ("evicted", "<i8"),
+    ]
 )
-SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("shelf", "<i4"), ("number", "<i4"), ("gen", "<i8")])
-LISTS_PER_SHELF = 3  # free rows, READY (or EXTERNAL) rows, REPLICA rows
-HEAP = np.dtype([("tick", "<i8"), ("shelf", "<i8")])
+SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("size_class", "<i4"), ("number", "<i4"), ("gen", "<i8")])
+LISTS_PER_CLASS = 3  # free rows, READY (or EXTERNAL) rows, REPLICA rows
+HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
 CLOCK, COUNTER, EPOCH, ENTRIES = range(4)  # of Columns.state
 
@@ -68,7 +75,7 @@ class Columns(NamedTuple):
     rows: NDArray[np.void]
     table: NDArray[np.int64]  # tag << 32 | row + 1, or 0
     lists: NDArray[np.void]
-    shelves: NDArray[np.void]
+    size_classes: NDArray[np.void]
     slabs: NDArray[np.void]
     pages: NDArray[np.int32]  # slab of each page of rows
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1
@@ -194,7 +201,7 @@ def find(c, keys, out):  # type: ignore[no-untyped-def]
             out[i] = (entry & 0xFFFFFFFF) - 1
             if entry != 0:
                 prefetch(c.rows, out[i])
-                prefetch(c.pages, out[i] >> PAGE_BITS)  # whoever asks for a row asks for its shelf
+                prefetch(c.pages, out[i] >> PAGE_BITS)  # whoever asks for a row asks for its size class
         for i in range(start, stop):
             row = out[i]
             if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):
@@ -210,7 +217,7 @@ def prefetch_entry(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def list_of(c, row, state):  # type: ignore[no-untyped-def]
-    return shelf_of(c, row) * LISTS_PER_SHELF + (0 if state == FREE else 2 if state == REPLICA else 1)
+    return size_class_of(c, row) * LISTS_PER_CLASS + (0 if state == FREE else 2 if state == REPLICA else 1)
 
 
 @kernel
@@ -244,10 +251,10 @@ def link_old(c, which, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def unlink(c, which, row):  # type: ignore[no-untyped-def]
-    before, after, mark = c.rows[row].prev, c.rows[row].next, c.lists[which].mark
-    if mark >= 0 and c.rows[row].last <= c.rows[mark].last:
-        c.lists[which].behind -= 1
-        c.lists[which].mark = after if mark == row else mark
+    before, after, clean_tail = c.rows[row].prev, c.rows[row].next, c.lists[which].clean_tail
+    if clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last:
+        c.lists[which].clean_count -= 1
+        c.lists[which].clean_tail = after if clean_tail == row else clean_tail
     if before >= 0:
         c.rows[before].next = after
     else:
@@ -319,24 +326,24 @@ def unfinished(state):  # type: ignore[no-untyped-def]
 def withdraw(c, row):  # type: ignore[no-untyped-def]
     """Take an unfinished row out of the table; the caller says what becomes of it."""
     if c.rows[row].state == STAGING:
-        c.shelves[shelf_of(c, row)].staging -= 1
+        c.size_classes[size_class_of(c, row)].staging -= 1
     else:
         promote(c, row)
     delete(c, row)
 
 
 @kernel
-def shelf_of(c, row):  # type: ignore[no-untyped-def]
-    return np.int64(c.slabs[c.pages[row >> PAGE_BITS]].shelf)
+def size_class_of(c, row):  # type: ignore[no-untyped-def]
+    return np.int64(c.slabs[c.pages[row >> PAGE_BITS]].size_class)
 
 
 @kernel
 def node_of(c, row):  # type: ignore[no-untyped-def]
-    return c.shelves[shelf_of(c, row)].node
+    return c.size_classes[size_class_of(c, row)].node
 
 
 @kernel
-def to_limbo(c, row):  # type: ignore[no-untyped-def]
+def quarantine(c, row):  # type: ignore[no-untyped-def]
     """Somebody may still write there: nobody's until a node store has seen that its lock is free."""
     withdraw(c, row)
     suspend(c, row)
@@ -345,9 +352,9 @@ def to_limbo(c, row):  # type: ignore[no-untyped-def]
 @kernel
 def suspend(c, row):  # type: ignore[no-untyped-def]
     """Limbo for a row that is in no table and no list."""
-    c.rows[row].state = LIMBO
+    c.rows[row].state = QUARANTINED
     c.rows[row].pins = 0
-    c.shelves[shelf_of(c, row)].limbo += 1
+    c.size_classes[size_class_of(c, row)].quarantined += 1
 
 
 @kernel
@@ -383,11 +390,11 @@ def promote(c, row):  # type: ignore[no-untyped-def]
     while other >= 0 and c.rows[other].state != REPLICA:
         other = np.int64(c.rows[other].same)
     if other >= 0:
-        turn(c, other, READY)
+        set_role(c, other, READY)
 
 
 @kernel
-def turn(c, row, state):  # type: ignore[no-untyped-def]
+def set_role(c, row, state):  # type: ignore[no-untyped-def]
     """Make a replica a primary, or the other way round."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)

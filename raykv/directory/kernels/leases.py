@@ -6,10 +6,10 @@ from raykv.config import USES_MAX
 from raykv.directory.kernels.index import (
     DROPPED,
     EXTERNAL,
-    LIMBO,
-    LISTS_PER_SHELF,
+    LISTS_PER_CLASS,
     NODE_MASK,
     PINS_MAX,
+    QUARANTINED,
     READY,
     REPLICA,
     STAGING,
@@ -23,11 +23,11 @@ from raykv.directory.kernels.index import (
     pin,
     present,
     probe,
-    shelf_of,
+    quarantine,
+    set_role,
+    size_class_of,
     suspend,
-    to_limbo,
     touch,
-    turn,
     unfinished,
     unpin,
 )
@@ -51,14 +51,14 @@ def warm_neighbours(c, rows):  # type: ignore[no-untyped-def]
 def best(c, first, node):  # type: ignore[no-untyped-def]
     """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none."""
     source = np.int64(-1)
-    below = np.int64(-1)
+    tier = np.int64(-1)
     staging = np.int64(-1)
     row = np.int64(first)
     while row >= 0:
         state = c.rows[row].state
-        shelf = shelf_of(c, row)
-        here = c.shelves[shelf].node == node
-        if c.shelves[shelf].offered and c.rows[row].pins < PINS_MAX:
+        size_class = size_class_of(c, row)
+        here = c.size_classes[size_class].node == node
+        if c.size_classes[size_class].offered and c.rows[row].pins < PINS_MAX:
             if present(state):
                 if here:
                     return row, np.int64(-1)
@@ -67,16 +67,16 @@ def best(c, first, node):  # type: ignore[no-untyped-def]
             elif state == STAGING and here:
                 staging = row
             elif state == EXTERNAL:
-                below = row
+                tier = row
         row = np.int64(c.rows[row].same)
-    return source if source >= 0 else below, staging
+    return source if source >= 0 else tier, staging
 
 
 @kernel
-def staging_need(c, firsts, node, shelf):  # type: ignore[no-untyped-def]
+def staging_need(c, firsts, node, size_class):  # type: ignore[no-untyped-def]
     """Slots that a ready prefix takes to be pulled to its reader, as far as the window goes; 0 if there are enough."""
-    left = c.shelves[shelf].window - c.shelves[shelf].staging
-    free = takeable(c, shelf)
+    left = c.size_classes[size_class].window - c.size_classes[size_class].staging
+    free = takeable(c, size_class)
     need = np.int64(0)
     if free >= min(np.int64(len(firsts)), left):
         return need
@@ -90,7 +90,7 @@ def staging_need(c, firsts, node, shelf):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def whereabouts(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-def]
+def locate_prefix(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-def]
     """counts[hosts[node & NODE_MASK]]: how many blocks of the longest ready prefix are there, in memory or on a GPU.
 
     last: zeros, as many. Nothing is touched.
@@ -99,7 +99,7 @@ def whereabouts(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-def]
         row = np.int64(firsts[i])
         ready = False
         while row >= 0:
-            if kept(c.rows[row].state) and c.shelves[shelf_of(c, row)].offered:
+            if kept(c.rows[row].state) and c.size_classes[size_class_of(c, row)].offered:
                 if c.rows[row].state != EXTERNAL:
                     host = hosts[node_of(c, row) & NODE_MASK]
                     counts[host] += last[host] <= i
@@ -111,11 +111,11 @@ def whereabouts(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def match(c, keys, firsts, node, shelf, source, staged):  # type: ignore[no-untyped-def]
-    """Pin the longest ready prefix. firsts: what `find` said. node, shelf: the reader's, -1 where it has none.
+def match(c, keys, firsts, node, size_class, source, staged):  # type: ignore[no-untyped-def]
+    """Pin the longest ready prefix. firsts: what `find` said. node, size class: the reader's, -1 where it has none.
 
     source[i]: the row to read. staged[i]: the row on the reader's node that it is to be pulled into; -1 where the
-    source is there already; UNSTAGED where no staging is left and the block streams through the window (`restage`).
+    source is there already; UNSTAGED where no staging is left and the block streams through the window (`next_window`).
     Returns (blocks, of them remote).
     """
     n, remote = 0, 0
@@ -133,12 +133,12 @@ def match(c, keys, firsts, node, shelf, source, staged):  # type: ignore[no-unty
             if staging >= 0:
                 c.rows[staging].pins += 1
         n += 1
-    covered, granted = _cover(c, keys, n, shelf, staged)
+    covered, granted = _cover(c, keys, n, size_class, staged)
     if granted == 0 and covered < n:
         moved = _read_elsewhere(c, firsts, covered, n, node, source, staged)
         remote += moved
         if moved > 0:
-            covered, granted = _cover(c, keys, n, shelf, staged)
+            covered, granted = _cover(c, keys, n, size_class, staged)
     if granted == 0 and covered < n:  # no staging at all: a shorter hit, never a wait
         for j in range(n - covered):
             i = n - 1 - j
@@ -185,16 +185,16 @@ def _read_elsewhere(c, firsts, covered, n, node, source, staged):  # type: ignor
 
 @kernel
 def _readable(c, row):  # type: ignore[no-untyped-def]
-    return c.rows[row].state == READY and c.rows[row].pins < PINS_MAX and c.shelves[shelf_of(c, row)].offered
+    return c.rows[row].state == READY and c.rows[row].pins < PINS_MAX and c.size_classes[size_class_of(c, row)].offered
 
 
 @kernel
-def _cover(c, keys, n, shelf, staged):  # type: ignore[no-untyped-def]
+def _cover(c, keys, n, size_class, staged):  # type: ignore[no-untyped-def]
     """Stage the unstaged, in order, until the window is used up. Returns (blocks covered, those with staging)."""
     granted = 0
     for i in range(n):
         if staged[i] == UNSTAGED:
-            row = stage(c, shelf, keys[i, 0], keys[i, 1]) if shelf >= 0 else np.int64(-1)
+            row = stage(c, size_class, keys[i, 0], keys[i, 1]) if size_class >= 0 else np.int64(-1)
             if row < 0:
                 return i, granted
             staged[i] = row
@@ -203,7 +203,7 @@ def _cover(c, keys, n, shelf, staged):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: ignore[no-untyped-def]
+def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):  # type: ignore[no-untyped-def]
     """Staging for further UNSTAGED blocks of a match, in order, until the window is used up. Returns blocks covered."""
     for i in range(len(source)):
         row = np.int64(source[i])
@@ -220,7 +220,7 @@ def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: i
         if staging >= 0:
             c.rows[staging].pins += 1
         else:
-            staging = stage(c, shelf, keys[i, 0], keys[i, 1])
+            staging = stage(c, size_class, keys[i, 0], keys[i, 1])
             if staging < 0:
                 return i
         staged[i] = staging
@@ -228,7 +228,7 @@ def restage(c, keys, source, gens, node, shelf, staged, staged_gens):  # type: i
 
 
 @kernel
-def landed(c, rows, gens, came):  # type: ignore[no-untyped-def]
+def pulled(c, rows, gens, promoted):  # type: ignore[no-untyped-def]
     """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone, fleeting or below.
 
     came[shelf]: how many primaries came out of its staging window is added.
@@ -236,12 +236,12 @@ def landed(c, rows, gens, came):  # type: ignore[no-untyped-def]
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].state == STAGING:
-            shelf = shelf_of(c, row)
-            c.shelves[shelf].staging -= 1
+            size_class = size_class_of(c, row)
+            c.size_classes[size_class].staging -= 1
             c.rows[row].state = REPLICA if has_primary(c, row) else READY
             if c.rows[row].state == READY:
                 _succeed(c, row)
-                came[shelf] += 1
+                promoted[size_class] += 1
 
 
 @kernel
@@ -259,14 +259,14 @@ def has_primary(c, row):  # type: ignore[no-untyped-def]
 @kernel
 def fleeting(c, row):  # type: ignore[no-untyped-def]
     """Whether a row's node is about to leave, or it is a GPU's: what is there is to be elsewhere, too."""
-    offered = c.shelves[shelf_of(c, row)].offered
+    offered = c.size_classes[size_class_of(c, row)].offered
     return TO_READERS <= offered <= TO_OWN
 
 
 @kernel
 def stays(c, row):  # type: ignore[no-untyped-def]
     """Whether a row is in the memory of a node that answers, and is not about to leave."""
-    return c.shelves[shelf_of(c, row)].offered == TO_ALL
+    return c.size_classes[size_class_of(c, row)].offered == TO_ALL
 
 
 @kernel
@@ -276,15 +276,15 @@ def _succeed(c, row):  # type: ignore[no-untyped-def]
     while other >= 0:
         if other != row and c.rows[other].state == READY:
             c.rows[row].uses = max(c.rows[row].uses, c.rows[other].uses)
-            turn(c, other, REPLICA)
+            set_role(c, other, REPLICA)
         other = np.int64(c.rows[other].same)
 
 
 @kernel
-def hand_over(c, base, slots, came):  # type: ignore[no-untyped-def]
+def promote_replicas(c, base, slots, promoted):  # type: ignore[no-untyped-def]
     """Make replicas on nodes that stay the primaries of keys whose primary is in a slab of one that leaves.
 
-    came: see `landed`.
+    came: see `pulled`.
     """
     for row in range(base, base + slots):
         if c.rows[row].state != READY:
@@ -293,42 +293,42 @@ def hand_over(c, base, slots, came):  # type: ignore[no-untyped-def]
         while other >= 0 and (c.rows[other].state != REPLICA or not stays(c, other)):
             other = np.int64(c.rows[other].same)
         if other >= 0:
-            turn(c, other, READY)
+            set_role(c, other, READY)
             _succeed(c, other)
-            came[shelf_of(c, other)] += 1
+            promoted[size_class_of(c, other)] += 1
 
 
 @kernel
-def held_there(c, base, slots, below, out, n):  # type: ignore[no-untyped-def]
-    """As `departing`, of a slab's primaries that are in no list since somebody holds them."""
+def held_sole_copies(c, base, slots, tier, out, n):  # type: ignore[no-untyped-def]
+    """As `sole_copies`, of a slab's primaries that are in no list since somebody holds them."""
     for row in range(base, base + slots):
-        if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _alone_there(c, row, below):
+        if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _is_sole_copy(c, row, tier):
             out[n] = row
             n += 1
     return n
 
 
 @kernel
-def going(c, base, slots, below):  # type: ignore[no-untyped-def]
-    """As `departing`, how many of a slab there are, with those that are still being written."""
+def count_sole_copies(c, base, slots, tier):  # type: ignore[no-untyped-def]
+    """As `sole_copies`, how many of a slab there are, with those that are still being written."""
     n = 0
     for row in range(base, base + slots):
         state = c.rows[row].state
         if (state == READY) | (state == WRITING):
-            n += _alone_there(c, row, below)
+            n += _is_sole_copy(c, row, tier)
     return n
 
 
 @kernel
-def departing(c, shelf, below, out, n):  # type: ignore[no-untyped-def]
-    """Append the shelf's primaries that are on no other node that stays, youngest first, to out[n:]; the new n.
+def sole_copies(c, size_class, tier, out, n):  # type: ignore[no-untyped-def]
+    """Append the size class's primaries that are on no other node that stays, youngest first, to out[n:]; the new n.
 
     below: index of a tier that outlives the node, -1 if there is none.
     """
-    oldest(c, shelf)  # what is held at the old end is in no list, whether or not an eviction met it
-    row = np.int64(c.lists[shelf * LISTS_PER_SHELF + 1].head)
+    oldest(c, size_class)  # what is held at the old end is in no list, whether or not an eviction met it
+    row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].head)
     while row >= 0 and n < len(out):
-        if _alone_there(c, row, below):
+        if _is_sole_copy(c, row, tier):
             out[n] = row
             n += 1
         row = np.int64(c.rows[row].next)
@@ -373,28 +373,28 @@ def copies(c, firsts, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _alone_there(c, row, below):  # type: ignore[no-untyped-def]
+def _is_sole_copy(c, row, tier):  # type: ignore[no-untyped-def]
     other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
     while other >= 0:
         state = c.rows[other].state
-        if (present(state) and stays(c, other)) or (state == EXTERNAL and node_of(c, other) == below):
+        if (present(state) and stays(c, other)) or (state == EXTERNAL and node_of(c, other) == tier):
             return False
         other = np.int64(c.rows[other].same)
     return True
 
 
 @kernel
-def let_go(c, source, source_gens, staged, staged_gens):  # type: ignore[no-untyped-def]
+def release(c, source, source_gens, staged, staged_gens):  # type: ignore[no-untyped-def]
     """End a hold, last block first. A row whose generation changed was taken away meanwhile."""
     warm = warm_neighbours(c, source)
     for j in range(len(source)):
         i = len(source) - 1 - j
         row = np.int64(source[i])
-        _let_go_row(c, row, source_gens[i])
+        _release_row(c, row, source_gens[i])
         if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == source_gens[i]:
             touch_primary(c, row)  # reading a replica keeps the key, and age is judged by the primary
         if i < len(staged):
-            _let_go_row(c, np.int64(staged[i]), staged_gens[i])
+            _release_row(c, np.int64(staged[i]), staged_gens[i])
     return warm
 
 
@@ -409,19 +409,19 @@ def touch_primary(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _let_go_row(c, row, gen):  # type: ignore[no-untyped-def]
-    if row >= 0 and c.rows[row].gen == gen and c.rows[row].state != LIMBO:
+def _release_row(c, row, gen):  # type: ignore[no-untyped-def]
+    if row >= 0 and c.rows[row].gen == gen and c.rows[row].state != QUARANTINED:
         unpin(c, row)
 
 
 @kernel
 def abandon(c, rows, gens):  # type: ignore[no-untyped-def]
     """Their holder is gone and may still write: rows it alone held that are not finished, or were forgotten before
-    they were, go to limbo. Nobody who holds a row of a tier writes there, and nobody would sweep it."""
+    they were, go to quarantine. Nobody who holds a row of a tier writes there, and nobody would sweep it."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].pins == 1:
             if unfinished(c.rows[row].state):
-                to_limbo(c, row)
+                quarantine(c, row)
             elif c.rows[row].state == DROPPED and not node_of(c, row) & 1:
                 suspend(c, row)

@@ -4,7 +4,7 @@ import numpy as np
 
 from raykv.directory.kernels.index import (
     CLOCK,
-    LISTS_PER_SHELF,
+    LISTS_PER_CLASS,
     PINS_MAX,
     READY,
     REPLICA,
@@ -22,8 +22,8 @@ from raykv.directory.kernels.index import (
     prefetch_entry,
     present,
     probe,
+    quarantine,
     taken,
-    to_limbo,
     unlink,
 )
 from raykv.system.jit import kernel
@@ -32,9 +32,9 @@ AHEAD = 4  # victims whose rows are on their way to the processor
 
 
 @kernel
-def take(c, shelf):  # type: ignore[no-untyped-def]
-    """A row of the shelf that costs no primary: a free one, else the coldest replica's. -1 if there is none."""
-    free_list = shelf * LISTS_PER_SHELF
+def take(c, size_class):  # type: ignore[no-untyped-def]
+    """A row of the size class that costs no primary: a free one, else the coldest replica's. -1 if there is none."""
+    free_list = size_class * LISTS_PER_CLASS
     row = np.int64(c.lists[free_list].head)
     if row >= 0:
         unlink(c, free_list, row)
@@ -46,39 +46,39 @@ def take(c, shelf):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def takeable(c, shelf):  # type: ignore[no-untyped-def]
-    return c.lists[shelf * LISTS_PER_SHELF].count + c.lists[shelf * LISTS_PER_SHELF + 2].count
+def takeable(c, size_class):  # type: ignore[no-untyped-def]
+    return c.lists[size_class * LISTS_PER_CLASS].count + c.lists[size_class * LISTS_PER_CLASS + 2].count
 
 
 @kernel
-def room(c, shelf):  # type: ignore[no-untyped-def]
+def room(c, size_class):  # type: ignore[no-untyped-def]
     """Slots that stores may take without evicting: the staging window stays free."""
-    return takeable(c, shelf) - max(0, c.shelves[shelf].window - c.shelves[shelf].staging)
+    return takeable(c, size_class) - max(0, c.size_classes[size_class].window - c.size_classes[size_class].staging)
 
 
 @kernel
-def can_stage(c, shelf):  # type: ignore[no-untyped-def]
-    return c.shelves[shelf].staging < c.shelves[shelf].window and takeable(c, shelf) > 0
+def can_stage(c, size_class):  # type: ignore[no-untyped-def]
+    return c.size_classes[size_class].staging < c.size_classes[size_class].window and takeable(c, size_class) > 0
 
 
 @kernel
-def stage(c, shelf, k0, k1):  # type: ignore[no-untyped-def]
+def stage(c, size_class, k0, k1):  # type: ignore[no-untyped-def]
     """A staging row for a key on the reader's (or remote writer's) own node. -1 if the window is used up."""
-    if shelf < 0 or not can_stage(c, shelf):
+    if size_class < 0 or not can_stage(c, size_class):
         return np.int64(-1)
-    row = take(c, shelf)
+    row = take(c, size_class)
     grant(c, row, k0, k1, STAGING)
-    c.shelves[shelf].staging += 1
+    c.size_classes[size_class].staging += 1
     return row
 
 
 @kernel
-def oldest(c, shelf):  # type: ignore[no-untyped-def]
-    """The shelf's coldest primary that nobody holds, or -1. Held ones at the old end leave the list for good."""
-    row = np.int64(c.lists[shelf * LISTS_PER_SHELF + 1].tail)
+def oldest(c, size_class):  # type: ignore[no-untyped-def]
+    """The size class's coldest primary that nobody holds, or -1. Held ones at the old end leave the list for good."""
+    row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
     while row >= 0 and c.rows[row].pins > 0:
-        unlink(c, shelf * LISTS_PER_SHELF + 1, row)
-        row = np.int64(c.lists[shelf * LISTS_PER_SHELF + 1].tail)
+        unlink(c, size_class * LISTS_PER_CLASS + 1, row)
+        row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
     return row
 
 
@@ -90,11 +90,11 @@ def coldest(c, heap):  # type: ignore[no-untyped-def]
     """
     clock = c.state[CLOCK]
     while True:
-        shelf = heap[0].shelf
-        tail = oldest(c, shelf)
-        true = c.rows[tail].last if tail >= 0 and c.shelves[shelf].offered == TO_ALL else clock + 1
+        size_class = heap[0].size_class
+        tail = oldest(c, size_class)
+        true = c.rows[tail].last if tail >= 0 and c.size_classes[size_class].offered == TO_ALL else clock + 1
         if heap[0].tick == true:
-            return shelf if true <= clock else np.int64(-1)
+            return size_class if true <= clock else np.int64(-1)
         i = 0
         while True:
             child = 2 * i + 1
@@ -103,24 +103,24 @@ def coldest(c, heap):  # type: ignore[no-untyped-def]
             if child >= len(heap) or heap[child].tick >= true:
                 break
             heap[i].tick = heap[child].tick
-            heap[i].shelf = heap[child].shelf
+            heap[i].size_class = heap[child].size_class
             i = child
         heap[i].tick = true
-        heap[i].shelf = shelf
+        heap[i].size_class = size_class
 
 
 @kernel
-def victim(c, shelf, heap, locality, may_leave):  # type: ignore[no-untyped-def]
-    """Shelf that evicts for a writer on `shelf`: its own, unless the cluster's coldest block is much colder."""
-    tail = oldest(c, shelf)
-    far_shelf = coldest(c, heap) if may_leave else np.int64(-1)
-    if far_shelf < 0:  # a GPU's own blocks are none of the cluster's
-        return np.int64(shelf) if tail >= 0 else np.int64(-1)
+def victim(c, size_class, heap, locality, may_leave):  # type: ignore[no-untyped-def]
+    """Shelf that evicts for a writer on `size_class`: its own, unless the cluster's coldest block is much colder."""
+    tail = oldest(c, size_class)
+    far_class = coldest(c, heap) if may_leave else np.int64(-1)
+    if far_class < 0:  # a GPU's own blocks are none of the cluster's
+        return np.int64(size_class) if tail >= 0 else np.int64(-1)
     if tail < 0:
-        return far_shelf
-    far = c.state[CLOCK] - c.rows[oldest(c, far_shelf)].last
+        return far_class
+    far = c.state[CLOCK] - c.rows[oldest(c, far_class)].last
     near = c.state[CLOCK] - c.rows[tail].last
-    return far_shelf if far > locality * near else np.int64(shelf)
+    return far_class if far > locality * near else np.int64(size_class)
 
 
 @kernel
@@ -137,33 +137,33 @@ def drop_replicas(c, first):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def evict(c, shelf):  # type: ignore[no-untyped-def]
-    """Forget the shelf's coldest primary; its row is the caller's.
+def evict(c, size_class):  # type: ignore[no-untyped-def]
+    """Forget the size class's coldest primary; its row is the caller's.
 
-    Unheld replicas go with it: they are as cold (`let_go`), and in its place they would use up the staging window.
+    Unheld replicas go with it: they are as cold (`release`), and in its place they would use up the staging window.
     """
-    row = oldest(c, shelf)
+    row = oldest(c, size_class)
     at = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, at, row):
         drop_replicas(c, (c.table[at] & 0xFFFFFFFF) - 1)
     forget(c, row)
-    c.shelves[shelf].evicted += 1
+    c.size_classes[size_class].evicted += 1
     return row
 
 
 @kernel
-def restore_window(c, shelf, slots):  # type: ignore[no-untyped-def]
+def restore_window(c, size_class, slots):  # type: ignore[no-untyped-def]
     """Free as many slots as the staging window lacks, at most `slots`. Returns how many of them are to be freed yet."""
-    while slots > 0 and room(c, shelf) < 0 and oldest(c, shelf) >= 0:
-        free(c, evict(c, shelf))
+    while slots > 0 and room(c, size_class) < 0 and oldest(c, size_class) >= 0:
+        free(c, evict(c, size_class))
         slots -= 1
-    return slots if room(c, shelf) < 0 else 0
+    return slots if room(c, size_class) < 0 else 0
 
 
 @kernel
-def victim_ahead(c, shelf, steps):  # type: ignore[no-untyped-def]
-    """The row that the shelf evicts `steps` evictions from now, or -1; all up to there are asked for."""
-    row = np.int64(c.lists[shelf * LISTS_PER_SHELF + 1].tail)
+def victim_ahead(c, size_class, steps):  # type: ignore[no-untyped-def]
+    """The row that the size class evicts `steps` evictions from now, or -1; all up to there are asked for."""
+    row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
     for _ in range(steps):
         if row < 0:
             break
@@ -198,7 +198,7 @@ def missing(c, firsts):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, staged, granted):  # type: ignore[no-untyped-def]
+def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted):  # type: ignore[no-untyped-def]
     """Pin what is present of keys[:], then grant slots to what is missing of keys[start:].
 
     firsts: what `find` said. shelf: of the writer's node. others: the other shelves of this size. source[i]: the
@@ -207,7 +207,7 @@ def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, stage
     room or, behind others of this call, no staging; else len(keys); grants).
     """
     n, grants, spill, away = len(keys), 0, 0, 0
-    ahead = victim_ahead(c, shelf, AHEAD)
+    ahead = victim_ahead(c, size_class, AHEAD)
     for i in range(n):  # all pins before the first eviction: a batch must not evict its own keys
         source[i] = -1
         staged[i] = -1
@@ -222,26 +222,26 @@ def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, stage
         if source[i] >= 0 or taken(c, k0, k1):
             continue
         ahead = next_ahead(c, ahead)
-        can_leave = can_stage(c, shelf)
+        can_leave = can_stage(c, size_class)
         may_leave = can_leave or away > 0  # else the window is others', and the block stays here or nowhere
         target = np.int64(-1)
-        if room(c, shelf) > 0:
-            target = np.int64(shelf)
+        if room(c, size_class) > 0:
+            target = np.int64(size_class)
         while target < 0 and may_leave and spill < len(others):
-            if c.shelves[others[spill]].offered == TO_ALL and room(c, others[spill]) > 0:
+            if c.size_classes[others[spill]].offered == TO_ALL and room(c, others[spill]) > 0:
                 target = np.int64(others[spill])
             else:
                 spill += 1
         has_room = target >= 0
         if not has_room:
-            target = victim(c, shelf, heap, locality, can_leave or (may_leave and locality == 1.0))
+            target = victim(c, size_class, heap, locality, can_leave or (may_leave and locality == 1.0))
             if target < 0:
                 return i, grants
-        if target != shelf:
+        if target != size_class:
             if not can_leave:  # this very call used up the window: the rest in another, not over what is here
                 return i, grants
             away += 1
-            staged[i] = stage(c, shelf, k0, k1)  # before a promoted replica can use up the window
+            staged[i] = stage(c, size_class, k0, k1)  # before a promoted replica can use up the window
         row = take(c, target) if has_room else evict(c, target)
         grant(c, row, k0, k1, WRITING)
         source[i] = row
@@ -254,7 +254,7 @@ def reserve(c, keys, firsts, start, shelf, others, heap, locality, source, stage
 
 @kernel
 def commit(c, rows, keys, gens, written, accepted):  # type: ignore[no-untyped-def]
-    """WRITING rows become READY, or go to limbo where the write failed. Idempotent: judged by row, key, generation."""
+    """WRITING rows become READY, or QUARANTINED where the write failed. Idempotent: judged by row, key, generation."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
         accepted[i] = 0
@@ -262,7 +262,7 @@ def commit(c, rows, keys, gens, written, accepted):  # type: ignore[no-untyped-d
             continue
         state = c.rows[row].state
         if state == WRITING and not written[i]:
-            to_limbo(c, row)
+            quarantine(c, row)
         elif written[i] and (state == WRITING or present(state)):
             if state == WRITING:
                 c.rows[row].state = READY

@@ -5,14 +5,14 @@ import numpy as np
 from raykv.directory.kernels.index import (
     CLOCK,
     CLOSED,
+    DEMOTING,
     DROPPED,
     FREE,
-    LIMBO,
     NODE_MASK,
     PAGE_BITS,
+    QUARANTINED,
     READY,
     REPLICA,
-    SINKING,
     delete,
     forget,
     free,
@@ -21,7 +21,7 @@ from raykv.directory.kernels.index import (
     list_of,
     prefetch,
     prefetch_entry,
-    shelf_of,
+    size_class_of,
     suspend,
     taken,
     touch,
@@ -59,10 +59,10 @@ def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
             forget(c, row)
         elif unfinished(state):
             withdraw(c, row)
-        elif state == SINKING:
+        elif state == DEMOTING:
             delete(c, row)
-        elif state == LIMBO:
-            c.shelves[shelf_of(c, row)].limbo -= 1
+        elif state == QUARANTINED:
+            c.size_classes[size_class_of(c, row)].quarantined -= 1
         c.rows[row].state = CLOSED
         c.rows[row].pins = 0
         c.rows[row].gen = 0
@@ -78,7 +78,7 @@ def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
             forget(c, row)
         elif unfinished(state):
             withdraw(c, row)
-        elif state == SINKING:
+        elif state == DEMOTING:
             delete(c, row)
         else:
             continue
@@ -102,7 +102,7 @@ def retire(c, base, slots):  # type: ignore[no-untyped-def]
     left = 0
     for row in range(base, base + slots):
         state = c.rows[row].state
-        if c.rows[row].pins > 0 or state == LIMBO:
+        if c.rows[row].pins > 0 or state == QUARANTINED:
             left += 1
         elif state != CLOSED:
             if state == FREE:
@@ -129,8 +129,8 @@ def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
     for row in range(base, base + slots):
         state = c.rows[row].state
         counts[state] += 1
-        held |= c.rows[row].pins > 0 or state == LIMBO
-        held |= state == SINKING
+        held |= c.rows[row].pins > 0 or state == QUARANTINED
+        held |= state == DEMOTING
         if kept(state):
             newest = max(newest, c.rows[row].last)
     return newest, held
@@ -165,7 +165,7 @@ def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
 
 @kernel
 def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
-    """Free slots in which somebody was found writing: limbo, until a sweep."""
+    """Free slots in which somebody was found writing: quarantine, until a sweep."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].state == FREE:
@@ -176,12 +176,12 @@ def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
 
 @kernel
 def settle(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no-untyped-def]
-    """What a sweep found of LIMBO rows: 0 still written, 1 freed, 2 finished as keys[i], found_gens[i]."""
+    """What a sweep found of QUARANTINED rows: 0 still written, 1 freed, 2 finished as keys[i], found_gens[i]."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
-        if row < 0 or c.rows[row].state != LIMBO or c.rows[row].gen != gens[i] or verdicts[i] == 0:
+        if row < 0 or c.rows[row].state != QUARANTINED or c.rows[row].gen != gens[i] or verdicts[i] == 0:
             continue
-        c.shelves[shelf_of(c, row)].limbo -= 1
+        c.size_classes[size_class_of(c, row)].quarantined -= 1
         if verdicts[i] == 2 and found_gens[i] > floor and not taken(c, keys[i, 0], keys[i, 1]):
             _enter(c, row, keys[i, 0], keys[i, 1], found_gens[i])
         else:
@@ -207,7 +207,7 @@ def forget_rows(c, rows):  # type: ignore[no-untyped-def]
     for row in rows:
         if kept(c.rows[row].state):
             forget(c, row)
-        elif c.rows[row].state == SINKING:
+        elif c.rows[row].state == DEMOTING:
             delete(c, row)
         else:
             continue
@@ -226,7 +226,7 @@ def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
 
 @kernel
 def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
-    """gens[i], out[i] = generation and PLACE of rows[i]; slab_gen 0 where that is negative."""
+    """gens[i], out[i] = generation and LOCATION of rows[i]; slab_gen 0 where that is negative."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row < 0:
@@ -235,7 +235,7 @@ def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
             continue
         slab = c.pages[row >> PAGE_BITS]
         gens[i] = c.rows[row].gen
-        out[i].node = c.shelves[c.slabs[slab].shelf].node
+        out[i].node = c.size_classes[c.slabs[slab].size_class].node
         out[i].slab = c.slabs[slab].number
         out[i].slot = row - c.slabs[slab].base
         out[i].bytes = block_bytes
@@ -244,15 +244,15 @@ def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def rows_of(c, places, rows):  # type: ignore[no-untyped-def]
+def rows_of(c, locations, rows):  # type: ignore[no-untyped-def]
     """rows[i] = the row of places[i], or -1 where that slab is not, or no longer, what the place says."""
-    for i in range(len(places)):
+    for i in range(len(locations)):
         rows[i] = -1
-        node, number = np.int64(places[i].node) & NODE_MASK, np.int64(places[i].slab)
+        node, number = np.int64(locations[i].node) & NODE_MASK, np.int64(locations[i].slab)
         if node >= c.grid.shape[0] or number >= c.grid.shape[1]:
             continue
         slab = c.grid[node, number]
-        if slab < 0 or c.shelves[c.slabs[slab].shelf].node != np.int64(places[i].node):
+        if slab < 0 or c.size_classes[c.slabs[slab].size_class].node != np.int64(locations[i].node):
             continue
-        if c.slabs[slab].gen == np.int64(places[i].slab_gen) and places[i].slot < c.slabs[slab].slots:
-            rows[i] = c.slabs[slab].base + np.int64(places[i].slot)
+        if c.slabs[slab].gen == np.int64(locations[i].slab_gen) and locations[i].slot < c.slabs[slab].slots:
+            rows[i] = c.slabs[slab].base + np.int64(locations[i].slot)

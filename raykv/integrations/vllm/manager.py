@@ -42,7 +42,7 @@ METRICS = {
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie. parts: by rank, the nonce of the arena, PLACEs there and keys, as bytes."""
+    """Where chunks lie. parts: by rank, the nonce of the arena, LOCATIONs there and keys, as bytes."""
 
     parts: list[tuple[bytes, bytes, bytes]]
 
@@ -124,9 +124,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks[req_context.req_id]
         ask.loading = True
         numbers = np.array([ask.numbers[key] for key in keys], np.int64)
-        places = [match.places(numbers) for match in ask.answer.result().matches]
+        locations = [match.locations(numbers) for match in ask.answer.result().matches]
         arenas = [pool.local.arena.nonce if pool.local else b"" for pool in self._pools]
-        parts = zip(arenas, places, strict=True)
+        parts = zip(arenas, locations, strict=True)
         return ChunksToLoad([(arena, where.tobytes(), names.tobytes()) for arena, (where, names) in parts])
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:

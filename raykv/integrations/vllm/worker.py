@@ -24,7 +24,7 @@ from raykv.client.cache import KVCache, Reservation
 from raykv.client.pool import KVPool
 from raykv.errors import DeviceError
 from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
-from raykv.protocol import KEY_BYTES, PLACE
+from raykv.protocol import KEY_BYTES, LOCATION
 
 log = logging.getLogger("raykv")
 
@@ -166,20 +166,20 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def _read(self, source: ChunksToLoad, target: Any) -> int:
         """Bytes read: of all chunks, or 0 if one of them is not there any more."""
         arena, at, names = source.parts[self._part]
-        places, keys = np.frombuffer(at, PLACE), np.frombuffer(names, np.uint8).reshape(-1, KEY_BYTES)
+        locations, keys = np.frombuffer(at, LOCATION), np.frombuffer(names, np.uint8).reshape(-1, KEY_BYTES)
         local, link = self._pool.local, self._pool.link
         if local is None or local.arena.nonce != arena:  # not by index: a new directory calls nodes otherwise
-            self._pool.look_again()
+            self._pool.refresh()
             link.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
         rows = self._rows(target, len(keys))
         try:
-            ok = local.arena.read(places, keys, rows)
+            ok = local.arena.read(locations, keys, rows)
         except DeviceError as error:  # nobody else is to miss the blocks for that
             link.fault("gpu", error)
             return 0
         if not ok.all():
-            link.bad(places[~ok])
+            link.corrupt(locations[~ok])
             link.fault("load", f"{int((~ok).sum())} of {len(ok)} blocks were not what the directory said")
             return 0
         return rows.bytes * len(rows)

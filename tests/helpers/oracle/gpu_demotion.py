@@ -3,32 +3,32 @@
 import math
 from collections.abc import Callable
 
-from helpers.oracle.slots import Node, Row, Shelf, pack, unpack
+from helpers.oracle.slots import Node, Row, SizeClass, pack, unpack
 from helpers.oracle.tiers import Tiers
-from raykv.protocol import Cooled
+from raykv.protocol import GpuDemotions
 
 SHARE = 0.25
 BYTES_PER_CALL = 6 * 4096
 KEYS_PER_CALL = 5
-NOTHING = Cooled(b"", b"", b"")
+NOTHING = GpuDemotions(b"", b"", b"")
 
 
-class Cooling(Tiers):
+class GpuDemotion(Tiers):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch, share, min_hits)
         self.cooling: dict[str, list[tuple[Row, int]]] = {}  # by GPU, where its last answer's blocks go
         self.counters: dict[str, int] = {}
 
-    def shelf(self, node: Node, stride: int) -> Shelf | None:
+    def size_class(self, node: Node, stride: int) -> SizeClass | None:
         raise NotImplementedError
 
-    def open(self, node: Node, number: int, shelf: Shelf, gen: int) -> None:
+    def open(self, node: Node, number: int, size_class: SizeClass, gen: int) -> None:
         raise NotImplementedError
 
-    def reclaim(self, node: Node, shelf: Shelf, measure: Callable[[Shelf], int], need: int) -> None:
+    def reclaim(self, node: Node, size_class: SizeClass, measure: Callable[[SizeClass], int], need: int) -> None:
         raise NotImplementedError
 
-    def evict(self, shelf: Shelf) -> Row:
+    def evict(self, size_class: SizeClass) -> Row:
         raise NotImplementedError
 
     @staticmethod
@@ -40,68 +40,68 @@ class Cooling(Tiers):
         """Whether anything new is stored on a node, by anybody."""
         return self.answers(node) and not node.on_gpu
 
-    def cool(self, name: str, places: bytes, stored: bytes, now: float) -> Cooled:
+    def demote_gpu(self, name: str, locations: bytes, stored: bytes, now: float) -> GpuDemotions:
         self.check(now)
         node = self.nodes.get(name)
         host = self.nodes.get(node.host) if node and node.on_gpu else None
-        if node is None or host is None or len(unpack(places)) != len(stored):
+        if node is None or host is None or len(unpack(locations)) != len(stored):
             return NOTHING
-        self.settle_cooled(name, [place for place, done in zip(unpack(places), stored, strict=True) if done])
+        self.settle_cooled(name, [location for location, done in zip(unpack(locations), stored, strict=True) if done])
         self.settle_pins()
         if not self.answers(node) or not self.stores(host):
             return NOTHING
         source, chosen = b"", []
-        for shelf in list(node.shelves.values()):
-            pairs = [] if node.spare else self.choose_cold(shelf, host)
-            source += pack([(row, row.gen) for row, _ in pairs], shelf.stride)
-            chosen += [(place, place.gen) for _, place in pairs]
+        for size_class in list(node.size_classes.values()):
+            pairs = [] if node.spare else self.choose_cold(size_class, host)
+            source += pack([(row, row.gen) for row, _ in pairs], size_class.stride)
+            chosen += [(location, location.gen) for _, location in pairs]
         self.cooling[name] = chosen
-        return Cooled(source, b"".join(row.key for row, _ in chosen), pack([*chosen], 0))
+        return GpuDemotions(source, b"".join(row.key for row, _ in chosen), pack([*chosen], 0))
 
-    def choose_cold(self, shelf: Shelf, host: Node) -> list[tuple[Row, Row]]:
+    def choose_cold(self, size_class: SizeClass, host: Node) -> list[tuple[Row, Row]]:
         """(block, its place in memory) of a GPU's oldest, until a quarter of its slots can be had for nothing."""
-        want = math.ceil(len(shelf.rows) * SHARE) - max(0, self.room(shelf))
-        want = min(want, max(1, BYTES_PER_CALL // shelf.stride), KEYS_PER_CALL)
-        there = self.shelf(host, shelf.stride) if want > 0 else None
+        want = math.ceil(len(size_class.rows) * SHARE) - max(0, self.room(size_class))
+        want = min(want, max(1, BYTES_PER_CALL // size_class.stride), KEYS_PER_CALL)
+        there = self.size_class(host, size_class.stride) if want > 0 else None
         if there is None:
             return []
         while host.spare and self.room(there) < want:
             self.open(host, host.spare[-1], there, self.next_gen())
         self.reclaim(host, there, self.room, want)
-        unheld = sorted((row for row in shelf.of("ready") if not row.pins), key=lambda row: row.last)
+        unheld = sorted((row for row in size_class.of("ready") if not row.pins), key=lambda row: row.last)
         pairs: list[tuple[Row, Row]] = []
         for row in [row for row in unheld if not self.goes_to_memory(row.key)][:want]:
             if self.room(there) <= 0 and not self.oldest(there):
                 break
-            place = self.take(there) if self.room(there) > 0 else self.evict(there)
-            self.grant(place, row.key, "sinking")
-            place.uses = row.uses
-            pairs.append((row, place))
+            location = self.take(there) if self.room(there) > 0 else self.evict(there)
+            self.grant(location, row.key, "demoting")
+            location.uses = row.uses
+            pairs.append((row, location))
         return pairs
 
     def goes_to_memory(self, key: bytes) -> bool:
-        return any(row.state == "sinking" and row.slab.node % 2 == 0 for row in self.table[key])
+        return any(row.state == "demoting" and row.slab.node % 2 == 0 for row in self.table[key])
 
     def settle_cooled(self, name: str, stored: list[tuple[int, ...]]) -> None:
         """What of a GPU's last answer was stored is in memory for good; the rest is to be swept."""
-        done = {(row, place[5]) for place in stored if (row := self.row_of(place))}
+        done = {(row, location[5]) for location in stored if (row := self.row_of(location))}
         new = []
         for row, gen in self.cooling.pop(name, []):
             if row.gen != gen:
                 continue  # its slab was closed
-            if row.state == "sinking" and (row, gen) in done:
+            if row.state == "demoting" and (row, gen) in done:
                 row.state, row.pins = "replica" if self.has_lasting(row) else "ready", 0
                 self.touch(row)
-                self.counters["cooled"] += 1
+                self.counters["gpu_demoted"] += 1
                 new.append(row)
             else:
-                self.limbo(row)
+                self.quarantined(row)
         for row in reversed([row for row in new if row.state == "ready"]):
             for other in [r for r in self.table[row.key] if r.state == "ready" and r is not row]:
                 self.step_back(other)
 
     def step_back(self, row: Row) -> None:
-        """It is a replica from now on, and the next of its shelf to be taken."""
-        first = min((r.last for r in self.replicas(row.slab.shelf)), default=row.last + 1)
+        """It is a replica from now on, and the next of its size class to be taken."""
+        first = min((r.last for r in self.replicas(row.slab.size_class)), default=row.last + 1)
         row.state, row.aged, row.passed = "replica", False, False
         row.last = min(row.last, first - 1)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from helpers.oracle.gpu_demotion import Cooling
+from helpers.oracle.gpu_demotion import GpuDemotion
 from helpers.oracle.slots import (
     KEPT,
     LIVE,
@@ -21,7 +21,7 @@ from helpers.oracle.slots import (
     Lease,
     Node,
     Row,
-    Shelf,
+    SizeClass,
     Slab,
     Tier,
     pack,
@@ -33,13 +33,13 @@ from raykv.protocol import Call, Matched, Reserved
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
     "num_cumulative_preemption",
-    *("gpu_hits", "promoted", "cooled"),
+    *("gpu_hits", "promoted", "gpu_demoted"),
 )
-DEPARTING_PER_CALL = 6  # of each size
-STATES = ("free", "writing", "ready", "replica", "staging", "limbo", "dropped", "sinking", "external")
+SOLE_COPIES_PER_CALL = 6  # of each size
+STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
 
 
-class Oracle(Cooling):
+class Oracle(GpuDemotion):
     def __init__(
         self,
         epoch: int = 1,
@@ -55,14 +55,14 @@ class Oracle(Cooling):
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.stamped: set[bytes] = set()
         self.leavers: set[str] = set()
-        self.lacking: dict[Shelf, int] = {}
+        self.lacking: dict[SizeClass, int] = {}
         self.next_check = 0.0
 
     # ------------------------------------------------------------------ readers
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
         """(the copy to read: the node's own, else the primary, else any, else below; the one being staged there)."""
-        offered = [r for r in self.table.get(key, ()) if r.slab.shelf.offered and r.pins < PINS_MAX]
+        offered = [r for r in self.table.get(key, ()) if r.slab.size_class.offered and r.pins < PINS_MAX]
         present = [r for r in offered if r.state in PRESENT]
         here = [r for r in present if r.slab.node == node]
         if here:
@@ -74,17 +74,17 @@ class Oracle(Cooling):
         return source[0] if source else None, staging[-1] if staging else None
 
     def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
-        client = self.hello(call, now)
+        client = self.on_call(call, now)
         self.end(client, lease)
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
-        shelf = self.shelf(reader, stride) if reader else None
-        if reader and shelf:
-            need = min(self.unstaged(wanted, reader.index), shelf.window - len(shelf.of("staging")))
+        size_class = self.size_class(reader, stride) if reader else None
+        if reader and size_class:
+            need = min(self.unstaged(wanted, reader.index), size_class.window - len(size_class.of("staging")))
             if need > 0:
-                self.give_slots(reader, shelf, need)
+                self.give_slots(reader, size_class, need)
         here = reader.index if reader else -1
-        hold = Lease(call.seq, False, here, shelf, [], [], [], set())
+        hold = Lease(call.seq, False, here, size_class, [], [], [], set())
         for key in wanted:
             row, staging = self.best(key, here)
             if row is None:
@@ -140,7 +140,7 @@ class Oracle(Cooling):
             if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
                 continue
             copies = self.table[hold.keys[i]]
-            primaries = [r for r in copies if r.state == "ready" and r.pins < PINS_MAX and r.slab.shelf.offered]
+            primaries = [r for r in copies if r.state == "ready" and r.pins < PINS_MAX and r.slab.size_class.offered]
             if primaries and primaries[0].slab.node != hold.node:
                 hold.source[i] = self.hold(primaries[0])
                 self.let_go_row(item)
@@ -151,14 +151,14 @@ class Oracle(Cooling):
     def cover(self, hold: Lease, start: int) -> None:
         """Stage what is unstaged, in order, until there is no more room for it."""
         for i in sorted(i for i in hold.unstaged if i >= start):
-            item = self.stage(hold.shelf, hold.keys[i])
+            item = self.stage(hold.size_class, hold.keys[i])
             if item is None:
                 return
             hold.staged[i] = item
             hold.unstaged.remove(i)
 
-    def stream(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
-        client = self.hello(call, now)
+    def next_window(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
+        client = self.on_call(call, now)
         hold = client.holds.get(lease)
         if hold is None or hold.writes or not 0 <= start <= len(hold.keys):
             return Matched(self.epoch, b"", b"")
@@ -178,7 +178,7 @@ class Oracle(Cooling):
                 end += 1
                 continue
             _, staging = self.best(hold.keys[end], hold.node)
-            staged = self.hold(staging) if staging else self.stage(hold.shelf, hold.keys[end])
+            staged = self.hold(staging) if staging else self.stage(hold.size_class, hold.keys[end])
             if staged is None:
                 break
             hold.staged[end] = staged
@@ -186,11 +186,11 @@ class Oracle(Cooling):
             end += 1
         return Matched(self.epoch, pack(hold.source[start:end], block_bytes), pack(hold.staged[start:end], block_bytes))
 
-    def whereabouts(self, keys: bytes) -> dict[str, int]:
+    def locate_prefix(self, keys: bytes) -> dict[str, int]:
         counts: Counter[str] = Counter()
         hosts = {node.index: node.host for node in self.nodes.values()}
         for key in split(keys):
-            copies = [r for r in self.table.get(key, ()) if r.state in KEPT and r.slab.shelf.offered]
+            copies = [r for r in self.table.get(key, ()) if r.state in KEPT and r.slab.size_class.offered]
             if not copies:
                 break
             counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
@@ -210,15 +210,15 @@ class Oracle(Cooling):
         choices: dict[int, int] | None = None,
     ) -> Reserved:
         """choices: the node's index that the directory chose for each granted key."""
-        client = self.hello(call, now)
+        client = self.on_call(call, now)
         self.end(client, reservation)
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         writer = self.nodes.get(node)
-        shelf = self.shelf(writer, stride) if writer and self.answers(writer) else None
-        if writer is None or shelf is None or not 0 <= start <= len(wanted):
+        size_class = self.size_class(writer, stride) if writer and self.answers(writer) else None
+        if writer is None or size_class is None or not 0 <= start <= len(wanted):
             return Reserved(self.epoch, start, b"", b"", b"")
-        self.provision(writer, shelf, sum(not self.taken(key) for key in wanted[start:]))
-        hold = Lease(call.seq, True, writer.index, shelf, wanted, [], [None] * len(wanted), set())
+        self.provision(writer, size_class, sum(not self.taken(key) for key in wanted[start:]))
+        hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set())
         for key in wanted:
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.pins < PINS_MAX]
             hold.source.append(self.hold(copies[0]) if copies else None)
@@ -226,13 +226,13 @@ class Oracle(Cooling):
         for i in range(start, len(wanted)):
             if hold.source[i] or self.taken(wanted[i]):
                 continue
-            target, has_room = self.target(shelf, self.can_stage(shelf), away, (choices or {}).get(i, -1))
-            if target is None or (target is not shelf and not self.can_stage(shelf)):
+            target, has_room = self.target(size_class, self.can_stage(size_class), away, (choices or {}).get(i, -1))
+            if target is None or (target is not size_class and not self.can_stage(size_class)):
                 covered = i  # no room; or this call used up its window: the rest is for another one
                 break
-            if target is not shelf:
+            if target is not size_class:
                 away = True
-                hold.staged[i] = self.stage(shelf, wanted[i])
+                hold.staged[i] = self.stage(size_class, wanted[i])
             hold.source[i] = self.grant(self.take(target) if has_room else self.evict(target), wanted[i], "writing")
             granted.append(i)
             if not has_room and self.room(target) < 0 and self.oldest(target):
@@ -248,56 +248,56 @@ class Oracle(Cooling):
             pack([hold.staged[i] for i in granted], block_bytes),
         )
 
-    def target(self, shelf: Shelf, can_leave: bool, away: bool, choice: int) -> tuple[Shelf | None, bool]:
+    def target(self, size_class: SizeClass, can_leave: bool, away: bool, choice: int) -> tuple[SizeClass | None, bool]:
         """(where the next block goes, whether there is room)."""
-        if self.room(shelf) > 0:
-            return shelf, True
-        tail = self.oldest(shelf)
+        if self.room(size_class) > 0:
+            return size_class, True
+        tail = self.oldest(size_class)
         if not can_leave and not away:
-            return (shelf if tail else None), False
-        others = [s for s in self.sizes[shelf.stride] if s.stays]
+            return (size_class if tail else None), False
+        others = [s for s in self.sizes[size_class.stride] if s.stays]
         there = {node.index: node for node in self.nodes.values()}
-        host = there[shelf.node].host  # of a GPU: its own node's memory is next
+        host = there[size_class.node].host  # of a GPU: its own node's memory is next
         others.sort(key=lambda s: there[s.node].name != host)
         for other in others:
             if self.room(other) > 0:
                 return other, True
         if not can_leave and self.locality > 1:  # only exact LRU has to come back for another node's victim
-            return (shelf if tail else None), False
+            return (size_class if tail else None), False
         tails = [(row.last, s) for s in others if (row := self.oldest(s))]
         if not tails:
-            return (shelf if tail else None), False
+            return (size_class if tail else None), False
         age = self.clock - min(last for last, _ in tails)
         if tail and age <= self.locality * (self.clock - tail.last):
-            return shelf, False
+            return size_class, False
         coldest = [s for last, s in tails if self.clock - last == age]
         return next((s for s in coldest if s.node == choice), coldest[0]), False
 
-    def evict(self, shelf: Shelf) -> Row:
-        """The key whose primary is the shelf's oldest goes, but for copies that somebody holds."""
-        row = self.oldest(shelf)
+    def evict(self, size_class: SizeClass) -> Row:
+        """The key whose primary is the size class's oldest goes, but for copies that somebody holds."""
+        row = self.oldest(size_class)
         assert row is not None
         for other in [r for r in self.table[row.key] if r.state == "replica" and r.pins == 0]:
             self.drop(other)
         self.take_out(row)
-        self.evicted[shelf] += 1
+        self.evicted[size_class] += 1
         return row
 
     def commit(
-        self, call: Call, reservation: int, places: bytes, keys: bytes, written: bytes, now: float
+        self, call: Call, reservation: int, locations: bytes, keys: bytes, written: bytes, now: float
     ) -> tuple[int, int]:
-        client = self.hello(call, now)
+        client = self.on_call(call, now)
         hold = client.holds.get(reservation)
         accepted = 0
-        for place, key, done in zip(unpack(places), split(keys), written, strict=True):
-            row = self.row_of(place)
-            if row is None or row.gen != place[5] or row.key != key:
+        for location, key, done in zip(unpack(locations), split(keys), written, strict=True):
+            row = self.row_of(location)
+            if row is None or row.gen != location[5] or row.key != key:
                 continue
             if done and row.state in ("writing", *PRESENT):
                 row.state = "ready" if row.state == "writing" else row.state
                 accepted += 1
             elif not done and row.state == "writing" and hold and (row, row.gen) in hold.source:
-                self.limbo(row)
+                self.quarantined(row)
         if hold:
             self.end(client, reservation)
             self.counters["stored"] += accepted
@@ -306,7 +306,7 @@ class Oracle(Cooling):
     # ------------------------------------------------------------------ blocks by name
 
     def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
-        self.hello(call, now)
+        self.on_call(call, now)
         return self.epoch, self.pin_keys(split(keys))
 
     def pin_keys(self, keys: list[bytes]) -> int:
@@ -330,7 +330,7 @@ class Oracle(Cooling):
             self.let_go_read(item)
 
     def unpin(self, call: Call, keys: bytes, now: float) -> int:
-        self.hello(call, now)
+        self.on_call(call, now)
         self.unpin_keys(split(keys))
         return self.epoch
 
@@ -340,7 +340,7 @@ class Oracle(Cooling):
         self.renew_pins(moved)
 
     def forget(self, call: Call, keys: bytes, now: float) -> int:
-        client = self.hello(call, now)
+        client = self.on_call(call, now)
         for key in split(keys):
             client.swapped.pop(key, None)
         self.forget_keys(split(keys))
@@ -351,12 +351,12 @@ class Oracle(Cooling):
         for key in keys:
             for row in list(self.table.get(key, ())):
                 if row.state == "external":
-                    self.tier_at(row).doomed.setdefault(key)
-                if row.state in KEPT or row.state == "sinking":
+                    self.tier_at(row).to_delete.setdefault(key)
+                if row.state in KEPT or row.state == "demoting":
                     self.drop(row)
 
     def preempted(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
-        client = self.hello(call, now)
+        client = self.on_call(call, now)
         self.counters["num_cumulative_preemption"] += 1
         if self.pin_keys(split(keys)) < len(split(keys)):
             self.forget_keys(split(keys))
@@ -367,43 +367,43 @@ class Oracle(Cooling):
 
     # ------------------------------------------------------------------ clients
 
-    def beat_client(self, call: Call, now: float) -> int:
-        self.hello(call, now)
+    def client_heartbeat(self, call: Call, now: float) -> int:
+        self.on_call(call, now)
         return self.epoch
 
-    def bye(self, client: int, now: float) -> None:
+    def disconnect(self, client: int, now: float) -> None:
         self.check(now)
         if client in self.clients:
             gone = self.clients.pop(client)
             for hold in gone.holds.values():
-                self.let_go(hold)
+                self.release(hold)
             if gone.swapped:
                 self.forget_keys(list(gone.swapped))
 
-    def hello(self, call: Call, now: float) -> Client:
+    def on_call(self, call: Call, now: float) -> Client:
         self.check(now)
         client = self.clients.setdefault(call.client, Client(now))
         client.last_seen = now
-        came: Counter[Shelf] = Counter()
-        for place in unpack(call.landed):
-            row = self.row_of(place)
-            if row and row.gen == place[5] and row.state == "staging":
+        promoted: Counter[SizeClass] = Counter()
+        for location in unpack(call.pulled):
+            row = self.row_of(location)
+            if row and row.gen == location[5] and row.state == "staging":
                 row.state = "replica"
                 if not self.has_lasting(row):
                     self.succeed(row)
-                    came[row.slab.shelf] += 1
-        if call.landed:  # else windows are seen to when what is held was let go
-            self.restore_windows(came)
-        if came:
+                    promoted[row.slab.size_class] += 1
+        if call.pulled:  # else windows are seen to when what is held was let go
+            self.restore_windows(promoted)
+        if promoted:
             self.settle_pins()
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
             self.end(client, i)
         self.settle_windows()
-        altered = [(place[5], self.row_of(place)) for place in unpack(call.bad)]
+        altered = [(location[5], self.row_of(location)) for location in unpack(call.corrupt)]
         for gen, row in altered:
             if row and row.gen == gen and row.state == "external":
-                self.tier_at(row).doomed.setdefault(row.key)
+                self.tier_at(row).to_delete.setdefault(row.key)
         for gen, row in altered:
             if row and row.gen == gen and row.state in KEPT:
                 self.drop(row)
@@ -412,31 +412,31 @@ class Oracle(Cooling):
             self.settle_pins()
         return client
 
-    def restore_windows(self, came: Counter[Shelf]) -> None:
+    def restore_windows(self, promoted: Counter[SizeClass]) -> None:
         """So many primaries have slots that were for staging: spare slabs make up for it, else as many others go."""
-        for shelf in [shelf for shelf in self.evicted if came[shelf]]:
-            self.lacking[shelf] = self.lacking.get(shelf, 0) + came[shelf]
+        for size_class in [size_class for size_class in self.evicted if promoted[size_class]]:
+            self.lacking[size_class] = self.lacking.get(size_class, 0) + promoted[size_class]
         self.settle_windows()
 
     def settle_windows(self) -> None:
         """What is held can't go: later, then."""
-        for shelf, slots in list(self.lacking.items()):
-            node = self.by_index[shelf.node]
+        for size_class, slots in list(self.lacking.items()):
+            node = self.by_index[size_class.node]
             assert isinstance(node, Node)
-            while node.spare and self.room(shelf) < 0:
-                self.open(node, node.spare[-1], shelf, self.next_gen())
-            while slots and self.room(shelf) < 0 and self.oldest(shelf):
-                self.free(self.evict(shelf))
+            while node.spare and self.room(size_class) < 0:
+                self.open(node, node.spare[-1], size_class, self.next_gen())
+            while slots and self.room(size_class) < 0 and self.oldest(size_class):
+                self.free(self.evict(size_class))
                 slots -= 1
-            self.lacking[shelf] = slots
-            if not slots or self.room(shelf) >= 0 or len(shelf.rows) <= shelf.window:
-                del self.lacking[shelf]
+            self.lacking[size_class] = slots
+            if not slots or self.room(size_class) >= 0 or len(size_class.rows) <= size_class.window:
+                del self.lacking[size_class]
 
     def end(self, client: Client, hold: int) -> None:
         if hold in client.holds:
-            self.let_go(client.holds.pop(hold))
+            self.release(client.holds.pop(hold))
 
-    def let_go(self, hold: Lease) -> None:
+    def release(self, hold: Lease) -> None:
         for source, staged in zip(reversed(hold.source), reversed(hold.staged), strict=True):
             self.let_go_read(source)
             self.let_go_row(staged)
@@ -446,14 +446,14 @@ class Oracle(Cooling):
             return
         self.next_check = now + 0.5
         for node in self.nodes.values():
-            if node.state == "alive" and now - node.last_beat > 3.0:
+            if node.state == "alive" and now - node.last_heartbeat > 3.0:
                 self.set_state(node, "suspect")
         for i in [i for i, client in self.clients.items() if now - client.last_seen > self.client_ttl]:
             gone = self.clients.pop(i)
             for hold in gone.holds.values():
                 for item in hold.source + hold.staged:
                     self.abandon_row(item)
-                self.let_go(hold)
+                self.release(hold)
             if gone.swapped:
                 self.forget_keys(list(gone.swapped))
 
@@ -475,7 +475,7 @@ class Oracle(Cooling):
         self.stamped.add(nonce)
         known = self.nodes.get(name)
         if known and known.nonce == nonce:
-            known.last_beat = now
+            known.last_heartbeat = now
             return known.index, self.epoch
         self.remove(name)
         capacity = slab_bytes * slab_count
@@ -489,7 +489,7 @@ class Oracle(Cooling):
     def adopt(
         self,
         name: str,
-        places: bytes,
+        locations: bytes,
         keys: bytes,
         positions: bytes,
         stamps: bytes,
@@ -501,32 +501,32 @@ class Oracle(Cooling):
         node = self.nodes.get(name)
         if node is None:
             return
-        node.last_beat = now
-        found = list(zip(unpack(places), split(keys), strict=True))
+        node.last_heartbeat = now
+        found = list(zip(unpack(locations), split(keys), strict=True))
         if node.state == "joining":
             depths = struct.unpack(f"<{len(positions) // 4}I", positions)
             ages = struct.unpack(f"<{len(stamps) // 4}I", stamps)
-            self.open_found(node, unpack(places) + unpack(busy))
-            for place in unpack(busy):
-                row = self.row_of(place)
+            self.open_found(node, unpack(locations) + unpack(busy))
+            for location in unpack(busy):
+                row = self.row_of(location)
                 if row and row.state == "free":
-                    row.slab.shelf.free.remove(row)
-                    row.state, row.gen = "limbo", place[5]
+                    row.slab.size_class.free.remove(row)
+                    row.state, row.gen = "quarantined", location[5]
             order = sorted(range(len(found)), key=lambda i: (ages[i], -depths[i]))
             known = [
                 (row, *found[i]) for i in order if found[i][0][5] > self.floor and (row := self.row_of(found[i][0]))
             ]
             now_tick = self.clock = max(self.clock, len(known))
-            for i, (row, place, key) in enumerate(known):
+            for i, (row, location, key) in enumerate(known):
                 if row.state == "free":
-                    row.slab.shelf.free.remove(row)
-                    self.enter(row, key, place[5])
+                    row.slab.size_class.free.remove(row)
+                    self.enter(row, key, location[5])
                     row.last = now_tick - len(known) + i + 1  # the newest are as young as anything, on every node
             self.clock = now_tick
         else:
-            for place, key in found:
-                row = self.row_of(place)
-                if row and row.state in PRESENT and (place[5], key) != (row.gen, row.key) and place[5] >= row.gen:
+            for location, key in found:
+                row = self.row_of(location)
+                if row and row.state in PRESENT and (location[5], key) != (row.gen, row.key) and location[5] >= row.gen:
                     self.drop(row)
             self.settle_pins()
         joined = node.state == "joining"
@@ -534,48 +534,54 @@ class Oracle(Cooling):
         self.set_state(node, "alive")
         for other in self.nodes.values():
             if other.leaving or (other.on_gpu and other.host == name):
-                self.hand_over(other)
+                self.promote_replicas(other)
         if joined and not node.leaving:
             self.make_windows(node)
 
     def make_windows(self, node: Node) -> None:
         """As many blocks go as the windows lack, where there are more slots than a window's."""
-        slots = Counter(slab.shelf for slab in node.slabs.values() for _ in slab.rows)
-        came = Counter({shelf: min(shelf.window, n - shelf.window) for shelf, n in slots.items() if n > shelf.window})
-        self.restore_windows(came)
+        slots = Counter(slab.size_class for slab in node.slabs.values() for _ in slab.rows)
+        promoted = Counter(
+            {
+                size_class: min(size_class.window, n - size_class.window)
+                for size_class, n in slots.items()
+                if n > size_class.window
+            }
+        )
+        self.restore_windows(promoted)
 
     def offer(self, node: Node, offered: int) -> None:
         node.spare = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs] + node.spare
         node.offered = max(node.offered, offered)
 
-    def open_found(self, node: Node, places: list[tuple[int, ...]]) -> None:
-        for number in sorted({place[1] for place in places}):
-            first = next(place for place in places if place[1] == number)
-            shelf = self.shelf(node, -(-first[3] // 4096) * 4096)
-            if shelf:
-                self.open(node, number, shelf, first[4])
+    def open_found(self, node: Node, locations: list[tuple[int, ...]]) -> None:
+        for number in sorted({location[1] for location in locations}):
+            first = next(location for location in locations if location[1] == number)
+            size_class = self.size_class(node, -(-first[3] // 4096) * 4096)
+            if size_class:
+                self.open(node, number, size_class, first[4])
 
-    def beat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
+    def heartbeat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
         self.check(now)
         node = self.nodes.get(name)
         if node is None or node.state == "joining":
             return None
-        node.last_beat = now
+        node.last_heartbeat = now
         self.offer(node, offered)
         if node.state == "suspect":
             self.set_state(node, "alive")
         sweep = b""
-        for shelf in node.shelves.values():
-            rows = [row for slab in node.slabs.values() if slab.shelf is shelf for row in slab.rows]
-            sweep += pack([(row, row.gen) for row in rows if row.state == "limbo"], shelf.stride)
+        for size_class in node.size_classes.values():
+            rows = [row for slab in node.slabs.values() if slab.size_class is size_class for row in slab.rows]
+            sweep += pack([(row, row.gen) for row in rows if row.state == "quarantined"], size_class.stride)
         return self.epoch, self.floor, sweep
 
-    def swept(self, places: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
+    def sweep_result(self, locations: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
         self.check(now)
         found = struct.unpack(f"<{len(gens) // 8}Q", gens)
-        for place, verdict, key, gen in zip(unpack(places), verdicts, split(keys), found, strict=True):
-            row = self.row_of(place)
-            if row is None or row.state != "limbo" or row.gen != place[5] or verdict == 0:
+        for location, verdict, key, gen in zip(unpack(locations), verdicts, split(keys), found, strict=True):
+            row = self.row_of(location)
+            if row is None or row.state != "quarantined" or row.gen != location[5] or verdict == 0:
                 continue
             if verdict == 2 and gen > self.floor and not self.taken(key):
                 self.enter(row, key, gen)
@@ -599,9 +605,9 @@ class Oracle(Cooling):
         slots = sum(len(slab.rows) for slab in node.slabs.values())
         for slab in node.slabs.values():
             self.close(slab)
-        for stride, shelf in node.shelves.items():
-            self.sizes[stride].remove(shelf)
-            self.lacking.pop(shelf, None)
+        for stride, size_class in node.size_classes.items():
+            self.sizes[stride].remove(size_class)
+            self.lacking.pop(size_class, None)
         del self.by_index[node.index]
         self.leave_tiers(name)
         self.settle_cooled(name, [])
@@ -615,84 +621,84 @@ class Oracle(Cooling):
             if not node.leaving:
                 node.leaving = True
                 self.set_state(node, node.state)
-                self.hand_over(node)
+                self.promote_replicas(node)
 
-    def departing(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
+    def sole_copies(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
         self.check(now)
         nodes, shared = self.of_host(name), self.tiers.get("")
         if name not in self.nodes or any(node.state == "joining" for node in nodes):
             return None
         for node in nodes:
             if node.leaving:
-                self.hand_over(node)
-        places, keys, going = b"", b"", set()
-        for there, shelf in [(node, shelf) for node in nodes for shelf in node.shelves.values()]:
-            line = shelf.line()
-            slabs = [slab for slab in there.slabs.values() if slab.shelf is shelf]
+                self.promote_replicas(node)
+        locations, keys, going = b"", b"", set()
+        for there, size_class in [(node, size_class) for node in nodes for size_class in node.size_classes.values()]:
+            line = size_class.line()
+            slabs = [slab for slab in there.slabs.values() if slab.size_class is size_class]
             held = [row for slab in slabs for row in slab.rows if row.state == "ready" and row not in line]
-            alone = [row for row in line[::-1] + held if not self.outlives(row.key, shared)][:DEPARTING_PER_CALL]
-            places += pack([(row, row.gen) for row in alone], shelf.stride)
+            alone = [row for row in line[::-1] + held if not self.outlives(row.key, shared)][:SOLE_COPIES_PER_CALL]
+            locations += pack([(row, row.gen) for row in alone], size_class.stride)
             keys += b"".join(row.key for row in alone)
             kept = {row.key for slab in slabs for row in slab.rows if row.state in ("ready", "writing")}
             going |= {key for key in kept if not self.outlives(key, shared)}
-        return places, keys, len(going)
+        return locations, keys, len(going)
 
     def outlives(self, key: bytes, shared: Tier | None) -> bool:
         """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""
         copies = self.table[key]
         below = shared and not shared.down and any(r.state == "external" and self.tier_at(r) is shared for r in copies)
-        return bool(below) or any(row.state in PRESENT and row.slab.shelf.stays for row in copies)
+        return bool(below) or any(row.state in PRESENT and row.slab.size_class.stays for row in copies)
 
-    def hand_over(self, node: Node) -> None:
+    def promote_replicas(self, node: Node) -> None:
         """Where a primary would go with its node, a copy on one that stays is the primary from now on."""
-        came: Counter[Shelf] = Counter()
+        promoted: Counter[SizeClass] = Counter()
         for row in [row for slab in node.slabs.values() for row in slab.rows]:
-            heirs = [r for r in self.table.get(row.key, ()) if r.state == "replica" and r.slab.shelf.stays]
+            heirs = [r for r in self.table.get(row.key, ()) if r.state == "replica" and r.slab.size_class.stays]
             if row.state == "ready" and heirs:
-                self.turn(heirs[0], "ready")
+                self.set_role(heirs[0], "ready")
                 self.succeed(heirs[0])
-                came[heirs[0].slab.shelf] += 1
-        self.restore_windows(came)
+                promoted[heirs[0].slab.size_class] += 1
+        self.restore_windows(promoted)
         self.settle_pins()
 
     def set_state(self, node: Node, state: str) -> None:
         node.state = state
-        for shelf in node.shelves.values():
-            shelf.offered, shelf.leaving = state == "alive", state == "alive" and node.leaving
+        for size_class in node.size_classes.values():
+            size_class.offered, size_class.leaving = state == "alive", state == "alive" and node.leaving
         if node in self.nodes.values():
             self.judge_tiers()
 
     # ------------------------------------------------------------------ slabs
 
-    def shelf(self, node: Node, stride: int) -> Shelf | None:
+    def size_class(self, node: Node, stride: int) -> SizeClass | None:
         if not 0 < stride <= node.slab_bytes:
             return None
-        if stride not in node.shelves:
+        if stride not in node.size_classes:
             window = max(1, node.window_bytes // stride)
             alive = node.state == "alive"
-            shelf = Shelf(node.index, stride, window, alive, alive and node.leaving, node.on_gpu)
-            node.shelves[stride] = shelf
-            self.sizes.setdefault(stride, []).append(shelf)
-            self.evicted[shelf] = 0
-        return node.shelves[stride]
+            size_class = SizeClass(node.index, stride, window, alive, alive and node.leaving, node.on_gpu)
+            node.size_classes[stride] = size_class
+            self.sizes.setdefault(stride, []).append(size_class)
+            self.evicted[size_class] = 0
+        return node.size_classes[stride]
 
-    def open(self, node: Node, number: int, shelf: Shelf, gen: int) -> None:
+    def open(self, node: Node, number: int, size_class: SizeClass, gen: int) -> None:
         if number in node.spare:
             node.spare.remove(number)
-        slab = node.slabs[number] = Slab(node.index, number, shelf, gen)
-        slab.rows = [Row(slab, slot) for slot in range(node.slab_bytes // shelf.stride)]
-        shelf.rows += slab.rows
-        shelf.free += reversed(slab.rows)  # slot 0 is taken first
+        slab = node.slabs[number] = Slab(node.index, number, size_class, gen)
+        slab.rows = [Row(slab, slot) for slot in range(node.slab_bytes // size_class.stride)]
+        size_class.rows += slab.rows
+        size_class.free += reversed(slab.rows)  # slot 0 is taken first
 
-    def provision(self, writer: Node, shelf: Shelf, need: int) -> None:
+    def provision(self, writer: Node, size_class: SizeClass, need: int) -> None:
         """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
-        if need == 0 or self.room(shelf) >= need:
+        if need == 0 or self.room(size_class) >= need:
             return
-        self.give_slots(writer, shelf, 1)
+        self.give_slots(writer, size_class, 1)
         others = [n for n in self.nodes.values() if n is not writer and n.spare and self.stores(n)]
         others.sort(key=lambda n: n.name != writer.host)
         for node in [writer, *others]:
-            there = self.shelf(node, shelf.stride)
+            there = self.size_class(node, size_class.stride)
             if there is None:
                 continue
             while node.spare and self.room(there) < need:
@@ -700,24 +706,27 @@ class Oracle(Cooling):
             need -= max(0, self.room(there))
             if need <= 0:
                 return
-        self.reclaim(writer, shelf, self.room, max(0, self.room(shelf)) + need)
+        self.reclaim(writer, size_class, self.room, max(0, self.room(size_class)) + need)
 
-    def give_slots(self, node: Node, shelf: Shelf, need: int) -> None:
+    def give_slots(self, node: Node, size_class: SizeClass, need: int) -> None:
         """Slabs for a size that could not stage so much."""
-        while self.takeable(shelf) < need and node.spare:
-            self.open(node, node.spare[-1], shelf, self.next_gen())
-        self.reclaim(node, shelf, self.takeable, 1)
+        while self.takeable(size_class) < need and node.spare:
+            self.open(node, node.spare[-1], size_class, self.next_gen())
+        self.reclaim(node, size_class, self.takeable, 1)
 
-    def reclaim(self, node: Node, shelf: Shelf, measure: Callable[[Shelf], int], need: int) -> None:
-        while len(node.shelves) > 1 and measure(shelf) < need:
-            tail = self.oldest(shelf)
-            if tail and self.evicted[shelf] - node.checked.get(shelf, 0) < node.slab_bytes // shelf.stride:
+    def reclaim(self, node: Node, size_class: SizeClass, measure: Callable[[SizeClass], int], need: int) -> None:
+        while len(node.size_classes) > 1 and measure(size_class) < need:
+            tail = self.oldest(size_class)
+            if (
+                tail
+                and self.evicted[size_class] - node.checked.get(size_class, 0) < node.slab_bytes // size_class.stride
+            ):
                 return
-            node.checked[shelf] = self.evicted[shelf]
+            node.checked[size_class] = self.evicted[size_class]
             ages = [
                 (max((r.last for r in slab.rows if r.state in PRESENT), default=-1), slab)
                 for slab in node.slabs.values()
-                if slab.shelf is not shelf and not any(r.pins or r.state == "limbo" for r in slab.rows)
+                if slab.size_class is not size_class and not any(r.pins or r.state == "quarantined" for r in slab.rows)
             ]
             if not ages:
                 return
@@ -725,7 +734,7 @@ class Oracle(Cooling):
             if tail and tail.last <= newest:
                 return
             self.close(node.slabs.pop(slab.number))
-            self.open(node, slab.number, shelf, self.next_gen())
+            self.open(node, slab.number, size_class, self.next_gen())
 
     # ------------------------------------------------------------------ all
 
@@ -772,7 +781,7 @@ class Oracle(Cooling):
             "index": node.index,
             "tier": "gpu" if node.on_gpu else "cpu",
             "state": "leaving" if node.leaving and node.state == "alive" else node.state,
-            "idle_s": now - node.last_beat,
+            "idle_s": now - node.last_heartbeat,
             "slabs": len(node.slabs),
             "spare_slabs": len(node.spare),
             "limit": node.limit,

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 PRESENT = ("ready", "replica")
 KEPT = (*PRESENT, "external")
-LIVE = (*KEPT, "writing", "staging", "sinking")  # in the table
+LIVE = (*KEPT, "writing", "staging", "demoting")  # in the table
 USES_MAX = 255
 PINS_MAX = 65535
-PLACE = struct.Struct("<IIIIQQ")
+LOCATION = struct.Struct("<IIIIQQ")
 
 
 @dataclass(eq=False)
@@ -29,12 +29,12 @@ class Row:
     @property
     def fleeting(self) -> bool:
         """Whether its node is about to leave, or it is a GPU's: what is there is to be elsewhere, too."""
-        shelf = self.slab.shelf
-        return shelf.leaving or (shelf.on_gpu and shelf.offered)
+        size_class = self.slab.size_class
+        return size_class.leaving or (size_class.on_gpu and size_class.offered)
 
 
 @dataclass(eq=False)
-class Shelf:
+class SizeClass:
     """The slots of one size on one node."""
 
     node: int
@@ -64,7 +64,7 @@ class Shelf:
 class Slab:
     node: int
     number: int
-    shelf: Shelf
+    size_class: SizeClass
     gen: int
     rows: list[Row] = field(default_factory=list)
 
@@ -76,7 +76,7 @@ class Lease:
     seq: int
     writes: bool
     node: int
-    shelf: Shelf | None
+    size_class: SizeClass | None
     keys: list[bytes]
     source: list[tuple[Row, int] | None]
     staged: list[tuple[Row, int] | None]
@@ -97,15 +97,15 @@ class Node:
     nonce: bytes
     slab_bytes: int
     window_bytes: int
-    last_beat: float
+    last_heartbeat: float
     limit: int
     state: str = "joining"
     leaving: bool = False
     offered: int = 0
     spare: list[int] = field(default_factory=list)
-    shelves: dict[int, Shelf] = field(default_factory=dict)
+    size_classes: dict[int, SizeClass] = field(default_factory=dict)
     slabs: dict[int, Slab] = field(default_factory=dict)
-    checked: dict[Shelf, int] = field(default_factory=dict)
+    checked: dict[SizeClass, int] = field(default_factory=dict)
 
     @property
     def host(self) -> str:
@@ -126,19 +126,19 @@ class Tier:
     slab_bytes: int
     owner: str | None
     spare: list[int]
-    shelves: dict[int, Shelf] = field(default_factory=dict)
+    size_classes: dict[int, SizeClass] = field(default_factory=dict)
     slabs: dict[int, Slab] = field(default_factory=dict)
-    doomed: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
+    to_delete: dict[bytes, None] = field(default_factory=dict)  # keys to delete there, in order
     unreached: set[str] = field(default_factory=set)  # by which nodes
     suspect: bool = False
-    sinking: dict[str, list[tuple[Row, int]]] = field(default_factory=dict)  # the last answer to each node
+    demoting: dict[str, list[tuple[Row, int]]] = field(default_factory=dict)  # the last answer to each node
     lister: str | None = None
     listed: bool = False
     cleared: bool = False
     deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # last told to each node: answer, keys
     answers: int = 0
     content: bytes = b""
-    sunk: int = 0
+    demoted: int = 0
 
     @property
     def down(self) -> bool:
@@ -152,19 +152,19 @@ def split(keys: bytes) -> list[bytes]:
     return [keys[i : i + 16] for i in range(0, len(keys), 16)]
 
 
-def unpack(places: bytes) -> list[tuple[int, ...]]:
-    return list(PLACE.iter_unpack(places))
+def unpack(locations: bytes) -> list[tuple[int, ...]]:
+    return list(LOCATION.iter_unpack(locations))
 
 
 def pack(held: list[tuple[Row, int] | None], block_bytes: int) -> bytes:
-    """PLACEs of rows; zeros for None."""
+    """LOCATIONs of rows; zeros for None."""
     out = b""
     for item in held:
         if item:
             slab = item[0].slab
-            out += PLACE.pack(slab.node, slab.number, item[0].slot, block_bytes, slab.gen, item[0].gen)
+            out += LOCATION.pack(slab.node, slab.number, item[0].slot, block_bytes, slab.gen, item[0].gen)
         else:
-            out += bytes(PLACE.size)
+            out += bytes(LOCATION.size)
     return out
 
 
@@ -174,7 +174,7 @@ class Slots:
     def __init__(self, epoch: int) -> None:
         self.epoch, self.counter, self.clock = epoch, 0, 0
         self.table: dict[bytes, list[Row]] = {}  # the copies of a key, the first first
-        self.evicted: dict[Shelf, int] = {}
+        self.evicted: dict[SizeClass, int] = {}
 
     # ------------------------------------------------------------------ one row
 
@@ -208,12 +208,12 @@ class Slots:
         copies = self.table[row.key]
         replicas = [other for other in copies if other.state == "replica"]
         if row.state in ("ready", "writing") and replicas:
-            self.turn(replicas[0], "ready")
+            self.set_role(replicas[0], "ready")
         copies.remove(row)
         if not copies:
             del self.table[row.key]
 
-    def turn(self, row: Row, state: str) -> None:
+    def set_role(self, row: Row, state: str) -> None:
         """A replica is the primary from now on, or the other way round: as one, it is as old as when it is let go."""
         row.state, row.aged, row.passed = state, False, False
         if not row.pins:
@@ -230,16 +230,16 @@ class Slots:
         for other in self.table[row.key]:
             if other.state == "ready" and other is not row:
                 row.uses = max(row.uses, other.uses)
-                self.turn(other, "replica")
+                self.set_role(other, "replica")
 
     def free(self, row: Row) -> None:
         row.state, row.pins = "free", 0
-        row.slab.shelf.free.append(row)
+        row.slab.size_class.free.append(row)
 
-    def limbo(self, row: Row) -> None:
+    def quarantined(self, row: Row) -> None:
         if row.state in LIVE:
             self.take_out(row)
-        row.state, row.pins = "limbo", 0
+        row.state, row.pins = "quarantined", 0
 
     def drop(self, row: Row) -> None:
         """Forget a block; its slot is free once nobody holds it."""
@@ -256,7 +256,7 @@ class Slots:
         return row, row.gen
 
     def let_go_row(self, item: tuple[Row, int] | None) -> None:
-        if item is None or item[0].gen != item[1] or item[0].state == "limbo":
+        if item is None or item[0].gen != item[1] or item[0].state == "quarantined":
             return
         row = item[0]
         row.pins -= 1
@@ -280,37 +280,37 @@ class Slots:
         if item is None or item[0].gen != item[1] or item[0].pins != 1 or item[0].slab.node % 2:
             return
         if item[0].state in ("writing", "staging", "dropped"):
-            self.limbo(item[0])
+            self.quarantined(item[0])
 
     def taken(self, key: bytes) -> bool:
         return any(row.state in ("writing", *PRESENT) for row in self.table.get(key, ()))
 
-    # ------------------------------------------------------------------ one shelf
+    # ------------------------------------------------------------------ one size class
 
-    def replicas(self, shelf: Shelf) -> list[Row]:
-        return [row for row in shelf.of("replica") if row.pins == 0]
+    def replicas(self, size_class: SizeClass) -> list[Row]:
+        return [row for row in size_class.of("replica") if row.pins == 0]
 
-    def takeable(self, shelf: Shelf) -> int:
-        return len(shelf.free) + len(self.replicas(shelf))
+    def takeable(self, size_class: SizeClass) -> int:
+        return len(size_class.free) + len(self.replicas(size_class))
 
-    def room(self, shelf: Shelf) -> int:
-        return self.takeable(shelf) - max(0, shelf.window - len(shelf.of("staging")))
+    def room(self, size_class: SizeClass) -> int:
+        return self.takeable(size_class) - max(0, size_class.window - len(size_class.of("staging")))
 
-    def can_stage(self, shelf: Shelf) -> bool:
-        return len(shelf.of("staging")) < shelf.window and self.takeable(shelf) > 0
+    def can_stage(self, size_class: SizeClass) -> bool:
+        return len(size_class.of("staging")) < size_class.window and self.takeable(size_class) > 0
 
-    def take(self, shelf: Shelf) -> Row:
+    def take(self, size_class: SizeClass) -> Row:
         """A free slot, else the oldest replica's."""
-        if shelf.free:
-            return shelf.free.pop()
-        row = min(self.replicas(shelf), key=lambda r: r.last)
+        if size_class.free:
+            return size_class.free.pop()
+        row = min(self.replicas(size_class), key=lambda r: r.last)
         self.take_out(row)
         return row
 
-    def stage(self, shelf: Shelf | None, key: bytes) -> tuple[Row, int] | None:
-        if shelf is None or not self.can_stage(shelf):
+    def stage(self, size_class: SizeClass | None, key: bytes) -> tuple[Row, int] | None:
+        if size_class is None or not self.can_stage(size_class):
             return None
-        return self.grant(self.take(shelf), key, "staging")
+        return self.grant(self.take(size_class), key, "staging")
 
-    def oldest(self, shelf: Shelf, state: str = "ready") -> Row | None:
-        return min((r for r in shelf.of(state) if r.pins == 0), key=lambda r: r.last, default=None)
+    def oldest(self, size_class: SizeClass, state: str = "ready") -> Row | None:
+        return min((r for r in size_class.of(state) if r.pins == 0), key=lambda r: r.last, default=None)

@@ -5,15 +5,15 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from helpers.oracle.slots import LIVE, PRESENT, Node, Row, Shelf, Slab, Slots, Tier, pack, split, unpack
-from raykv.protocol import Sunk
+from helpers.oracle.slots import LIVE, PRESENT, Node, Row, SizeClass, Slab, Slots, Tier, pack, split, unpack
+from raykv.protocol import Demotions
 
 # In worlds all is small: a tier's slab holds 3, 2 or 1 blocks of `world.SIZES`.
 SLAB_BELOW = 6 * 4096
 BATCH_BYTES = 5 * 4096
 KEYS_PER_CALL = 4
 CHANCES = 8
-NOTHING = Sunk(b"", b"", b"", b"", 0)
+NOTHING = Demotions(b"", b"", b"", b"", 0)
 
 
 class Tiers(Slots):
@@ -23,7 +23,7 @@ class Tiers(Slots):
         self.nodes: dict[str, Node] = {}
         self.tiers: dict[str, Tier] = {}  # by owner; "" is shared by all
         self.by_index: dict[int, Node | Tier] = {}
-        self.sizes: dict[int, list[Shelf]] = {}  # of memory
+        self.sizes: dict[int, list[SizeClass]] = {}  # of memory
         self.pins: dict[bytes, tuple[Row, int]] = {}
         self.joins = 0
 
@@ -40,19 +40,19 @@ class Tiers(Slots):
         self.joins += 1
         return self.epoch % 2048 * 2**20 + 2 * (self.joins - 1) + tier
 
-    def row_of(self, place: tuple[int, ...]) -> Row | None:
-        there = self.by_index.get(place[0])
-        slab = there.slabs.get(place[1]) if there else None
-        return slab.rows[place[2]] if slab and slab.gen == place[4] and place[2] < len(slab.rows) else None
+    def row_of(self, location: tuple[int, ...]) -> Row | None:
+        there = self.by_index.get(location[0])
+        slab = there.slabs.get(location[1]) if there else None
+        return slab.rows[location[2]] if slab and slab.gen == location[4] and location[2] < len(slab.rows) else None
 
     def close(self, slab: Slab) -> None:
         for row in slab.rows:
             if row.state == "free":
-                slab.shelf.free.remove(row)
+                slab.size_class.free.remove(row)
             elif row.state in LIVE:
                 self.take_out(row)
             row.state, row.gen, row.pins = "closed", 0, 0
-            slab.shelf.rows.remove(row)
+            slab.size_class.rows.remove(row)
 
     def tier_of(self, node: str) -> Tier | None:
         return self.tiers.get(node) or self.tiers.get("")
@@ -68,7 +68,7 @@ class Tiers(Slots):
 
     # ------------------------------------------------------------------ nodes and their tiers
 
-    def beat_tier(
+    def tier_heartbeat(
         self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes, now: float
     ) -> tuple[int, bool] | None:
         self.check(now)
@@ -95,8 +95,8 @@ class Tiers(Slots):
         """Readers are sent to a tier that all reach, and whose owner answers."""
         for tier in self.tiers.values():
             tier.suspect = tier.owner is not None and self.nodes[tier.owner].state == "suspect"
-            for shelf in tier.shelves.values():
-                shelf.offered = not tier.down
+            for size_class in tier.size_classes.values():
+                size_class.offered = not tier.down
 
     def leave_tiers(self, node: str) -> None:
         """A node is gone: so is what it was doing, and what only it could read."""
@@ -117,34 +117,34 @@ class Tiers(Slots):
             self.close(slab)
             tier.spare.append(number)
         tier.slabs.clear()
-        tier.doomed.clear()
+        tier.to_delete.clear()
         tier.deleting.clear()
-        for shelves in self.sizes.values():
-            self.look_again(shelves)
+        for size_classes in self.sizes.values():
+            self.refresh(size_classes)
 
-    def look_again(self, shelves: Sequence[Shelf]) -> None:
-        for shelf in shelves:
-            for row in shelf.rows:
+    def refresh(self, size_classes: Sequence[SizeClass]) -> None:
+        for size_class in size_classes:
+            for row in size_class.rows:
                 row.passed = False
 
     def clear_tiers(self) -> None:
         for tier in self.tiers.values():
             tier.cleared = not tier.listed  # what it still tells is from before
             for slab in tier.slabs.values():
-                self.doom(tier, slab)
+                self.schedule_delete(tier, slab)
                 for row in reversed(slab.rows):
                     if row.state in LIVE:
                         self.drop(row)
 
-    def doom(self, tier: Tier, slab: Slab) -> None:
-        for state in ("external", "sinking"):
+    def schedule_delete(self, tier: Tier, slab: Slab) -> None:
+        for state in ("external", "demoting"):
             for row in slab.rows:
                 if row.state == state:
-                    tier.doomed.setdefault(row.key)
+                    tier.to_delete.setdefault(row.key)
 
     # ------------------------------------------------------------------ what lies there from before
 
-    def found(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
+    def report_existing(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
         self.check(now)
         tier = self.tier_of(name)
         if tier is None or tier.listed or tier.lister != name:
@@ -153,35 +153,37 @@ class Tiers(Slots):
         blocks = list(zip(split(keys), struct.unpack(f"<{len(sizes) // 8}q", sizes), strict=True))
         for size in sorted({size for _, size in blocks}):
             mine = [key for key, s in blocks if s == size]
-            shelf = None if tier.cleared else self.shelf_below(tier, -(-size // 4096) * 4096)
-            if shelf:
-                self.slots_below(tier, shelf, len(mine))
+            size_class = None if tier.cleared else self.shelf_below(tier, -(-size // 4096) * 4096)
+            if size_class:
+                self.slots_below(tier, size_class, len(mine))
             for key in mine:
-                if shelf and shelf.free and not self.lies_in(tier, key):
-                    row, _ = self.grant(shelf.free.pop(), key, "external")
+                if size_class and size_class.free and not self.lies_in(tier, key):
+                    row, _ = self.grant(size_class.free.pop(), key, "external")
                     row.pins = 0
                     self.touch(row)
             for key in mine:
                 if self.lies_in(tier, key):
-                    tier.doomed.pop(key, None)
+                    tier.to_delete.pop(key, None)
             for key in mine:
                 if not self.lies_in(tier, key):
-                    tier.doomed.setdefault(key)
+                    tier.to_delete.setdefault(key)
 
     def lies_in(self, tier: Tier, key: bytes) -> bool:
         return any(
-            row.state in ("external", "sinking") and row.slab.node == tier.index for row in self.table.get(key, ())
+            row.state in ("external", "demoting") and row.slab.node == tier.index for row in self.table.get(key, ())
         )
 
     # ------------------------------------------------------------------ what goes down
 
-    def sink(self, name: str, places: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float) -> Sunk:
+    def demote(
+        self, name: str, locations: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float
+    ) -> Demotions:
         self.check(now)
         node, tier = self.nodes.get(name), self.tier_of(name)
-        if node is None or node.state == "joining" or not len(places) // 32 == len(keys) // 16 == len(stored):
+        if node is None or node.state == "joining" or not len(locations) // 32 == len(keys) // 16 == len(stored):
             return NOTHING
-        if tier and (self.settle_sunk(tier, name, places, keys, stored) or not all(stored)):
-            self.look_again(list(node.shelves.values()))
+        if tier and (self.settle_sunk(tier, name, locations, keys, stored) or not all(stored)):
+            self.refresh(list(node.size_classes.values()))
         if tier:
             self.still_doomed(tier, name, seen)
         self.renew_pins([key for key, done in zip(split(keys), stored, strict=True) if done])
@@ -195,28 +197,28 @@ class Tiers(Slots):
         elif node.spare and share < 1:  # room enough
             share = 0.0
         source, left, chosen = b"", BATCH_BYTES, []
-        for shelf in node.shelves.values():
-            pairs = self.choose(tier, shelf, share, left, held)
-            source += pack([(row, row.gen) for row, _ in pairs], shelf.stride)
-            left -= len(pairs) * shelf.stride
-            chosen += [(place, place.gen) for _, place in pairs]
-        tier.sinking[name] = chosen
+        for size_class in node.size_classes.values():
+            pairs = self.choose(tier, size_class, share, left, held)
+            source += pack([(row, row.gen) for row, _ in pairs], size_class.stride)
+            left -= len(pairs) * size_class.stride
+            chosen += [(location, location.gen) for _, location in pairs]
+        tier.demoting[name] = chosen
         return self.answer(tier, name, source, chosen)
 
-    def settle_sunk(self, tier: Tier, node: str, places: bytes, keys: bytes, stored: bytes) -> bool:
+    def settle_sunk(self, tier: Tier, node: str, locations: bytes, keys: bytes, stored: bytes) -> bool:
         """Returns whether anything was given up that the node didn't speak of."""
         unwanted = []
-        for place, key, done in zip(unpack(places), split(keys), stored, strict=True):
-            row = self.row_of(place)
-            if place[0] != tier.index:
+        for location, key, done in zip(unpack(locations), split(keys), stored, strict=True):
+            row = self.row_of(location)
+            if location[0] != tier.index:
                 continue
-            if row is None or row.gen != place[5] or row.state not in ("sinking", "external"):
+            if row is None or row.gen != location[5] or row.state not in ("demoting", "external"):
                 unwanted += [key] * bool(done)
-            elif row.state == "sinking" and done:
+            elif row.state == "demoting" and done:
                 row.state = "external"
                 self.touch(row)
-                tier.sunk += 1
-            elif row.state == "sinking":
+                tier.demoted += 1
+            elif row.state == "demoting":
                 self.drop(row)
                 unwanted.append(key)  # nobody knows what lies there
         given_up = self.give_up(tier, node)
@@ -233,28 +235,30 @@ class Tiers(Slots):
         """Delete what is not wanted there by now."""
         for key in keys:
             if not self.lies_in(tier, key):
-                tier.doomed.setdefault(key)
+                tier.to_delete.setdefault(key)
 
     def give_up(self, tier: Tier, node: str) -> bool:
-        late = [row for row, gen in tier.sinking.pop(node, []) if row.gen == gen and row.state == "sinking"]
+        late = [row for row, gen in tier.demoting.pop(node, []) if row.gen == gen and row.state == "demoting"]
         for row in late:
             self.drop(row)
-            tier.doomed.setdefault(row.key)
+            tier.to_delete.setdefault(row.key)
         return bool(late)
 
-    def choose(self, tier: Tier, shelf: Shelf, share: float, left: int, held: list[Row]) -> list[tuple[Row, Row]]:
+    def choose(
+        self, tier: Tier, size_class: SizeClass, share: float, left: int, held: list[Row]
+    ) -> list[tuple[Row, Row]]:
         """(block, its place in the tier) of the oldest that are not below, until enough can be had for nothing."""
-        there = self.shelf_below(tier, shelf.stride)
-        most = min(left // shelf.stride, KEYS_PER_CALL)
+        there = self.shelf_below(tier, size_class.stride)
+        most = min(left // size_class.stride, KEYS_PER_CALL)
         if left == BATCH_BYTES:
             most = max(1, most)  # one at least, however large
-        short = self.short(shelf, share)
+        short = self.short(size_class, share)
         if there is None or most <= 0 or short <= 0:
             return []
         self.slots_below(tier, there, min(most, short))
         pairs: list[tuple[Row, Row]] = []
-        for row in [row for row in shelf.line() if not row.passed]:
-            if len(pairs) == most or self.short(shelf, share) <= 0:
+        for row in [row for row in size_class.line() if not row.passed]:
+            if len(pairs) == most or self.short(size_class, share) <= 0:
                 return pairs
             if share < 1 and row.pins:
                 row.aged = False  # until it is let go
@@ -263,87 +267,91 @@ class Tiers(Slots):
             if wanted and not self.send(row, tier, there, pairs):
                 return pairs
             row.passed = True
-        most = min(most, len(pairs) + max(0, self.short(shelf, share)))
+        most = min(most, len(pairs) + max(0, self.short(size_class, share)))
         for row in held:  # nothing else is left
-            wanted = row.slab.shelf is shelf and row.state == "ready"
+            wanted = row.slab.size_class is size_class and row.state == "ready"
             if len(pairs) < most and wanted and not any(self.lies_in(t, row.key) for t in self.tiers.values()):
                 self.send(row, tier, there, pairs)
         return pairs
 
-    def send(self, row: Row, tier: Tier, there: Shelf, pairs: list[tuple[Row, Row]]) -> bool:
+    def send(self, row: Row, tier: Tier, there: SizeClass, pairs: list[tuple[Row, Row]]) -> bool:
         """False: there is no place for it."""
-        place = self.take_below(tier, there)
-        if place is not None:
-            self.grant(place, row.key, "sinking")
-            place.pins = 0
-            pairs.append((row, place))
-        return place is not None
+        location = self.take_tier_slot(tier, there)
+        if location is not None:
+            self.grant(location, row.key, "demoting")
+            location.pins = 0
+            pairs.append((row, location))
+        return location is not None
 
-    def short(self, shelf: Shelf, share: float) -> int:
+    def short(self, size_class: SizeClass, share: float) -> int:
         """How many more should be free to store in, or safe to evict."""
-        return math.ceil(len(shelf.rows) * share) - max(0, self.room(shelf)) - sum(row.passed for row in shelf.line())
+        return (
+            math.ceil(len(size_class.rows) * share)
+            - max(0, self.room(size_class))
+            - sum(row.passed for row in size_class.line())
+        )
 
-    def take_below(self, tier: Tier, shelf: Shelf) -> Row | None:
+    def take_tier_slot(self, tier: Tier, size_class: SizeClass) -> Row | None:
         """A free place, else that of the oldest; but one that is in memory too is passed over, a few times."""
-        if shelf.free:
-            return shelf.free.pop()
+        if size_class.free:
+            return size_class.free.pop()
         for _ in range(CHANCES):
-            row = self.oldest(shelf, "external")
+            row = self.oldest(size_class, "external")
             if row is None or not any(r.state in PRESENT for r in self.table[row.key]):
                 break
             self.touch(row)
-        row = self.oldest(shelf, "external")
+        row = self.oldest(size_class, "external")
         if row:
-            tier.doomed.setdefault(row.key)
+            tier.to_delete.setdefault(row.key)
             self.take_out(row)
-            self.evicted[shelf] += 1
+            self.evicted[size_class] += 1
         return row
 
-    def answer(self, tier: Tier, node: str, source: bytes, target: list[tuple[Row, int]]) -> Sunk:
+    def answer(self, tier: Tier, node: str, source: bytes, target: list[tuple[Row, int]]) -> Demotions:
         for row, _ in target:
-            tier.doomed.pop(row.key, None)
-        doomed = list(tier.doomed)[:KEYS_PER_CALL]
-        for key in doomed:
-            del tier.doomed[key]
+            tier.to_delete.pop(row.key, None)
+        to_delete = list(tier.to_delete)[:KEYS_PER_CALL]
+        for key in to_delete:
+            del tier.to_delete[key]
         tier.answers += 1
-        tier.deleting[node] = tier.answers, doomed
+        tier.deleting[node] = tier.answers, to_delete
         keys = b"".join(row.key for row, _ in target)
-        return Sunk(source, keys, pack([*target], 0), b"".join(doomed), tier.answers)
+        return Demotions(source, keys, pack([*target], 0), b"".join(to_delete), tier.answers)
 
     # ------------------------------------------------------------------ slabs
 
-    def shelf_below(self, tier: Tier, stride: int) -> Shelf | None:
+    def shelf_below(self, tier: Tier, stride: int) -> SizeClass | None:
         """For blocks of `stride` bytes, which take a page more there."""
         if not 0 < stride <= tier.slab_bytes - 4096:
             return None
-        if stride not in tier.shelves:
-            shelf = tier.shelves[stride] = Shelf(tier.index, stride + 4096, 0, not tier.down)
-            self.evicted[shelf] = 0
-        return tier.shelves[stride]
+        if stride not in tier.size_classes:
+            size_class = tier.size_classes[stride] = SizeClass(tier.index, stride + 4096, 0, not tier.down)
+            self.evicted[size_class] = 0
+        return tier.size_classes[stride]
 
-    def slots_below(self, tier: Tier, shelf: Shelf, need: int) -> None:
+    def slots_below(self, tier: Tier, size_class: SizeClass, need: int) -> None:
         """Spare slabs; for a size that has none, the slab of another that was used longest ago."""
-        while self.takeable(shelf) < need and tier.spare:
-            self.open_below(tier, tier.spare.pop(), shelf)
-        if any(slab.shelf is shelf for slab in tier.slabs.values()):
+        while self.takeable(size_class) < need and tier.spare:
+            self.open_below(tier, tier.spare.pop(), size_class)
+        if any(slab.size_class is size_class for slab in tier.slabs.values()):
             return
         idle = [
             (max((row.last for row in slab.rows if row.state == "external"), default=-1), number)
             for number, slab in tier.slabs.items()
-            if not any(row.pins or row.state == "sinking" for row in slab.rows)
+            if not any(row.pins or row.state == "demoting" for row in slab.rows)
         ]
         if idle:
             number = min(idle)[1]
             slab = tier.slabs.pop(number)
-            self.doom(tier, slab)
+            self.schedule_delete(tier, slab)
             self.close(slab)
-            self.open_below(tier, number, shelf)
+            self.open_below(tier, number, size_class)
 
-    def open_below(self, tier: Tier, number: int, shelf: Shelf) -> None:
-        slab = tier.slabs[number] = Slab(tier.index, number, shelf, self.next_gen())
-        slab.rows = [Row(slab, slot) for slot in range(tier.slab_bytes // shelf.stride)]
-        shelf.rows += slab.rows
-        shelf.free += reversed(slab.rows)
+    def open_below(self, tier: Tier, number: int, size_class: SizeClass) -> None:
+        slab = tier.slabs[number] = Slab(tier.index, number, size_class, self.next_gen())
+        slab.rows = [Row(slab, slot) for slot in range(tier.slab_bytes // size_class.stride)]
+        size_class.rows += slab.rows
+        size_class.free += reversed(slab.rows)
 
     def usage(self) -> float:
         """Share of all tiers that is taken."""
@@ -356,9 +364,9 @@ class Tiers(Slots):
             "index": tier.index,
             "state": "down" if tier.down else "up" if tier.listed else "listing",
             "blocks": sum(row.state == "external" for row in rows),
-            "bytes_used": sum(row.slab.shelf.stride for row in rows if row.state in ("external", "sinking")),
+            "bytes_used": sum(row.slab.size_class.stride for row in rows if row.state in ("external", "demoting")),
             "capacity": tier.capacity,
-            "sunk": tier.sunk,
-            "evicted": sum(self.evicted[shelf] for shelf in tier.shelves.values()),
-            "doomed": len(tier.doomed),
+            "demoted": tier.demoted,
+            "evicted": sum(self.evicted[size_class] for size_class in tier.size_classes.values()),
+            "to_delete": len(tier.to_delete),
         }
