@@ -17,6 +17,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 VERSION = 2  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
@@ -141,10 +142,10 @@ class CommitRequest(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Answer to a call that changes blocks by their keys, and to `client_heartbeat` (count 0)."""
+    """Answer to a call that changes blocks by their keys, and to `client_heartbeat` (done: 0)."""
 
     epoch: int
-    count: int = 0  # keys or blocks for which it was done
+    done: int = 0  # keys or blocks for which it was done
 
 
 # ---------------------------------------------------------------------- node store -> directory
@@ -162,7 +163,7 @@ class ArenaDescription(NamedTuple):
 class Joined(NamedTuple):
     """Answer to `join`."""
 
-    index: int  # what locations call the node
+    node: int  # what locations call it
     epoch: int  # to stamp on the arena
 
 
@@ -223,7 +224,7 @@ class TierReport(NamedTuple):
 class TierReply(NamedTuple):
     """Answer to `tier_heartbeat`."""
 
-    index: int  # what locations call the tier
+    tier: int  # what locations call it
     list_it: bool  # the store must list what lies there, by `report_existing`
 
 
@@ -278,7 +279,7 @@ class SoleCopies(NamedTuple):
 
     locations: bytes  # `bytes` is the slot's size
     keys: bytes
-    count: int  # of all of them, with those that are being written
+    total: int  # of all of them, with those that are being written
 
 
 # ---------------------------------------------------------------------- client -> node store, store -> store
@@ -290,7 +291,7 @@ class StoreDescription(NamedTuple):
     name: str  # what the directory calls the memory
     path: str
     nonce: bytes
-    index: int  # what locations call it
+    node: int  # what locations call it
     handle: bytes  # CUDA IPC handle; empty for host memory
 
 
@@ -308,7 +309,7 @@ class BlocksRead(NamedTuple):
     mask: bytes  # uint8: whether the block is there
     checksums: bytes  # uint64, xxh3_64
     positions: bytes  # uint32, in the chain
-    runs: list[np.ndarray]  # type: ignore[type-arg]  # uint8: bytes of the masked, one after the other; unchecked
+    runs: list[NDArray[np.uint8]]  # bytes of the masked, one after the other; unchecked
 
 
 ANSWERS = {"match": Matched, "next_window": Matched, "reserve": Reserved}  # by method of the directory
