@@ -10,6 +10,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import registry
+from raykv.client.cache import KVCache
+from raykv.client.pool import KVPool
 from raykv.config import KEYS_PER_CALL
 from raykv.protocol import KEY_BYTES
 
@@ -56,8 +58,6 @@ def _left(pool: str, node_id: str, before: int) -> int:
 @ray.remote(num_cpus=0, max_retries=0)
 def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seconds: float) -> None:
     """Pull a share of a leaving node's blocks to this node, youngest first, until none is left or none comes."""
-    from raykv.client.pool import KVPool  # which imports this
-
     client, end = KVPool(pool, here), time.monotonic() + seconds
     try:
         store = registry.find(registry.node_store_name(pool, leaving))
@@ -79,8 +79,6 @@ def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seco
 
 def _fetch(client: Any, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
     """Bring blocks here, as long as there is time. Returns how many came."""
-    from raykv.client.cache import KVCache
-
     pulled, cache = 0, KVCache(client, b"", 1, block_bytes, 1.0)
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]

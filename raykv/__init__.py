@@ -1,9 +1,10 @@
 """A KV-cache pool for LLM inference that lives inside a Ray cluster."""
 
 from raykv.client.cache import KVCache, Match
-from raykv.client.pool import KVPool, attach, start
+from raykv.client.pool import KVPool, attach
 from raykv.config import PoolConfig
 from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, RayKVError
+from raykv.start import start
 from raykv.tiers import register_tier
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""Whether every node can afford its arena, and use its external tier: asked before anything is started."""
+"""`raykv.start`: ask every node whether it can take its part of a pool, then start the actors."""
 
+import json
 import os
+import secrets
 import time
 from typing import Any
 
@@ -8,15 +10,80 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raykv import registry
 from raykv.actors.demoter import open_external
+from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
 from raykv.arena.arena import SHM, left_behind
-from raykv.config import capacity_bytes
+from raykv.client.pool import KVPool, connect, stop
+from raykv.config import PoolConfig, capacity_bytes, fingerprint
 from raykv.errors import CapacityError
 from raykv.system import free_memory
 from raykv.tiers import parse
+from raykv.tiers.registry import registered
 from raykv.transports import nixl
 
 ASK_DEADLINE_S = 60.0
+
+
+def start(config: PoolConfig | None = None) -> KVPool:
+    """Start a pool on every node of the Ray cluster, or attach to it if it runs.
+
+    Joins the cluster that runs on this machine if this process has no Ray yet. Raises CapacityError where a node can't
+    afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a secret
+    that is bad, or is not the running pool's, and for an external tier that some node can't use.
+    """
+    config = config or PoolConfig()
+    connect(config.name)
+    secret = config.explicit_secret()
+    running = registry.settings(config.name)
+    if running is None:
+        if config.external and secret is None:
+            raise ValueError(
+                "external= outlives the pool, and keys that are derived from a random secret would not be found there "
+                "again: give secret=, or RAYKV_SECRET"
+            )
+        secret = secret or secrets.token_bytes(32)
+        maker = registered(parse(config.external).scheme) if config.external else None
+        tier = ray.cloudpickle.dumps(maker) if maker else None
+        mark = fingerprint(config.name, secret)
+        check_nodes(config.name, config.cpu_memory, config.transport, config.external, mark, tier)
+        values = {
+            "secret": secret.hex(),
+            "cpu_memory": config.cpu_memory,
+            "gpu_memory": config.gpu_memory,
+            "locality": config.locality,
+            "transport": config.transport,
+            "external": config.external,
+            "write": config.write,
+            "min_hits": config.min_hits,
+        }
+        if tier:
+            registry.put(config.name, "tier", tier)
+        registry.put(config.name, "settings", json.dumps(values).encode(), overwrite=False)
+    elif secret is not None and secret.hex() != running["secret"]:
+        raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
+    supervisor: Any = (
+        ray.remote(Supervisor)
+        .options(**registry.options(registry.supervisor_name(config.name), _head(), pinned=False, threads=4))
+        .remote(config.name)
+    )
+    try:
+        failed = ray.get(supervisor.ready.remote(), timeout=2 * START_DEADLINE_S)
+    except RayError:
+        if running is None:
+            stop(config.name)
+        raise
+    if failed and running is None:  # a pool that runs is not ended for a node that is restarting, or can't join it
+        stop(config.name)
+        raise CapacityError("\n".join(f"node {node_id[:16]}: {why}" for node_id, why in failed.items()))
+    return KVPool(config.name)
+
+
+def _head() -> str:
+    for node in ray.nodes():
+        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+            return str(node["NodeID"])
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def check_nodes(

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Callable
@@ -13,18 +12,14 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raykv import keys, registry
-from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
 from raykv.arena.gpu.device import uuid_of
 from raykv.client.cache import KVCache
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.session import LocalStore
-from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, check_memory, fingerprint
+from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, check_memory
 from raykv.errors import CapacityError, PoolNotFound
 from raykv.protocol import host_of
-from raykv.start import check_nodes
-from raykv.tiers import parse
 from raykv.tiers.guarded import CONTENT_BYTES
-from raykv.tiers.registry import registered
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +39,7 @@ class KVPool:
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
-        """For `start` and `attach`."""
+        """For `raykv.start` and `attach`."""
         settings = registry.settings(name)
         if settings is None:
             raise PoolNotFound(
@@ -185,7 +180,7 @@ class KVPool:
     def stop(self) -> None:
         """End the pool on every node and give its memory back."""
         self.close()
-        _stop(self.name)
+        stop(self.name)
 
     def close(self) -> None:
         """This process is done with the pool; what it held is let go. Calls that come later find nothing."""
@@ -246,60 +241,6 @@ class KVPool:
         self.local = found  # the old arena is unmapped when its last reader is done
 
 
-def start(config: PoolConfig | None = None) -> KVPool:
-    """Start a pool on every node of the Ray cluster, or attach to it if it runs.
-
-    Joins the cluster that runs on this machine if this process has no Ray yet. Raises CapacityError where a node can't
-    afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a secret
-    that is bad, or is not the running pool's, and for an external tier that some node can't use.
-    """
-    config = config or PoolConfig()
-    _connect(config.name)
-    secret = config.explicit_secret()
-    running = registry.settings(config.name)
-    if running is None:
-        if config.external and secret is None:
-            raise ValueError(
-                "external= outlives the pool, and keys that are derived from a random secret would not be found there "
-                "again: give secret=, or RAYKV_SECRET"
-            )
-        secret = secret or secrets.token_bytes(32)
-        maker = registered(parse(config.external).scheme) if config.external else None
-        tier = ray.cloudpickle.dumps(maker) if maker else None
-        mark = fingerprint(config.name, secret)
-        check_nodes(config.name, config.cpu_memory, config.transport, config.external, mark, tier)
-        values = {
-            "secret": secret.hex(),
-            "cpu_memory": config.cpu_memory,
-            "gpu_memory": config.gpu_memory,
-            "locality": config.locality,
-            "transport": config.transport,
-            "external": config.external,
-            "write": config.write,
-            "min_hits": config.min_hits,
-        }
-        if tier:
-            registry.put(config.name, "tier", tier)
-        registry.put(config.name, "settings", json.dumps(values).encode(), overwrite=False)
-    elif secret is not None and secret.hex() != running["secret"]:
-        raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
-    supervisor: Any = (
-        ray.remote(Supervisor)
-        .options(**registry.options(registry.supervisor_name(config.name), _head(), pinned=False, threads=4))
-        .remote(config.name)
-    )
-    try:
-        failed = ray.get(supervisor.ready.remote(), timeout=2 * START_DEADLINE_S)
-    except RayError:
-        if running is None:
-            _stop(config.name)
-        raise
-    if failed and running is None:  # a pool that runs is not ended for a node that is restarting, or can't join it
-        _stop(config.name)
-        raise CapacityError("\n".join(f"node {node_id[:16]}: {why}" for node_id, why in failed.items()))
-    return KVPool(config.name)
-
-
 def attach(name: str = "default", *, node_id: str | None = None, device: str | int | None = None) -> KVPool:
     """The pool of that name, from any driver, actor, task or Serve deployment of the cluster.
 
@@ -310,11 +251,12 @@ def attach(name: str = "default", *, node_id: str | None = None, device: str | i
     shared memory; ValueError for a GPU that it can't use.
     """
     gpu = None if device is None else uuid_of(device)
-    _connect(name)
+    connect(name)
     return KVPool(name, node_id, gpu)
 
 
-def _connect(name: str) -> None:
+def connect(name: str) -> None:
+    """Join the Ray cluster of this machine, if this process is in none. name: of the pool that is asked for."""
     if not ray.is_initialized():
         try:
             ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
@@ -331,14 +273,8 @@ def _check_living(node_id: str) -> None:
         raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: {', '.join(living)}")
 
 
-def _head() -> str:
-    for node in ray.nodes():
-        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
-            return str(node["NodeID"])
-    return str(ray.get_runtime_context().get_node_id())
-
-
-def _stop(name: str) -> None:
+def stop(name: str) -> None:
+    """End the pool of that name on every node, and forget its settings."""
     for _ in range(3):  # a supervisor that is killed meanwhile comes back, and goes on
         try:
             supervisor = registry.find(registry.supervisor_name(name))
