@@ -7,7 +7,7 @@ from typing import Any
 
 import raykv.directory.directory
 from raykv import registry
-from raykv.protocol import LOCATION, Call
+from raykv.protocol import Call
 
 News = tuple[int, int, bytes, bytes, bytes]  # a Call
 Answer = tuple[Any, ...]
@@ -22,7 +22,6 @@ class Directory:
         self._directory = raykv.directory.directory.Directory(epoch, locality, share=share, min_hits=min_hits)
         for name in registry.names(pool, "leaving"):
             self.leave(name)
-        _warm_up()
         gc.freeze()  # a collection that walks all of numba would hold up every caller
 
     def __repr__(self) -> str:
@@ -133,45 +132,3 @@ class Directory:
 
     def stats(self) -> dict[str, Any]:
         return self._directory.stats(time.monotonic())
-
-
-def _warm_up() -> None:
-    """Compile, or load, every kernel before the first caller waits for it."""
-    directory = raykv.directory.directory.Directory()
-    for name in ("a", "b"):
-        directory.join(name, name.encode(), 1 << 20, 1, 0, 0.0)
-        directory.adopt(name, b"", b"", b"", b"", b"", 0.0)
-        directory.heartbeat(name, 1, 0.0)
-    keys = bytes(range(64))
-    granted = directory.reserve(Call(1, 1), 1, "a", keys, 0, 4096, 0.0)
-    directory.commit(Call(1, 2, (1).to_bytes(8, "little")), 1, granted.locations, keys, b"\1\1\1\0", 0.0)
-    directory.match(Call(1, 3), 2, "a", keys, 4096, 0.0)
-    directory.locate_prefix(keys)
-    remote = directory.match(Call(1, 4), 3, "b", keys, 4096, 0.0)
-    directory.next_window(Call(1, 5, (3).to_bytes(8, "little"), pulled=remote.staged), 3, 1, 4096, 0.0)
-    directory.client_heartbeat(Call(1, 6, corrupt=granted.locations[: LOCATION.itemsize]), 0.0)
-    directory.reserve(Call(2, 1), 1, "a", bytes(range(1, 65)), 0, 4096, 0.0)
-    directory.reserve(Call(3, 1), 1, "a", keys, 0, 8192, 0.0)  # another size
-    quarantined = directory.heartbeat("a", 1, 1e6)  # that client is gone by now
-    if quarantined is not None:
-        n = len(quarantined[2]) // LOCATION.itemsize
-        directory.sweep_result(quarantined[2], bytes(n), bytes(16 * n), bytes(8 * n), 1e6)
-    directory.tier_heartbeat("a", 1 << 20, False, True, b"", 1e6)
-    directory.report_existing("a", keys[:16], (4096).to_bytes(8, "little"), True, 1e6)
-    granted = directory.reserve(Call(4, 1), 1, "a", bytes(range(2, 66)), 0, 4096, 1e6)
-    directory.commit(Call(4, 2, (1).to_bytes(8, "little")), 1, granted.locations, bytes(range(2, 66)), b"\1" * 4, 1e6)
-    demoted = directory.demote("a", b"", b"", b"", 0, True, 1e6)
-    directory.demote("a", demoted.target, demoted.keys, bytes(len(demoted.keys) // 16), 0, True, 1e6)
-    directory.leave("a", 1e6)
-    directory.sole_copies("a", 1e6)
-    directory.heartbeat("b", 1, 1e6)
-    taken = directory.match(Call(5, 1), 1, "b", bytes(range(2, 66)), 4096, 1e6)
-    directory.client_heartbeat(Call(5, 2, (1).to_bytes(8, "little"), pulled=taken.staged), 1e6)
-    directory.pin(Call(4, 3), keys, 1e6)
-    directory.unpin(Call(4, 4), keys, 1e6)
-    directory.forget(Call(4, 5), keys, 1e6)
-    for limit in (0, 1):  # a slab that is to go, in which something is held, and is to stay after all
-        directory.set_slab_target("a", limit, b"", 1e6)
-    directory.clear(1e6)
-    directory.stats(1e6)
-    directory.remove_node("b", 1e6)

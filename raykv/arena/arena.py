@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.arena import block_copy, checksum, header, superblock
+from raykv.arena import block_copy, header, superblock
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import device
 from raykv.errors import ArenaMismatch, CapacityError
 from raykv.protocol import ALIGN, KEY_BYTES, LOCATION, epoch_of, slot_bytes
 from raykv.system.file_locks import Locks, lock
+from raykv.system.jit import compile_all
 
 SHM = "/dev/shm"
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
@@ -63,8 +64,7 @@ class Arena:
         self._locks = Locks(fd, first, 8 * header.HEADER_WORDS)
         self._mutex = threading.Lock()
         self._resizer = threading.Lock()  # held for as long as a slab takes to fault in
-        checksum.warm()
-        header.warm()  # before anybody waits for a kernel or holds a lock
+        compile_all("raykv.arena")  # before anybody waits for a kernel or holds a lock
 
     def _map(self, fd: int) -> None:
         data = np.frombuffer(_mapping(fd, self._size), np.uint8)

@@ -5,7 +5,6 @@ block, costs as much as copying 100 KiB.
 """
 
 import ctypes
-import functools
 import importlib
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +22,8 @@ from raykv.system.jit import kernel
 Copies = NDArray[np.int64]  # (n, 3): addresses to and from, and length
 PAGE = 4096
 _WORD = ir.IntType(64)
+COPIES = types.Array(types.int64, 2, "C", readonly=True)  # types of arguments of kernels
+FUNCTIONS = types.Array(types.int64, 1, "C")
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:
@@ -87,13 +88,13 @@ def _memcpy(to: int, of: int, length: int, function: int) -> None:
         _call(function, to + at, of + at, min(PAGE, length - at))
 
 
-@kernel
+@kernel(COPIES, FUNCTIONS)
 def _copy(table: Copies, functions: NDArray[np.int64]) -> None:
     for i in range(len(table)):
         _memcpy(table[i, 0], table[i, 1], table[i, 2], functions[_MEMCPY])
 
 
-@kernel
+@kernel(COPIES, types.int64, FUNCTIONS)
 def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64]) -> int:
     state = _call(functions[_CREATE], 0, 0, 0)
     _call(functions[_RESET], state, 0, 0)
@@ -117,14 +118,6 @@ def copy(table: Copies) -> None:
 def copy_summed(table: Copies, tile: int) -> int:
     """As `copy`, `tile` bytes at a time; xxh3_64 of all that was copied, in order. What stays in place is summed."""
     return int(_copy_summed(table, tile, _FUNCTIONS)) & (1 << 64) - 1
-
-
-@functools.cache
-def warm() -> None:
-    """Compile both kernels, or load them from numba's cache."""
-    nothing = np.zeros((0, 3), np.int64)
-    copy(nothing)
-    copy_summed(nothing, 1)
 
 
 def judge(

@@ -6,7 +6,6 @@ Kernels take the file as a flat int64 array and `shape` = (slab_bytes, first hea
 words; places and keys come as (n, 4) and (n, 2) int64 views of LOCATION and key arrays.
 """
 
-import functools
 import platform
 from typing import Any
 
@@ -35,6 +34,14 @@ TABLE = 512  # first word of the slab table: (slab generation, stride) of every 
 GIVEN_BACK = -1  # for a stride: the slab's memory is the machine's again
 HEADER_WORDS = 8
 KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
+
+# Types of arguments of kernels. What is only read may be read-only, so these take any array.
+INT, SHAPE = types.int64, types.UniTuple(types.int64, 3)
+WORDS = types.Array(types.int64, 1, "C")
+COLUMN = types.Array(types.int64, 1, "C", readonly=True)
+ROWS = types.Array(types.int64, 2, "C", readonly=True)  # a place, a key or what was found, a row
+ROWS_OUT = types.Array(types.int64, 2, "C")
+MASK, FLAGS = types.Array(types.bool_, 1, "C"), types.Array(types.uint8, 1, "C")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -72,20 +79,20 @@ def _fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-@kernel
+@kernel(WORDS, INT)
 def load(words: Words, at: int) -> int:
     """One word, acquired."""
     return _load(words, at)  # type: ignore[no-any-return]
 
 
-@kernel
+@kernel(WORDS, INT, INT)
 def store(words: Words, at: int, value: int) -> None:
     """One word, released and visible to all before this returns."""
     _store(words, at, value)
     _fence()
 
 
-@kernel
+@kernel(WORDS, SHAPE, ROWS, WORDS, WORDS)
 def locate(words: Words, shape: Shape, locations: Words, header: Words, payload: Words) -> None:
     """Fill the first word of each place's header and its first payload byte; -1 where the arena offers no such slot."""
     offered = _load(words, OFFERED)
@@ -99,7 +106,7 @@ def locate(words: Words, shape: Shape, locations: Words, header: Words, payload:
             payload[i] = shape[2] + slab * shape[0] + slot * stride
 
 
-@kernel
+@kernel(WORDS, WORDS, ROWS, ROWS, ROWS_OUT, MASK)
 def check(words: Words, header: Words, locations: Words, keys: Words, claims: Words, ok: Mask) -> None:
     """Before a copy: which places hold exactly that ready block, and the (checksum, position) their headers claim."""
     for i in range(len(locations)):
@@ -115,7 +122,7 @@ def check(words: Words, header: Words, locations: Words, keys: Words, claims: Wo
             claims[i, 0], claims[i, 1] = words[h + CHECKSUM], words[h + POSITION]
 
 
-@kernel
+@kernel(WORDS, WORDS, ROWS, ROWS, MASK)
 def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask) -> None:
     """After a copy: clears `ok` where the header is no longer what `check` saw, so the copy may be of another block."""
     _fence()
@@ -128,7 +135,7 @@ def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask
         )
 
 
-@kernel
+@kernel(WORDS, WORDS, INT, MASK)
 def stamp(words: Words, header: Words, now: int, ok: Mask) -> None:
     """Mark blocks as read at `now`."""
     for i in range(len(header)):
@@ -136,7 +143,7 @@ def stamp(words: Words, header: Words, now: int, ok: Mask) -> None:
             words[header[i] + STAMP] = now
 
 
-@kernel
+@kernel(WORDS, WORDS, ROWS)
 def formatted(words: Words, header: Words, locations: Words) -> bool:
     """Whether every place's slab has the format that the place was granted for, or a later one."""
     for i in range(len(locations)):
@@ -145,7 +152,7 @@ def formatted(words: Words, header: Words, locations: Words) -> bool:
     return True
 
 
-@kernel
+@kernel(WORDS, WORDS, ROWS, MASK)
 def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
     """Under the slots' locks: set `writing`, or clear `ok` where the grant is of a past epoch, format or generation."""
     for i in range(len(locations)):
@@ -164,7 +171,7 @@ def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
     _fence()
 
 
-@kernel
+@kernel(WORDS, WORDS, ROWS, MASK)
 def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
     """Under the slots' locks, after `begin`: what was there is gone, and the same grant may begin again."""
     for i in range(len(locations)):
@@ -173,7 +180,7 @@ def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
     _fence()
 
 
-@kernel
+@kernel(WORDS, WORDS, ROWS, ROWS, COLUMN, COLUMN, INT, MASK)
 def finish(
     words: Words, header: Words, locations: Words, keys: Words, sums: Words, positions: Words, now: int, ok: Mask
 ) -> None:
@@ -194,7 +201,7 @@ def finish(
             _store(words, h, locations[i, 3] << 2 | READY)
 
 
-@kernel
+@kernel(WORDS, WORDS, ROWS, MASK, FLAGS)
 def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
     """Under the slots' locks: 2 where the slot was written since the grant and not cleared, else 1: a late writer will
     be refused."""
@@ -212,7 +219,7 @@ def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDA
     _fence()
 
 
-@kernel
+@kernel(WORDS, WORDS, ROWS_OUT)
 def identify(words: Words, header: Words, out: Words) -> None:
     """Fill (generation, key, key) of the slots' headers; zeros where there is no such slot."""
     for i in range(len(header)):
@@ -222,7 +229,7 @@ def identify(words: Words, header: Words, out: Words) -> None:
             out[i, 2] = words[header[i] + KEY + 1]
 
 
-@kernel
+@kernel(WORDS, SHAPE, INT, INT, INT)
 def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int) -> None:
     """Under the lock of the slab's whole header range: forget its blocks and give it slots of `stride` bytes.
 
@@ -240,7 +247,7 @@ def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int
     _fence()
 
 
-@kernel
+@kernel(WORDS, INT, INT, MASK, ROWS_OUT)
 def collect(words: Words, first: int, stride: int, locked: Mask, out: Words) -> None:
     """Fill (state, generation, key, key, length, position, stamp) of every slot of a slab; a locked one is WRITING."""
     for slot in range(len(out)):
@@ -256,27 +263,3 @@ def collect(words: Words, first: int, stride: int, locked: Mask, out: Words) -> 
             state = FREE  # an altered header: not a block
         out[slot, 0] = state
         out[slot, 1] = word >> 2
-
-
-@functools.cache
-def warm() -> None:
-    """Compile every kernel, or load it from numba's cache."""
-    words, spots, keys = (
-        np.zeros(TABLE + 2 + HEADER_WORDS, np.int64),
-        np.zeros((0, 4), np.int64),
-        np.zeros((0, 2), np.int64),
-    )
-    none, mask, shape = np.zeros(0, np.int64), np.zeros(0, np.bool_), (ALIGN, TABLE + 2, 0)
-    store(words, OFFERED, load(words, OFFERED))
-    locate(words, shape, spots, none, none)
-    check(words, none, spots, keys, keys, mask)
-    recheck(words, none, spots, keys, mask)
-    stamp(words, none, 0, mask)
-    formatted(words, none, spots)
-    begin(words, none, spots, mask)
-    undo(words, none, spots, mask)
-    finish(words, none, spots, keys, none, none, 0, mask)
-    reclaim(words, none, spots, mask, np.zeros(0, np.uint8))
-    identify(words, none, np.zeros((0, 3), np.int64))
-    reformat(words, shape, 0, 1, ALIGN)
-    collect(words, TABLE + 2, ALIGN, mask, np.zeros((0, 7), np.int64))

@@ -12,8 +12,13 @@ from raykv.directory.allocator import Allocator, Node
 from raykv.directory.kernels.index import (
     DEMOTING,
     DROPPED,
+    FLOAT,
+    INT,
+    MASK,
     READY,
     REPLICA,
+    ROWS,
+    C,
     delete,
     grant,
     link_old,
@@ -34,13 +39,13 @@ SHARE = 0.25  # of a GPU's slots that can be had for nothing
 BYTES_PER_CALL = 64 * MIB  # of each size; one block at least
 
 
-@kernel
+@kernel(C, INT, INT, FLOAT)
 def lacks(c, size_class, slots, share):  # type: ignore[no-untyped-def]
     """How many more of a size class's slots should be free, or a replica's, beside its staging window."""
     return max(0, np.int64(np.ceil(slots * share)) - max(0, room(c, size_class)))
 
 
-@kernel
+@kernel(C, INT, INT, INT, ROWS, ROWS)
 def demote_gpu(c, size_class, host_class, want, source, target):  # type: ignore[no-untyped-def]
     """Choose a GPU's oldest primaries, and a slot for each in the memory below: of the oldest there, if need be.
 
@@ -75,7 +80,7 @@ def _sinks(c, row):  # type: ignore[no-untyped-def]
     return False
 
 
-@kernel
+@kernel(C, ROWS, MASK)
 def gpu_demoted(c, rows, stored):  # type: ignore[no-untyped-def]
     """DEMOTING rows that were stored are primaries from now on, and those of a GPU replicas, the first to go.
 

@@ -16,6 +16,7 @@ from raykv.directory.pins import Pins
 from raykv.directory.size_classes import Locations, Rows, SizeClasses
 from raykv.directory.tier_catalog import NOTHING, TierCatalog
 from raykv.protocol import KEY_BYTES, LOCATION, Call, Demotions, GpuDemotions, Matched, Reserved, host_of, slot_bytes
+from raykv.system.jit import compile_all
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 SOLE_COPIES_PER_CALL = 4096  # of each size
@@ -64,6 +65,7 @@ class Directory:
         min_hits: int = 0,
     ) -> None:
         """share: of a node's slots, to be free or copied to its external tier; min_hits: of what goes there."""
+        compile_all("raykv.directory")  # before the first caller waits for a kernel
         self.locality = float(locality)
         self.client_ttl = client_ttl
         self.clients: dict[int, Client] = {}

@@ -1,4 +1,4 @@
-"""The decorator of every numba kernel, and the folder their machine code is kept in."""
+"""The decorator of every numba kernel, the list of those that Python calls, and the folder of their machine code."""
 
 import functools
 import hashlib
@@ -7,11 +7,13 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from types import FunctionType
+from typing import Any, TypeVar, cast, overload
 
 import numba
 
 F = TypeVar("F", bound=Callable[..., Any])
+_entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
 
 
 @functools.cache
@@ -37,15 +39,56 @@ def _folder() -> str:
     return tempfile.mkdtemp(prefix="raykv-")
 
 
-def kernel(function: F) -> F:
-    """Compile `function` without the GIL, keeping the machine code for the next process.
+@overload
+def kernel(function: F, /) -> F: ...
+
+
+@overload
+def kernel(*types: Any) -> Callable[[F], F]: ...
+
+
+def kernel(*types: Any) -> Any:
+    """Compile a function without the GIL, keeping the machine code for the next process.
+
+    `@kernel(C, ROWS)` is for one that Python calls: numba types of its arguments, for `compile_all`. `@kernel` is for
+    one that only kernels call: it is compiled into those.
 
     Kernels borrow their arrays and make none: without numba's reference counts (an atomic operation or two for every
     `c.rows`), touching takes a third of the time.
     """
+    if len(types) == 1 and isinstance(types[0], FunctionType):
+        return _jitted(types[0])
+
+    def decorate(function: F) -> F:
+        compiled = _jitted(function)
+        _entries.append((compiled, types))
+        return compiled
+
+    return decorate
+
+
+def _jitted(function: F) -> F:
     others = numba.config.CACHE_DIR  # read when a function is decorated; other libraries keep theirs
     numba.config.CACHE_DIR = _folder()
     try:
         return cast(F, numba.njit(cache=True, nogil=True, _nrt=False)(function))
     finally:
         numba.config.CACHE_DIR = others
+
+
+def entries(package: str) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Kernels of a package that Python calls, of its modules that are imported, and the types of their arguments."""
+    return [(function, types) for function, types in _entries if function.py_func.__module__.startswith(f"{package}.")]
+
+
+@functools.cache
+def compile_all(package: str) -> None:
+    """Load the machine code of every kernel of a package that Python calls, or compile it.
+
+    From then on none is compiled for arguments of other types: those are a TypeError, where the first caller would
+    wait for a compiler.
+    """
+    for function, types in entries(package):
+        function.compile(types)
+    for function, _ in entries(package):  # now that none is compiled into another any more
+        function.disable_compile()

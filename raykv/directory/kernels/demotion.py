@@ -9,8 +9,16 @@ import numpy as np
 from raykv.directory.kernels.index import (
     DEMOTING,
     EXTERNAL,
+    FLAGS,
+    FLOAT,
+    INT,
+    KEYS,
+    KEYS_OUT,
     LISTS_PER_CLASS,
+    MASK,
     READY,
+    ROWS,
+    C,
     delete,
     forget,
     free,
@@ -30,7 +38,7 @@ LOOKS = 1 << 14  # at rows, by one call while others wait: what is clean already
 CHANCES = 8  # blocks that are in memory too, which one eviction passes over
 
 
-@kernel
+@kernel(C, INT, INT, FLOAT)
 def short(c, size_class, slots, share):  # type: ignore[no-untyped-def]
     """How many more of a size class's `slots` should be free, or be free to take, to make `share` of them."""
     oldest(c, size_class)  # what is held at the old end can't be taken
@@ -83,7 +91,7 @@ def take_tier_slot(c, tier_class, gone, count):  # type: ignore[no-untyped-def]
     return row, count
 
 
-@kernel
+@kernel(C, INT, INT, FLOAT, INT, INT, INT, ROWS, ROWS, ROWS, KEYS_OUT)
 def demote(c, size_class, slots, share, min_uses, tier_class, looks, pinned, source, target, gone):  # type: ignore[no-untyped-def]
     """Choose a size class's oldest blocks that are not below yet, until `share` of its slots can be had for nothing.
 
@@ -135,7 +143,7 @@ def _send(c, row, tier_class, source, target, gone, n, count):  # type: ignore[n
     return n, count
 
 
-@kernel
+@kernel(C, ROWS, ROWS, FLAGS, MASK)
 def demoted(c, rows, gens, stored, lost):  # type: ignore[no-untyped-def]
     """DEMOTING rows that were stored are EXTERNAL from now on; others are free. lost[i]: what was stored is not wanted.
 
@@ -158,7 +166,7 @@ def demoted(c, rows, gens, stored, lost):  # type: ignore[no-untyped-def]
     return fresh
 
 
-@kernel
+@kernel(C, ROWS)
 def give_up(c, rows):  # type: ignore[no-untyped-def]
     """Free DEMOTING rows."""
     for i in range(len(rows)):
@@ -167,7 +175,7 @@ def give_up(c, rows):  # type: ignore[no-untyped-def]
         free(c, row)
 
 
-@kernel
+@kernel(C, INT, KEYS, MASK)
 def in_tier(c, tier, keys, out):  # type: ignore[no-untyped-def]
     """out[i]: whether keys[i] lies in the tier of that index, or is on its way there."""
     for i in range(len(keys)):
@@ -185,7 +193,7 @@ def _row_in(c, tier, k0, k1):  # type: ignore[no-untyped-def]
     return np.int64(-1)
 
 
-@kernel
+@kernel(C, INT, KEYS, MASK)
 def report_existing(c, tier_class, keys, refused):  # type: ignore[no-untyped-def]
     """Keys that are in a tier already, oldest first. refused[i]: there is no room for it."""
     taken = 0
@@ -203,7 +211,7 @@ def report_existing(c, tier_class, keys, refused):  # type: ignore[no-untyped-de
     return taken
 
 
-@kernel
+@kernel(C, INT)
 def forget_clean_tail(c, size_class):  # type: ignore[no-untyped-def]
     """Look at a size class's blocks again from the oldest on: some that were to go down did not."""
     c.lists[size_class * LISTS_PER_CLASS + 1].clean_tail = -1

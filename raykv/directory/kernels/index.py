@@ -10,6 +10,7 @@ children.
 
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -17,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from raykv.protocol import COUNTER_BITS
+from raykv.protocol import COUNTER_BITS, LOCATION
 from raykv.system.jit import kernel
 
 # What a row is. A slot goes FREE -> WRITING -> READY -> (evicted) WRITING ..., or FREE -> STAGING -> REPLICA -> ...
@@ -80,6 +81,31 @@ class Columns(NamedTuple):
     pages: NDArray[np.int32]  # slab of each page of rows
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1
     state: NDArray[np.int64]
+
+
+# Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array.
+INT, FLOAT = types.int64, types.float64
+ROWS = types.Array(types.int64, 1, "C")  # numbers of rows, generations, counts
+KEYS = types.Array(types.uint64, 2, "C", readonly=True)
+KEYS_OUT = types.Array(types.uint64, 2, "C")
+FLAGS = types.Array(types.uint8, 1, "C", readonly=True)
+FLAGS_OUT = types.Array(types.uint8, 1, "C")
+MASK = types.Array(types.bool_, 1, "C")
+PLACES_OUT = numba.typeof(np.zeros(0, LOCATION))
+PLACES = PLACES_OUT.copy(readonly=True)
+HEAPS = numba.typeof(np.zeros(0, HEAP))
+C = numba.typeof(
+    Columns(
+        rows=np.zeros(0, ROW),
+        table=np.zeros(0, np.int64),
+        lists=np.zeros(0, LIST),
+        size_classes=np.zeros(0, SIZE_CLASS),
+        slabs=np.zeros(0, SLAB),
+        pages=np.zeros(0, np.int32),
+        grid=np.zeros((0, 0), np.int32),
+        state=np.zeros(0, np.int64),
+    )
+)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -182,7 +208,7 @@ def delete(c, row):  # type: ignore[no-untyped-def]
         c.state[ENTRIES] -= 1
 
 
-@kernel
+@kernel(C, KEYS, ROWS)
 def find(c, keys, out):  # type: ignore[no-untyped-def]
     """out[i] = first row of keys[i], or -1. Three passes a piece, so that cache misses overlap instead of queueing."""
     mask = len(c.table) - 1
@@ -437,7 +463,7 @@ def grant(c, row, k0, k1, state):  # type: ignore[no-untyped-def]
     insert(c, row)
 
 
-@kernel
+@kernel(C, ROWS)
 def rehash(c, old):  # type: ignore[no-untyped-def]
     """Move the entries of a smaller table into c.table."""
     mask = len(c.table) - 1

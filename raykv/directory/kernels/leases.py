@@ -6,17 +6,21 @@ from raykv.config import USES_MAX
 from raykv.directory.kernels.index import (
     DROPPED,
     EXTERNAL,
+    INT,
+    KEYS,
     LISTS_PER_CLASS,
     NODE_MASK,
     PINS_MAX,
     QUARANTINED,
     READY,
     REPLICA,
+    ROWS,
     STAGING,
     TO_ALL,
     TO_OWN,
     TO_READERS,
     WRITING,
+    C,
     kept,
     listed,
     node_of,
@@ -72,7 +76,7 @@ def best(c, first, node):  # type: ignore[no-untyped-def]
     return source if source >= 0 else tier, staging
 
 
-@kernel
+@kernel(C, ROWS, INT, INT)
 def staging_need(c, firsts, node, size_class):  # type: ignore[no-untyped-def]
     """Slots that a ready prefix takes to be pulled to its reader, as far as the window goes; 0 if there are enough."""
     left = c.size_classes[size_class].window - c.size_classes[size_class].staging
@@ -89,7 +93,7 @@ def staging_need(c, firsts, node, size_class):  # type: ignore[no-untyped-def]
     return need if free < need else np.int64(0)
 
 
-@kernel
+@kernel(C, ROWS, ROWS, ROWS, ROWS)
 def locate_prefix(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-def]
     """counts[hosts[node & NODE_MASK]]: how many blocks of the longest ready prefix are there, in memory or on a GPU.
 
@@ -110,7 +114,7 @@ def locate_prefix(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-de
             break
 
 
-@kernel
+@kernel(C, KEYS, ROWS, INT, INT, ROWS, ROWS)
 def match(c, keys, firsts, node, size_class, source, staged):  # type: ignore[no-untyped-def]
     """Pin the longest ready prefix. firsts: what `find` said. node, size class: the reader's, -1 where it has none.
 
@@ -202,7 +206,7 @@ def _cover(c, keys, n, size_class, staged):  # type: ignore[no-untyped-def]
     return n, granted
 
 
-@kernel
+@kernel(C, KEYS, ROWS, ROWS, INT, INT, ROWS, ROWS)
 def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):  # type: ignore[no-untyped-def]
     """Staging for further UNSTAGED blocks of a match, in order, until the window is used up. Returns blocks covered."""
     for i in range(len(source)):
@@ -227,7 +231,7 @@ def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):  
     return len(source)
 
 
-@kernel
+@kernel(C, ROWS, ROWS, ROWS)
 def pulled(c, rows, gens, promoted):  # type: ignore[no-untyped-def]
     """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone, fleeting or below.
 
@@ -280,7 +284,7 @@ def _succeed(c, row):  # type: ignore[no-untyped-def]
         other = np.int64(c.rows[other].same)
 
 
-@kernel
+@kernel(C, INT, INT, ROWS)
 def promote_replicas(c, base, slots, promoted):  # type: ignore[no-untyped-def]
     """Make replicas on nodes that stay the primaries of keys whose primary is in a slab of one that leaves.
 
@@ -298,7 +302,7 @@ def promote_replicas(c, base, slots, promoted):  # type: ignore[no-untyped-def]
             promoted[size_class_of(c, other)] += 1
 
 
-@kernel
+@kernel(C, INT, INT, INT, ROWS, INT)
 def held_sole_copies(c, base, slots, tier, out, n):  # type: ignore[no-untyped-def]
     """As `sole_copies`, of a slab's primaries that are in no list since somebody holds them."""
     for row in range(base, base + slots):
@@ -308,7 +312,7 @@ def held_sole_copies(c, base, slots, tier, out, n):  # type: ignore[no-untyped-d
     return n
 
 
-@kernel
+@kernel(C, INT, INT, INT)
 def count_sole_copies(c, base, slots, tier):  # type: ignore[no-untyped-def]
     """As `sole_copies`, how many of a slab there are, with those that are still being written."""
     n = 0
@@ -319,7 +323,7 @@ def count_sole_copies(c, base, slots, tier):  # type: ignore[no-untyped-def]
     return n
 
 
-@kernel
+@kernel(C, INT, INT, ROWS, INT)
 def sole_copies(c, size_class, tier, out, n):  # type: ignore[no-untyped-def]
     """Append the size class's primaries that are on no other node that stays, youngest first, to out[n:]; the new n.
 
@@ -335,7 +339,7 @@ def sole_copies(c, size_class, tier, out, n):  # type: ignore[no-untyped-def]
     return n
 
 
-@kernel
+@kernel(C, ROWS, ROWS, ROWS)
 def pin_lasting(c, firsts, rows, gens):  # type: ignore[no-untyped-def]
     """Pin the copy of each key that is to stay: rows[i], -1 where there is none, and gens[i]."""
     for i in range(len(firsts)):
@@ -358,7 +362,7 @@ def _lasting(c, first):  # type: ignore[no-untyped-def]
     return found
 
 
-@kernel
+@kernel(C, ROWS, ROWS)
 def copies(c, firsts, out):  # type: ignore[no-untyped-def]
     """Rows of keys, to out as far as it goes. Returns how many there are."""
     n = 0
@@ -383,7 +387,7 @@ def _is_sole_copy(c, row, tier):  # type: ignore[no-untyped-def]
     return True
 
 
-@kernel
+@kernel(C, ROWS, ROWS, ROWS, ROWS)
 def release(c, source, source_gens, staged, staged_gens):  # type: ignore[no-untyped-def]
     """End a hold, last block first. A row whose generation changed was taken away meanwhile."""
     warm = warm_neighbours(c, source)
@@ -414,7 +418,7 @@ def _release_row(c, row, gen):  # type: ignore[no-untyped-def]
         unpin(c, row)
 
 
-@kernel
+@kernel(C, ROWS, ROWS)
 def abandon(c, rows, gens):  # type: ignore[no-untyped-def]
     """Their holder is gone and may still write: rows it alone held that are not finished, or were forgotten before
     they were, go to quarantine. Nobody who holds a row of a tier writes there, and nobody would sweep it."""

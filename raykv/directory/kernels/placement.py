@@ -4,13 +4,21 @@ import numpy as np
 
 from raykv.directory.kernels.index import (
     CLOCK,
+    FLAGS,
+    FLAGS_OUT,
+    FLOAT,
+    HEAPS,
+    INT,
+    KEYS,
     LISTS_PER_CLASS,
     PINS_MAX,
     READY,
     REPLICA,
+    ROWS,
     STAGING,
     TO_ALL,
     WRITING,
+    C,
     alone,
     delete,
     forget,
@@ -45,12 +53,12 @@ def take(c, size_class):  # type: ignore[no-untyped-def]
     return row
 
 
-@kernel
+@kernel(C, INT)
 def takeable(c, size_class):  # type: ignore[no-untyped-def]
     return c.lists[size_class * LISTS_PER_CLASS].count + c.lists[size_class * LISTS_PER_CLASS + 2].count
 
 
-@kernel
+@kernel(C, INT)
 def room(c, size_class):  # type: ignore[no-untyped-def]
     """Slots that stores may take without evicting: the staging window stays free."""
     return takeable(c, size_class) - max(0, c.size_classes[size_class].window - c.size_classes[size_class].staging)
@@ -72,7 +80,7 @@ def stage(c, size_class, k0, k1):  # type: ignore[no-untyped-def]
     return row
 
 
-@kernel
+@kernel(C, INT)
 def oldest(c, size_class):  # type: ignore[no-untyped-def]
     """The size class's coldest primary that nobody holds, or -1. Held ones at the old end leave the list for good."""
     row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
@@ -151,7 +159,7 @@ def evict(c, size_class):  # type: ignore[no-untyped-def]
     return row
 
 
-@kernel
+@kernel(C, INT, INT)
 def restore_window(c, size_class, slots):  # type: ignore[no-untyped-def]
     """Free as many slots as the staging window lacks, at most `slots`. Returns how many of them are to be freed yet."""
     while slots > 0 and room(c, size_class) < 0 and oldest(c, size_class) >= 0:
@@ -184,7 +192,7 @@ def next_ahead(c, row):  # type: ignore[no-untyped-def]
     return row
 
 
-@kernel
+@kernel(C, ROWS)
 def missing(c, firsts):  # type: ignore[no-untyped-def]
     """How many keys are neither in memory nor being written there. firsts: what `find` said."""
     count = 0
@@ -197,7 +205,7 @@ def missing(c, firsts):  # type: ignore[no-untyped-def]
     return count
 
 
-@kernel
+@kernel(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, ROWS, ROWS, ROWS)
 def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted):  # type: ignore[no-untyped-def]
     """Pin what is present of keys[:], then grant slots to what is missing of keys[start:].
 
@@ -252,7 +260,7 @@ def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, 
     return n, grants
 
 
-@kernel
+@kernel(C, ROWS, KEYS, ROWS, FLAGS, FLAGS_OUT)
 def commit(c, rows, keys, gens, written, accepted):  # type: ignore[no-untyped-def]
     """WRITING rows become READY, or QUARANTINED where the write failed. Idempotent: judged by row, key, generation."""
     for i in range(len(rows)):

@@ -7,12 +7,19 @@ from raykv.directory.kernels.index import (
     CLOSED,
     DEMOTING,
     DROPPED,
+    FLAGS,
     FREE,
+    INT,
+    KEYS,
     NODE_MASK,
     PAGE_BITS,
+    PLACES,
+    PLACES_OUT,
     QUARANTINED,
     READY,
     REPLICA,
+    ROWS,
+    C,
     delete,
     forget,
     free,
@@ -34,7 +41,7 @@ from raykv.system.jit import kernel
 AHEAD = 16  # rows that cache lines are asked for before their turn: about as many misses as a core keeps in flight
 
 
-@kernel
+@kernel(C, INT, INT)
 def open_rows(c, base, slots):  # type: ignore[no-untyped-def]
     """The rows of a new slab, free; slot 0 is taken first."""
     for j in range(slots):
@@ -43,7 +50,7 @@ def open_rows(c, base, slots):  # type: ignore[no-untyped-def]
         free(c, row)
 
 
-@kernel
+@kernel(C, INT, INT)
 def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
     """Take a slab's rows out of everything, held or not. Holders find another generation."""
     for row in range(base, base + slots):
@@ -68,7 +75,7 @@ def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
         c.rows[row].gen = 0
 
 
-@kernel
+@kernel(C, INT, INT)
 def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
     """Forget a slab's blocks; what is held stays held until it is let go. Slot 0 is taken first again."""
     for j in range(slots):
@@ -93,7 +100,7 @@ def _drop_or_free(c, row):  # type: ignore[no-untyped-def]
         c.rows[row].state = DROPPED
 
 
-@kernel
+@kernel(C, INT, INT)
 def retire(c, base, slots):  # type: ignore[no-untyped-def]
     """Close the rows of a slab that nobody holds: a slab that is never all unheld at once is emptied so, too.
 
@@ -114,7 +121,7 @@ def retire(c, base, slots):  # type: ignore[no-untyped-def]
     return left
 
 
-@kernel
+@kernel(C, INT, INT)
 def reopen(c, base, slots):  # type: ignore[no-untyped-def]
     """Undo `retire`: the rows are free."""
     for row in range(base, base + slots):
@@ -122,7 +129,7 @@ def reopen(c, base, slots):  # type: ignore[no-untyped-def]
             free(c, row)
 
 
-@kernel
+@kernel(C, INT, INT, ROWS)
 def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
     """counts[state] of a slab's rows. Returns (tick of its newest block or -1, whether one is held)."""
     newest, held = np.int64(-1), False
@@ -136,7 +143,7 @@ def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
     return newest, held
 
 
-@kernel
+@kernel(C, ROWS, KEYS, ROWS)
 def adopt(c, rows, keys, gens):  # type: ignore[no-untyped-def]
     """Blocks found in free slots of a node that has no others, oldest first. The first copy of a key is primary."""
     c.state[CLOCK] = max(c.state[CLOCK], len(rows))
@@ -163,7 +170,7 @@ def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
     touch(c, row)
 
 
-@kernel
+@kernel(C, ROWS, ROWS)
 def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
     """Free slots in which somebody was found writing: quarantine, until a sweep."""
     for i in range(len(rows)):
@@ -174,7 +181,7 @@ def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
             suspend(c, row)
 
 
-@kernel
+@kernel(C, ROWS, ROWS, FLAGS, KEYS, ROWS, INT)
 def settle(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no-untyped-def]
     """What a sweep found of QUARANTINED rows: 0 still written, 1 freed, 2 finished as keys[i], found_gens[i]."""
     for i in range(len(rows)):
@@ -188,7 +195,7 @@ def settle(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no
             free(c, row)
 
 
-@kernel
+@kernel(C, ROWS, ROWS)
 def drop(c, rows, gens):  # type: ignore[no-untyped-def]
     """Forget blocks that were found altered. Returns how many were still there."""
     dropped = 0
@@ -201,7 +208,7 @@ def drop(c, rows, gens):  # type: ignore[no-untyped-def]
     return dropped
 
 
-@kernel
+@kernel(C, ROWS)
 def forget_rows(c, rows):  # type: ignore[no-untyped-def]
     """Forget blocks that are there, or on their way to a tier; what is held stays held until it is let go."""
     for row in rows:
@@ -214,7 +221,7 @@ def forget_rows(c, rows):  # type: ignore[no-untyped-def]
         _drop_or_free(c, row)
 
 
-@kernel
+@kernel(C, INT, INT, INT, ROWS, INT)
 def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
     """Append the slab's rows that are in `state` to out[count:]; returns the new count."""
     for row in range(base, base + slots):
@@ -224,7 +231,7 @@ def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
     return count
 
 
-@kernel
+@kernel(C, ROWS, INT, ROWS, PLACES_OUT)
 def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
     """gens[i], out[i] = generation and LOCATION of rows[i]; slab_gen 0 where that is negative."""
     for i in range(len(rows)):
@@ -243,7 +250,7 @@ def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
         out[i].gen = c.rows[row].gen
 
 
-@kernel
+@kernel(C, PLACES, ROWS)
 def rows_of(c, locations, rows):  # type: ignore[no-untyped-def]
     """rows[i] = the row of places[i], or -1 where that slab is not, or no longer, what the place says."""
     for i in range(len(locations)):
