@@ -1,9 +1,11 @@
 """A KV-cache pool for LLM inference that lives inside a Ray cluster."""
 
-from raykv.client.cache import KVCache, Match
+from raykv.client.cache import KVCache
+from raykv.client.match import Match
 from raykv.client.pool import KVPool, attach, start
 from raykv.config import PoolConfig
-from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, RayKVError
+from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, ProtocolMismatch, RayKVError
+from raykv.keys import Keys
 from raykv.tiers import register_tier
 
 __all__ = [
@@ -11,9 +13,11 @@ __all__ = [
     "CapacityError",
     "KVCache",
     "KVPool",
+    "Keys",
     "Match",
     "PoolConfig",
     "PoolNotFound",
+    "ProtocolMismatch",
     "RayKVError",
     "attach",
     "register_tier",

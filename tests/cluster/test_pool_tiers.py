@@ -33,7 +33,6 @@ from helpers.pools import (
     worker,
 )
 from helpers.redis_server import RedisServer, redis_server
-from numpy.typing import NDArray
 
 import raykv
 from raykv import registry
@@ -47,7 +46,7 @@ SIZE = 32 << 10
 BLOCKS = 16  # of a prompt: half a MiB
 MEMORY = 2 * CPU // (BLOCKS * SIZE)  # prompts that it holds
 IN_TIME_S = WAIT_S / 2  # far more than any deadline, far less than a tier that waits
-Keys = NDArray[np.uint8]
+Keys = raykv.Keys
 Start = Callable[..., raykv.KVPool]
 _seeds = itertools.count(os.getpid() << 20)  # workers have their own
 

@@ -88,13 +88,13 @@ def test_what_the_directory_did_not_hear_of_is_forgotten_later(
     cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cache.swap_out(pages(31, 40), range(40), "a").result() == 40
-    directory, faults = pid(part(pool, "directory")), pool.link.faults["directory"]
+    directory, faults = pid(part(pool, "directory")), pool.session.directory.faults["directory"]
     os.kill(directory, signal.SIGSTOP)
     try:
         with monkeypatch.context() as hasty:
             hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.02)
             cache.swap_drop("a")
-            eventually(lambda: pool.link.faults["directory"] > faults)
+            eventually(lambda: pool.session.directory.faults["directory"] > faults)
     finally:
         os.kill(directory, signal.SIGCONT)
     eventually(lambda: pool.stats().get("pinned") == 0 == pool.stats().get("keys"))
