@@ -19,7 +19,19 @@ from raykv.arena.arena import Arena
 from raykv.arena.buffers import rows_of
 from raykv.arena.checksum import judge
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
-from raykv.protocol import ALIGN, ALTERED, FAILED, KEY_BYTES, LOCATION
+from raykv.protocol import (
+    ALIGN,
+    ALTERED,
+    FAILED,
+    KEY_BYTES,
+    LOCATION,
+    BlocksRead,
+    DemotionReport,
+    Demotions,
+    ExistingBlocks,
+    TierReply,
+    TierReport,
+)
 from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
 
@@ -29,7 +41,7 @@ IDLE_LOOK_S = 0.5  # between looks whether something is to go down, where nothin
 COMES_BACK_S = 5.0  # a tier that is down for so long when all is to go down is given up
 REST_S = 1.0  # after a batch of which some found no room below
 LIST_AT_A_TIME = 4096
-NOTHING = (b"", b"", b"")  # a report: places, keys and stored of what the directory was not told yet
+NOTHING_DONE = DemotionReport(locations=b"", keys=b"", stored=b"", seen=0, whole=False)
 
 
 def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[GuardedTier, int]:
@@ -53,7 +65,7 @@ class Demoter:
         self.external = external
         self.index = -1  # of the tier, in places
         self._pool, self._node_id, self._arena, self._capacity = pool, node_id, arena, capacity
-        self._report, self._seen = NOTHING, 0  # seen: the last answer whose deletions were carried out
+        self._report = NOTHING_DONE  # what the directory was not told yet
         self._lost = False  # what lay in the tier
         self._reported, self._heartbeat_at = False, 0.0  # what the directory knows of it, and since when
         self.read_guard = threading.Lock()  # held while slots that nobody leased are read; a late store goes on
@@ -98,14 +110,14 @@ class Demoter:
             found[ok] = judge(written, (rows[i] for i in ok), sums[ok])
         return verdicts
 
-    def read(self, keys: NDArray[np.uint8], size: int) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
-        """As `NodeStore.read`, for another node."""
+    def read(self, keys: NDArray[np.uint8], size: int) -> BlocksRead:
+        """Blocks of `size` bytes out of the tier, for another node."""
         ok, sums, positions = np.zeros(len(keys), np.uint8), np.zeros(len(keys), np.uint64), np.zeros(len(keys), "<u4")
         runs = []
         for piece, rows, totals, depths, there in self.external.load(keys, size):
             ok[piece], sums[piece], positions[piece] = there, totals, depths
             runs.append(rows[there].reshape(-1))
-        return ok.tobytes(), sums.tobytes(), positions.tobytes(), runs
+        return BlocksRead(ok.tobytes(), sums.tobytes(), positions.tobytes(), runs)
 
     # ------------------------------------------------------------------ the thread
 
@@ -136,16 +148,16 @@ class Demoter:
         if up == self._reported and not self._lost and now < self._heartbeat_at + HEARTBEAT_S:
             return
         lost = self.external.content if self._lost else b""
-        heartbeat = directory.tier_heartbeat.remote(self._node_id, self._capacity, self.external.shared, up, lost)
-        answer = ray.get(heartbeat, timeout=2 * HEARTBEAT_S)
+        report = TierReport(self._capacity, self.external.shared, up, lost)
+        answer = ray.get(directory.tier_heartbeat.remote(self._node_id, tuple(report)), timeout=2 * HEARTBEAT_S)
         if answer is None:  # this node has not joined yet
             self.index = -1
             return
         self._reported, self._heartbeat_at, self._lost = up, now, False
-        index, wanted = answer
-        if index != self.index:
-            self.index, self._report, self._seen = index, NOTHING, 0  # a new directory learns it from the list
-        if wanted:
+        reply = TierReply(*answer)
+        if reply.tier != self.index:
+            self.index, self._report = reply.tier, NOTHING_DONE  # a new directory learns the rest from the list
+        if reply.list_it:
             self._list(directory)
 
     def _list(self, directory: Any) -> None:
@@ -161,22 +173,24 @@ class Demoter:
 
     def _tell(self, directory: Any, found: list[tuple[bytes, int]], last: bool) -> None:
         keys, sizes = b"".join(key for key, _ in found), np.array([size for _, size in found], np.int64)
-        ray.get(directory.report_existing.remote(self._node_id, keys, sizes.tobytes(), last), timeout=2 * HEARTBEAT_S)
+        existing = ExistingBlocks(keys, sizes.tobytes(), last)
+        ray.get(directory.report_existing.remote(self._node_id, tuple(existing)), timeout=2 * HEARTBEAT_S)
 
     def _demote(self, directory: Any) -> bool:
         """One batch. Returns whether there was one."""
         whole = bool(self._whole)
-        asked = directory.demote.remote(self._node_id, *self._report, self._seen, whole)
-        source, keys, target, to_delete, number = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
-        self._report, self._served = NOTHING, number > 0
+        asked = directory.demote.remote(self._node_id, tuple(self._report._replace(whole=whole)))
+        source, keys, target, to_delete, number = Demotions(*ray.get(asked, timeout=4 * METADATA_DEADLINE_S))
+        self._report, self._served = NOTHING_DONE._replace(seen=self._report.seen), number > 0
         if self.external.delete([to_delete[at : at + KEY_BYTES] for at in range(0, len(to_delete), KEY_BYTES)]):
-            self._seen = number
+            self._report = self._report._replace(seen=number)
         if source:
-            names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
             refused = self.external.faults["refused"]
             with self.read_guard:
-                stored = self._write(np.frombuffer(source, LOCATION), names)
-            self._report = target, keys, stored.astype(np.uint8).tobytes()
+                stored = self._write(
+                    np.frombuffer(source, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+                )
+            self._report = self._report._replace(locations=target, keys=keys, stored=stored.astype(np.uint8).tobytes())
             if self.external.faults["refused"] > refused:
                 self._rest(whole and not stored.any())
             elif not stored.any():  # whatever is wrong with them, it would be asked for them again at once

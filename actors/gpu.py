@@ -16,12 +16,12 @@ from raykv.arena.gpu import device
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import METADATA_DEADLINE_S, slab_bytes
 from raykv.errors import CapacityError, DeviceError
-from raykv.protocol import KEY_BYTES, LOCATION, PULLED
+from raykv.protocol import KEY_BYTES, LOCATION, PULLED, GpuDemotionReport, GpuDemotions, SlabReport
 from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
 LOOK_S = 0.25  # for what is to go down next
-NOTHING = b"", b""
+NOTHING_DONE = GpuDemotionReport(locations=b"", stored=b"")
 DRIVER = "/proc/driver/nvidia/version"
 
 
@@ -46,7 +46,7 @@ def _open(
     if size < slab:
         raise CapacityError(f"{gpu.uuid}: gpu_memory={gpu_memory} are {size} bytes: the smallest tier has {slab}")
     arena = GpuArena.open_new(pool, fingerprint, gpu, slab, size // slab)
-    report = arena.slabs, arena.slabs, b""
+    report = SlabReport(arena.slabs, arena.slabs, b"")
     lanes = open_transports(arena, transport, ray.util.get_node_ip_address())
     return NodeMemory(f"{node_id}/{gpu.uuid}", arena, lanes, lambda: report, lambda *_: None)
 
@@ -56,7 +56,7 @@ class GpuDemoter:
 
     def __init__(self, pool: str, gpu: NodeMemory, memory: NodeMemory) -> None:
         self._pool, self._gpu, self._memory = pool, gpu, memory
-        self._done = NOTHING  # LOCATIONs of the last answer, and which of them are written
+        self._done = NOTHING_DONE  # what became of the last answer
         self._stopped = threading.Event()
         threading.Thread(target=self._run, name="raykv-cool", daemon=True).start()
 
@@ -80,22 +80,23 @@ class GpuDemoter:
 
     def _demote(self, directory: Any) -> bool:
         """One batch. Returns whether some of it went down."""
-        asked = directory.demote_gpu.remote(self._gpu.name, *self._done)
-        source, keys, target = ray.get(asked, timeout=4 * METADATA_DEADLINE_S)
-        at, to = np.frombuffer(source, LOCATION), np.frombuffer(target, LOCATION).copy()
-        stored = self._copy(at, np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES), to)
-        self._done = target, stored.astype(np.uint8).tobytes()
+        asked = directory.demote_gpu.remote(self._gpu.name, tuple(self._done))
+        demotions = GpuDemotions(*ray.get(asked, timeout=4 * METADATA_DEADLINE_S))
+        source, target = np.frombuffer(demotions.source, LOCATION), np.frombuffer(demotions.target, LOCATION).copy()
+        stored = self._copy(source, np.frombuffer(demotions.keys, np.uint8).reshape(-1, KEY_BYTES), target)
+        self._done = GpuDemotionReport(demotions.target, stored.astype(np.uint8).tobytes())
         return bool(stored.any())
 
-    def _copy(self, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.bool_]:
-        at = self._gpu.arena.with_lengths(at)
-        to["bytes"] = at["bytes"]
-        stored = np.zeros(len(at), np.bool_)
-        for size in np.unique(at["bytes"]):
-            some = at["bytes"] == size
+    def _copy(self, source: NDArray[np.void], keys: NDArray[np.uint8], target: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Copy blocks of the GPU into slots of the memory. Returns (n,) which of them are there now."""
+        gpu, memory = self._gpu.arena, self._memory.arena
+        source = gpu.with_lengths(source)
+        target["bytes"] = source["bytes"]
+        stored = np.zeros(len(source), np.bool_)
+        for size in np.unique(source["bytes"]):
+            some = source["bytes"] == size
             try:
-                verdicts = copy_between(self._gpu.arena, at[some], keys[some], self._memory.arena, to[some], used=False)
-                stored[some] = verdicts == PULLED
+                stored[some] = copy_between(gpu, source[some], keys[some], memory, target[some], used=False) == PULLED
             except DeviceError as error:
                 log.warning("%s: %s", self._gpu.name, error)
         return stored

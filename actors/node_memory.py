@@ -11,12 +11,20 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.config import HEARTBEAT_S
-from raykv.protocol import LOCATION
+from raykv.protocol import (
+    LOCATION,
+    ArenaDescription,
+    Heartbeat,
+    Inventory,
+    Joined,
+    SlabReport,
+    SlabTarget,
+    SweepResult,
+)
 from raykv.transports.selector import TransportSelector
 
 log = logging.getLogger("raykv")
 JOIN_DEADLINE_S = 30.0
-Report = tuple[int, int, bytes]  # what a directory's `heartbeat` and `adopt` take: see Sizing.report
 
 
 class NodeMemory:
@@ -27,8 +35,8 @@ class NodeMemory:
         name: str,
         arena: Arena,
         lanes: TransportSelector,
-        report: Callable[[], Report],
-        on_directory_reply: Callable[[Report, int, bytes], None],
+        report: Callable[[], SlabReport],
+        on_directory_reply: Callable[[SlabReport, SlabTarget], None],
     ) -> None:
         """name: see `raykv.protocol.host_of`. report: of its slabs. on_directory_reply: takes the answer to it."""
         self.name, self.arena, self.lanes = name, arena, lanes
@@ -44,35 +52,44 @@ class NodeMemory:
         if not self.joined.is_set():  # a restarted store: the directory may know what it had, but not this arena
             self._join(directory)
         report = self._report()
-        answer = ray.get(directory.heartbeat.remote(self.name, *report), timeout=2 * HEARTBEAT_S)
-        if answer is None:
+        reply = ray.get(directory.heartbeat.remote(self.name, tuple(report)), timeout=2 * HEARTBEAT_S)
+        if reply is None:
             self._join(directory)
             return True
-        (epoch, floor, quarantined), closed = answer
-        if epoch < self.arena.epoch:
-            raise ValueError(f"a directory of epoch {epoch} answered, {self.arena.epoch} is known")
-        self._on_directory_reply(report, *closed)
-        self.arena.raise_floor(floor)
-        if quarantined:
-            self._sweep(directory, np.frombuffer(quarantined, LOCATION))
+        heartbeat, slab_target = Heartbeat(*reply[0]), SlabTarget(*reply[1])
+        if heartbeat.epoch < self.arena.epoch:
+            raise ValueError(f"a directory of epoch {heartbeat.epoch} answered, {self.arena.epoch} is known")
+        self._on_directory_reply(report, slab_target)
+        self.arena.raise_floor(heartbeat.floor)
+        if heartbeat.sweep:
+            self._sweep(directory, np.frombuffer(heartbeat.sweep, LOCATION))
         return False
 
     def _join(self, directory: Any) -> None:
         arena = self.arena
-        report = self._report()
-        joined = directory.join.remote(self.name, arena.nonce, arena.slab_bytes, report[1], arena.epoch)
-        index, epoch = ray.get(joined, timeout=JOIN_DEADLINE_S)
-        if not arena.raise_epoch(epoch):  # before the inventory: grants of an older directory are void from here
-            raise ValueError(f"a directory of epoch {epoch} answered, {arena.epoch} is known")
-        found = arena.inventory()
-        found.blocks["node"] = found.busy["node"] = index
-        columns = (found.blocks, found.keys, found.positions, found.stamps, found.busy)
-        adopted = directory.adopt.remote(self.name, *self._report(), *(column.tobytes() for column in columns))
+        arena_description = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
+        joined = Joined(*ray.get(directory.join.remote(self.name, tuple(arena_description)), timeout=JOIN_DEADLINE_S))
+        if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
+            raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
+        inventory = self._inventory(joined.node)
+        adopted = directory.adopt.remote(self.name, tuple(self._report()), tuple(inventory))
         ray.get(adopted, timeout=JOIN_DEADLINE_S)
-        self.index = index
+        self.index = joined.node
         self.joined.set()
+
+    def _inventory(self, index: int) -> Inventory:
+        found = self.arena.inventory()
+        found.blocks["node"] = found.busy["node"] = index
+        return Inventory(
+            locations=found.blocks.tobytes(),
+            keys=found.keys.tobytes(),
+            positions=found.positions.tobytes(),
+            stamps=found.stamps.tobytes(),
+            writing=found.busy.tobytes(),
+        )
 
     def _sweep(self, directory: Any, locations: NDArray[np.void]) -> None:
         verdicts = self.arena.sweep(locations)
-        keys, gens = self.arena.identify(locations)
-        directory.sweep_result.remote(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), gens.tobytes())
+        keys, generations = self.arena.identify(locations)
+        result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
+        directory.sweep_result.remote(tuple(result))

@@ -21,7 +21,17 @@ from raykv.arena.arena import Arena, open_own, remove_left_behind
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError
-from raykv.protocol import FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline
+from raykv.protocol import (
+    FAILED,
+    KEY_BYTES,
+    LOCATION,
+    PULLED,
+    BlocksRead,
+    StoreDescription,
+    Transfer,
+    data_deadline,
+    is_tier,
+)
 from raykv.system import free_memory
 from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
@@ -79,10 +89,10 @@ class NodeStore:
 
     # ------------------------------------------------------------------ for clients of this node
 
-    def describe_arena(self, gpu: str | None = None) -> dict[str, Any]:
-        """Where the arena is, and what the directory calls it: that of a GPU of the node, if it has one.
+    def describe_arena(self, gpu: str | None = None) -> tuple[Any, ...]:
+        """The StoreDescription of the node's arena, or of that of the GPU of this UUID if the node has one.
 
-        Waits until it has joined.
+        Waits until the arena has joined. Raises TimeoutError where it has not in JOIN_DEADLINE_S.
         """
         name = f"{self._node_id}/{gpu}"
         home = next((home for home in self._homes if home.name == name), self._memory)
@@ -90,13 +100,7 @@ class NodeStore:
             raise TimeoutError(f"{self!r} has not reached the directory in {JOIN_DEADLINE_S:.0f} s")
         arena = home.arena
         handle = arena.handle if isinstance(arena, GpuArena) else b""
-        return {
-            "name": home.name,
-            "path": arena.path,
-            "nonce": arena.nonce,
-            "index": home.index,
-            "handle": handle,
-        }
+        return tuple(StoreDescription(home.name, arena.path, arena.nonce, home.index, handle))
 
     def _home(self, name: str) -> NodeMemory:
         for home in self._homes:
@@ -109,13 +113,12 @@ class NodeStore:
         return next((home for home in self._homes if home.index == index), self._memory)
 
     @ray.method(concurrency_group="pull")
-    def pull(self, source: bytes, keys: bytes, target: bytes) -> bytes:
-        """Fetch blocks of other nodes into slots of this arena; uint8 verdicts, FAILED, PULLED or ALTERED.
+    def pull(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
+        """Fetch the blocks of a Transfer into slots of this node. Returns a uint8 verdict for each.
 
-        source, target: LOCATIONs. Two pulls into the same slot happen once.
+        Concurrent pulls into the same slot happen once.
         """
-        at, to = np.frombuffer(source, LOCATION), np.frombuffer(target, LOCATION)
-        names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        at, names, to = _arrays(transfer)
         slots = [(int(p["slab"]), int(p["slot"]), int(p["gen"])) for p in to]
         mine = []
         with self._lock:
@@ -142,16 +145,15 @@ class NodeStore:
         return verdicts.tobytes()
 
     @ray.method(concurrency_group="push")
-    def push(self, source: bytes, keys: bytes, target: bytes) -> bytes:
-        """Have other nodes fetch blocks of this arena into slots that were granted there; verdicts as of `pull`."""
-        to = np.frombuffer(target, LOCATION)
-        at, names = np.frombuffer(source, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+    def push(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
+        """Have other nodes pull the blocks of a Transfer out of slots of this node. Returns verdicts as `pull`."""
+        at, names, to = _arrays(transfer)
         verdicts = np.full(len(to), FAILED, np.uint8)
         for index in np.unique(to["node"]).tolist():
             there = to["node"] == index
-            args = at[there].tobytes(), names[there].tobytes(), to[there].tobytes()
+            part = Transfer(at[there].tobytes(), names[there].tobytes(), to[there].tobytes())
             try:
-                answer = self._peer(index).store.pull.remote(*args)
+                answer = self._peer(index).store.pull.remote(tuple(part))
                 deadline = data_deadline(int(to["bytes"][there].sum()))
                 verdicts[there] = np.frombuffer(ray.get(answer, timeout=deadline), np.uint8)
             except (RayError, ValueError, KeyError) as error:
@@ -189,7 +191,7 @@ class NodeStore:
         if index not in self._peers:
             nodes = ray.get(registry.find_directory(self._pool).nodes.remote(), timeout=1.0)
             store = registry.find(registry.node_store_name(self._pool, nodes[index]))
-            self._peers[index] = Peer(nodes[index], store, external=bool(index & 1))
+            self._peers[index] = Peer(nodes[index], store, external=is_tier(index))
         return self._peers[index]
 
     # ------------------------------------------------------------------ for other nodes
@@ -204,17 +206,14 @@ class NodeStore:
         return self._home(name).lanes.serve(transport, *args)
 
     @ray.method(concurrency_group="read")
-    def read(self, locations: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
-        """(uint8 mask, uint64 checksums, uint32 positions, bytes of the masked, not copied here: verify them).
-
-        Of blocks in this node's memory, or in its external tier.
-        """
+    def read(self, locations: bytes, keys: bytes) -> tuple[Any, ...]:
+        """Blocks in this node's memory, or in its external tier. Returns a BlocksRead, for the reader to verify."""
         at, names = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
         if self._demoter and len(at) and at["node"][0] == self._demoter.index:
-            return self._demoter.read(names, int(at["bytes"][0]))
+            return tuple(self._demoter.read(names, int(at["bytes"][0])))
         arena = self._home_at(int(at["node"][0])).arena if len(at) else self._arena
         sums, positions, ok, runs = arena.read_for_peer(at, names)
-        return ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), runs
+        return tuple(BlocksRead(ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), runs))
 
     # ------------------------------------------------------------------ for the pool
 
@@ -295,3 +294,10 @@ class NodeStore:
             settled = home.joined.is_set() and directory is not None and self._resizer.settled
             pause = HEARTBEAT_S if settled else HEARTBEAT_S / 4
             self._stopped.wait(max(0.0, pause - (time.monotonic() - begin)))
+
+
+def _arrays(transfer: tuple[bytes, bytes, bytes]) -> tuple[NDArray[np.void], NDArray[np.uint8], NDArray[np.void]]:
+    """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION of a Transfer."""
+    source, keys, target = Transfer(*transfer)
+    rows = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+    return np.frombuffer(source, LOCATION), rows, np.frombuffer(target, LOCATION)

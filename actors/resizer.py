@@ -16,7 +16,7 @@ from raykv.arena.arena import Arena
 from raykv.arena.superblock import layout
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
-from raykv.protocol import data_deadline
+from raykv.protocol import SlabReport, SlabTarget, data_deadline
 from raykv.system import free_memory
 
 log = logging.getLogger("raykv")
@@ -68,17 +68,18 @@ class Resizer:
         """Whether it is settled, and the machine has what was given back."""
         return self.settled and not self._closed and not self._going
 
-    def report(self) -> tuple[int, int, bytes]:
-        """What a directory's `heartbeat` and `adopt` take: slabs offered so far, to be had, and (int32) given back."""
+    def report(self) -> SlabReport:
+        """The slabs of this memory, as the directory is told with every `heartbeat` and `adopt`."""
         closed = list(self._closed)  # first: what is given back meanwhile is in both
         gone = {*closed, *self._arena.given_back()}
-        return self._arena.offered, self.limit, np.array(sorted(gone), np.int32).tobytes()
+        return SlabReport(self._arena.offered, self.limit, np.array(sorted(gone), np.int32).tobytes())
 
-    def on_directory_reply(self, report: tuple[int, int, bytes], generation: int, numbers: bytes) -> None:
-        """A directory answered a report: slabs that it does not use from a generation on."""
-        self._known_slabs = report[0] - len(report[2]) // 4
-        if numbers:
-            self._closed.update(dict.fromkeys(np.frombuffer(numbers, np.int32).tolist(), generation))
+    def on_directory_reply(self, report: SlabReport, target: SlabTarget) -> None:
+        """The directory answered a report with the slabs that are to be given back."""
+        self._known_slabs = report.offered - len(report.given_back) // 4
+        if target.numbers:
+            numbers = np.frombuffer(target.numbers, np.int32).tolist()
+            self._closed.update(dict.fromkeys(numbers, target.generation))
             self._changed.set()
 
     def resize(self, cpu_memory: float | int, seconds: float) -> int:

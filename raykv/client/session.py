@@ -12,7 +12,7 @@ from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.gpu_arena import GpuArena
 from raykv.client.directory_client import DirectoryClient
-from raykv.protocol import PULLED, data_deadline
+from raykv.protocol import PULLED, StoreDescription, Transfer, data_deadline
 
 HELLO_DEADLINE_S = 60.0
 
@@ -28,19 +28,19 @@ class LocalStore:
         ValueError where the node has no store; RayError where it does not answer; ArenaMismatch (rule 12).
         """
         self.store = registry.find(registry.node_store_name(pool, node_id))
-        described = ray.get(self.store.describe_arena.remote(gpu), timeout=HELLO_DEADLINE_S)
-        self.name: str = described["name"]  # as the directory has it
-        self.index: int = described["index"]
-        if gpu and described["handle"]:
-            self.arena: Arena = GpuArena.map(described["path"], described["nonce"], gpu, described["handle"])
+        described = StoreDescription(*ray.get(self.store.describe_arena.remote(gpu), timeout=HELLO_DEADLINE_S))
+        self.name = described.name  # as the directory has it
+        self.index = described.node
+        if gpu and described.handle:
+            self.arena: Arena = GpuArena.map(described.path, described.nonce, gpu, described.handle)
         else:
-            self.arena = Arena.attach(described["path"], described["nonce"])
+            self.arena = Arena.attach(described.path, described.nonce)
         weakref.finalize(self, self.arena.close).atexit = False
 
     def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
         """Begin to fetch blocks of other nodes, or what is `external`; `verdicts` waits for it."""
         pull = self.store.pull.options(concurrency_group="promote") if external else self.store.pull
-        return pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
+        return pull.remote(tuple(Transfer(source.tobytes(), keys.tobytes(), target.tobytes())))
 
     def first(self, answers: list[Any], seconds: float) -> Any | None:
         """The first to be done of several pulls. None if none is in time."""
@@ -51,7 +51,7 @@ class LocalStore:
         self, source: Locations, keys: NDArray[np.uint8], target: Locations, link: DirectoryClient
     ) -> NDArray[np.uint8]:
         """Have other nodes fetch blocks from staging slots here; a verdict for each."""
-        answer = self.store.push.remote(source.tobytes(), keys.tobytes(), target.tobytes())
+        answer = self.store.push.remote(tuple(Transfer(source.tobytes(), keys.tobytes(), target.tobytes())))
         return self.verdicts(answer, target, link)
 
     def verdicts(self, answer: Any, locations: Locations, link: DirectoryClient) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
-from raykv.protocol import LOCATION, Call
+from raykv.protocol import LOCATION, Call, SlabTarget
 from raykv.system import free_memory
 
 SLABS, LIMIT, SIZE = 12, 6, 64 << 10
@@ -65,12 +65,11 @@ class Node:
 
     def heartbeat(self, lost: bool = False) -> None:
         report = self.sizing.report()
-        offered, limit, gone = report
-        closed = self.directory.set_slab_target("n", limit, gone, 0.0)
-        self.directory.heartbeat("n", offered, 0.0)
+        closed = self.directory.set_slab_target("n", report.limit, report.given_back, 0.0)
+        self.directory.heartbeat("n", report.offered, 0.0)
         check_invariants(self.directory)
         if not lost:
-            self.sizing.on_directory_reply(report, *closed)
+            self.sizing.on_directory_reply(report, SlabTarget(*closed))
 
     def call(self) -> Call:
         self.ids += 1
@@ -155,12 +154,12 @@ def test_a_directory_that_restarts_in_the_middle(node: Node) -> None:
     assert all(node.store(i, 60) for i in range(5))
     node.sizing.limit = 3
     report = node.sizing.report()
-    closed = node.directory.set_slab_target("n", 3, report[2], 0.0)
+    closed = node.directory.set_slab_target("n", 3, report.given_back, 0.0)
     assert closed[1]
     node.directory = Directory(node.directory.epoch + 1)
     node.sizing._full = "nothing is offered meanwhile"
     node.join()
-    node.sizing.on_directory_reply(report, *closed)
+    node.sizing.on_directory_reply(report, SlabTarget(*closed))
     eventually(lambda: not node.sizing._closed, 20.0)
     assert node.arena.available == LIMIT
     node.settle(3)
@@ -277,9 +276,9 @@ def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: py
     monkeypatch.setattr(node.arena, "give_back", pytest.fail)
     node.sizing.limit = 3
     report = node.sizing.report()
-    closed = node.directory.set_slab_target("n", 3, report[2], 0.0)
+    closed = node.directory.set_slab_target("n", 3, report.given_back, 0.0)
     node.sizing.limit = LIMIT
-    node.sizing.on_directory_reply(report, *closed)
+    node.sizing.on_directory_reply(report, SlabTarget(*closed))
     node.settle(LIMIT)
     assert all(node.store(i, 60) for i in range(8)) and node.arena.given_back() == []
 
