@@ -1,6 +1,9 @@
-"""One memory of a node, its own or a GPU's: what the directory has as a node."""
+"""One memory of a node, its own or a GPU's: what the directory calls a node.
 
-import logging
+It joins the directory, reports its slabs with every heartbeat, and carries out what the answers ask for. The node
+store owns one for the node and one for each GPU.
+"""
+
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -23,33 +26,32 @@ from raykv.protocol import (
 )
 from raykv.transports.selector import TransportSelector
 
-log = logging.getLogger("raykv")
 JOIN_DEADLINE_S = 30.0
 
 
 class NodeMemory:
-    """An arena, how its blocks cross nodes, and what the directory calls it."""
+    """An arena, the transports its blocks cross nodes by, and its index in locations."""
 
     def __init__(
         self,
         name: str,
         arena: Arena,
-        lanes: TransportSelector,
+        transports: TransportSelector,
         report: Callable[[], SlabReport],
         on_directory_reply: Callable[[SlabReport, SlabTarget], None],
     ) -> None:
-        """name: see `raykv.protocol.host_of`. report: of its slabs. on_directory_reply: takes the answer to it."""
-        self.name, self.arena, self.lanes = name, arena, lanes
-        self.index = -1
+        """name: see `raykv.protocol.host_of`. report: of the arena's slabs. on_directory_reply: takes its answer."""
+        self.name, self.arena, self.transports = name, arena, transports
+        self.index = -1  # in locations; -1 until it has joined
         self.joined = threading.Event()
         self._report, self._on_directory_reply = report, on_directory_reply
 
     def heartbeat(self, directory: Any) -> bool:
-        """Say that it is there, or tell a directory that does not know it what is here. Returns whether it did that.
+        """Report to the directory, and join one that does not know this memory. Returns whether it joined.
 
-        RayError if it does not answer; ValueError if it is not the one in charge.
+        Raises RayError if the directory does not answer, ValueError if it is not the one in charge.
         """
-        if not self.joined.is_set():  # a restarted store: the directory may know what it had, but not this arena
+        if not self.joined.is_set():  # a restarted store: the directory may know its node, but not this arena
             self._join(directory)
         report = self._report()
         reply = ray.get(directory.heartbeat.remote(self.name, tuple(report)), timeout=2 * HEARTBEAT_S)
@@ -67,8 +69,8 @@ class NodeMemory:
 
     def _join(self, directory: Any) -> None:
         arena = self.arena
-        arena_description = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
-        joined = Joined(*ray.get(directory.join.remote(self.name, tuple(arena_description)), timeout=JOIN_DEADLINE_S))
+        described = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
+        joined = Joined(*ray.get(directory.join.remote(self.name, tuple(described)), timeout=JOIN_DEADLINE_S))
         if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
             raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
         inventory = self._inventory(joined.node)
@@ -78,6 +80,7 @@ class NodeMemory:
         self.joined.set()
 
     def _inventory(self, index: int) -> Inventory:
+        """What lies in the arena, in locations of that index."""
         found = self.arena.inventory()
         found.blocks["node"] = found.busy["node"] = index
         return Inventory(
@@ -89,6 +92,7 @@ class NodeMemory:
         )
 
     def _sweep(self, directory: Any, locations: NDArray[np.void]) -> None:
+        """Tell the directory which quarantined slots (n LOCATIONs) their writers have let go."""
         verdicts = self.arena.sweep(locations)
         keys, generations = self.arena.identify(locations)
         result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
