@@ -13,7 +13,7 @@ from raykv.client.match import Match
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import CacheId, Keys
-from raykv.protocol import KEY_BYTES
+from raykv.protocol import KEY_BYTES, SoleCopies
 
 ASK_S = 10.0  # for a question without blocks: who leaves has no use for a quick refusal
 ATTACH_S = 30.0  # for a process on another node to be there
@@ -52,7 +52,7 @@ def _left(pool: str, node_id: str, before: int) -> int:
         answer = ray.get(registry.find_directory(pool).sole_copies.remote(node_id), timeout=ASK_S)
     except (RayError, ValueError):  # restarting
         return before
-    return before if answer is None else int(answer[2])
+    return before if answer is None else SoleCopies(*answer).total
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -66,10 +66,10 @@ def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seco
             answer = ray.get(directory.sole_copies.remote(leaving), timeout=ASK_S)
             if answer is None:
                 return
-            locations, keys, _ = answer
-            sizes = np.frombuffer(ray.get(store.sizes.remote(locations), timeout=ASK_S), np.int64)
-            names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-            mine = {size: names[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
+            blocks = SoleCopies(*answer)
+            sizes = np.frombuffer(ray.get(store.sizes.remote(blocks.locations), timeout=ASK_S), np.int64)
+            keys = np.frombuffer(blocks.keys, np.uint8).reshape(-1, KEY_BYTES)
+            mine = {size: keys[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
             pulled = sum(_fetch(session, part, size, end) for size, part in mine.items())
             if not pulled:
                 return

@@ -314,5 +314,3 @@ class BlocksRead(NamedTuple):
     checksums: bytes  # uint64, xxh3_64
     positions: bytes  # uint32, in the chain
     runs: list[NDArray[np.uint8]]  # bytes of the masked, one after the other; unchecked
-
-

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import ray
 from helpers.pools import BLOCK, MIB, Worker, eventually, kill, read, store, tokens, worker
-from numpy.typing import NDArray
 
 import raykv
 from raykv import registry

@@ -486,7 +486,8 @@ def test_nobody_waits_for_a_tier_that_does_not_give_blocks(moody: raykv.KVPool, 
     """Reads of memory, and another node's too, are not behind those of the tier, of which there are many."""
     mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
     cold = prompts(mine, 24, blocks=1)
-    push_out(moody, mine, np.concatenate(cold))
+    cold_keys: Any = np.concatenate(cold)
+    push_out(moody, mine, cold_keys)
     near, far = prompts(mine, 2, blocks=4)
     push_out(moody, mine, far)
     eventually(lambda: ray.get(there.holds.remote(far), timeout=60))  # there, and nowhere else

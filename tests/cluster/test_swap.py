@@ -144,8 +144,8 @@ def test_an_engine_that_dies_lets_go(cache: raykv.KVCache, pool: raykv.KVPool) -
 def test_what_is_pinned_stays_until_it_is_unpinned(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
     keys = cache.keys(tokens(6, 20))
     keep(cache, keys)
-    unknown = cache.keys(tokens(7, 5))
-    assert cache.pin(np.concatenate([keys, unknown])) == 20 and cache.pin(keys) == 20
+    pinned: Any = np.concatenate([keys, cache.keys(tokens(7, 5))])
+    assert cache.pin(pinned) == 20 and cache.pin(keys) == 20
     fill(cache, 6)
     assert read(cache, keys)[:3] == (20, 20, 0) and pool.stats()["pinned"] == 20
     cache.unpin(keys)

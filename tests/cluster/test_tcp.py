@@ -120,7 +120,8 @@ def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> N
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 20))
     keep(cache, keys)
-    ray.get(node_store(pool, pool.node_id).__ray_call__.remote(lambda store: store._memory.lanes.close()), timeout=60)
+    store = node_store(pool, pool.node_id)
+    ray.get(store.__ray_call__.remote(lambda store: store._memory.transports.close()), timeout=60)
     found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys), timeout=60)
     assert found[:3] == (20, 20, 0)
     assert read(cache, keys).read == 20

@@ -1,7 +1,6 @@
 """Nodes that are about to leave, and blocks that stay or go because somebody said so, by example."""
 
 import struct
-import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from raykv import registry
 from raykv.directory import directory, tier_catalog
 from raykv.directory.kernels import index
 from raykv.protocol import Inventory
+from raykv.system.periodic import Periodic
 
 SLAB = 8 * PAGE
 
@@ -264,7 +264,8 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
         return int(answer)
 
     watch = supervisor.Supervisor.__new__(supervisor.Supervisor)
-    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set(), _stopped=threading.Event())
+    loop = Periodic("", lambda: None, lambda _: None)
+    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set(), _loop=loop)
     monkeypatch.setattr(supervisor, "DRAIN_AGAIN_S", 0.0)
     monkeypatch.setattr(supervisor, "drain", drain)
     monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
