@@ -7,10 +7,23 @@ from typing import Any
 
 import raykv.directory.directory
 from raykv import registry
-from raykv.protocol import Call
+from raykv.protocol import (
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    DemotionReport,
+    ExistingBlocks,
+    GpuDemotionReport,
+    Inventory,
+    MatchRequest,
+    NextWindowRequest,
+    ReserveRequest,
+    SlabReport,
+    SweepResult,
+    TierReport,
+)
 
-News = tuple[int, int, bytes, bytes, bytes]  # a Call
-Answer = tuple[Any, ...]
+Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple
 
 
 class Directory:
@@ -30,103 +43,90 @@ class Directory:
     def ping(self) -> int:
         return os.getpid()
 
-    def match(self, call: News, lease: int, node: str, keys: bytes, block_bytes: int) -> Answer:
-        return tuple(self._directory.match(Call(*call), lease, node, keys, block_bytes, time.monotonic()))
+    def match(self, call: Message, request: Message) -> Message:
+        return tuple(self._directory.match(Call(*call), MatchRequest(*request), time.monotonic()))
 
-    def next_window(self, call: News, lease: int, start: int, block_bytes: int) -> Answer:
-        return tuple(self._directory.next_window(Call(*call), lease, start, block_bytes, time.monotonic()))
+    def next_window(self, call: Message, request: Message) -> Message:
+        return tuple(self._directory.next_window(Call(*call), NextWindowRequest(*request), time.monotonic()))
 
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
         return self._directory.locate_prefix(keys)
 
-    def reserve(self, call: News, reservation: int, node: str, keys: bytes, start: int, block_bytes: int) -> Answer:
-        return tuple(
-            self._directory.reserve(Call(*call), reservation, node, keys, start, block_bytes, time.monotonic())
-        )
+    def reserve(self, call: Message, request: Message) -> Message:
+        return tuple(self._directory.reserve(Call(*call), ReserveRequest(*request), time.monotonic()))
 
-    def commit(self, call: News, reservation: int, locations: bytes, keys: bytes, written: bytes) -> tuple[int, int]:
-        return self._directory.commit(Call(*call), reservation, locations, keys, written, time.monotonic())
+    def commit(self, call: Message, request: Message) -> Message:
+        return tuple(self._directory.commit(Call(*call), CommitRequest(*request), time.monotonic()))
 
-    def pin(self, call: News, keys: bytes) -> tuple[int, int]:
-        return self._directory.pin(Call(*call), keys, time.monotonic())
+    def pin(self, call: Message, keys: bytes) -> Message:
+        return tuple(self._directory.pin(Call(*call), keys, time.monotonic()))
 
-    def unpin(self, call: News, keys: bytes) -> int:
-        return self._directory.unpin(Call(*call), keys, time.monotonic())
+    def unpin(self, call: Message, keys: bytes) -> Message:
+        return tuple(self._directory.unpin(Call(*call), keys, time.monotonic()))
 
-    def forget(self, call: News, keys: bytes) -> int:
-        return self._directory.forget(Call(*call), keys, time.monotonic())
+    def forget(self, call: Message, keys: bytes) -> Message:
+        return tuple(self._directory.forget(Call(*call), keys, time.monotonic()))
 
-    def preempted(self, call: News, keys: bytes) -> tuple[int, int]:
-        return self._directory.preempted(Call(*call), keys, time.monotonic())
+    def preempted(self, call: Message, keys: bytes) -> Message:
+        return tuple(self._directory.preempted(Call(*call), keys, time.monotonic()))
 
-    def client_heartbeat(self, call: News) -> int:
-        return self._directory.client_heartbeat(Call(*call), time.monotonic())
+    def client_heartbeat(self, call: Message) -> Message:
+        return tuple(self._directory.client_heartbeat(Call(*call), time.monotonic()))
 
     def disconnect(self, client: int) -> None:
         self._directory.disconnect(client, time.monotonic())
 
-    def join(self, name: str, nonce: bytes, slab_bytes: int, slab_count: int, epoch: int) -> tuple[int, int]:
+    def join(self, name: str, arena: Message) -> Message:
         before = self._directory.epoch
-        answer = self._directory.join(name, nonce, slab_bytes, slab_count, epoch, time.monotonic())
-        if answer[1] != before:  # the arena knew of later directories than Ray did
-            registry.take_epoch(self._pool, answer[1])
-        return answer
+        joined = self._directory.join(name, ArenaDescription(*arena), time.monotonic())
+        if joined.epoch != before:  # the arena knew of later directories than Ray did
+            registry.take_epoch(self._pool, joined.epoch)
+        return tuple(joined)
 
-    def adopt(
-        self,
-        name: str,
-        offered: int,
-        limit: int,
-        given_back: bytes,
-        locations: bytes,
-        keys: bytes,
-        positions: bytes,
-        stamps: bytes,
-        busy: bytes,
-    ) -> None:
-        self._directory.set_slab_target(name, limit, given_back, time.monotonic())
-        self._directory.adopt(name, locations, keys, positions, stamps, busy, time.monotonic(), offered)
+    def adopt(self, name: str, report: Message, found: Message) -> None:
+        slabs = SlabReport(*report)
+        self._directory.set_slab_target(name, slabs, time.monotonic())
+        self._directory.adopt(name, Inventory(*found), time.monotonic(), slabs.offered)
 
-    def heartbeat(
-        self, name: str, offered: int, limit: int, given_back: bytes
-    ) -> tuple[tuple[int, int, bytes], tuple[int, bytes]] | None:
-        """Answers of `heartbeat` and `set_slab_target`."""
-        fitting = self._directory.set_slab_target(name, limit, given_back, time.monotonic())
-        answer = self._directory.heartbeat(name, offered, time.monotonic())
-        return answer and (answer, fitting)
+    def heartbeat(self, name: str, report: Message) -> tuple[Message, Message] | None:
+        """A Heartbeat and a SlabTarget; None where the node must `join` again."""
+        slabs = SlabReport(*report)
+        target = self._directory.set_slab_target(name, slabs, time.monotonic())
+        answer = self._directory.heartbeat(name, slabs.offered, time.monotonic())
+        return None if answer is None else (tuple(answer), tuple(target))
 
-    def sweep_result(self, locations: bytes, verdicts: bytes, keys: bytes, gens: bytes) -> None:
-        self._directory.sweep_result(locations, verdicts, keys, gens, time.monotonic())
+    def sweep_result(self, result: Message) -> None:
+        self._directory.sweep_result(SweepResult(*result), time.monotonic())
 
     def leave(self, name: str) -> None:
         self._directory.leave(name, time.monotonic())
 
-    def sole_copies(self, name: str) -> tuple[bytes, bytes, int] | None:
-        return self._directory.sole_copies(name, time.monotonic())
+    def sole_copies(self, name: str) -> Message | None:
+        answer = self._directory.sole_copies(name, time.monotonic())
+        return None if answer is None else tuple(answer)
 
     def remove_node(self, name: str) -> int:
         return self._directory.remove_node(name, time.monotonic())
 
-    def tier_heartbeat(
-        self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes
-    ) -> tuple[int, bool] | None:
-        return self._directory.tier_heartbeat(name, capacity, shared, reached, lost, time.monotonic())
+    def tier_heartbeat(self, name: str, report: Message) -> Message | None:
+        reply = self._directory.tier_heartbeat(name, TierReport(*report), time.monotonic())
+        return None if reply is None else tuple(reply)
 
-    def report_existing(self, name: str, keys: bytes, sizes: bytes, last: bool) -> None:
-        self._directory.report_existing(name, keys, sizes, last, time.monotonic())
+    def report_existing(self, name: str, existing: Message) -> None:
+        self._directory.report_existing(name, ExistingBlocks(*existing), time.monotonic())
 
-    def demote(self, name: str, locations: bytes, keys: bytes, stored: bytes, seen: int, whole: bool) -> Answer:
-        return tuple(self._directory.demote(name, locations, keys, stored, seen, whole, time.monotonic()))
+    def demote(self, name: str, report: Message) -> Message:
+        return tuple(self._directory.demote(name, DemotionReport(*report), time.monotonic()))
 
-    def demote_gpu(self, name: str, locations: bytes, stored: bytes) -> Answer:
-        return tuple(self._directory.demote_gpu(name, locations, stored, time.monotonic()))
+    def demote_gpu(self, name: str, report: Message) -> Message:
+        return tuple(self._directory.demote_gpu(name, GpuDemotionReport(*report), time.monotonic()))
 
     def nodes(self) -> dict[int, str]:
-        """Ray node ids by the index that places carry, of nodes and of their own tiers."""
+        """Ray node ids by the index that locations carry, of nodes and of their own tiers."""
         return self._directory.indices()
 
     def clear(self) -> tuple[int, int]:
-        """(generation up to which all is forgotten, keys there were)."""
+        """(generation up to which all blocks are forgotten, how many keys there were)."""
         keys = self._directory.clear(time.monotonic())
         return self._directory.floor, keys
 

@@ -1,7 +1,6 @@
 """How a node is emptied before it leaves: what is nowhere else goes to a tier that outlives it, or to other nodes."""
 
 import time
-from typing import Any
 
 import numpy as np
 import ray
@@ -10,10 +9,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import registry
-from raykv.client.cache import KVCache
-from raykv.client.pool import KVPool
+from raykv.client.match import Match
+from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
-from raykv.protocol import KEY_BYTES
+from raykv.keys import CacheId, Keys
+from raykv.protocol import KEY_BYTES, SoleCopies
 
 ASK_S = 10.0  # for a question without blocks: who leaves has no use for a quick refusal
 ATTACH_S = 30.0  # for a process on another node to be there
@@ -52,13 +52,13 @@ def _left(pool: str, node_id: str, before: int) -> int:
         answer = ray.get(registry.find_directory(pool).sole_copies.remote(node_id), timeout=ASK_S)
     except (RayError, ValueError):  # restarting
         return before
-    return before if answer is None else int(answer[2])
+    return before if answer is None else SoleCopies(*answer).total
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seconds: float) -> None:
     """Pull a share of a leaving node's blocks to this node, youngest first, until none is left or none comes."""
-    client, end = KVPool(pool, here), time.monotonic() + seconds
+    session, end = Session(pool, here), time.monotonic() + seconds
     try:
         store = registry.find(registry.node_store_name(pool, leaving))
         while time.monotonic() < end:
@@ -66,25 +66,25 @@ def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seco
             answer = ray.get(directory.sole_copies.remote(leaving), timeout=ASK_S)
             if answer is None:
                 return
-            locations, keys, _ = answer
-            sizes = np.frombuffer(ray.get(store.sizes.remote(locations), timeout=ASK_S), np.int64)
-            names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-            mine = {size: names[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
-            pulled = sum(_fetch(client, part, size, end) for size, part in mine.items())
+            blocks = SoleCopies(*answer)
+            sizes = np.frombuffer(ray.get(store.sizes.remote(blocks.locations), timeout=ASK_S), np.int64)
+            keys = np.frombuffer(blocks.keys, np.uint8).reshape(-1, KEY_BYTES)
+            mine = {size: keys[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
+            pulled = sum(_fetch(session, part, size, end) for size, part in mine.items())
             if not pulled:
                 return
     finally:
-        client.close()
+        session.close()
 
 
-def _fetch(client: Any, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
+def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
     """Bring blocks here, as long as there is time. Returns how many came."""
-    pulled, cache = 0, KVCache(client, b"", 1, block_bytes, 1.0)
+    pulled, cache = 0, CacheId("", 1, block_bytes, b"")  # of whatever caches: only the blocks' size is known
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]
         while len(part) and time.monotonic() < end:
-            with cache.match(part) as match:
+            with Match(session, Keys(part, cache), tokens_per_s=1.0) as match:
                 pulled += match.fetch(whole=True)
                 part = part[match.num_blocks + 1 :]  # the one that ended the match is gone
-    client.link.call("client_heartbeat")  # what has landed is said before it is counted
+    session.directory.heartbeat()  # the directory learns what was pulled before it counts
     return pulled

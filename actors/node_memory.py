@@ -1,6 +1,9 @@
-"""One memory of a node, its own or a GPU's: what the directory has as a node."""
+"""One memory of a node, its own or a GPU's: what the directory calls a node.
 
-import logging
+It joins the directory, reports its slabs with every heartbeat, and carries out what the answers ask for. The node
+store owns one for the node and one for each GPU.
+"""
+
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,68 +14,86 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.config import HEARTBEAT_S
-from raykv.protocol import LOCATION
+from raykv.protocol import (
+    LOCATION,
+    ArenaDescription,
+    Heartbeat,
+    Inventory,
+    Joined,
+    SlabReport,
+    SlabTarget,
+    SweepResult,
+)
 from raykv.transports.selector import TransportSelector
 
-log = logging.getLogger("raykv")
 JOIN_DEADLINE_S = 30.0
-Report = tuple[int, int, bytes]  # what a directory's `heartbeat` and `adopt` take: see Sizing.report
 
 
 class NodeMemory:
-    """An arena, how its blocks cross nodes, and what the directory calls it."""
+    """An arena, the transports its blocks cross nodes by, and its index in locations."""
 
     def __init__(
         self,
         name: str,
         arena: Arena,
-        lanes: TransportSelector,
-        report: Callable[[], Report],
-        on_directory_reply: Callable[[Report, int, bytes], None],
+        transports: TransportSelector,
+        report: Callable[[], SlabReport],
+        on_directory_reply: Callable[[SlabReport, SlabTarget], None],
     ) -> None:
-        """name: see `raykv.protocol.host_of`. report: of its slabs. on_directory_reply: takes the answer to it."""
-        self.name, self.arena, self.lanes = name, arena, lanes
-        self.index = -1
+        """name: see `raykv.protocol.host_of`. report: of the arena's slabs. on_directory_reply: takes its answer."""
+        self.name, self.arena, self.transports = name, arena, transports
+        self.index = -1  # in locations; -1 until it has joined
         self.joined = threading.Event()
         self._report, self._on_directory_reply = report, on_directory_reply
 
     def heartbeat(self, directory: Any) -> bool:
-        """Say that it is there, or tell a directory that does not know it what is here. Returns whether it did that.
+        """Report to the directory, and join one that does not know this memory. Returns whether it joined.
 
-        RayError if it does not answer; ValueError if it is not the one in charge.
+        Raises RayError if the directory does not answer, ValueError if it is not the one in charge.
         """
-        if not self.joined.is_set():  # a restarted store: the directory may know what it had, but not this arena
+        if not self.joined.is_set():  # a restarted store: the directory may know its node, but not this arena
             self._join(directory)
         report = self._report()
-        answer = ray.get(directory.heartbeat.remote(self.name, *report), timeout=2 * HEARTBEAT_S)
-        if answer is None:
+        reply = ray.get(directory.heartbeat.remote(self.name, tuple(report)), timeout=2 * HEARTBEAT_S)
+        if reply is None:
             self._join(directory)
             return True
-        (epoch, floor, quarantined), closed = answer
-        if epoch < self.arena.epoch:
-            raise ValueError(f"a directory of epoch {epoch} answered, {self.arena.epoch} is known")
-        self._on_directory_reply(report, *closed)
-        self.arena.raise_floor(floor)
-        if quarantined:
-            self._sweep(directory, np.frombuffer(quarantined, LOCATION))
+        heartbeat, slab_target = Heartbeat(*reply[0]), SlabTarget(*reply[1])
+        if heartbeat.epoch < self.arena.epoch:
+            raise ValueError(f"a directory of epoch {heartbeat.epoch} answered, {self.arena.epoch} is known")
+        self._on_directory_reply(report, slab_target)
+        self.arena.raise_floor(heartbeat.floor)
+        if heartbeat.sweep:
+            self._sweep(directory, np.frombuffer(heartbeat.sweep, LOCATION))
         return False
 
     def _join(self, directory: Any) -> None:
         arena = self.arena
-        report = self._report()
-        joined = directory.join.remote(self.name, arena.nonce, arena.slab_bytes, report[1], arena.epoch)
-        index, epoch = ray.get(joined, timeout=JOIN_DEADLINE_S)
-        if not arena.raise_epoch(epoch):  # before the inventory: grants of an older directory are void from here
-            raise ValueError(f"a directory of epoch {epoch} answered, {arena.epoch} is known")
-        found = arena.inventory()
-        found.blocks["node"] = found.busy["node"] = index
-        columns = (found.blocks, found.keys, found.positions, found.stamps, found.busy)
-        adopted = directory.adopt.remote(self.name, *self._report(), *(column.tobytes() for column in columns))
+        described = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
+        joined = Joined(*ray.get(directory.join.remote(self.name, tuple(described)), timeout=JOIN_DEADLINE_S))
+        if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
+            raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
+        inventory = self._inventory(joined.node)
+        adopted = directory.adopt.remote(self.name, tuple(self._report()), tuple(inventory))
         ray.get(adopted, timeout=JOIN_DEADLINE_S)
-        self.index = index
+        self.index = joined.node
         self.joined.set()
 
+    def _inventory(self, index: int) -> Inventory:
+        """What lies in the arena, in locations of that index."""
+        found = self.arena.inventory()
+        found.blocks["node"] = found.busy["node"] = index
+        return Inventory(
+            locations=found.blocks.tobytes(),
+            keys=found.keys.tobytes(),
+            positions=found.positions.tobytes(),
+            stamps=found.stamps.tobytes(),
+            writing=found.busy.tobytes(),
+        )
+
     def _sweep(self, directory: Any, locations: NDArray[np.void]) -> None:
+        """Tell the directory which quarantined slots (n LOCATIONs) their writers have let go."""
         verdicts = self.arena.sweep(locations)
-        keys, gens = self.arena.identify(locations)
-        directory.sweep_result.remote(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), gens.tobytes())
+        keys, generations = self.arena.identify(locations)
+        result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
+        directory.sweep_result.remote(tuple(result))

@@ -1,297 +1,302 @@
-"""The store of one node: owns its arena, serves its blocks to other nodes and pulls theirs."""
+"""The store of one node: owns its arenas and its external tier, serves its blocks to other nodes and pulls theirs.
+
+A store is an actor with several groups of threads. Clients of the node map its arena and copy blocks themselves; they
+call the store only for blocks that are elsewhere.
+"""
 
 import logging
 import os
 import threading
-import time
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
-from raykv.actors.demoter import Demoter, open_external, seed
+from raykv.actors.demoter import Demoter, content_seed, open_external
+from raykv.actors.directory_loop import DirectoryLoop
 from raykv.actors.gpu import GpuDemoter, open_gpus
 from raykv.actors.node_memory import JOIN_DEADLINE_S, NodeMemory
-from raykv.actors.resizer import Resizer, size_of
+from raykv.actors.peers import Peers
+from raykv.actors.resizer import Resizer, SavedSize
+from raykv.actors.single_flight import SingleFlight
 
 from raykv import registry
 from raykv.arena.arena import Arena, open_own, remove_left_behind
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError
-from raykv.protocol import FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline
+from raykv.protocol import (
+    FAILED,
+    KEY_BYTES,
+    LOCATION,
+    PULLED,
+    BlocksRead,
+    StoreDescription,
+    Transfer,
+    data_deadline,
+    is_tier,
+)
 from raykv.system import free_memory
 from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
-# Calls at a time. A push waits for its peer's pull and that for our read: each kind has threads of its own, or stores
-# that are busy with each other would wait for good. So have pulls from a tier, and reads of it: memory waits for none.
+# Threads by concurrency group. A push waits for its peer's pull, and that for our read: each has threads of its own,
+# else stores that are busy with each other would wait for good. So have pulls from a tier ("promote") and reads of one
+# ("lift"): memory waits for neither.
 GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "lift": 8, "resize": 4}
 
 
-class NodeStore:
-    """Owns a node's tiers: its memory, that of its GPUs, and what is below."""
+class StoreSettings(NamedTuple):
+    """What a node store needs of its pool's settings; see PoolConfig."""
 
-    def __init__(
-        self,
-        pool: str,
-        node_id: str,
-        cpu_memory: float | int,
-        gpu_memory: float | int,
-        secret: bytes,
-        transport: str,
-        external: str | None,
-    ) -> None:
+    cpu_memory: float | int
+    gpu_memory: float | int
+    transport: str
+    external: str | None
+    secret: bytes
+
+
+class NodeStore:
+    """Owns a node's tiers: its memory, that of its GPUs, and its external tier."""
+
+    def __init__(self, pool: str, node_id: str, settings: StoreSettings) -> None:
         """Raises CapacityError where the node cannot afford `cpu_memory`, or one of its GPUs `gpu_memory`.
 
-        Serves without `external` while that can't be used (see PoolConfig).
+        Serves without the external tier while that can't be used.
         """
         self._pool, self._node_id = pool, node_id
-        total, mark = free_memory.total_bytes(), fingerprint(pool, secret)
-        slab = slab_bytes(capacity_bytes(cpu_memory, total))
-        limit = max(1, capacity_bytes(size_of(pool, node_id, cpu_memory), total) // slab)
+        pool_fingerprint = fingerprint(pool, settings.secret)
+        saved_size, total = SavedSize(pool, node_id), free_memory.total_bytes()
+        slab = slab_bytes(capacity_bytes(settings.cpu_memory, total))
+        limit = max(1, capacity_bytes(saved_size.load(settings.cpu_memory), total) // slab)
         self._size = limit * slab
-        tier = open_external(pool, mark, external, registry.get(pool, "tier")) if external else None
-        if tier and not tier[0].open(seed(pool)):
-            log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
-        # Laid out for all of the node's memory: what is not offered takes none.
-        self._arena: Arena = open_own(pool, mark, slab, max(total // slab, limit), free_memory.check, limit=limit)
+        tier = None
+        if settings.external:
+            tier = open_external(pool, pool_fingerprint, settings.external, registry.get(pool, "tier"))
+            if not tier[0].open(content_seed(pool)):
+                log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
+        # Laid out for all of the node's memory: slabs that are not offered take none.
+        slabs = max(total // slab, limit)
+        self._arena: Arena = open_own(pool, pool_fingerprint, slab, slabs, free_memory.check, limit=limit)
         self._demoter = Demoter(pool, node_id, self._arena, *tier) if tier else None
-        lanes = open_transports(self._arena, transport, ray.util.get_node_ip_address())
-        self._resizer = Resizer(pool, node_id, self._arena, limit, self._demoter, lanes.withdraw)
-        self._memory = NodeMemory(node_id, self._arena, lanes, self._resizer.report, self._resizer.on_directory_reply)
-        gpus = open_gpus(pool, node_id, mark, gpu_memory, transport)
-        self._homes = [self._memory, *gpus]
+        transports = open_transports(self._arena, settings.transport, ray.util.get_node_ip_address())
+        self._resizer = Resizer(saved_size, self._arena, limit, self._demoter, transports.withdraw)
+        report, on_reply = self._resizer.report, self._resizer.on_directory_reply
+        self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
+        gpus = open_gpus(pool, node_id, pool_fingerprint, settings.gpu_memory, settings.transport)
+        self._memories = [self._memory, *gpus]
         self._gpu_demoters = [GpuDemoter(pool, gpu, self._memory) for gpu in gpus]
-        self._peers: dict[int, Peer] = {}
+        self._peers = Peers(self._look_up)
+        self._pulls = SingleFlight()
         self._pulled = 0
-        self._pulling: dict[tuple[int, int, int], Future[int]] = {}
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        for home in self._homes:  # none waits for another
-            threading.Thread(target=self._heartbeat_forever, args=(home,), name="raykv-beat", daemon=True).start()
+        self._lock = threading.Lock()  # guards _pulled
+        self._heartbeats = [self._heartbeat_of(memory) for memory in self._memories]  # no memory waits for another
+        for loop in self._heartbeats:
+            loop.start()
 
     def __repr__(self) -> str:
         return f"NodeStore(pool={self._pool}, node={self._node_id[:8]}, cpu={self._size / (1 << 30):.1f}GiB)"
 
     # ------------------------------------------------------------------ for clients of this node
 
-    def describe_arena(self, gpu: str | None = None) -> dict[str, Any]:
-        """Where the arena is, and what the directory calls it: that of a GPU of the node, if it has one.
+    def describe_arena(self, gpu: str | None = None) -> tuple[Any, ...]:
+        """The StoreDescription of the node's arena, or of that of the GPU of this UUID if the node has one.
 
-        Waits until it has joined.
+        Waits until the arena has joined the directory. Raises TimeoutError past JOIN_DEADLINE_S.
         """
         name = f"{self._node_id}/{gpu}"
-        home = next((home for home in self._homes if home.name == name), self._memory)
-        if not home.joined.wait(JOIN_DEADLINE_S):
+        memory = next((memory for memory in self._memories if memory.name == name), self._memory)
+        if not memory.joined.wait(JOIN_DEADLINE_S):
             raise TimeoutError(f"{self!r} has not reached the directory in {JOIN_DEADLINE_S:.0f} s")
-        arena = home.arena
+        arena = memory.arena
         handle = arena.handle if isinstance(arena, GpuArena) else b""
-        return {
-            "name": home.name,
-            "path": arena.path,
-            "nonce": arena.nonce,
-            "index": home.index,
-            "handle": handle,
-        }
-
-    def _home(self, name: str) -> NodeMemory:
-        for home in self._homes:
-            if home.name == name:
-                return home
-        raise ValueError(f"{self!r} has no {name}, but {', '.join(home.name for home in self._homes)}")
-
-    def _home_at(self, index: int) -> NodeMemory:
-        """Where places of an index are; of one that an earlier directory gave, in the node's memory."""
-        return next((home for home in self._homes if home.index == index), self._memory)
+        return tuple(StoreDescription(memory.name, arena.path, arena.nonce, memory.index, handle))
 
     @ray.method(concurrency_group="pull")
-    def pull(self, source: bytes, keys: bytes, target: bytes) -> bytes:
-        """Fetch blocks of other nodes into slots of this arena; uint8 verdicts, FAILED, PULLED or ALTERED.
+    def pull(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
+        """Fetch the blocks of a Transfer into slots of this node. Returns a uint8 verdict for each.
 
-        source, target: LOCATIONs. Two pulls into the same slot happen once.
+        Concurrent pulls into the same slot happen once.
         """
-        at, to = np.frombuffer(source, LOCATION), np.frombuffer(target, LOCATION)
-        names = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-        slots = [(int(p["slab"]), int(p["slot"]), int(p["gen"])) for p in to]
-        mine = []
-        with self._lock:
-            for i, slot in enumerate(slots):
-                if slot not in self._pulling:
-                    self._pulling[slot] = Future()
-                    mine.append(i)
-            waits = [self._pulling[slot] for slot in slots]
-        verdicts = np.full(len(at), FAILED, np.uint8)
-        try:
-            if mine:
-                verdicts[mine] = self._fetch(at[mine], names[mine], to[mine])
-        finally:
-            with self._lock:
-                for i in mine:
-                    del self._pulling[slots[i]]
-                    waits[i].set_result(int(verdicts[i]))
-        end = time.monotonic() + data_deadline(int(at["bytes"].sum()))
-        for i in set(range(len(at))) - set(mine):
-            try:
-                verdicts[i] = waits[i].result(max(0.0, end - time.monotonic()))
-            except TimeoutError:
-                break
-        return verdicts.tobytes()
+        source, keys, target = _arrays(transfer)
+        slots = [(int(slot["slab"]), int(slot["slot"]), int(slot["gen"])) for slot in target]
+
+        def fetch(mine: list[int]) -> NDArray[np.uint8]:
+            return self._fetch(source[mine], keys[mine], target[mine])
+
+        return self._pulls.do(slots, fetch, data_deadline(int(source["bytes"].sum()))).tobytes()
 
     @ray.method(concurrency_group="push")
-    def push(self, source: bytes, keys: bytes, target: bytes) -> bytes:
-        """Have other nodes fetch blocks of this arena into slots that were granted there; verdicts as of `pull`."""
-        to = np.frombuffer(target, LOCATION)
-        at, names = np.frombuffer(source, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-        verdicts = np.full(len(to), FAILED, np.uint8)
-        for index in np.unique(to["node"]).tolist():
-            there = to["node"] == index
-            args = at[there].tobytes(), names[there].tobytes(), to[there].tobytes()
+    def push(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
+        """Have other nodes pull the blocks of a Transfer out of slots of this node. Returns verdicts as `pull`."""
+        source, keys, target = _arrays(transfer)
+        verdicts = np.full(len(target), FAILED, np.uint8)
+        for index in np.unique(target["node"]).tolist():
+            there = target["node"] == index
+            part = Transfer(source[there].tobytes(), keys[there].tobytes(), target[there].tobytes())
             try:
-                answer = self._peer(index).store.pull.remote(*args)
-                deadline = data_deadline(int(to["bytes"][there].sum()))
+                answer = self._peers.get(index).store.pull.remote(tuple(part))
+                deadline = data_deadline(int(target["bytes"][there].sum()))
                 verdicts[there] = np.frombuffer(ray.get(answer, timeout=deadline), np.uint8)
             except (RayError, ValueError, KeyError) as error:
                 log.debug("push to node %d: %r", index, error)
-                self._peers.pop(index, None)
+                self._peers.forget(index)
         return verdicts.tobytes()
 
-    def _fetch(self, at: NDArray[np.void], keys: NDArray[np.uint8], to: NDArray[np.void]) -> NDArray[np.uint8]:
-        home = self._home_at(int(to["node"][0]))
-        _, _, there = home.arena.read_headers(to, keys)  # another reader's pull was faster
+    def _fetch(self, source: NDArray[np.void], keys: NDArray[np.uint8], target: NDArray[np.void]) -> NDArray[np.uint8]:
+        """Copy blocks from wherever they are into slots of one memory of this node. Returns (n,) verdicts."""
+        memory = self._memory_at(int(target["node"][0]))
+        _, _, there = memory.arena.read_headers(target, keys)  # another reader's pull was faster
         verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
-        for index in np.unique(at["node"][~there]).tolist():
-            wanted = np.flatnonzero((at["node"] == index) & ~there)
+        for index in np.unique(source["node"][~there]).tolist():
+            part = np.flatnonzero((source["node"] == index) & ~there)
             try:
-                verdicts[wanted] = self._fetch_from(index, at[wanted], keys[wanted], home, to[wanted])
+                verdicts[part] = self._fetch_from(index, source[part], keys[part], memory, target[part])
                 with self._lock:
-                    self._pulled += int((verdicts[wanted] == PULLED).sum())
+                    self._pulled += int((verdicts[part] == PULLED).sum())
             except (RayError, DeviceError, OSError, ValueError, KeyError) as error:
                 log.debug("pull from node %d: %r", index, error)
-                self._peers.pop(index, None)
+                self._peers.forget(index)
         return verdicts
 
     def _fetch_from(
-        self, index: int, at: NDArray[np.void], keys: NDArray[np.uint8], home: NodeMemory, to: NDArray[np.void]
+        self,
+        index: int,
+        source: NDArray[np.void],
+        keys: NDArray[np.uint8],
+        memory: NodeMemory,
+        target: NDArray[np.void],
     ) -> NDArray[np.uint8]:
+        """As `_fetch`, of blocks that are all in the memory or tier of one index."""
         if self._demoter and index == self._demoter.index:
-            return self._demoter.load(keys, home.arena, to)
-        for own in self._homes:
+            return self._demoter.copier.load(keys, memory.arena, target)
+        for own in self._memories:
             if own.index == index:
-                return copy_between(own.arena, at, keys, home.arena, to)
-        return home.lanes.pull(self._peer(index), at, keys, home.arena, to)
+                return copy_between(own.arena, source, keys, memory.arena, target)
+        return memory.transports.pull(self._peers.get(index), source, keys, memory.arena, target)
 
-    def _peer(self, index: int) -> Peer:
-        """The store of the node that places call `index`. KeyError or ValueError where there is none."""
-        if index not in self._peers:
-            nodes = ray.get(registry.find_directory(self._pool).nodes.remote(), timeout=1.0)
-            store = registry.find(registry.node_store_name(self._pool, nodes[index]))
-            self._peers[index] = Peer(nodes[index], store, external=bool(index & 1))
-        return self._peers[index]
+    def _look_up(self, index: int) -> Peer:
+        """The store of the node that locations call `index`. Raises KeyError or ValueError where there is none."""
+        nodes = ray.get(registry.find_directory(self._pool).nodes.remote(), timeout=1.0)
+        store = registry.find(registry.node_store_name(self._pool, nodes[index]))
+        return Peer(nodes[index], store, external=is_tier(index))
+
+    def _memory_at(self, index: int) -> NodeMemory:
+        """The memory of an index in locations; the node's own for one that an earlier directory gave."""
+        return next((memory for memory in self._memories if memory.index == index), self._memory)
+
+    def _memory_named(self, name: str) -> NodeMemory:
+        for memory in self._memories:
+            if memory.name == name:
+                return memory
+        raise ValueError(f"{self!r} has no {name}, but {', '.join(memory.name for memory in self._memories)}")
 
     # ------------------------------------------------------------------ for other nodes
 
     def offers(self, name: str) -> dict[str, Any]:
-        """What a peer needs to read from a memory of this node, by transport."""
-        return self._home(name).lanes.offers()
+        """What a peer needs to read from the memory of that name, by transport."""
+        return self._memory_named(name).transports.offers()
 
     @ray.method(concurrency_group="read")
     def serve(self, name: str, transport: str, *args: Any) -> Any:
-        """What a peer's pull by a transport asks of a memory of this node; see Transport.serve."""
-        return self._home(name).lanes.serve(transport, *args)
+        """Answer a question of a peer's transport about the memory of that name; see Transport.serve."""
+        return self._memory_named(name).transports.serve(transport, *args)
 
     @ray.method(concurrency_group="read")
-    def read(self, locations: bytes, keys: bytes) -> tuple[bytes, bytes, bytes, list[NDArray[np.uint8]]]:
-        """(uint8 mask, uint64 checksums, uint32 positions, bytes of the masked, not copied here: verify them).
-
-        Of blocks in this node's memory, or in its external tier.
-        """
-        at, names = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-        if self._demoter and len(at) and at["node"][0] == self._demoter.index:
-            return self._demoter.read(names, int(at["bytes"][0]))
-        arena = self._home_at(int(at["node"][0])).arena if len(at) else self._arena
-        sums, positions, ok, runs = arena.read_for_peer(at, names)
-        return ok.astype(np.uint8).tobytes(), sums.tobytes(), positions.tobytes(), runs
+    def read(self, locations: bytes, keys: bytes) -> tuple[Any, ...]:
+        """Blocks in one memory of this node, or in its external tier. Returns a BlocksRead; the reader verifies it."""
+        source, rows = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        if self._demoter and len(source) and source["node"][0] == self._demoter.index:
+            return tuple(self._demoter.copier.read(rows, int(source["bytes"][0])))
+        arena = self._memory_at(int(source["node"][0])).arena if len(source) else self._arena
+        checksums, positions, mask, runs = arena.read_for_peer(source, rows)
+        return tuple(BlocksRead(mask.astype(np.uint8).tobytes(), checksums.tobytes(), positions.tobytes(), runs))
 
     # ------------------------------------------------------------------ for the pool
 
     def ping(self) -> int:
+        """This process's id: the proof that it answers."""
         return os.getpid()
 
     def stats(self) -> dict[str, Any]:
-        """Since this process started: blocks pulled here from other nodes or from a tier, blocks found altered on
-        arrival, how other nodes were read from, and what went wrong with the external tier.
+        """Counters since this process started.
+
+        pulled: blocks copied here from other nodes or from a tier. corrupt: blocks found altered on arrival.
+        transports: how other nodes were read from. tier_*: what went wrong with the external tier.
         """
-        tier = self._demoter.external.faults if self._demoter else {}
+        faults = self._demoter.external.faults if self._demoter else {}
         return {
             "pulled": self._pulled,
-            "corrupt": sum(home.arena.corrupt for home in self._homes),
+            "corrupt": sum(memory.arena.corrupt for memory in self._memories),
             "transports": [
-                {"reader": home.name, "from": name, **lane}
-                for home in self._homes
-                for name, lane in home.lanes.stats().items()
+                {"reader": memory.name, "from": name, **route}
+                for memory in self._memories
+                for name, route in memory.transports.stats().items()
             ],
-            **{f"tier_{what}": count for what, count in tier.items()},
+            **{f"tier_{fault}": count for fault, count in faults.items()},
         }
 
     def clear(self, generation: int, content: bytes) -> None:
-        """Blocks up to a generation were cleared: a restarted directory must not find them again.
+        """Forget all blocks up to a generation: a restarted directory must not find them again.
 
         content: what the external tier's content is called from now on.
         """
-        for home in self._homes:
-            home.arena.raise_floor(generation)
+        for memory in self._memories:
+            memory.arena.raise_floor(generation)
         if self._demoter:
             self._demoter.external.clear(content)
 
     @ray.method(concurrency_group="resize")
     def resize(self, cpu_memory: float | int, seconds: float) -> int:
-        """See KVPool.resize."""
+        """Offer another size; see Resizer.resize."""
         return self._resizer.resize(cpu_memory, seconds)
-
-    def flush_to_shared(self, seconds: float) -> bool:
-        """As `flush`, to a tier that outlives this node. False if there is none."""
-        return self._demoter is not None and self._demoter.external.shared is True and self._demoter.flush(seconds)
 
     def sizes(self, locations: bytes) -> bytes:
         """block_bytes (int64) of blocks, by their headers; of LOCATIONs whose `bytes` are their slots'."""
         return self._arena.with_lengths(np.frombuffer(locations, LOCATION))["bytes"].astype(np.int64).tobytes()
 
     def flush(self, seconds: float) -> bool:
-        """Bring all blocks down to the external tier. Returns whether that was done in time, if there is one."""
+        """Demote all blocks to the external tier. Returns whether that was done in time; True without a tier."""
         return self._demoter is None or self._demoter.flush(seconds)
 
+    def flush_to_shared(self, seconds: float) -> bool:
+        """As `flush`, to a tier that outlives this node; False without one."""
+        return self._demoter is not None and self._demoter.external.shared is True and self._demoter.flush(seconds)
+
     def stop(self) -> None:
-        """Let go of the memory, and of what dead stores of this machine left. The actor is of no use afterwards."""
-        self._stopped.set()
+        """Release the memory, and that of dead stores of this machine. The actor is of no use afterwards."""
+        for loop in self._heartbeats:
+            loop.stop()
         self._resizer.stop()
         for gpu_demoter in self._gpu_demoters:
             gpu_demoter.stop()
-        for home in self._homes:
-            home.lanes.close()
+        for memory in self._memories:
+            memory.transports.close()
         if self._demoter is not None:
             self._demoter.stop()
-        for home in self._homes:
-            home.arena.close(unlink=True)
+        for memory in self._memories:
+            memory.arena.close(unlink=True)
         remove_left_behind(self._pool)
 
-    def _heartbeat_forever(self, home: NodeMemory) -> None:
-        directory = None
-        while not self._stopped.is_set():
-            begin = time.monotonic()
-            try:
-                directory = directory or registry.find_directory(self._pool)
-                if home.heartbeat(directory):
-                    self._peers.clear()
-            except (RayError, ValueError) as error:  # dead, restarting or replaced
-                log.debug("%r: no heartbeat of %s: %r", self, home.name, error)
-                directory = None
-            except Exception:  # what no longer beats would be lost for good
-                log.exception("%r: no heartbeat of %s", self, home.name)
-                directory = None
-            settled = home.joined.is_set() and directory is not None and self._resizer.settled
-            pause = HEARTBEAT_S if settled else HEARTBEAT_S / 4
-            self._stopped.wait(max(0.0, pause - (time.monotonic() - begin)))
+    # ------------------------------------------------------------------ heartbeats
+
+    def _heartbeat_of(self, memory: NodeMemory) -> DirectoryLoop:
+        """The thread that keeps the directory informed of a memory."""
+
+        def step(directory: Any) -> float:
+            if memory.heartbeat(directory):
+                self._peers.forget_all()
+            at_rest = memory.joined.is_set() and self._resizer.at_limit
+            return loop.rest_of(HEARTBEAT_S if at_rest else HEARTBEAT_S / 4)
+
+        loop = DirectoryLoop(self._pool, "raykv-heartbeat", step, lambda _: loop.rest_of(HEARTBEAT_S / 4))
+        return loop
+
+
+def _arrays(transfer: tuple[bytes, bytes, bytes]) -> tuple[NDArray[np.void], NDArray[np.uint8], NDArray[np.void]]:
+    """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION of a Transfer."""
+    source, keys, target = Transfer(*transfer)
+    rows = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+    return np.frombuffer(source, LOCATION), rows, np.frombuffer(target, LOCATION)

@@ -1,4 +1,9 @@
-"""How much memory a node store offers: as many slabs as it is to have, whatever that is changed to."""
+"""How many slabs of its arena a node store offers: `raykv resize`, and what a restarted store takes up again.
+
+The Resizer offers slabs one by one until there are as many as there are to be. To offer fewer, it reports the new
+limit to the directory, which answers which slabs it no longer uses; their memory goes to the machine once nobody can be
+reading it.
+"""
 
 import json
 import logging
@@ -6,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from raykv.actors.demoter import Demoter
@@ -16,94 +21,124 @@ from raykv.arena.arena import Arena
 from raykv.arena.superblock import layout
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
-from raykv.protocol import data_deadline
+from raykv.protocol import SlabReport, SlabTarget, data_deadline
 from raykv.system import free_memory
+from raykv.system.periodic import Pause, Periodic
 
 log = logging.getLogger("raykv")
-LOOK_S = 0.05  # between looks whether the size is reached
+POLL_S = 0.05  # between looks whether the size is reached
 
 
-def size_of(pool: str, node_id: str, cpu_memory: float | int) -> float | int:
-    """What a node was resized to last, if it was, else `cpu_memory`."""
-    asked = registry.get(pool, f"memory/{node_id}")
-    size: float | int = json.loads(asked) if asked else cpu_memory
-    return size
+class SavedSize(NamedTuple):
+    """What a node was resized to, kept in Ray's internal KV: a restarted store of the node is as large again."""
+
+    pool: str
+    node_id: str
+
+    @property
+    def _key(self) -> str:
+        return f"memory/{self.node_id}"
+
+    def load(self, default: float | int) -> float | int:
+        """The `cpu_memory` of the last resize; `default` if there was none."""
+        saved = self.get()
+        size: float | int = json.loads(saved) if saved else default
+        return size
+
+    def save(self, cpu_memory: float | int) -> None:
+        self.restore(json.dumps(cpu_memory).encode())
+
+    def get(self) -> bytes | None:
+        """What `restore` takes."""
+        return registry.get(self.pool, self._key)
+
+    def restore(self, saved: bytes | None) -> None:
+        """Undo a `save`: what `get` returned before it."""
+        if saved is None:
+            registry.drop(self.pool, self._key)
+        else:
+            registry.put(self.pool, self._key, saved)
 
 
 class Resizer:
-    """Offers slabs of an arena, and gives back those that the directory no longer uses: one thread, which may wait."""
+    """Offers slabs of an arena, and gives back those that the directory no longer uses, in a thread of its own.
+
+    Three threads meet here: that one changes the arena, the heartbeat calls `report` and `on_directory_reply`, and an
+    actor's call `resize`. What they share are single values and dictionaries that they change in one operation.
+    """
 
     def __init__(
         self,
-        pool: str,
-        node_id: str,
+        saved_size: SavedSize,
         arena: Arena,
         limit: int,
         demoter: Demoter | None,
         withdraw: Callable[[int], None],
     ) -> None:
-        """withdraw: told of a slab whose memory is about to go."""
-        self.limit = limit  # slabs that there are to be
-        self._pool, self._node_id, self._arena, self._demoter = pool, node_id, arena, demoter
-        self._withdraw = withdraw
+        """limit: how many slabs there are to be. withdraw: called with a slab whose memory is about to go."""
+        self.limit = limit
+        self._saved_size, self._arena, self._demoter, self._withdraw = saved_size, arena, demoter, withdraw
         self._known_slabs = 0  # slabs that the directory knows of
-        self._closed: dict[int, int] = {}  # slabs that are to be given back, and of which generation
+        self._to_give_back: dict[int, int] = {}  # slab -> generation from which the directory no longer uses it
         self._grace = data_deadline(arena.slab_bytes)  # for the longest read that began before a slab was given back
-        # Slabs whose memory goes, and when. Of those found here its last owner may have given back some just now.
-        self._going = dict.fromkeys(arena.given_back(), time.monotonic() + self._grace)
-        self._full = ""  # why there can't be more
-        self._turn = threading.Lock()
-        self._changed = threading.Event()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="raykv-size", daemon=True)
-        self._thread.start()
+        # slab -> when its memory goes. The last owner of an arena may have given back some of these just now.
+        self._to_discard = dict.fromkeys(arena.given_back(), time.monotonic() + self._grace)
+        self._full = ""  # why there can't be more slabs; "" if there can
+        self._resizing = threading.Lock()  # one `resize` at a time: guards the saved size, and the limit's changes
+        self._loop = Periodic("raykv-resizer", self._step, self._on_error)
+        self._loop.start()
 
     @property
-    def settled(self) -> bool:
+    def at_limit(self) -> bool:
         """Whether there are as many slabs as there are to be, or can be, and the directory knows."""
         return self._known_slabs == self._arena.available == self.limit or bool(self._full)
 
     @property
     def _done(self) -> bool:
-        """Whether it is settled, and the machine has what was given back."""
-        return self.settled and not self._closed and not self._going
+        """Whether the limit is reached, and the machine has the memory that was given back."""
+        return self.at_limit and not self._to_give_back and not self._to_discard
 
-    def report(self) -> tuple[int, int, bytes]:
-        """What a directory's `heartbeat` and `adopt` take: slabs offered so far, to be had, and (int32) given back."""
-        closed = list(self._closed)  # first: what is given back meanwhile is in both
-        gone = {*closed, *self._arena.given_back()}
-        return self._arena.offered, self.limit, np.array(sorted(gone), np.int32).tobytes()
+    def report(self) -> SlabReport:
+        """The slabs of this memory, as the directory is told with every `heartbeat` and `adopt`."""
+        promised = list(self._to_give_back)  # first: what is given back meanwhile is in both
+        given_back = {*promised, *self._arena.given_back()}
+        return SlabReport(self._arena.offered, self.limit, np.array(sorted(given_back), np.int32).tobytes())
 
-    def on_directory_reply(self, report: tuple[int, int, bytes], generation: int, numbers: bytes) -> None:
-        """A directory answered a report: slabs that it does not use from a generation on."""
-        self._known_slabs = report[0] - len(report[2]) // 4
-        if numbers:
-            self._closed.update(dict.fromkeys(np.frombuffer(numbers, np.int32).tolist(), generation))
-            self._changed.set()
+    def on_directory_reply(self, report: SlabReport, target: SlabTarget) -> None:
+        """The directory answered a report with the slabs that are to be given back."""
+        self._known_slabs = report.offered - len(report.given_back) // 4
+        if target.numbers:
+            numbers = np.frombuffer(target.numbers, np.int32).tolist()
+            self._to_give_back.update(dict.fromkeys(numbers, target.generation))
+            self._loop.wake()
 
     def resize(self, cpu_memory: float | int, seconds: float) -> int:
-        """See KVPool.resize. Returns the bytes that there are after so many seconds, or as soon as that is done."""
+        """Offer another size; see KVPool.resize.
+
+        Returns the bytes that are offered after so many seconds, or as soon as the size is reached. Raises
+        CapacityError or ValueError where the node can't have that size; it keeps the size before, then.
+        """
         end = time.monotonic() + seconds
-        with self._turn:
-            if self._slabs(cpu_memory) < self.limit and self._demoter:
+        with self._resizing:
+            if self._slabs_of(cpu_memory) < self.limit and self._demoter:
                 self._demoter.flush((end - time.monotonic()) / 2, lasting=False)
-            before, asked = self.limit, registry.get(self._pool, f"memory/{self._node_id}")
-            limit = self._slabs(cpu_memory)
-            registry.put(self._pool, f"memory/{self._node_id}", json.dumps(cpu_memory).encode())
+            limit_before, saved_before = self.limit, self._saved_size.get()
+            limit = self._slabs_of(cpu_memory)
+            self._saved_size.save(cpu_memory)
             self.limit, self._full = limit, ""
-            self._changed.set()
+            self._loop.wake()
             while not self._full and not self._done and time.monotonic() < end:
-                self._stopped.wait(LOOK_S)
+                self._loop.sleep(POLL_S)
             if self._full:
-                self._undo(before, asked)
+                self._undo(limit_before, saved_before)
             return self._arena.available * self._arena.slab_bytes
 
     def stop(self) -> None:
-        self._stopped.set()
-        self._changed.set()
+        """Offer and give back nothing more."""
+        self._loop.stop()
 
-    def _slabs(self, cpu_memory: float | int) -> int:
-        """CapacityError or ValueError where the node can't have that."""
+    def _slabs_of(self, cpu_memory: float | int) -> int:
+        """The slabs of a size. Raises CapacityError or ValueError where the node can't have that."""
         arena, asked = self._arena, capacity_bytes(cpu_memory, free_memory.total_bytes())
         limit = asked // arena.slab_bytes
         if not limit:
@@ -116,30 +151,24 @@ class Resizer:
             free_memory.check(layout(arena.slab_bytes, limit)[2] - layout(arena.slab_bytes, arena.available)[2])
         return limit
 
-    def _undo(self, limit: int, asked: bytes | None) -> None:
+    def _undo(self, limit: int, saved: bytes | None) -> None:
         why, self.limit = self._full, limit
-        if asked is None:
-            registry.drop(self._pool, f"memory/{self._node_id}")
-        else:
-            registry.put(self._pool, f"memory/{self._node_id}", asked)
+        self._saved_size.restore(saved)
         self._full = ""
-        self._changed.set()
+        self._loop.wake()
         raise CapacityError(why)
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self) -> None:
-        pause: float | None
-        while not self._stopped.is_set():
-            self._changed.clear()
-            try:
-                pause = 0.0 if self._offer() or self._give_back() else self._discard()
-            except Exception:  # a thread that ends would leave the size as it is for good
-                log.exception("%s: its size", self._arena.path)
-                pause = self._grace
-            self._changed.wait(pause)
+    def _step(self) -> Pause:
+        return 0.0 if self._offer() or self._give_back() else self._discard()
+
+    def _on_error(self, error: Exception) -> Pause:
+        log.error("%s: resizing it: %r", self._arena.path, error, exc_info=error)
+        return self._grace
 
     def _offer(self) -> bool:
+        """Offer one slab more. Returns whether that was done."""
         try:
             return self._arena.available < self.limit and not self._full and self._arena.offer_next()
         except (CapacityError, OSError) as error:  # somebody else took the room meanwhile: what is offered stays
@@ -148,36 +177,36 @@ class Resizer:
             return False
 
     def _give_back(self) -> bool:
-        """One slab. Returns whether there was one: what can't be given back now is closed by the directory again."""
-        for slab, generation in list(self._closed.items()):
+        """Give back one slab. Returns whether there was one; the directory names one again that can't go now."""
+        for slab, generation in list(self._to_give_back.items()):
             if self._arena.available > self.limit:
                 with self._read_guard():
                     given_back = self._arena.give_back(slab, generation)
                 if given_back:
-                    self._going[slab] = time.monotonic() + self._grace
-            del self._closed[slab]
+                    self._to_discard[slab] = time.monotonic() + self._grace
+            del self._to_give_back[slab]
             return True
         return False
 
-    def _discard(self) -> float | None:
-        """What nobody can be reading any more. Returns in how many seconds there is to be another look, if any.
+    def _discard(self) -> Pause:
+        """Free the memory of slabs that nobody can be reading any more. Returns the pause until more of it may go.
 
-        Who reads, or maps, a slab so late that it is gone fills it anew: that goes, too.
+        A late reader of such a slab, or a client that maps it late, fills it anew: that memory goes, too.
         """
-        back, now = self._arena.given_back(), time.monotonic()
-        for slab in self._going.keys() - set(back):  # offered again
-            del self._going[slab]
-        due = [slab for slab, when in self._going.items() if when <= now]
+        given_back, now = self._arena.given_back(), time.monotonic()
+        for slab in self._to_discard.keys() - set(given_back):  # offered again
+            del self._to_discard[slab]
+        due = [slab for slab, when in self._to_discard.items() if when <= now]
         with self._read_guard() if due else nullcontext():
             if not (self._demoter and self._demoter.external.storing):
                 for slab in due:
                     self._withdraw(slab)
                     self._arena.discard(slab)
-                    del self._going[slab]
-        if not self._going:
-            self._going.update(dict.fromkeys(self._arena.refilled(), now + self._grace))
-        pause = min(self._going.values()) - now if self._going else self._grace
-        return max(LOOK_S, pause) if back else None
+                    del self._to_discard[slab]
+        if not self._to_discard:
+            self._to_discard.update(dict.fromkeys(self._arena.refilled(), now + self._grace))
+        pause = min(self._to_discard.values()) - now if self._to_discard else self._grace
+        return max(POLL_S, pause) if given_back else None
 
     def _read_guard(self) -> AbstractContextManager[Any]:
         return self._demoter.read_guard if self._demoter else nullcontext()

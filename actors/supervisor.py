@@ -14,12 +14,13 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.actors.directory import Directory
 from raykv.actors.drain import drain
-from raykv.actors.node_store import GROUPS, NodeStore
+from raykv.actors.node_store import GROUPS, NodeStore, StoreSettings
 
 from raykv import registry
 from raykv.arena.arena import remove_left_behind
 from raykv.config import FLUSH_DEADLINE_S, HEARTBEAT_S, WRITE_SHARES
 from raykv.protocol import host_of
+from raykv.system.periodic import Periodic
 
 log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
@@ -32,7 +33,7 @@ DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
 
 
 class Supervisor:
-    """Watches a pool's nodes and directory. Holds nothing that a restart would lose."""
+    """Watches a pool's nodes and directory once a second. It has no state that a restart would lose."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
@@ -42,10 +43,9 @@ class Supervisor:
         self._draining: set[str] = set()  # nodes that are being emptied, or were
         self._failed: dict[str, tuple[float, str]] = {}  # when and why a node has no store
         self._answered = time.monotonic()
-        self._stopped = threading.Event()
         self._first_look = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="raykv-watch", daemon=True)
-        self._thread.start()
+        self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
+        self._loop.start()
 
     def __repr__(self) -> str:
         return f"Supervisor(pool={self._pool})"
@@ -66,7 +66,7 @@ class Supervisor:
         return {node_id: why for node_id, (_, why) in list(self._failed.items()) if node_id in living}
 
     def drain(self, node_id: str, seconds: float) -> int:
-        """Empty a node that is about to leave; see `departure.drain`."""
+        """Empty a node that is about to leave; see raykv.actors.drain. Returns how many blocks are still only there."""
         self._draining.add(node_id)
         left = 1
         try:
@@ -77,9 +77,9 @@ class Supervisor:
                 self._draining.discard(node_id)
 
     def stop(self) -> None:
-        """Let go of every node's memory and end all actors of the pool but this one."""
-        self._stopped.set()
-        self._thread.join(STOP_DEADLINE_S)  # a look that is under way may start a store
+        """Release every node's memory and end all actors of the pool but this one."""
+        self._loop.stop()
+        self._loop.join(STOP_DEADLINE_S)  # a look that is under way may start a store
         stores = {}
         for node_id in _living():  # not those known here: this process may be a new one
             with contextlib.suppress(ValueError):
@@ -98,7 +98,7 @@ class Supervisor:
         registry.forget(self._pool)
 
     def _flush(self, stores: list[Any]) -> None:
-        """Have those stores that answer bring down to the external tier what is not there yet."""
+        """Have those stores that answer demote to the external tier what is not there yet."""
         if not (registry.settings(self._pool) or {}).get("external") or not stores:
             return
         pings = {store.ping.remote(): store for store in stores}
@@ -107,15 +107,19 @@ class Supervisor:
         if flushes:
             ray.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
 
-    def _watch(self) -> None:
-        while not self._stopped.is_set():
-            begin = time.monotonic()
-            try:
-                self._look()
-                self._first_look.set()
-            except Exception:  # whatever Ray was in the middle of: the next look sees it settled
-                log.exception("%r", self)
-            self._stopped.wait(max(0.1, HEARTBEAT_S - (time.monotonic() - begin)))
+    def _watch(self) -> float:
+        self._look()
+        self._first_look.set()
+        return self._pause()
+
+    def _on_error(self, error: Exception) -> float:
+        log.error(
+            "%r: %r", self, error, exc_info=error
+        )  # whatever Ray was in the middle of, the next look sees it done
+        return self._pause()
+
+    def _pause(self) -> float:
+        return max(0.1, self._loop.rest_of(HEARTBEAT_S))
 
     def _look(self) -> None:
         living = _living()
@@ -147,11 +151,11 @@ class Supervisor:
         left = 1
         try:
             left = drain(self._pool, node_id, seconds)
-            log.warning("%r: node %s leaves; %d blocks go with it", self, node_id[:8], left)
+            log.warning("%r: node %s leaves; %d blocks are lost with it", self, node_id[:8], left)
         except (RayError, ValueError) as error:
-            log.warning("%r: node %s leaves, and is not emptied yet: %r", self, node_id[:8], error)
+            log.warning("%r: node %s leaves, and could not be drained yet: %r", self, node_id[:8], error)
         if left:
-            self._stopped.wait(DRAIN_AGAIN_S)
+            self._loop.sleep(DRAIN_AGAIN_S)
             self._draining.discard(node_id)  # the next look tries again
 
     def _drop_failed(self) -> None:
@@ -220,19 +224,17 @@ class Supervisor:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
         name = registry.node_store_name(self._pool, node_id)
         options = registry.options(name, node_id, pinned=True, threads=4)
-        secret = bytes.fromhex(settings["secret"])
+        store_settings = StoreSettings(
+            settings["cpu_memory"],
+            settings["gpu_memory"],
+            settings["transport"],
+            settings["external"],
+            bytes.fromhex(settings["secret"]),
+        )
         return (
             ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
             .options(**options)
-            .remote(
-                self._pool,
-                node_id,
-                settings["cpu_memory"],
-                settings["gpu_memory"],
-                secret,
-                settings["transport"],
-                settings["external"],
-            )
+            .remote(self._pool, node_id, store_settings)
         )
 
 

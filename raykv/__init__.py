@@ -1,9 +1,11 @@
 """A KV-cache pool for LLM inference that lives inside a Ray cluster."""
 
-from raykv.client.cache import KVCache, Match
+from raykv.client.cache import KVCache
+from raykv.client.match import Match
 from raykv.client.pool import KVPool, attach
 from raykv.config import PoolConfig
-from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, RayKVError
+from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, ProtocolMismatch, RayKVError
+from raykv.keys import Keys
 from raykv.start import start
 from raykv.tiers import register_tier
 
@@ -12,9 +14,11 @@ __all__ = [
     "CapacityError",
     "KVCache",
     "KVPool",
+    "Keys",
     "Match",
     "PoolConfig",
     "PoolNotFound",
+    "ProtocolMismatch",
     "RayKVError",
     "attach",
     "register_tier",

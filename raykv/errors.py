@@ -13,6 +13,10 @@ class CapacityError(RayKVError):
     """A node cannot afford the memory that was asked of it."""
 
 
+class ProtocolMismatch(RayKVError):
+    """The pool was started by a raykv whose messages this one does not understand."""
+
+
 class ArenaMismatch(RayKVError):
     """The shared memory this process sees is not the one its node store serves."""
 

@@ -1,4 +1,4 @@
-"""Token ids to chained block keys: equal keys mean equal prefixes.
+"""Token ids to chained block keys: equal keys mean equal prefixes. And Keys, an array that knows its cache.
 
 A key is the first 16 bytes of a SHA-256 over (parent digest, tokens as little-endian int32, extra of that block). The
 first parent holds the cache's root (and so the pool's secret), the block size, the adapter and the salt.
@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,98 @@ from raykv.protocol import KEY_BYTES
 
 ROOT_BYTES = 32
 _INT32 = np.iinfo(np.int32)
+
+
+class CacheId(NamedTuple):
+    """What tells one cache from every other, without what its keys are computed from."""
+
+    model: str
+    block_tokens: int
+    block_bytes: int
+    digest: bytes  # of the cache's root, and so of everything that it is made of
+
+    def __str__(self) -> str:
+        return (
+            f"(model={self.model!r}, block_tokens={self.block_tokens}, block_bytes={self.block_bytes}, "
+            f"id {self.digest.hex()[:8]})"
+        )
+
+
+class Keys(NDArray[np.uint8]):
+    """Keys of one cache: (n, 16) uint8, one a block. Get them from `KVCache.keys` or `KVCache.rekey`.
+
+    An array that carries its cache's identity. Slices, rows chosen by an index, `copy`, pickling and `np.concatenate`
+    of keys of one cache keep it; a column, a single key or the result of arithmetic has none. A cache refuses keys of
+    another cache, and arrays that carry no identity.
+    """
+
+    _cache: CacheId | None
+
+    def __new__(cls, rows: NDArray[np.uint8], cache: CacheId) -> "Keys":
+        """rows: (n, 16) uint8, not copied if contiguous. For raykv itself: it is the caller who knows the cache."""
+        keys = np.ascontiguousarray(rows).view(cls)
+        if not keys._are_rows():
+            raise ValueError(f"keys: {rows.dtype} of shape {rows.shape}, not uint8 of (n, {KEY_BYTES})")
+        keys._cache = cache
+        return keys
+
+    def __array_finalize__(self, parent: object) -> None:
+        self._cache = getattr(parent, "_cache", None) if self._are_rows() else None
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return array[()] if return_scalar else array  # what arithmetic makes of keys is no key
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        made = super().__array_function__(function, types, args, kwargs)
+        if function is not np.concatenate:
+            return made.view(np.ndarray) if isinstance(made, Keys) else made
+        caches = {getattr(part, "_cache", None) for part in args[0]}
+        if len(caches - {None}) > 1:
+            raise ValueError(f"keys of several caches can't be joined: {', '.join(map(str, caches - {None}))}")
+        plain: NDArray[np.uint8] = np.asarray(made)
+        cache = caches.pop() if len(caches) == 1 else None
+        return Keys(plain, cache) if cache else plain
+
+    def __getitem__(self, which: Any) -> Any:
+        """Rows of it are Keys; anything else has no cache."""
+        return super().__getitem__(which)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Keys, (np.asarray(self), self._cache)) if self._cache else (np.array, (np.asarray(self),))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()  # numpy's own would drop the cache
+
+    @property
+    def cache(self) -> CacheId:
+        """Identity of the cache that they are keys of. Raises ValueError if there is none."""
+        if self._cache is None:
+            raise ValueError(f"an array of shape {self.shape} taken from Keys is not rows of keys any more")
+        return self._cache
+
+    def _are_rows(self) -> bool:
+        return self.ndim == 2 and self.shape[1] == KEY_BYTES and self.dtype == np.uint8
+
+
+def digest(root: bytes) -> bytes:
+    """16 bytes that tell a cache's root from others, and from which neither it nor its keys can be computed."""
+    return hashlib.sha256(b"cache" + root).digest()[:KEY_BYTES]
+
+
+def check(keys: object, cache: CacheId) -> Keys:
+    """The keys, contiguous. Raises ValueError unless they are Keys of that cache."""
+    if not isinstance(keys, Keys) or keys._cache is None:
+        what = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else f"a {type(keys).__name__}"
+        raise ValueError(
+            f"keys: {what}, which does not say what cache it belongs to: give the (n, {KEY_BYTES}) uint8 Keys of "
+            f"cache.keys(token_ids), or of cache.rekey(hashes) for an engine's own block hashes, of this cache: {cache}"
+        )
+    if keys._cache != cache:
+        raise ValueError(
+            f"keys of the cache {keys._cache} were given to the cache {cache}: make them with the cache that they are "
+            f"used with (where these look alike, revision, dtype, layout, parallel, part, salt or the pool differ)"
+        )
+    return keys if keys.flags.c_contiguous else keys.copy()
 
 
 def root(secret: bytes, **fields: str | int) -> bytes:

@@ -1,6 +1,7 @@
 """The Ray actors of a pool, and how they are found: detached, named, in the namespace `raykv`."""
 
 import json
+import os
 from typing import Any
 
 import ray
@@ -13,6 +14,8 @@ from ray.experimental.internal_kv import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.config import NAMESPACE
+from raykv.errors import ProtocolMismatch, RayKVError
+from raykv.protocol import VERSION
 
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
 # secret), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>` (taken by a directory),
@@ -28,8 +31,30 @@ def node_store_name(pool: str, node_id: str) -> str:
     return f"{pool}/node-{node_id[:16]}"
 
 
+_forked = False  # whether this process was forked from one that was in a Ray cluster
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def refuse_forked() -> None:
+    """Raises RayKVError in a process that was forked from one in a Ray cluster: Ray's calls would wait for ever."""
+    if _forked:
+        raise RayKVError(
+            "this process was forked from one that was connected to Ray, whose connections and threads a fork does not "
+            "copy: fork before ray.init, raykv.start and raykv.attach and attach in the child, or start processes by "
+            "spawn (multiprocessing.get_context('spawn'))"
+        )
+
+
 def find(name: str) -> Any:
     """A handle of one of our actors. ValueError where there is none."""
+    refuse_forked()
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
@@ -57,12 +82,14 @@ def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str
 
 def get(pool: str, key: str) -> bytes | None:
     """A value of the pool in Ray's internal KV."""
+    refuse_forked()
     value: bytes | None = _internal_kv_get(f"{pool}/{key}", namespace=NAMESPACE.encode())
     return value
 
 
 def put(pool: str, key: str, value: bytes, overwrite: bool = True) -> bool:
     """Set it; False if it was there and may not be overwritten."""
+    refuse_forked()
     existed: bool = _internal_kv_put(f"{pool}/{key}", value, overwrite=overwrite, namespace=NAMESPACE.encode())
     return overwrite or not existed
 
@@ -85,9 +112,21 @@ def names(pool: str, folder: str) -> list[str]:
 
 
 def settings(pool: str) -> dict[str, Any] | None:
-    """What a pool was started with: `secret` (hex) and all else of PoolConfig. None if there is no such pool."""
+    """What a pool was started with: `secret` (hex), `protocol` (a version) and all else of PoolConfig.
+
+    None if there is no such pool. Raises ProtocolMismatch if it was started by a raykv that this one can't talk to.
+    """
     value = get(pool, "settings")
-    return json.loads(value) if value else None
+    if not value:
+        return None
+    settings: dict[str, Any] = json.loads(value)
+    theirs = settings.get("protocol", "before 2")
+    if theirs != VERSION:
+        raise ProtocolMismatch(
+            f"pool {pool!r} was started by a raykv of protocol version {theirs}, this process has version {VERSION}: "
+            f"install one raykv everywhere, or end the pool with the raykv that started it and start it anew"
+        )
+    return settings
 
 
 def take_epoch(pool: str, at_least: int = 1) -> int:

@@ -17,6 +17,7 @@ from raykv.arena.arena import SHM, left_behind
 from raykv.client.pool import KVPool, connect, stop
 from raykv.config import PoolConfig, capacity_bytes, fingerprint
 from raykv.errors import CapacityError
+from raykv.protocol import VERSION
 from raykv.system import free_memory
 from raykv.tiers import parse
 from raykv.tiers.registry import registered
@@ -48,6 +49,7 @@ def start(config: PoolConfig | None = None) -> KVPool:
         mark = fingerprint(config.name, secret)
         check_nodes(config.name, config.cpu_memory, config.transport, config.external, mark, tier)
         values = {
+            "protocol": VERSION,
             "secret": secret.hex(),
             "cpu_memory": config.cpu_memory,
             "gpu_memory": config.gpu_memory,

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.client.cache import KVCache
 from raykv.config import MIB
+from raykv.keys import Keys
 
 POOL = "bench-cross"
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a read
@@ -65,7 +67,7 @@ class Reader:
             assert self.pool.node_id not in match.nodes
             count = match.read(self.out)
         seconds = time.perf_counter() - begin
-        assert count == BLOCKS, f"{count} of {BLOCKS} blocks read: {self.pool.link.faults}"
+        assert count == BLOCKS, f"{count} of {BLOCKS} blocks read: {self.pool.session.directory.faults}"
         return seconds
 
     def ray_read(self) -> float:
@@ -119,9 +121,8 @@ def run(transport: str) -> dict[str, Any]:
     }
 
 
-def _keys(cache: Any, turn: int) -> NDArray[np.uint8]:
-    keys: NDArray[np.uint8] = cache.keys(np.arange(BLOCKS * 16) + turn * BLOCKS * 16)
-    return keys
+def _keys(cache: KVCache, turn: int) -> Keys:
+    return cache.keys(np.arange(BLOCKS * 16) + turn * BLOCKS * 16)
 
 
 def _gbps(seconds: list[float]) -> float:

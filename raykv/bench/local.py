@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
+from raykv.keys import Keys
 from raykv.protocol import LOCATION
 
 POOL = "bench-local"
@@ -30,13 +31,13 @@ class Worker:
 
         self.pool = raykv.attach(pool)
         self.cache = self.pool.cache(model="bench", block_tokens=16, block_bytes=BLOCK_BYTES)
-        assert self.pool.local is not None
-        self.arena = self.pool.local.arena
+        assert self.pool.session.local is not None
+        self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
         self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # all alike: the floor may write over any block
         self.threads = ThreadPoolExecutor(block_copy.THREADS)
 
-    def keys(self, batch: int) -> NDArray[np.uint8]:
+    def keys(self, batch: int) -> Keys:
         return self.cache.keys(np.arange(BATCH * 16) + batch * BATCH * 16)
 
     def memcpy(self, to: list[NDArray[np.uint8]], of: list[NDArray[np.uint8]]) -> float:

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.actors.demoter import Demoter
 from raykv.arena.arena import SHM, Arena
 from raykv.config import MIB, fingerprint
 from raykv.directory.tier_catalog import BATCH_BYTES
 from raykv.protocol import COUNTER_BITS, KEY_BYTES, LOCATION, PULLED
 from raykv.tiers import open_tier, parse
+from raykv.tiers.copier import TierCopier
 from raykv.tiers.file import IN_FLIGHT
 from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
 
@@ -46,15 +46,13 @@ class Floor(Protocol):
     def close(self) -> None: ...
 
 
-class Node(Demoter):
-    """What a node store does with its tier, without the thread: the source is one slab of an arena, the other takes
-    what is loaded.
-    """
+class Node(TierCopier):
+    """The copies that a node store makes: the source is one slab of an arena, the other takes what is loaded."""
 
     def __init__(self, url: str) -> None:
         path = f"{SHM}/raykv-bench-tiers-{os.getpid()}"
-        self._arena = Arena.create(path, fingerprint("bench", b"bench"), BLOCKS * BLOCK_BYTES, 2)
-        self.external = GuardedTier(lambda: open_tier(parse(url)), fingerprint("bench", b"bench"))
+        arena = Arena.create(path, fingerprint("bench", b"bench"), BLOCKS * BLOCK_BYTES, 2)
+        super().__init__(arena, GuardedTier(lambda: open_tier(parse(url)), fingerprint("bench", b"bench")))
         try:
             self.external.check()
             self.external.open(bytes(CONTENT_BYTES))
@@ -78,7 +76,7 @@ class Node(Demoter):
     def store(self, keys: Keys, turn: int) -> None:
         batch = BATCH_BYTES // BLOCK_BYTES
         for at in range(0, BLOCKS, batch):
-            stored = self._write(_locations(0, turn)[at : at + batch], keys[at : at + batch])
+            stored = self.demote(_locations(0, turn)[at : at + batch], keys[at : at + batch])
             assert stored.all(), f"blocks were not stored: {self.external.faults}"
 
     def fetch(self, keys: Keys, turn: int) -> None:

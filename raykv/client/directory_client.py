@@ -1,4 +1,4 @@
-"""A client's line to the directory: deadlines, ids, and what is still held."""
+"""A client's line to the directory: deadlines, ids, and what it still holds."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import ray
@@ -18,18 +18,65 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
-from raykv.protocol import ANSWERS, Call
-from raykv.registry import find_directory
+from raykv.protocol import (
+    Call,
+    CommitRequest,
+    Counted,
+    Matched,
+    MatchRequest,
+    NextWindowRequest,
+    Reserved,
+    ReserveRequest,
+)
+from raykv.registry import find_directory, refuse_forked
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0
 
+Locations = NDArray[np.void]
+P = ParamSpec("P")
+A = TypeVar("A", Matched, Reserved, Counted)
+Answer = TypeVar("Answer")
+M = TypeVar("M", bound=tuple[Any, ...])
+
+
+class RemoteMethod(Protocol[P, Answer]):
+    """A method of an actor's handle."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> "ray.ObjectRef[Answer]": ...
+
+
+class DirectoryActor(Protocol):
+    """What a client asks of the directory (`raykv.actors.directory.Directory`).
+
+    Each request and answer is sent as a plain tuple of the named fields; see `plain`.
+    """
+
+    match: RemoteMethod[[Call, MatchRequest], Matched]
+    next_window: RemoteMethod[[Call, NextWindowRequest], Matched]
+    reserve: RemoteMethod[[Call, ReserveRequest], Reserved]
+    commit: RemoteMethod[[Call, CommitRequest], Counted]
+    pin: RemoteMethod[[Call, bytes], Counted]  # bytes: keys
+    unpin: RemoteMethod[[Call, bytes], Counted]
+    forget: RemoteMethod[[Call, bytes], Counted]
+    preempted: RemoteMethod[[Call, bytes], Counted]
+    client_heartbeat: RemoteMethod[[Call], Counted]
+    disconnect: RemoteMethod[[int], None]  # the client's id
+    nodes: RemoteMethod[[], dict[int, str]]  # names of nodes by the index that locations carry
+
+
+def plain(message: M) -> M:
+    """A message as the plain tuple that is sent, which pickles faster than its class. Typed as what it says."""
+    return cast(M, tuple(message))
+
 
 class DirectoryClient:
-    """Every call has a deadline; past it the answer is None, a miss, until a probe has returned.
+    """Calls the directory. Every call has a deadline; past it the answer is a miss, as are all until a probe returns.
 
-    The ids of leases and reservations are chosen here, and every call lists those still held: whatever became of a call
-    that timed out, the directory lets go of what it granted then. Thread-safe.
+    The ids of leases and reservations are chosen here, and every call lists those that are held: whatever became of a
+    call that timed out, the directory releases what that granted. Thread-safe.
+
+    actor: handle of the directory that was last in charge; None if there was none. faults: how often what went wrong.
     """
 
     def __init__(self, pool: str, newest_epoch: Callable[[], int]) -> None:
@@ -37,153 +84,224 @@ class DirectoryClient:
         self.pool = pool
         self.faults: Counter[str] = Counter()
         self._newest_epoch = newest_epoch
-        self.directory = _found(pool)  # the one that was last in charge; None if there was none
+        self.actor = _found(pool)
         self._client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
         self._seq = itertools.count(1)
         self._held: set[int] = set()
-        self._pulled: list[NDArray[np.void]] = []
-        self._corrupt: list[NDArray[np.void]] = []
-        self._retries: list[tuple[str, tuple[Any, ...]]] = []
-        self._lock = threading.Lock()
-        self._up = self.directory is not None
+        self._pulled: list[Locations] = []
+        self._corrupt: list[Locations] = []
+        self._to_forget: list[bytes] = []
+        self._lock = threading.Lock()  # guards _seq, _held, _pulled, _corrupt, and that calls are sent in their order
+        self._up = self.actor is not None
         self._logged: dict[str, float] = {}
         self._last_call = time.monotonic()
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._pid = os.getpid()
         threading.Thread(
-            target=_heartbeat, args=(weakref.ref(self), self._wake), name="raykv-link", daemon=True
+            target=_heartbeat, args=(weakref.ref(self), self._wake), name="raykv-directory", daemon=True
         ).start()
 
-    def hold(self, method: str, *args: Any) -> tuple[int, Any]:
-        """Call a method that grants a hold: (id, answer). The id is held from now on, unless the answer is None."""
-        hold = next(self._ids)
-        answer = self._call(method, (hold, *args), METADATA_DEADLINE_S, hold)
-        if answer is None:
-            self.release(hold)
-        return hold, answer
+    # ------------------------------------------------------------------ blocks
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the directory; None is a miss."""
-        return self._call(method, args, METADATA_DEADLINE_S)
+    def match(self, node: str, keys: bytes, block_bytes: int) -> tuple[int, Matched | None]:
+        """Lease the longest prefix of `keys` that is ready, to read it into the memory called `node`.
 
-    def release(self, hold: int) -> None:
-        """Told with the next call."""
+        Returns (id of the lease, which is held until `release`, answer). None: nothing is held.
+        """
+        lease = next(self._ids)
+        request = plain(MatchRequest(lease, node, keys, block_bytes))
+        return lease, self._ask(Matched, lambda actor, call: actor.match.remote(call, request), lease)
+
+    def next_window(self, lease: int, start: int, block_bytes: int) -> Matched | None:
+        """Give back the staging slots of a lease's blocks before `start`, and take some for those that follow."""
+        request = plain(NextWindowRequest(lease, start, block_bytes))
+        return self._ask(Matched, lambda actor, call: actor.next_window.remote(call, request))
+
+    def reserve(self, node: str, keys: bytes, start: int, block_bytes: int) -> tuple[int, Reserved | None]:
+        """Slots for what is missing of keys[start:], to write it from the memory called `node`.
+
+        Returns (id of the reservation, which is held until `release`, answer). None: nothing is held.
+        """
+        reservation = next(self._ids)
+        request = plain(ReserveRequest(reservation, node, keys, start, block_bytes))
+        return reservation, self._ask(Reserved, lambda actor, call: actor.reserve.remote(call, request), reservation)
+
+    def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes) -> int:
+        """Offer the blocks of a reservation that were written (see CommitRequest). Returns how many are offered."""
+        request = plain(CommitRequest(reservation, locations, keys, written))
+        return _count(self._ask(Counted, lambda actor, call: actor.commit.remote(call, request)))
+
+    def pin(self, keys: bytes) -> int:
+        """Have blocks stay until `unpin`. Returns how many of the keys are pinned now."""
+        return _count(self._ask(Counted, lambda actor, call: actor.pin.remote(call, keys)))
+
+    def unpin(self, keys: bytes) -> None:
+        """End what `pin` began."""
+        self._ask(Counted, lambda actor, call: actor.unpin.remote(call, keys))
+
+    def preempted(self, keys: bytes) -> int | None:
+        """Keep the blocks of a preempted request while this client is there, or until `forget_later`.
+
+        Returns how many are kept: all, or 0. None where the directory did not answer, and may keep them all the same.
+        """
+        answer = self._ask(Counted, lambda actor, call: actor.preempted.remote(call, keys))
+        return None if answer is None else answer.done
+
+    def forget_later(self, keys: bytes) -> None:
+        """Have blocks forgotten that nobody will ask for again: in the background, tried until it is done."""
+        self._to_forget.append(keys)
+        self._wake.set()
+
+    def nodes(self) -> dict[int, str]:
+        """Names of the nodes by the index that locations carry; empty where the directory does not answer."""
+        refuse_forked()
+        if self.actor is None:
+            return {}
+        try:
+            return ray.get(self.actor.nodes.remote(), timeout=METADATA_DEADLINE_S)
+        except RayError:
+            return {}
+
+    # ------------------------------------------------------------------ what the next call tells
+
+    def release(self, held: int) -> None:
+        """A lease or reservation is not held any more."""
         with self._lock:
-            self._held.discard(hold)
+            self._held.discard(held)
 
-    def pulled(self, locations: NDArray[np.void]) -> None:
-        """Staging slots that now hold their block. Told with the next call."""
+    def pulled(self, locations: Locations) -> None:
+        """Staging slots hold their block now."""
         with self._lock:
             self._pulled.append(locations)
 
-    def corrupt(self, locations: NDArray[np.void]) -> None:
-        """Blocks that were not what the directory said. Told with the next call."""
+    def corrupt(self, locations: Locations) -> None:
+        """Blocks are not what the directory said."""
         with self._lock:
             self._corrupt.append(locations)
 
-    def retry_later(self, method: str, *args: Any) -> None:
-        """Call a method of the directory in the background, until it has answered."""
-        self._retries.append((method, args))
-        self._wake.set()
+    def heartbeat(self) -> None:
+        """Tell the directory now what it would learn with the next call, and that this client is there."""
+        self._ask(Counted, lambda actor, call: actor.client_heartbeat.remote(call))
+
+    # ------------------------------------------------------------------
 
     def fault(self, kind: str, detail: object = "") -> None:
-        """Count a fault; say so once a minute."""
+        """Count a fault; log it once a minute."""
         self.faults[kind] += 1
         now = time.monotonic()
         if now - self._logged.get(kind, -LOG_EVERY_S) >= LOG_EVERY_S:
             self._logged[kind] = now
-            log.warning("pool %s: %s %s; treated as a miss (%d so far)", self.pool, kind, detail, self.faults[kind])
+            log.warning("pool %s: %s: %s; treated as a miss (%d so far)", self.pool, kind, detail, self.faults[kind])
 
     def close(self) -> None:
-        """Leave in order, without waiting."""
+        """Tell the directory that this client leaves, without waiting. Later calls are misses."""
         if not self._closed.is_set() and self._pid == os.getpid():
             self._closed.set()
             self._wake.set()
-            if ray.is_initialized() and self.directory is not None:
+            if ray.is_initialized() and self.actor is not None:
                 with contextlib.suppress(RayError):
-                    self.directory.disconnect.remote(self._client)
+                    self.actor.disconnect.remote(self._client)
 
-    def _call(self, method: str, args: tuple[Any, ...], deadline: float, hold: int | None = None) -> Any:
+    def _ask(
+        self, kind: type[A], send: Callable[[DirectoryActor, Call], "ray.ObjectRef[A]"], hold: int | None = None
+    ) -> A | None:
+        """The answer to a call, or None: a miss. hold: id that is held from now on, unless the answer is None."""
+        refuse_forked()
         if not self._up or self._closed.is_set() or not ray.is_initialized():
             self.faults["down"] += 1
             return None
-        return self._send(method, args, deadline, hold)
+        answer = self._send(kind, send, METADATA_DEADLINE_S, hold)
+        if answer is None and hold is not None:
+            self.release(hold)
+        return answer
 
-    def _send(self, method: str, args: tuple[Any, ...], deadline: float, hold: int | None = None) -> Any:
+    def _send(
+        self, kind: type[A], send: Callable[[DirectoryActor, Call], Any], deadline: float, hold: int | None = None
+    ) -> A | None:
+        assert self.actor is not None
         try:
             with self._lock:  # calls must arrive in the order in which their lists of held ids were made
                 if hold is not None:
                     self._held.add(hold)
-                ref = getattr(self.directory, method).remote(tuple(self._news()), *args)
-            answer = ray.get(ref, timeout=deadline)
+                ref = send(self.actor, plain(self._call()))
+            answer = kind(*ray.get(ref, timeout=deadline))
         except RayError as error:
-            self._up = False
-            self._wake.set()
-            self.fault("directory", f"{method}: {type(error).__name__}")
+            self._down("directory", f"no {kind.__name__} from it: {type(error).__name__}")
             return None
         except BaseException:  # a signal's: its caller will never know of the hold
             if hold is not None:
                 self.release(hold)
             raise
-        if _epoch(answer) < self._newest_epoch():
-            self._up = False
-            self._wake.set()
-            self.fault("stale", f"{method}: a directory of epoch {_epoch(answer)} answered")
+        if answer.epoch < self._newest_epoch():
+            self._down("stale", f"a directory of epoch {answer.epoch} answered, which was replaced")
             return None
-        return ANSWERS[method](*answer) if method in ANSWERS else answer
+        return answer
 
-    def _news(self) -> Call:
+    def _down(self, kind: str, detail: str) -> None:
+        self._up = False
+        self._wake.set()
+        self.fault(kind, detail)
+
+    def _call(self) -> Call:
+        """Under the lock."""
         self._last_call = time.monotonic()
         pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
         held = np.array(sorted(self._held), np.uint64).tobytes()
         return Call(self._client, next(self._seq), held, pulled, corrupt)
 
-    def _heartbeat_once(self) -> None:
-        """Say that we are there; where the directory was down, find it again."""
-        if self._up:
-            if time.monotonic() - self._last_call > HEARTBEAT_S / 2 or self._pulled or self._corrupt:
-                self._send("client_heartbeat", (), 4 * METADATA_DEADLINE_S)
-            while self._retries and self._send(*self._retries[0], 10 * METADATA_DEADLINE_S) is not None:
-                self._retries.pop(0)
+    def _tend(self) -> None:
+        """Tell the directory that this client is there, and what waits to be told; find it again if it was down."""
+        if not self._up:
+            actor = _found(self.pool)
+            if actor is not None:
+                self.actor = actor
+                self._up = self._probe(10 * METADATA_DEADLINE_S)
             return
-        directory = _found(self.pool)
-        if directory is not None:
-            self.directory = directory
-            self._up = self._send("client_heartbeat", (), 10 * METADATA_DEADLINE_S) is not None
+        if time.monotonic() - self._last_call > HEARTBEAT_S / 2 or self._pulled or self._corrupt:
+            self._probe(4 * METADATA_DEADLINE_S)
+        while self._to_forget and self._forget(self._to_forget[0]):
+            self._to_forget.pop(0)
+
+    def _probe(self, deadline: float) -> bool:
+        return self._send(Counted, lambda actor, call: actor.client_heartbeat.remote(call), deadline) is not None
+
+    def _forget(self, keys: bytes) -> bool:
+        answer = self._send(Counted, lambda actor, call: actor.forget.remote(call, keys), 10 * METADATA_DEADLINE_S)
+        return answer is not None
 
 
 def _heartbeat(reference: "weakref.ref[DirectoryClient]", wake: threading.Event) -> None:
-    """The thread of a link; ends with it."""
+    """The thread of a client; ends with it."""
     while True:
         wake.wait(HEARTBEAT_S / 2)
-        link = reference()
-        if link is None or link._closed.is_set():
+        client = reference()
+        if client is None or client._closed.is_set():
             return
-        if wake.is_set() and not link._up:
+        if wake.is_set() and not client._up:
             time.sleep(0.05)  # a directory that is restarting refuses at once
         wake.clear()
         try:
             if ray.is_initialized():
-                link._heartbeat_once()
-        except Exception as error:  # a link that no longer probes would stay down for good
-            link.fault("probe", repr(error))
-        del link
+                client._tend()
+        except Exception as error:  # a client that no longer probes would stay down for good
+            client.fault("probe", repr(error))
+        del client
 
 
-def _found(pool: str) -> Any:
+def _found(pool: str) -> DirectoryActor | None:
     try:
-        return find_directory(pool)
+        return cast(DirectoryActor, find_directory(pool))
     except (ValueError, RayError):
         return None
 
 
-def _joined(parts: list[NDArray[np.void]]) -> bytes:
+def _joined(parts: list[Locations]) -> bytes:
     data = b"".join(part.tobytes() for part in parts)
     parts.clear()
     return data
 
 
-def _epoch(answer: Any) -> int:
-    return int(answer if isinstance(answer, int) else answer[0])
+def _count(answer: Counted | None) -> int:
+    return answer.done if answer else 0

@@ -1,12 +1,8 @@
 """A pool, from the process that uses it."""
 
-import asyncio
 import contextlib
 import secrets
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -14,18 +10,12 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from raykv import keys, registry
 from raykv.arena.gpu.device import uuid_of
 from raykv.client.cache import KVCache
-from raykv.client.directory_client import DirectoryClient
-from raykv.client.session import LocalStore
-from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, check_memory
+from raykv.client.session import Session
+from raykv.config import FLUSH_DEADLINE_S, NAMESPACE, check_memory
 from raykv.errors import CapacityError, PoolNotFound
 from raykv.protocol import host_of
 from raykv.tiers.guarded import CONTENT_BYTES
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-THREADS = 16  # that serve async callers
-REFRESH_S = 1.0
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
 ADMIN_DEADLINE_S = 10.0
 LANES_DEADLINE_S = 1.0  # a store that is stopped is not waited for
@@ -35,27 +25,17 @@ STOP_DEADLINE_S = 60.0
 class KVPool:
     """A pool of blocks that the nodes of a Ray cluster share. Get one from `start` or `attach`. Thread-safe.
 
-    It survives restarts of the pool's actors. name: the pool's. node_id: of the Ray node that this process is on.
+    It survives restarts of the pool's actors. It pickles to its name, and attaches where it arrives.
+    name: the pool's. node_id: of the Ray node that this process is on. session: this process's part in the pool.
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
-        """For `raykv.start` and `attach`."""
-        settings = registry.settings(name)
-        if settings is None:
-            raise PoolNotFound(
-                f"no pool {name!r} runs in this Ray cluster: start it with `raykv start --name {name}` "
-                f"or raykv.start(raykv.PoolConfig(name={name!r}))"
-            )
-        self.name = name
-        self.node_id: str = node_id or ray.get_runtime_context().get_node_id()
-        self._gpu = gpu
-        self._secret = bytes.fromhex(settings["secret"])
-        self.local = self._look()
-        self.link = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
-        self._looked = time.monotonic()
-        self._names: dict[int, str] = {}
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv")
-        self._background = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-background")
+        """For `start` and `attach`. gpu: UUID. Raises as `attach`."""
+        self.session = Session(name, node_id, gpu)
+        self.name, self.node_id = name, self.session.node_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return attach, (self.name,)
 
     def __repr__(self) -> str:
         return f"KVPool(name={self.name!r}, node={self.node_id[:8]})"
@@ -74,23 +54,27 @@ class KVPool:
         salt: str = "",
         recompute_tokens_per_s: float = RECOMPUTE_TOKENS_PER_S,
     ) -> KVCache:
-        """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes. Equal arguments, equal cache.
+        """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes.
 
-        Everything that makes KV differ must be in here: model, revision, dtype, layout (of a block's bytes), parallel
-        (shape), part (which piece of a model that spans nodes). salt separates tenants that cooperate.
-        recompute_tokens_per_s, of which nothing depends but patience: how fast the engine prefills.
+        Equal arguments give equal caches, in every process of the cluster. Whatever makes KV differ must be in them, or
+        one engine reads bytes that are no KV of its own: model, revision, dtype, layout (of a block's bytes), parallel
+        (shape), part (index of a piece of a model that spans nodes). salt separates tenants that cooperate.
+        recompute_tokens_per_s: how fast the engine prefills, which limits waits for an external tier. It is no part of
+        what the cache is.
+        Raises ValueError for arguments that are missing or make no block.
         """
         if not model or block_tokens < 1 or block_bytes < 1:
             raise ValueError(f"model={model!r}, block_tokens={block_tokens}, block_bytes={block_bytes}: all are needed")
         if not recompute_tokens_per_s > 0:
             raise ValueError(f"recompute_tokens_per_s={recompute_tokens_per_s}: give the engine's prefill rate")
-        if self.local and block_bytes > self.local.arena.slab_bytes:
+        local = self.session.local
+        if local and block_bytes > local.arena.slab_bytes:
             raise ValueError(
-                f"block_bytes={block_bytes} is more than a slab of this pool ({self.local.arena.slab_bytes} bytes): "
+                f"block_bytes={block_bytes} is more than a slab of this pool ({local.arena.slab_bytes} bytes): "
                 f"use fewer tokens a block, or start the pool with more cpu_memory"
             )
         root = keys.root(
-            self._secret,
+            self.session.secret,
             model=model,
             revision=revision,
             dtype=dtype,
@@ -101,7 +85,8 @@ class KVPool:
             block_tokens=block_tokens,
             block_bytes=block_bytes,
         )
-        return KVCache(self, root, block_tokens, block_bytes, recompute_tokens_per_s)
+        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root))
+        return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:
         """Counts of the whole pool as the directory has them, and `faults` of this client. Empty while it is down.
@@ -115,7 +100,7 @@ class KVPool:
         except (ValueError, RayError):
             answer = {}
         transports = self._transports(list(answer.get("nodes", ())))
-        return {**answer, "transports": transports, "faults": dict(self.link.faults)}
+        return {**answer, "transports": transports, "faults": dict(self.session.directory.faults)}
 
     def _transports(self, names: list[str]) -> list[dict[str, Any]]:
         asked = []
@@ -184,61 +169,7 @@ class KVPool:
 
     def close(self) -> None:
         """This process is done with the pool; what it held is let go. Calls that come later find nothing."""
-        self.link.close()
-        if self.local:
-            self.local.arena.close()
-
-    # ------------------------------------------------------------------ for KVCache
-
-    @property
-    def home(self) -> str:
-        """What the directory calls the memory that this process copies from and to."""
-        return self.local.name if self.local else self.node_id
-
-    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what blocks beside the event loop. Cancelled, it ends first: it may be using the caller's memory."""
-        running = asyncio.wrap_future(self._threads.submit(function, *args, **kwargs))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            while not running.done():  # cancelled twice, too
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([running])
-            raise
-
-    def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run what may wait for a tier, behind which nothing of memory is to queue."""
-        return self._background.submit(function, *args, **kwargs)
-
-    def refresh(self) -> None:
-        """The node store seems to be another one now; at most once a second."""
-        if time.monotonic() - self._looked > REFRESH_S:
-            self._looked = time.monotonic()
-            self._threads.submit(self._renew)
-
-    def node_names(self, indices: list[int]) -> list[str]:
-        """Ray node ids of the nodes that places call so; those that are gone are left out."""
-        if not set(indices) <= self._names.keys():
-            with contextlib.suppress(RayError):
-                nodes = self.link.directory.nodes.remote()
-                self._names.update(ray.get(nodes, timeout=METADATA_DEADLINE_S))
-        names = [host_of(self._names[index]) for index in indices if index in self._names]
-        return list(dict.fromkeys(names))
-
-    def _look(self) -> LocalStore | None:
-        try:
-            return LocalStore(self.name, self.node_id, self._gpu)
-        except (ValueError, RayError):
-            return None
-
-    def _renew(self) -> None:
-        found = self._look()
-        if found is None:
-            return
-        if self.local and self.local.arena.nonce == found.arena.nonce:
-            self.local.store, self.local.index = found.store, found.index
-            return
-        self.local = found  # the old arena is unmapped when its last reader is done
+        self.session.close()
 
 
 def attach(name: str = "default", *, node_id: str | None = None, device: str | int | None = None) -> KVPool:

@@ -1,67 +1,112 @@
-"""The node store beside a client: its arena, or that of a GPU, mapped here, and what it is asked to fetch."""
+"""What one process has of a pool: the store beside it, its line to the directory, and the threads of its calls."""
 
-import weakref
-from typing import Any
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv import registry
-from raykv.arena.arena import Arena
-from raykv.arena.gpu.gpu_arena import GpuArena
 from raykv.client.directory_client import DirectoryClient
-from raykv.protocol import PULLED, data_deadline
+from raykv.client.local_store import LocalStore
+from raykv.errors import PoolNotFound
+from raykv.protocol import host_of
 
-HELLO_DEADLINE_S = 60.0
+P = ParamSpec("P")
+T = TypeVar("T")
 
-Locations = NDArray[np.void]
+THREADS = 16  # that serve async callers
+REFRESH_S = 1.0
 
 
-class LocalStore:
-    """The store of this node. Where it is down its memory still serves; only what crosses nodes is missed."""
+class Session:
+    """What `KVPool`, its caches, matches and reservations share. Thread-safe. It pickles to the pool's name.
 
-    def __init__(self, pool: str, node_id: str, gpu: str | None = None) -> None:
-        """gpu: whose memory is meant, where it has a tier; else the node's.
+    name: the pool's. node_id: of the Ray node that this process is on. secret: the pool's. directory: the line to the
+    directory. local: the store of this node; None while it has none.
+    """
 
-        ValueError where the node has no store; RayError where it does not answer; ArenaMismatch (rule 12).
+    def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
+        """node_id: default: Ray's. gpu: UUID of the GPU whose memory is read and written, if it has a tier.
+
+        Raises PoolNotFound, and ArenaMismatch where this process can't see its node's shared memory.
         """
-        self.store = registry.find(registry.node_store_name(pool, node_id))
-        described = ray.get(self.store.describe_arena.remote(gpu), timeout=HELLO_DEADLINE_S)
-        self.name: str = described["name"]  # as the directory has it
-        self.index: int = described["index"]
-        if gpu and described["handle"]:
-            self.arena: Arena = GpuArena.map(described["path"], described["nonce"], gpu, described["handle"])
-        else:
-            self.arena = Arena.attach(described["path"], described["nonce"])
-        weakref.finalize(self, self.arena.close).atexit = False
+        settings = registry.settings(name)
+        if settings is None:
+            raise PoolNotFound(
+                f"no pool {name!r} runs in this Ray cluster: start it with `raykv start --name {name}` "
+                f"or raykv.start(raykv.PoolConfig(name={name!r}))"
+            )
+        self.name = name
+        self.node_id: str = node_id or ray.get_runtime_context().get_node_id()
+        self.secret = bytes.fromhex(settings["secret"])
+        self._gpu = gpu
+        self.local = self._find_store()
+        self.directory = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
+        self._looked = time.monotonic()
+        self._names: dict[int, str] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv")
+        self._background = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-background")
 
-    def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
-        """Begin to fetch blocks of other nodes, or what is `external`; `verdicts` waits for it."""
-        pull = self.store.pull.options(concurrency_group="promote") if external else self.store.pull
-        return pull.remote(source.tobytes(), keys.tobytes(), target.tobytes())
+    def __reduce__(self) -> tuple[type["Session"], tuple[str]]:
+        return Session, (self.name,)
 
-    def first(self, answers: list[Any], seconds: float) -> Any | None:
-        """The first to be done of several pulls. None if none is in time."""
-        ready, _ = ray.wait(answers, timeout=seconds)
-        return ready[0] if ready else None
+    @property
+    def home(self) -> str:
+        """What the directory calls the memory that this process copies from and to."""
+        return self.local.name if self.local else self.node_id
 
-    def push(
-        self, source: Locations, keys: NDArray[np.uint8], target: Locations, link: DirectoryClient
-    ) -> NDArray[np.uint8]:
-        """Have other nodes fetch blocks from staging slots here; a verdict for each."""
-        answer = self.store.push.remote(source.tobytes(), keys.tobytes(), target.tobytes())
-        return self.verdicts(answer, target, link)
-
-    def verdicts(self, answer: Any, locations: Locations, link: DirectoryClient) -> NDArray[np.uint8]:
-        """What became of blocks that cross nodes. A store that does not answer in time has fetched nothing."""
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what blocks beside the event loop. Cancelled, it ends first: it may be using the caller's memory."""
+        registry.refuse_forked()
+        running = asyncio.wrap_future(self._threads.submit(function, *args, **kwargs))
         try:
-            data = ray.get(answer, timeout=data_deadline(int(locations["bytes"].sum())))
-        except RayError as error:
-            link.fault("pull", type(error).__name__)
-            return np.zeros(len(locations), np.uint8)
-        verdicts = np.frombuffer(data, np.uint8)
-        if (verdicts != PULLED).any():
-            link.fault("pull", f"{int((verdicts != PULLED).sum())} blocks did not arrive")
-        return verdicts
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            while not running.done():  # cancelled twice, too
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
+            raise
+
+    def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run what may wait for an external tier: nothing that needs memory only is to queue behind it."""
+        registry.refuse_forked()
+        return self._background.submit(function, *args, **kwargs)
+
+    def refresh(self) -> None:
+        """Look for the node store again, in the background: it seems to be another one. At most once a second."""
+        if time.monotonic() - self._looked > REFRESH_S:
+            self._looked = time.monotonic()
+            self._threads.submit(self._renew)
+
+    def node_names(self, indices: list[int]) -> list[str]:
+        """Ray node ids, each once, of nodes by the index that locations carry. Nodes that are gone are left out."""
+        if not set(indices) <= self._names.keys():
+            self._names.update(self.directory.nodes())
+        names = [host_of(self._names[index]) for index in indices if index in self._names]
+        return list(dict.fromkeys(names))
+
+    def close(self) -> None:
+        """Leave the pool: what this process holds is released. Later calls find nothing."""
+        self.directory.close()
+        if self.local:
+            self.local.arena.close()
+
+    def _find_store(self) -> LocalStore | None:
+        try:
+            return LocalStore(self.name, self.node_id, self._gpu)
+        except (ValueError, RayError):
+            return None
+
+    def _renew(self) -> None:
+        found = self._find_store()
+        if found is None:
+            return
+        if self.local and self.local.arena.nonce == found.arena.nonce:
+            self.local.store, self.local.index = found.store, found.index
+            return
+        self.local = found  # the old arena is unmapped when its last reader is done

@@ -1,8 +1,5 @@
 """Blocks of requests that an engine has preempted: kept in the pool until the request comes back, then forgotten."""
 
-from __future__ import annotations
-
-import copy
 import itertools
 import secrets
 import threading
@@ -10,22 +7,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from raykv.arena import buffers as row_checks
+from raykv import keys as key_chain
+from raykv.arena import buffers
 from raykv.arena.buffers import Rows
+from raykv.client.match import Match
+from raykv.client.reservation import store_rows
+from raykv.client.session import Session
+from raykv.keys import CacheId, Keys
 from raykv.protocol import data_deadline
 
-if TYPE_CHECKING:
-    from raykv.client.cache import KVCache
-    from raykv.client.pool import KVPool
-
-
 SLACK = 4  # times a read's deadline: what is not back by then is lost
-AGAIN_S = 0.05  # between looks for blocks that are kept, and did not come
+RETRY_S = 0.05  # between matches for blocks that are kept and did not come
 
 
 @dataclass
@@ -33,7 +27,7 @@ class Swapped:
     """A preempted request."""
 
     blocks: int
-    keys: NDArray[np.uint8]
+    keys: Keys
     stored: Future[int] | None = None
 
     def kept(self) -> bool:
@@ -42,67 +36,71 @@ class Swapped:
 
 
 class Swaps:
-    """What one process has swapped out of one cache. The directory keeps those blocks, in memory or below, for as long
-    as this process is there.
+    """What one process has swapped out of one cache.
+
+    The directory keeps those blocks, in memory or in an external tier, for as long as this process is there.
     """
 
-    def __init__(self, cache: KVCache, pool: KVPool) -> None:
-        self._cache, self._pool = cache, pool
+    def __init__(self, session: Session, cache: CacheId, root: bytes) -> None:
+        """root: what the cache's keys start from."""
+        self._session, self._cache, self._root = session, cache, root
         self._secret = secrets.token_bytes(8)  # another process may use the same request ids
         self._requests: dict[str, Swapped] = {}
         self._numbers = itertools.count()  # a key always means the same bytes, a request id does not
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _requests
 
     def out(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
-        rows = row_checks.paged(paged, block_ids, len(block_ids), self._cache.block_bytes)
+        """See KVCache.swap_out."""
+        rows = buffers.paged(paged, block_ids, len(block_ids), self._cache.block_bytes)
         self.drop(request_id)
         prefix = self._secret + next(self._numbers).to_bytes(8, "little")
-        names = [prefix + i.to_bytes(8, "little") for i in range(len(rows))]
-        request = Swapped(len(rows), self._cache.rekey(names))
-        request.stored = self._pool.background(self._out, rows, request)
+        hashes = [prefix + i.to_bytes(8, "little") for i in range(len(rows))]
+        request = Swapped(len(rows), Keys(key_chain.rekey(self._root, hashes), self._cache))
+        request.stored = self._session.background(self._out, rows, request)
         with self._lock:
             self._requests[request_id] = request
         return request.stored
 
     def back(self, paged: Any, block_ids: Sequence[int], request_id: str) -> Future[int]:
-        rows = row_checks.paged(paged, block_ids, len(block_ids), self._cache.block_bytes, writable=True)
+        """See KVCache.swap_in."""
+        rows = buffers.paged(paged, block_ids, len(block_ids), self._cache.block_bytes, writable=True)
         with self._lock:
             request = self._requests.get(request_id)
             if request and request.blocks != len(rows):
                 raise ValueError(f"{len(rows)} block_ids for request {request_id!r}, which has {request.blocks} blocks")
             self._requests.pop(request_id, None)
-        return self._pool.background(self._back, rows, request)
+        return self._session.background(self._back, rows, request)
 
     def drop(self, request_id: str) -> None:
+        """See KVCache.swap_drop."""
         with self._lock:
             request = self._requests.pop(request_id, None)
         if request:
-            self._pool.background(self._drop, request)
+            self._session.background(self._drop, request)
 
     def _out(self, rows: Rows, request: Swapped) -> int:
-        self._cache.store_rows(request.keys, rows)
-        answer = self._pool.link.call("preempted", request.keys.tobytes())
-        if answer is None:  # it may keep them yet
-            self._pool.link.retry_later("forget", request.keys.tobytes())
-        return int(answer[1]) if answer else 0
+        store_rows(self._session, request.keys, rows)
+        kept = self._session.directory.preempted(request.keys.tobytes())
+        if kept is None:  # it may keep them yet
+            self._session.directory.forget_later(request.keys.tobytes())
+        return kept or 0
 
     def _back(self, rows: Rows, request: Swapped | None) -> int:
         if request is None or not request.kept():
             return 0
-        patient = copy.copy(self._cache)
-        patient.recompute_tokens_per_s = float(patient.block_tokens)  # a second a block, while it takes no longer
-        end, done = time.monotonic() + SLACK * data_deadline(request.blocks * patient.block_bytes), 0
+        patience = float(self._cache.block_tokens)  # tokens a second: the wait for a tier is a second a block
+        end, done = time.monotonic() + SLACK * data_deadline(request.blocks * self._cache.block_bytes), 0
         try:
             while done < request.blocks:
-                with patient.match(request.keys[done:]) as match:
+                with Match(self._session, request.keys[done:], patience) as match:
                     done += match.read_rows(rows[done : done + match.num_blocks])
                 if time.monotonic() > end:
                     break
-                time.sleep(AGAIN_S if done < request.blocks else 0.0)
+                time.sleep(RETRY_S if done < request.blocks else 0.0)
             return done
         finally:
-            self._pool.link.retry_later("forget", request.keys.tobytes())
+            self._session.directory.forget_later(request.keys.tobytes())
 
     def _drop(self, request: Swapped) -> None:
         if request.kept():
-            self._pool.link.retry_later("forget", request.keys.tobytes())
+            self._session.directory.forget_later(request.keys.tobytes())

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,7 @@ except ImportError as error:
 
 from raykv import keys
 from raykv.client import prefix_lookup
-
-if TYPE_CHECKING:
-    from raykv.client.cache import KVCache
+from raykv.client.cache import KVCache
 
 log = logging.getLogger("raykv")
 
@@ -47,7 +45,7 @@ NO_KEYS = np.zeros((0, 16), np.uint8)
 
 def announce(cache: KVCache, model: str) -> None:
     """Tell the routers of `model` how prompts become keys of `cache`. For the constructor of a deployment."""
-    prefix_lookup.announce(cache._pool.name, model, root=cache._root.hex(), block_tokens=cache.block_tokens)
+    prefix_lookup.announce(cache.session.name, model, root=cache.root.hex(), block_tokens=cache.block_tokens)
 
 
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
@@ -62,12 +60,12 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
         """Called by Serve with request_router_kwargs."""
-        self.scout = prefix_lookup.PrefixLookup(pool, model)
+        self.lookup = prefix_lookup.PrefixLookup(pool, model)
         self._warned = False
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self.scout.look()  # new replicas may announce another cache
+        self.lookup.look()  # new replicas may announce another cache
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
         """Keys of a request's prompt, (n, 16); none where the pool can't help. announced: what replicas said."""
@@ -89,10 +87,10 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     async def _shares(self, request: PendingRequest) -> dict[str, float]:
         """By node id, how much of the prompt is there, from 0 to 1."""
-        if self.scout.announced is None:
+        if self.lookup.announced is None:
             return {}
         try:
-            prompt = await self.keys(request, self.scout.announced)
+            prompt = await self.keys(request, self.lookup.announced)
         except ValueError:  # the replica will say what is wrong with the request
             return {}
         except Exception as error:  # a router that raises would leave the request waiting for good
@@ -104,7 +102,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return {}
         every = -(-len(prompt) // ASKED)
         asked = np.ascontiguousarray(prompt[every - 1 :: every])  # parents outlive their children: the rest is implied
-        blocks = await self.scout.locate_prefix(asked)
+        blocks = await self.lookup.locate_prefix(asked)
         return {node: count / len(asked) for node, count in blocks.items()}
 
     def _queue_lengths(self, replicas: list[RunningReplica]) -> list[int]:

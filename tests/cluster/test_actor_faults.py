@@ -22,7 +22,6 @@ from helpers.pools import (
     tokens,
     worker,
 )
-from numpy.typing import NDArray
 
 import raykv
 from raykv import registry
@@ -33,7 +32,7 @@ def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
     return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
 
 
-def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[NDArray[np.uint8]], list[Any]]:
+def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[raykv.Keys], list[Any]]:
     """Blocks of both nodes, and a worker on each."""
     cache = a_cache(pool)
     workers = [worker(pool, node_id, be_patient=False) for node_id in (pool.node_id, other_node(pool))]
@@ -83,7 +82,7 @@ def test_all_actors_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
 
 def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
-    assert pool.local
+    assert pool.session.local
     cache, prompts, workers = on_both(pool)
     old = registry.find_directory(pool.name)
     process, epoch = pid(old), pool.stats()["epoch"]
@@ -96,13 +95,14 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Call
         eventually(lambda: registry.get(pool.name, "directory") != b"%s/directory-1" % pool.name.encode())
         eventually(lambda: pool.stats().get("epoch", 0) > epoch)
         come_back(cache, prompts)
-        eventually(lambda: pool.local and pool.local.arena.epoch > epoch)
+        eventually(lambda: pool.session.local and pool.session.local.arena.epoch > epoch)
         locations = np.frombuffer(grant.locations, LOCATION)
         assert epoch_of(int(locations["gen"][0])) == epoch
         blocks = np.zeros((4, BLOCK), np.uint8)
-        assert not pool.local.arena.write(locations, late, blocks).any()
-        late_commit = ("commit", hold, grant.locations, late.tobytes(), b"\1" * 4)
-        assert eventually(lambda: pool.link.call(*late_commit))[1] == 0
+        assert not pool.session.local.arena.write(locations, late, blocks).any()
+        directory = pool.session.directory
+        eventually(lambda: directory.nodes())  # the new one answers
+        assert directory.commit(hold, grant.locations, late.tobytes(), b"\1" * 4) == 0
         load = [there.churn.remote(10.0, seed=i, prompts=4, blocks=20) for i, there in enumerate(workers)]
         now = pool.stats()["epoch"]
     finally:
@@ -116,11 +116,11 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Call
     eventually(lambda: settled(pool))
 
 
-def granted(pool: raykv.KVPool, keys: NDArray[np.uint8]) -> Any:
-    hold, answer = pool.link.hold("reserve", pool.node_id, keys.tobytes(), 0, BLOCK)
+def granted(pool: raykv.KVPool, keys: raykv.Keys) -> Any:
+    reservation, answer = pool.session.directory.reserve(pool.node_id, keys.tobytes(), 0, BLOCK)
     if answer is not None and len(answer.locations) == len(keys) * LOCATION.itemsize:
-        return hold, answer
-    pool.link.release(hold)
+        return reservation, answer
+    pool.session.directory.release(reservation)
     return None
 
 

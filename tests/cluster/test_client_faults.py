@@ -25,11 +25,11 @@ from helpers.pools import (
     totals,
     worker,
 )
-from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 import raykv
 from raykv.arena import block_copy, header, superblock
+from raykv.keys import Keys
 
 pytestmark = pytest.mark.usefixtures("patiently")
 
@@ -47,10 +47,10 @@ class Unlucky(Worker):
     def strike(self) -> None:
         os.kill(os.getpid(), self.signal)
 
-    def store_and_suffer(self, keys: NDArray[np.uint8]) -> int:
-        assert self.pool.local
-        arena, link = self.pool.local.arena, self.pool.link
-        write, call, copy = arena.write, link.call, block_copy.copy_summed
+    def store_and_suffer(self, keys: Keys) -> int:
+        assert self.pool.session.local
+        arena, directory = self.pool.session.local.arena, self.pool.session.directory
+        write, commit, copy = arena.write, directory.commit, block_copy.copy_summed
 
         def write_later(*args: Any) -> Any:
             self.strike()
@@ -63,17 +63,16 @@ class Unlucky(Worker):
             self.strike()
             return copy(table)
 
-        def call_later(method: str, *args: Any) -> Any:
-            if method == "commit":
-                self.strike()
-            return call(method, *args)
+        def commit_later(*args: Any) -> int:
+            self.strike()
+            return commit(*args)
 
         if self.when == "granted":
             arena.write = write_later  # type: ignore[assignment,method-assign]
         elif self.when == "half copied":
             block_copy.copy_summed = copy_half
         else:
-            link.call = call_later  # type: ignore[method-assign]
+            directory.commit = commit_later  # type: ignore[assignment,method-assign]
         return self.store(keys)
 
 
@@ -183,9 +182,9 @@ def test_a_reader_stopped_and_continued(start: Callable[..., raykv.KVPool]) -> N
 class Dozing(Worker):
     """Is stopped between match and read."""
 
-    def read_late(self, keys: NDArray[np.uint8]) -> tuple[int, int, int]:
-        assert self.pool.local
-        arena = self.pool.local.arena
+    def read_late(self, keys: Keys) -> tuple[int, int, int]:
+        assert self.pool.session.local
+        arena = self.pool.session.local.arena
         read_now = arena.read
 
         def read_late(*args: Any) -> Any:
@@ -198,8 +197,8 @@ class Dozing(Worker):
 
 def alter(pool: raykv.KVPool, location: np.void, payload: bool) -> None:
     """Flip a bit of a block of this node, in its payload or in its header's key, as a stray write would."""
-    assert pool.local
-    arena = pool.local.arena
+    assert pool.session.local
+    arena = pool.session.local.arena
     first, start, size = superblock.layout(arena.slab_bytes, arena.slabs)
     stride = -(-int(location["bytes"]) // 4096) * 4096
     if payload:
@@ -243,7 +242,8 @@ def test_what_was_altered_behind_our_back(altered: tuple[raykv.KVPool, Any], pay
     else:
         found = ray.get(there.read.remote(keys), timeout=120)
         assert ray.get(arrivals.remote(), timeout=60)["corrupt"] - arrived == int(payload)
-    faults = pool.link.faults["read"] if reader == "here" else ray.get(there.faults.remote(), timeout=60)["pull"]
+    mine, theirs = pool.session.directory.faults, ray.get(there.faults.remote(), timeout=60)
+    faults = mine["read"] if reader == "here" else theirs["pull"]
     assert found[:3] == (10, 6, 0) and faults
     eventually(lambda: pool.stats()["corrupt"] - before == 1)
     assert read(cache, keys).matched == 6  # it is not offered again,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import ray
 from helpers.pools import BLOCK, MIB, Worker, eventually, kill, read, store, tokens, worker
-from numpy.typing import NDArray
 
 import raykv
 from raykv import registry
@@ -21,7 +20,7 @@ def cache_of(pool: raykv.KVPool) -> raykv.KVCache:
     return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=100)
 
 
-def keep_there(pool: raykv.KVPool, node_id: str, seed: int) -> list[NDArray[Any]]:
+def keep_there(pool: raykv.KVPool, node_id: str, seed: int) -> list[raykv.Keys]:
     """Prompts whose blocks only that node has."""
     there = worker(pool, node_id, Worker)
     prompts = [cache_of(pool).keys(tokens(seed + i, 50)) for i in range(4)]

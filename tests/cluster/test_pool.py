@@ -256,7 +256,7 @@ def test_fetched_blocks_are_on_this_node(pool: raykv.KVPool, cache: raykv.KVCach
 def test_a_prompt_with_equal_keys_twice(pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str) -> None:
     keys = cache.keys(tokens(1, 6))
     assert ray.get(there.store.remote(keys, model=model)) == 6
-    twice = np.concatenate([keys, keys])
+    twice: Any = np.concatenate([keys, keys])
     for _ in range(2):
         assert read(cache, twice)[:3] == (12, 12, 0)
     assert store(cache, np.concatenate([twice, cache.keys(tokens(2, 2))]), start=12) == 2
@@ -306,7 +306,7 @@ def test_an_engines_own_hashes(cache: raykv.KVCache) -> None:
     assert read(cache, cache.rekey([b"x" * 32])).matched == 0
 
 
-BAD_INPUT: dict[str, tuple[Callable[[raykv.KVCache, NDArray[np.uint8], NDArray[np.uint8]], object], str]] = {
+BAD_INPUT: dict[str, tuple[Callable[[raykv.KVCache, Any, NDArray[np.uint8]], object], str]] = {
     "a block too small": (lambda c, k, b: c.store(k, b[:, :-1].copy()), rf"\(4, {BLOCK - 1}\).*\(4, {BLOCK}\)"),
     "blocks of floats": (lambda c, k, b: c.store(k, b.view(np.float32)), r"float32.*uint8"),
     "blocks of bfloat16": (lambda c, k, b: c.store(k, torch.zeros(4, 8, dtype=torch.bfloat16)), r"bfloat16.*uint8"),

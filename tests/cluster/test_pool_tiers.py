@@ -33,7 +33,6 @@ from helpers.pools import (
     worker,
 )
 from helpers.redis_server import RedisServer, redis_server
-from numpy.typing import NDArray
 
 import raykv
 from raykv import registry
@@ -47,7 +46,7 @@ SIZE = 32 << 10
 BLOCKS = 16  # of a prompt: half a MiB
 MEMORY = 2 * CPU // (BLOCKS * SIZE)  # prompts that it holds
 IN_TIME_S = WAIT_S / 2  # far more than any deadline, far less than a tier that waits
-Keys = NDArray[np.uint8]
+Keys = raykv.Keys
 Start = Callable[..., raykv.KVPool]
 _seeds = itertools.count(os.getpid() << 20)  # workers have their own
 
@@ -487,7 +486,8 @@ def test_nobody_waits_for_a_tier_that_does_not_give_blocks(moody: raykv.KVPool, 
     """Reads of memory, and another node's too, are not behind those of the tier, of which there are many."""
     mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
     cold = prompts(mine, 24, blocks=1)
-    push_out(moody, mine, np.concatenate(cold))
+    cold_keys: Any = np.concatenate(cold)
+    push_out(moody, mine, cold_keys)
     near, far = prompts(mine, 2, blocks=4)
     push_out(moody, mine, far)
     eventually(lambda: ray.get(there.holds.remote(far), timeout=60))  # there, and nowhere else

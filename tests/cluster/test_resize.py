@@ -71,8 +71,8 @@ def has(pool: raykv.KVPool, node_id: str | None = None) -> int:
 
 def taken(pool: raykv.KVPool) -> int:
     """Bytes of the arena beside this process that are really there."""
-    assert pool.local
-    return os.stat(pool.local.arena.path).st_blocks * 512
+    assert pool.session.local
+    return os.stat(pool.session.local.arena.path).st_blocks * 512
 
 
 def test_less_and_more(pool: raykv.KVPool) -> None:

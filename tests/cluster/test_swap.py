@@ -88,13 +88,13 @@ def test_what_the_directory_did_not_hear_of_is_forgotten_later(
     cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cache.swap_out(pages(31, 40), range(40), "a").result() == 40
-    directory, faults = pid(part(pool, "directory")), pool.link.faults["directory"]
+    directory, faults = pid(part(pool, "directory")), pool.session.directory.faults["directory"]
     os.kill(directory, signal.SIGSTOP)
     try:
         with monkeypatch.context() as hasty:
             hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.02)
             cache.swap_drop("a")
-            eventually(lambda: pool.link.faults["directory"] > faults)
+            eventually(lambda: pool.session.directory.faults["directory"] > faults)
     finally:
         os.kill(directory, signal.SIGCONT)
     eventually(lambda: pool.stats().get("pinned") == 0 == pool.stats().get("keys"))
@@ -144,8 +144,8 @@ def test_an_engine_that_dies_lets_go(cache: raykv.KVCache, pool: raykv.KVPool) -
 def test_what_is_pinned_stays_until_it_is_unpinned(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
     keys = cache.keys(tokens(6, 20))
     keep(cache, keys)
-    unknown = cache.keys(tokens(7, 5))
-    assert cache.pin(np.concatenate([keys, unknown])) == 20 and cache.pin(keys) == 20
+    pinned: Any = np.concatenate([keys, cache.keys(tokens(7, 5))])
+    assert cache.pin(pinned) == 20 and cache.pin(keys) == 20
     fill(cache, 6)
     assert read(cache, keys)[:3] == (20, 20, 0) and pool.stats()["pinned"] == 20
     cache.unpin(keys)

@@ -30,7 +30,7 @@ from helpers.pools import (
 from numpy.typing import NDArray
 
 import raykv
-import raykv.client.cache
+import raykv.client.lease
 from raykv.config import KEYS_PER_CALL
 from raykv.transports.tcp import CLAIM, COUNT
 
@@ -120,7 +120,8 @@ def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> N
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 20))
     keep(cache, keys)
-    ray.get(node_store(pool, pool.node_id).__ray_call__.remote(lambda store: store._memory.lanes.close()), timeout=60)
+    store = node_store(pool, pool.node_id)
+    ray.get(store.__ray_call__.remote(lambda store: store._memory.transports.close()), timeout=60)
     found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys), timeout=60)
     assert found[:3] == (20, 20, 0)
     assert read(cache, keys).read == 20
@@ -130,21 +131,22 @@ def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> N
 def test_a_read_ends_with_the_first_piece_that_does_not_arrive(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.client.cache, "PIECE_BYTES", 5 * BLOCK)
+    monkeypatch.setattr(raykv.client.lease, "PIECE_BYTES", 5 * BLOCK)
     pool = start()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 30))
     assert ray.get(worker(pool, other_node(pool)).store.remote(keys), timeout=60) == 30
     for stopped in (pool.node_id, other_node(pool)):
         process = pid(node_store(pool, stopped))
-        pool.link.faults.clear()
+        pool.session.directory.faults.clear()
         with cache.match(keys) as match:
             os.kill(process, signal.SIGSTOP)
             try:
                 assert match.num_blocks == 30 and match.read(np.zeros((30, BLOCK), np.uint8)) == 0
             finally:
                 os.kill(process, signal.SIGCONT)
-        assert pool.link.faults["pull"] <= raykv.client.cache.PIECES_AHEAD, "six pieces, of which two were asked for"
+        faults = pool.session.directory.faults["pull"]
+        assert faults <= raykv.client.lease.PIECES_AHEAD, "of six pieces two were asked for"
         eventually(lambda: settled(pool))
 
 

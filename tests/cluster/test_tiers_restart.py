@@ -7,12 +7,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.pools import eventually, holds, patient, shm_files, store, tokens
 from helpers.redis_server import redis_server
 from helpers.sqlite_tier import SqliteTier
-from numpy.typing import NDArray
 
 import raykv
 from raykv.bench.testbed import local_cluster
@@ -45,7 +43,7 @@ def name_of(url: str) -> str:
     return f"restart-{os.getppid()}-{url.partition(':')[0]}"
 
 
-def store_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[NDArray[np.uint8]]) -> None:
+def store_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[raykv.Keys]) -> None:
     """At a pace that demotion can follow, and what it could not, again."""
 
     def followed() -> bool:
@@ -64,7 +62,7 @@ def store_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[NDArray[np
     eventually(all_stored)
 
 
-def read_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[NDArray[np.uint8]]) -> None:
+def read_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[raykv.Keys]) -> None:
     eventually(lambda: total(pool, "blocks") == PROMPTS * BLOCKS, 30.0)
     for keys in prompts:
         eventually(lambda keys=keys: holds(cache, keys))  # type: ignore[misc]

@@ -92,7 +92,7 @@ def router(*replicas: Any, kind: type[PrefixRouter] = PrefixRouter) -> tuple[Pre
         deployment_id=DeploymentID("d"), handle_source=DeploymentHandleSource.UNKNOWN, use_replica_queue_len_cache=True
     )
     router.initialize_state("m")
-    router.scout = told = Told()  # type: ignore[assignment]
+    router.lookup = told = Told()  # type: ignore[assignment]
     router.update_replicas(list(replicas))
     return router, told
 
@@ -207,7 +207,7 @@ def test_a_scout_sees_what_is_where_and_nobody_when_the_directory_is_silent(
         assert await scout.locate_prefix(prompt) == {} and scout.announced is None
         announce(cache, "a model")
         await until(scout, {pool.node_id: 4})
-        assert scout.announced == {"root": cache._root.hex(), "block_tokens": 16}
+        assert scout.announced == {"root": cache.root.hex(), "block_tokens": 16}
         stopped = pid(part(pool, "directory"))
         os.kill(stopped, signal.SIGSTOP)
         try:

@@ -114,9 +114,9 @@ def test_pages_of_a_gpu(pool: raykv.KVPool, on_host: Any, monkeypatch: pytest.Mo
     assert (out == wanted).all()
     other = np.setdiff1d(np.arange(PAGES), ids)[: 4 * PER_CHUNK]
     with cache.match(keys) as match:
-        assert pool.local
+        assert pool.session.local
         locations, names = match.locations(np.arange(4))
-        load = ChunksToLoad([(pool.local.arena.nonce, locations.tobytes(), names.tobytes())])
+        load = ChunksToLoad([(pool.session.local.arena.nonce, locations.tobytes(), names.tobytes())])
         worker.submit_load(2, load, GPULoadStoreSpec(other.tolist(), [len(other)], [0]))
         finished(worker, 2)
     for tensor, pages in zip(tensors, content, strict=True):

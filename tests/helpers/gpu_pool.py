@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 
 import raykv
 from helpers.pools import (
@@ -31,7 +30,7 @@ from raykv.bench.testbed import local_cluster
 MIB = 1 << 20
 CPU, GPU = 64 * MIB, 24 * MIB
 FAR = "nccl" if "cupy_on_host" in cuda.cupy().__file__ else "tcp"  # NCCL has no two ranks on one real GPU
-Keys = NDArray[np.uint8]
+Keys = raykv.Keys
 
 
 class Engine(Worker):
@@ -52,8 +51,8 @@ class Engine(Worker):
             return Reading(match.num_blocks, n, wrong, match.nodes)
 
     def where(self) -> tuple[str, bool]:
-        assert self.pool.local
-        return self.pool.home, isinstance(self.pool.local.arena, GpuArena)
+        assert self.pool.session.local
+        return self.pool.session.home, isinstance(self.pool.session.local.arena, GpuArena)
 
 
 class World:

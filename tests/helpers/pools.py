@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import raykv
 import raykv.client.directory_client
 from raykv import registry
+from raykv.keys import Keys
 from raykv.protocol import LOCATION
 from raykv.transports.nixl import why_not
 
@@ -66,7 +67,7 @@ class Reading(NamedTuple):
     nodes: list[str]
 
 
-def read(cache: raykv.KVCache, keys: NDArray[np.uint8], verify: bool = False) -> Reading:
+def read(cache: raykv.KVCache, keys: Keys, verify: bool = False) -> Reading:
     with cache.match(keys) as match:
         out = np.zeros((match.num_blocks, cache.block_bytes), np.uint8)
         n = match.read(out, verify=verify)
@@ -74,23 +75,23 @@ def read(cache: raykv.KVCache, keys: NDArray[np.uint8], verify: bool = False) ->
         return Reading(match.num_blocks, n, wrong, match.nodes)
 
 
-def store(cache: raykv.KVCache, keys: NDArray[np.uint8], start: int = 0) -> int:
+def store(cache: raykv.KVCache, keys: Keys, start: int = 0) -> int:
     return cache.store(keys, payload(keys[start:], cache.block_bytes), start)
 
 
-def holds(cache: raykv.KVCache, keys: NDArray[np.uint8]) -> bool:
+def holds(cache: raykv.KVCache, keys: Keys) -> bool:
     """Whether all of it can be read, and is right. For pools that faults happen to: those answer again some time."""
     found = read(cache, keys)
     assert not found.wrong
     return found.read == len(keys)
 
 
-def keep(cache: raykv.KVCache, keys: NDArray[np.uint8]) -> None:
+def keep(cache: raykv.KVCache, keys: Keys) -> None:
     """Store it, and see it there."""
     eventually(lambda: store(cache, keys) >= 0 and holds(cache, keys))
 
 
-def come_back(cache: raykv.KVCache, prompts: list[NDArray[np.uint8]], workers: Sequence[Any] = ()) -> None:
+def come_back(cache: raykv.KVCache, prompts: list[Keys], workers: Sequence[Any] = ()) -> None:
     """All of it can be read again some time, by this process and the workers."""
     for keys in prompts:
         eventually(lambda keys=keys: holds(cache, keys))  # type: ignore[misc]
@@ -113,24 +114,24 @@ class Worker:
     def pid(self) -> int:
         return os.getpid()
 
-    def store(self, keys: NDArray[np.uint8], **cache: Any) -> int:
+    def store(self, keys: Keys, **cache: Any) -> int:
         return store(self.cache(**cache), keys)
 
-    def read(self, keys: NDArray[np.uint8], **cache: Any) -> Reading:
+    def read(self, keys: Keys, **cache: Any) -> Reading:
         return read(self.cache(**cache), keys)
 
-    def keep(self, keys: NDArray[np.uint8]) -> None:
+    def keep(self, keys: Keys) -> None:
         keep(self.cache(), keys)
 
-    def holds(self, keys: NDArray[np.uint8]) -> bool:
+    def holds(self, keys: Keys) -> bool:
         return holds(self.cache(), keys)
 
-    def lease(self, keys: NDArray[np.uint8], **cache: Any) -> int:
+    def lease(self, keys: Keys, **cache: Any) -> int:
         """Match, and keep it."""
         match = self.matches[keys.tobytes()] = self.cache(**cache).match(keys)
         return match.num_blocks
 
-    def release(self, keys: NDArray[np.uint8]) -> None:
+    def release(self, keys: Keys) -> None:
         self.matches.pop(keys.tobytes()).release()
 
     def churn(self, seconds: float, seed: int, prompts: int, blocks: int) -> tuple[int, int, int]:
@@ -145,7 +146,7 @@ class Worker:
         return stored, readings, wrong
 
     def faults(self) -> dict[str, int]:
-        return dict(self.pool.link.faults)
+        return dict(self.pool.session.directory.faults)
 
 
 def worker(pool: raykv.KVPool, node_id: str, kind: type = Worker, **arguments: Any) -> Any:
@@ -209,20 +210,21 @@ def served(pool: raykv.KVPool, nodes: int) -> bool:
     """Whether so many nodes offer all of their memory, to a client that knows the directory in charge."""
     stats = pool.stats()
     found = stats.get("nodes", {})
-    assert pool.local
+    assert pool.session.local
     whole = [node for node in found.values() if node["slabs"] + node["spare_slabs"] == node["limit"]]
     if len(whole) != nodes or any(node["state"] != "alive" for node in found.values()):
         return False
-    if pool.local.index != found[pool.node_id]["index"]:
-        pool.refresh()  # a directory that was slow to start was replaced meanwhile
+    if pool.session.local.index != found[pool.node_id]["index"]:
+        pool.session.refresh()  # a directory that was slow to start was replaced meanwhile
         return False
-    return bool(pool.local.arena.epoch == stats["epoch"])
+    return bool(pool.session.local.arena.epoch == stats["epoch"])
 
 
-def locations(pool: raykv.KVPool, cache: raykv.KVCache, keys: NDArray[np.uint8]) -> NDArray[np.void]:
+def locations(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> NDArray[np.void]:
     """Where the blocks of a match are."""
-    hold, answer = pool.link.hold("match", pool.node_id, keys.tobytes(), cache.block_bytes)
-    pool.link.release(hold)
+    lease, answer = pool.session.directory.match(pool.node_id, keys.tobytes(), cache.block_bytes)
+    pool.session.directory.release(lease)
+    assert answer
     return np.frombuffer(answer.source, LOCATION)
 
 

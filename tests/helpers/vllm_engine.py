@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
-import raykv.client.cache
+import raykv.client.lease
 from helpers.pools import PATIENCE_S, patient
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
 from raykv.integrations.vllm.manager import ChunksToLoad
@@ -38,7 +38,7 @@ class FaultyConnector(RayKVConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         patient()
-        raykv.client.cache.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
+        raykv.client.lease.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

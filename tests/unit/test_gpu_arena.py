@@ -31,7 +31,7 @@ from raykv.arena.gpu import device as devices
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import BOUNCE_BYTES, Device
 from raykv.arena.gpu.gpu_arena import UNKNOWN, GpuArena, copy_between
-from raykv.client.cache import _Lease
+from raykv.client.lease import Lease
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.system import file_locks
@@ -263,17 +263,17 @@ class DirectoryClient:
 def test_who_is_to_blame_for_a_miss(on_host: Any, lost: bool, index: int, faults: list[str], blamed: int) -> None:
     """The directory is told of blocks that are not there; of those that a reader can't reach, or that another arena
     has, it would be wrong."""
-    host, link = memory_arena(), DirectoryClient()
+    host, directory = memory_arena(), DirectoryClient()
     at, keys, blocks = some(2)
     at["node"], rows = 4, on_gpu(on_host, blocks)
     if lost:
         assert host.write(at, keys, rows).all()
         on_host.cuda.runtime.lose()
-    lease: Any = object.__new__(_Lease)
-    lease._pool = SimpleNamespace(link=link, local=SimpleNamespace(arena=host, index=index))
+    lease: Any = object.__new__(Lease)
+    lease._session = SimpleNamespace(directory=directory, local=SimpleNamespace(arena=host, index=index))
     lease.keys = keys
     assert not lease._copy(at, np.arange(2), rows, False).any()
-    assert (link.faults, link.blamed) == (faults, blamed)
+    assert (directory.faults, directory.blamed) == (faults, blamed)
     host.close(unlink=True)
     gc.collect()  # frames of what was raised, while this CuPy is here
 

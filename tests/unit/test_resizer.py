@@ -13,13 +13,13 @@ from helpers.arena_worker import PRINT, SLAB
 from helpers.directory_checks import check_invariants
 from helpers.pools import eventually
 from raykv.actors import resizer
-from raykv.actors.resizer import Resizer, size_of
+from raykv.actors.resizer import Resizer, SavedSize
 
 from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
-from raykv.protocol import LOCATION, Call
+from raykv.protocol import LOCATION, Call, SlabTarget
 from raykv.system import free_memory
 
 SLABS, LIMIT, SIZE = 12, 6, 64 << 10
@@ -46,7 +46,7 @@ class Node:
         self.kv = kv
         self.arena = Arena.create(path, PRINT, SLAB, SLABS)
         self.withdrawn: list[int] = []
-        self.sizing = Resizer("p", "n", self.arena, LIMIT, None, self.withdrawn.append)
+        self.sizing = Resizer(SavedSize("p", "n"), self.arena, LIMIT, None, self.withdrawn.append)
         self.directory = Directory()
         self.join()
         self.index = self.directory.nodes["n"].index
@@ -65,12 +65,11 @@ class Node:
 
     def heartbeat(self, lost: bool = False) -> None:
         report = self.sizing.report()
-        offered, limit, gone = report
-        closed = self.directory.set_slab_target("n", limit, gone, 0.0)
-        self.directory.heartbeat("n", offered, 0.0)
+        closed = self.directory.set_slab_target("n", report.limit, report.given_back, 0.0)
+        self.directory.heartbeat("n", report.offered, 0.0)
         check_invariants(self.directory)
         if not lost:
-            self.sizing.on_directory_reply(report, *closed)
+            self.sizing.on_directory_reply(report, SlabTarget(*closed))
 
     def call(self) -> Call:
         self.ids += 1
@@ -92,7 +91,7 @@ class Node:
         def done() -> bool:
             self.heartbeat()
             known = self.directory.nodes["n"]
-            return self.sizing.settled and len(known.slabs) + len(known.spare) == slabs == self.arena.available
+            return self.sizing.at_limit and len(known.slabs) + len(known.spare) == slabs == self.arena.available
 
         eventually(done, 20.0)
 
@@ -155,13 +154,13 @@ def test_a_directory_that_restarts_in_the_middle(node: Node) -> None:
     assert all(node.store(i, 60) for i in range(5))
     node.sizing.limit = 3
     report = node.sizing.report()
-    closed = node.directory.set_slab_target("n", 3, report[2], 0.0)
+    closed = node.directory.set_slab_target("n", 3, report.given_back, 0.0)
     assert closed[1]
     node.directory = Directory(node.directory.epoch + 1)
     node.sizing._full = "nothing is offered meanwhile"
     node.join()
-    node.sizing.on_directory_reply(report, *closed)
-    eventually(lambda: not node.sizing._closed, 20.0)
+    node.sizing.on_directory_reply(report, SlabTarget(*closed))
+    eventually(lambda: not node.sizing._to_give_back, 20.0)
     assert node.arena.available == LIMIT
     node.settle(3)
     assert all(node.store(100 + i, 60) for i in range(5))
@@ -203,9 +202,9 @@ def test_memory_goes_when_nobody_can_be_reading_it(node: Node) -> None:
     node.settle(3)
     assert node.sizing.resize(3 * SLAB, 0.2) == 3 * SLAB and taken(node) == full, "it would wait for that"
     node.sizing.limit = LIMIT
-    node.sizing._changed.set()
+    node.sizing._loop.wake()
     node.settle(LIMIT)
-    eventually(lambda: not node.sizing._going, 20.0)
+    eventually(lambda: not node.sizing._to_discard, 20.0)
     assert all(node.store(i, 60) for i in range(8)), "offered again"
     node.sizing._grace = 0.05
     assert resize(node, 2) == 2 * SLAB and taken(node) < full - (LIMIT - 2) * SLAB
@@ -229,10 +228,10 @@ def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
 
 def test_memory_that_a_dead_owner_was_about_to_give_back_goes(node: Node) -> None:
     node.sizing.stop()
-    node.sizing._thread.join()
+    node.sizing._loop.join()
     assert node.arena.give_back(1, node.directory._size_classes.next_gen())
     full = taken(node)
-    again = Resizer("p", "n", node.arena, LIMIT - 1, None, node.withdrawn.append)
+    again = Resizer(SavedSize("p", "n"), node.arena, LIMIT - 1, None, node.withdrawn.append)
     eventually(lambda: taken(node) < full - SLAB, 20.0)
     again.stop()
 
@@ -277,9 +276,9 @@ def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: py
     monkeypatch.setattr(node.arena, "give_back", pytest.fail)
     node.sizing.limit = 3
     report = node.sizing.report()
-    closed = node.directory.set_slab_target("n", 3, report[2], 0.0)
+    closed = node.directory.set_slab_target("n", 3, report.given_back, 0.0)
     node.sizing.limit = LIMIT
-    node.sizing.on_directory_reply(report, *closed)
+    node.sizing.on_directory_reply(report, SlabTarget(*closed))
     node.settle(LIMIT)
     assert all(node.store(i, 60) for i in range(8)) and node.arena.given_back() == []
 
@@ -312,9 +311,9 @@ def test_a_file_system_that_was_full_from_the_start(node: Node, monkeypatch: pyt
 
     monkeypatch.setattr(node.arena, "offer_next", offer)
     node.sizing.limit = LIMIT + 2
-    node.sizing._changed.set()
-    eventually(lambda: node.sizing.settled, 20.0)
-    node.sizing._changed.set()
+    node.sizing._loop.wake()
+    eventually(lambda: node.sizing.at_limit, 20.0)
+    node.sizing._loop.wake()
     node.heartbeat()
     assert node.store(1) and len(calls) == 1
     assert resize(node, 2) == 2 * SLAB
@@ -335,6 +334,6 @@ def test_a_node_that_cannot_afford_it(node: Node, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_asked_for_by_fraction_is_kept_so(node: Node) -> None:
-    assert size_of("p", "n", 0.5) == 0.5
+    assert SavedSize("p", "n").load(0.5) == 0.5
     node.kv["memory/n"] = b"0.25"
-    assert size_of("p", "n", 0.5) == 0.25
+    assert SavedSize("p", "n").load(0.5) == 0.25

@@ -19,9 +19,9 @@ class RoutedConnector(RayKVConnector):
             cache = self.scheduler.manager._caches[0]  # all ranks store a prompt's blocks on one node
             model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo
             prefix_lookup.announce(
-                cache._pool.name,
+                cache.session.name,
                 model.served_model_name,
-                root=cache._root.hex(),
+                root=cache.root.hex(),
                 block_tokens=cache.block_tokens,
                 hash_tokens=self.scheduler.config.tokens_per_hash,
                 hash_algorithm=algorithm,

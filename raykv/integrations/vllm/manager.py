@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -25,8 +24,10 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
 )
 
-from raykv.client.cache import KVCache, Match
+from raykv.client.cache import KVCache
+from raykv.client.match import Match
 from raykv.client.pool import KVPool
+from raykv.keys import Keys
 
 log = logging.getLogger("raykv")
 
@@ -125,7 +126,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask.loading = True
         numbers = np.array([ask.numbers[key] for key in keys], np.int64)
         locations = [match.locations(numbers) for match in ask.answer.result().matches]
-        arenas = [pool.local.arena.nonce if pool.local else b"" for pool in self._pools]
+        arenas = [pool.session.local.arena.nonce if pool.session.local else b"" for pool in self._pools]
         parts = zip(arenas, locations, strict=True)
         return ChunksToLoad([(arena, where.tobytes(), names.tobytes()) for arena, (where, names) in parts])
 
@@ -228,6 +229,6 @@ def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
     return found
 
 
-def _names(caches: Sequence[KVCache], keys: list[bytes]) -> list[NDArray[np.uint8]]:
+def _names(caches: Sequence[KVCache], keys: list[bytes]) -> list[Keys]:
     hashes = [get_offload_block_hash(key) for key in keys]
     return [cache.rekey(hashes) for cache in caches]

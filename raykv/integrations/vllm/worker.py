@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.arena.buffers import Rows, rows_of
-from raykv.client.cache import KVCache, Reservation
+from raykv.client.cache import KVCache
 from raykv.client.pool import KVPool
+from raykv.client.reservation import Reservation
 from raykv.errors import DeviceError
 from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
+from raykv.keys import Keys
 from raykv.protocol import KEY_BYTES, LOCATION
 
 log = logging.getLogger("raykv")
@@ -70,8 +72,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
-        if pool.local is not None:
-            self._loads.submit(pool.local.arena.populate, self._pages.device)
+        if pool.session.local is not None:
+            self._loads.submit(pool.session.local.arena.populate, self._pages.device)
         self._jobs: dict[int, Job] = {}
         self._mutex = threading.Lock()  # of every job's state
         self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
@@ -129,7 +131,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if job.state == "done":
             return
         try:
-            keys = np.frombuffer(target.keys[self._part], np.uint8).reshape(-1, KEY_BYTES)
+            keys = Keys(_rows_of_keys(target.keys[self._part]), self._cache.id)  # made in the scheduler's process
             if len(source.block_ids) != len(keys) * self._per_chunk:
                 raise ValueError(f"{len(source.block_ids)} blocks for {len(keys)} chunks of {self._per_chunk}")
             reservation = self._cache.reserve(keys, target.position)
@@ -166,21 +168,21 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def _read(self, source: ChunksToLoad, target: Any) -> int:
         """Bytes read: of all chunks, or 0 if one of them is not there any more."""
         arena, at, names = source.parts[self._part]
-        locations, keys = np.frombuffer(at, LOCATION), np.frombuffer(names, np.uint8).reshape(-1, KEY_BYTES)
-        local, link = self._pool.local, self._pool.link
+        locations, keys = np.frombuffer(at, LOCATION), _rows_of_keys(names)
+        local, directory = self._pool.session.local, self._pool.session.directory
         if local is None or local.arena.nonce != arena:  # not by index: a new directory calls nodes otherwise
-            self._pool.refresh()
-            link.fault("load", "the blocks are in another arena than the one that this worker knows")
+            self._pool.session.refresh()
+            directory.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
         rows = self._rows(target, len(keys))
         try:
             ok = local.arena.read(locations, keys, rows)
         except DeviceError as error:  # nobody else is to miss the blocks for that
-            link.fault("gpu", error)
+            directory.fault("gpu", error)
             return 0
         if not ok.all():
-            link.corrupt(locations[~ok])
-            link.fault("load", f"{int((~ok).sum())} of {len(ok)} blocks were not what the directory said")
+            directory.corrupt(locations[~ok])
+            directory.fault("load", f"{int((~ok).sum())} of {len(ok)} blocks were not what the directory said")
             return 0
         return rows.bytes * len(rows)
 
@@ -218,3 +220,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._done.put(TransferResult(job.id, True, size, time.perf_counter() - job.begin))
         self._some_done.set()
         return True
+
+
+def _rows_of_keys(data: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8).reshape(-1, KEY_BYTES)

@@ -1,0 +1,91 @@
+"""The node store beside a client: the memory that it maps into this process, and the pulls that it is asked for."""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from raykv import registry
+from raykv.arena.arena import Arena
+from raykv.arena.gpu.gpu_arena import GpuArena
+from raykv.client.directory_client import DirectoryClient, plain
+from raykv.config import MIB
+from raykv.protocol import PULLED, StoreDescription, Transfer, data_deadline
+
+DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
+PIECE_BYTES = 128 * MIB  # what crosses nodes at a time: the copy out of one piece overlaps the pull of the next
+
+Locations = NDArray[np.void]
+
+
+def pieces(indices: NDArray[np.intp], blocks: int) -> Iterator[NDArray[np.intp]]:
+    """Indices in runs of at most `blocks`."""
+    for first in range(0, len(indices), blocks):
+        yield indices[first : first + blocks]
+
+
+class LocalStore:
+    """The store of this process's node. While it is down its memory still serves; only other nodes' blocks are missed.
+
+    store: handle of the actor. name: what the directory calls the memory. index: what locations call it.
+    arena: the memory, mapped.
+    """
+
+    def __init__(self, pool: str, node_id: str, gpu: str | None = None) -> None:
+        """gpu: UUID of the GPU whose memory is meant, where that has a tier; None: the node's memory.
+
+        Raises ValueError where the node has no store, RayError where it does not answer, and ArenaMismatch where this
+        process sees other shared memory than the store (rule 12).
+        """
+        self.store = registry.find(registry.node_store_name(pool, node_id))
+        described = StoreDescription(*ray.get(self.store.describe_arena.remote(gpu), timeout=DESCRIBE_DEADLINE_S))
+        self.name = described.name
+        self.index = described.node
+        if gpu and described.handle:
+            self.arena: Arena = GpuArena.map(described.path, described.nonce, gpu, described.handle)
+        else:
+            self.arena = Arena.attach(described.path, described.nonce)
+        weakref.finalize(self, self.arena.close).atexit = False
+
+    def pull(self, source: Locations, keys: NDArray[np.uint8], target: Locations, external: bool = False) -> Any:
+        """Begin to fetch blocks into slots of this node; `verdicts` waits for the answer.
+
+        source, target: (n,) LOCATION. keys: (n, 16) uint8. external: the source is an external tier.
+        """
+        pull = self.store.pull.options(concurrency_group="promote") if external else self.store.pull
+        return pull.remote(_transfer(source, keys, target))
+
+    def first(self, answers: list[Any], seconds: float) -> Any | None:
+        """The first of several pulls to be done. None if none is done in time."""
+        ready, _ = ray.wait(answers, timeout=seconds)
+        return ready[0] if ready else None
+
+    def push(
+        self, source: Locations, keys: NDArray[np.uint8], target: Locations, directory: DirectoryClient
+    ) -> NDArray[np.uint8]:
+        """Have other nodes fetch blocks from staging slots of this node; (n,) verdicts. Arguments as of `pull`."""
+        answer = self.store.push.remote(_transfer(source, keys, target))
+        return self.verdicts(answer, target, directory)
+
+    def verdicts(self, answer: Any, target: Locations, directory: DirectoryClient) -> NDArray[np.uint8]:
+        """(n,) uint8 FAILED, PULLED or ALTERED: what became of a pull or a push into `target`.
+
+        A store that does not answer in time has fetched nothing. What did not arrive is counted as a fault.
+        """
+        try:
+            data = ray.get(answer, timeout=data_deadline(int(target["bytes"].sum())))
+        except RayError as error:
+            directory.fault("pull", type(error).__name__)
+            return np.zeros(len(target), np.uint8)
+        verdicts = np.frombuffer(data, np.uint8)
+        if (verdicts != PULLED).any():
+            directory.fault("pull", f"{int((verdicts != PULLED).sum())} blocks did not arrive")
+        return verdicts
+
+
+def _transfer(source: Locations, keys: NDArray[np.uint8], target: Locations) -> tuple[bytes, bytes, bytes]:
+    return plain(Transfer(source.tobytes(), keys.tobytes(), target.tobytes()))

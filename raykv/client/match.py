@@ -1,0 +1,154 @@
+"""A reader's leases on the leading blocks of a prompt."""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena import buffers
+from raykv.arena.buffers import Rows
+from raykv.client.lease import Lease
+from raykv.client.local_store import Locations
+from raykv.client.session import Session
+from raykv.config import KEYS_PER_CALL
+from raykv.keys import Keys
+
+
+class Match:
+    """The leading blocks that are ready, leased: none of them is evicted before `release`. A context manager.
+
+    num_blocks: how many. num_tokens: of them.
+    """
+
+    def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False) -> None:
+        """tokens_per_s: how fast the engine computes, which limits the wait for an external tier.
+
+        prefetch: begin to pull blocks of other nodes now, not with the first read.
+        """
+        cache = keys.cache
+        self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
+        self._leases: list[Lease] = []
+        for first in range(0, len(keys), KEYS_PER_CALL):
+            part = keys[first : first + KEYS_PER_CALL]
+            lease = Lease(session, part, cache.block_tokens / tokens_per_s, prefetch)
+            if len(lease):
+                self._leases.append(lease)
+            if len(lease) < len(part):
+                break
+        self.num_blocks = sum(map(len, self._leases))
+        self.num_tokens = self.num_blocks * cache.block_tokens
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ray node ids of the nodes that the blocks lie on, in the blocks' order, each once.
+
+        Asks the directory for a node that it has not named yet; empty if that does not answer.
+        """
+        indices = [index for lease in self._leases for index in lease.source["node"].tolist()]
+        return self._session.node_names(list(dict.fromkeys(indices)))
+
+    def read(self, out: Any, *, verify: bool = False) -> int:
+        """Copy the blocks out. A second read may be shorter.
+
+        out: at least (num_blocks, block_bytes) uint8, contiguous and writable, numpy or torch; block i goes to out[i].
+        verify: also compare the bytes of this node's blocks with their checksums (those of other nodes always are).
+        Returns how many leading rows hold their block: num_blocks, or fewer where a node failed.
+        Raises ValueError for an array of another shape or dtype.
+        """
+        return self.read_rows(self._dense(out), verify)
+
+    def read_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
+        """As `read`, into paged memory: block i becomes row block_ids[i] of every array of `paged`.
+
+        paged: one (pages, bytes) uint8 array, or several whose row bytes add up to block_bytes (one a layer, say).
+        block_ids: (num_blocks,) int. Raises ValueError where they do not fit.
+        """
+        return self.read_rows(self._paged(paged, block_ids), verify)
+
+    async def aread(self, out: Any, *, verify: bool = False) -> int:
+        """As `read`, without blocking the event loop. Cancelled, the copy ends before the cancellation is raised."""
+        return await self._session.in_thread(self.read_rows, self._dense(out), verify)
+
+    async def aread_into(self, paged: Any, block_ids: Sequence[int], *, verify: bool = False) -> int:
+        """As `read_into`, without blocking the event loop. Cancelled, the copy ends before that is raised."""
+        return await self._session.in_thread(self.read_rows, self._paged(paged, block_ids), verify)
+
+    def _dense(self, out: Any) -> Rows:
+        return buffers.dense("out", out, self.num_blocks, self._block_bytes)
+
+    def _paged(self, paged: Any, block_ids: Sequence[int]) -> Rows:
+        return buffers.paged(paged, block_ids, self.num_blocks, self._block_bytes, writable=True)
+
+    def read_rows(self, rows: Rows, verify: bool = False) -> int:
+        """As `read`, into rows that were checked."""
+        done = 0
+        for lease in self._leases:
+            count = lease.read(rows[done : done + len(lease)], verify)
+            done += count
+            if count < len(lease):
+                break
+        return done
+
+    def fetch(self, *, whole: bool = False) -> int:
+        """Bring blocks of other nodes and of an external tier to this node, without copying any out.
+
+        whole: bring all of them, through the staging window, however long a tier takes; else only as many as the
+        window holds. Returns how many leading blocks are on this node now, which a `read` copies at memory speed.
+        """
+        done = 0
+        for lease in self._leases:
+            count = lease.fetch(whole)
+            done += count
+            if count < len(lease):
+                break
+        return done
+
+    def locations(self, blocks: NDArray[np.int64]) -> tuple[Locations, NDArray[np.uint8]]:
+        """(n,) LOCATION and (n, 16) keys of blocks, by their numbers in the match.
+
+        Blocks that were fetched are in this node's arena.
+        """
+        sources = np.concatenate([lease.source for lease in self._leases])
+        return sources[blocks], np.asarray(self._keys)[blocks]
+
+    def release(self) -> None:
+        """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
+        for lease in self._leases:
+            lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+class AsyncMatch:
+    """`async with cache.amatch(keys) as match`: a Match that is made and released without blocking the event loop."""
+
+    def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool) -> None:
+        """Arguments as of Match. Nothing is asked before the `async with`."""
+        self._session, self._keys, self._tokens_per_s, self._prefetch = session, keys, tokens_per_s, prefetch
+        self._match: Match | None = None
+
+    async def __aenter__(self) -> Match:
+        try:
+            return await self._session.in_thread(self._ask)
+        except asyncio.CancelledError:
+            self._release()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._release()
+
+    def _ask(self) -> Match:
+        self._match = match = Match(self._session, self._keys, self._tokens_per_s, self._prefetch)
+        _ = match.nodes  # the name of a node is asked for once: here, not on the loop
+        return match
+
+    def _release(self) -> None:
+        if self._match is not None:
+            self._match.release()

@@ -1,0 +1,117 @@
+"""A writer's slots, from the call that grants them until they are committed or released."""
+
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from raykv.arena.buffers import Rows
+from raykv.client.local_store import PIECE_BYTES, pieces
+from raykv.client.session import Session
+from raykv.config import KEYS_PER_CALL
+from raykv.errors import DeviceError
+from raykv.keys import Keys
+from raykv.protocol import LOCATION, PULLED
+
+
+class Reservation:
+    """Slots that one call granted to a store: `copy_in` at memory speed, then `commit`. A context manager.
+
+    covered: leading keys that are stored, being written or granted now; the next one found no room.
+    len(): slots that were granted.
+    """
+
+    def __init__(self, session: Session, keys: Keys, start: int = 0, position: int = 0) -> None:
+        """Reserve slots for what is missing of keys[start:]; keys[:start] are their parents, which are touched.
+
+        keys: (n, 16), at most KEYS_PER_CALL. position: of keys[0] in its chain.
+        """
+        self._session, self._block_bytes = session, keys.cache.block_bytes
+        self._id, granted = session.directory.reserve(session.home, keys.tobytes(), start, self._block_bytes)
+        self.covered = granted.covered if granted else start
+        indices = np.frombuffer(granted.indices if granted else b"", np.int32)
+        self._rows, self._keys = indices - start, np.asarray(keys)[indices]
+        self._positions = position + indices
+        self._locations = np.frombuffer(granted.locations if granted else b"", LOCATION)
+        self._staged = np.frombuffer(granted.staged if granted else b"", LOCATION)
+        self._away = self._staged["slab_gen"] > 0
+        self._written = np.zeros(len(indices), np.bool_)
+        if not len(self):
+            self.release()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def copy_in(self, rows: Rows) -> None:
+        """Copy the blocks into their slots on this node, or into staging slots. Only this reads the caller's memory.
+
+        rows: rows[i] is the block of keys[start + i].
+        """
+        local = self._session.local
+        target = np.where(self._away, self._staged, self._locations)
+        if local is None or (target["node"] != local.index).any():
+            self._session.refresh()
+        else:
+            try:
+                self._written = local.arena.write(target, self._keys, rows[self._rows], self._positions)
+            except DeviceError as error:
+                self._session.directory.fault("gpu", error)
+
+    def commit(self) -> int:
+        """Have other nodes fetch what is to lie there, then offer the blocks. Ends the reservation.
+
+        Returns how many blocks are offered now that were not before.
+        """
+        if not len(self):
+            return 0
+        directory = self._session.directory
+        self._push()
+        if not self._written.all():
+            directory.fault("write", f"{int((~self._written).sum())} of {len(self)} blocks were not written")
+        written = self._written.astype(np.uint8).tobytes()
+        count = directory.commit(self._id, self._locations.tobytes(), self._keys.tobytes(), written)
+        self.release()
+        return count
+
+    def release(self) -> None:
+        """Give up what was not committed. The directory learns of it with the next call."""
+        self._session.directory.release(self._id)
+
+    def _push(self) -> None:
+        session, away = self._session, np.flatnonzero(self._away & self._written)
+        self._written[away] = False
+        if session.local is None:
+            return
+        for piece in pieces(away, max(1, PIECE_BYTES // self._block_bytes)):
+            verdicts = session.local.push(
+                self._staged[piece], self._keys[piece], self._locations[piece], session.directory
+            )
+            self._written[piece] = verdicts == PULLED
+            if not self._written[piece].all():
+                session.refresh()
+                break
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0) -> int:
+    """Offer blocks, in as many reservations as it takes. Returns how many are newly stored.
+
+    rows: rows[i] is the block of keys[start + i]. Ends early where there is no room.
+    """
+    stored, at = 0, start
+    while at < len(keys):
+        first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
+        batch = keys[first : first + KEYS_PER_CALL]
+        with Reservation(session, batch, at - first, first) as reservation:
+            reservation.copy_in(rows[at - start :])
+            count = reservation.commit()
+        stored += count
+        at = first + reservation.covered
+        if reservation.covered < len(batch) and not count:
+            break
+    return stored

@@ -1,0 +1,158 @@
+"""A thread that repeats a step: its pauses, what wakes and ends it, and errors, which do not."""
+
+import threading
+import time
+
+import pytest
+from helpers.pools import eventually
+from ray.exceptions import RayError
+from raykv.actors.directory_loop import DirectoryLoop
+
+from raykv import registry
+from raykv.system.periodic import Pause, Periodic
+
+LONG_S = 1000.0
+
+
+def unexpected(error: Exception) -> None:
+    pytest.fail(repr(error))
+
+
+def counted(pause: Pause) -> tuple[Periodic, list[float]]:
+    """A loop that notes when it took a step."""
+    steps: list[float] = []
+
+    def step() -> Pause:
+        steps.append(time.monotonic())
+        return pause
+
+    return Periodic("raykv-test", step, unexpected), steps
+
+
+def ended(loop: Periodic) -> bool:
+    loop.join(20.0)
+    return not loop._thread.is_alive()
+
+
+def test_steps_follow_one_another_after_the_pause_that_a_step_returns() -> None:
+    loop, steps = counted(0.02)
+    loop.start()
+    eventually(lambda: len(steps) >= 4)
+    loop.stop()
+    assert ended(loop) and steps[3] - steps[0] >= 0.06
+
+
+@pytest.mark.parametrize("pause", (None, LONG_S))
+def test_wake_ends_a_pause(pause: Pause) -> None:
+    loop, steps = counted(pause)
+    loop.start()
+    for n in (1, 2, 3):
+        eventually(lambda n=n: len(steps) == n)  # type: ignore[misc]
+        time.sleep(0.02)
+        assert len(steps) == n
+        loop.wake()
+    loop.stop()
+    assert ended(loop)
+
+
+def test_a_wake_during_a_step_is_not_lost() -> None:
+    began, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def step() -> None:
+        began.release()
+        go_on.acquire()
+
+    loop = Periodic("raykv-test", step, unexpected)
+    loop.start()
+    began.acquire()
+    loop.wake()
+    go_on.release()
+    assert began.acquire(timeout=20.0), "though the step returned no time for the next one"
+    loop.stop()
+    go_on.release()
+    assert ended(loop)
+
+
+@pytest.mark.parametrize("sleeps", (False, True))
+def test_stop_ends_a_pause_and_a_sleep_within_a_step(sleeps: bool) -> None:
+    began = threading.Event()
+
+    def step() -> float:
+        began.set()
+        if sleeps:
+            loop.sleep(LONG_S)
+        return LONG_S
+
+    loop = Periodic("raykv-test", step, unexpected)
+    loop.start()
+    assert began.wait(20.0)
+    loop.stop()
+    assert ended(loop)
+
+
+def test_an_error_is_handed_on_and_the_steps_go_on() -> None:
+    errors: list[Exception] = []
+    pauses = iter((0.0, None))
+
+    def step() -> float:
+        raise KeyError(len(errors))
+
+    def on_error(error: Exception) -> Pause:
+        errors.append(error)
+        return next(pauses)
+
+    loop = Periodic("raykv-test", step, on_error)
+    loop.start()
+    eventually(lambda: len(errors) == 2)
+    time.sleep(0.02)
+    assert [error.args for error in errors] == [(0,), (1,)], "the second pause lasts until it is woken"
+    loop.stop()
+    assert ended(loop)
+
+
+def test_a_period_counts_from_the_beginning_of_a_step() -> None:
+    left: list[float] = []
+
+    def step() -> None:
+        time.sleep(0.05)
+        left.extend((loop.rest_of(1.0), loop.rest_of(0.01)))
+
+    loop = Periodic("raykv-test", step, unexpected)
+    loop.start()
+    eventually(lambda: len(left) == 2)
+    loop.stop()
+    assert 0.0 < left[0] <= 0.95 and left[1] == 0.0
+
+
+def test_the_directory_is_looked_for_anew_after_an_error_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    directories = iter((ValueError("none yet"), "first", "second", "third"))
+    outcomes = iter((0.0, 0.0, RayError("it died"), OSError("a bug"), 0.0))
+    asked, failed, done = [], [], threading.Event()
+
+    def find(pool: str) -> str:
+        found = next(directories)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def step(directory: str) -> Pause:
+        asked.append(directory)
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        if directory == "third":
+            done.set()
+            return None
+        return outcome
+
+    def on_error(error: Exception) -> float:
+        failed.append(type(error))
+        return 0.0
+
+    monkeypatch.setattr(registry, "find_directory", find)
+    loop = DirectoryLoop("p", "raykv-test", step, on_error)
+    loop.start()
+    assert done.wait(20.0)
+    loop.stop()
+    assert ended(loop)
+    assert asked == ["first", "first", "first", "second", "third"] and failed == [ValueError, RayError, OSError]
