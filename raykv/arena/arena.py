@@ -535,8 +535,8 @@ class Arena:
         found, generations = self.identify(slots)
         at, _ = self._locate(words, data, _arguments(slots, keys)[0])
         same = (at >= 0) & (found == keys).all(axis=1) & (generations == locations["gen"])
-        other: NDArray[np.bool_] = words[np.maximum(at, 0) + header.LENGTH] != locations["bytes"]
-        return same & other
+        other: NDArray[np.bool_] = same & (words[np.maximum(at, 0) + header.LENGTH] != locations["bytes"])
+        return other
 
     def close(self, unlink: bool = False) -> None:
         """Let go of the file: copies under way are finished, all else is a miss. `unlink`: remove its name too."""
