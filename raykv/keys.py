@@ -62,11 +62,11 @@ class Keys(NDArray[np.uint8]):
         made = super().__array_function__(function, types, args, kwargs)
         if function is not np.concatenate:
             return made.view(np.ndarray) if isinstance(made, Keys) else made
-        caches = {getattr(part, "_cache", None) for part in args[0]}
+        caches = {_cache_of(part) for part in args[0]}
         if len(caches - {None}) > 1:
             raise ValueError(f"keys of several caches can't be joined: {', '.join(map(str, caches - {None}))}")
         plain: NDArray[np.uint8] = np.asarray(made)
-        cache = caches.pop() if len(caches) == 1 else None
+        cache = caches.pop() if len(caches) == 1 and made.shape[1:] == (KEY_BYTES,) else None
         return Keys(plain, cache) if cache else plain
 
     def __getitem__(self, which: Any) -> Any:
@@ -74,7 +74,8 @@ class Keys(NDArray[np.uint8]):
         return super().__getitem__(which)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Keys, (np.asarray(self), self._cache)) if self._cache else (np.array, (np.asarray(self),))
+        cache = _cache_of(self)
+        return (Keys, (np.asarray(self), cache)) if cache else (np.array, (np.asarray(self),))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__reduce__()  # numpy's own would drop the cache
@@ -82,12 +83,18 @@ class Keys(NDArray[np.uint8]):
     @property
     def cache(self) -> CacheId:
         """Identity of the cache that they are keys of. Raises ValueError if there is none."""
-        if self._cache is None:
-            raise ValueError(f"an array of shape {self.shape} taken from Keys is not rows of keys any more")
-        return self._cache
+        cache = _cache_of(self)
+        if cache is None:
+            raise ValueError(f"{self.dtype} of shape {self.shape}, taken from Keys, is not rows of keys any more")
+        return cache
 
     def _are_rows(self) -> bool:
         return self.ndim == 2 and self.shape[1] == KEY_BYTES and self.dtype == np.uint8
+
+
+def _cache_of(array: object) -> CacheId | None:
+    """The cache of Keys; None for any other array, and where a view changed what the rows are."""
+    return array._cache if isinstance(array, Keys) and array._are_rows() else None
 
 
 def digest(root: bytes) -> bytes:
@@ -97,15 +104,15 @@ def digest(root: bytes) -> bytes:
 
 def check(keys: object, cache: CacheId) -> Keys:
     """The keys, contiguous. Raises ValueError unless they are Keys of that cache."""
-    if not isinstance(keys, Keys) or keys._cache is None:
+    if not isinstance(keys, Keys) or (own := _cache_of(keys)) is None:
         what = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else f"a {type(keys).__name__}"
         raise ValueError(
             f"keys: {what}, which does not say what cache it belongs to: give the (n, {KEY_BYTES}) uint8 Keys of "
             f"cache.keys(token_ids), or of cache.rekey(hashes) for an engine's own block hashes, of this cache: {cache}"
         )
-    if keys._cache != cache:
+    if own != cache:
         raise ValueError(
-            f"keys of the cache {keys._cache} were given to the cache {cache}: make them with the cache that they are "
+            f"keys of the cache {own} were given to the cache {cache}: make them with the cache that they are "
             f"used with (where these look alike, revision, dtype, layout, parallel, part, salt or the pool differ)"
         )
     return keys if keys.flags.c_contiguous else keys.copy()

@@ -11,8 +11,10 @@ import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-ROOTS = (os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__)))  # of helpers, and of examples
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, os.environ.get("PYTHONPATH"))))
+TESTS = os.path.dirname(__file__)
+ROOTS = (TESTS, os.path.dirname(TESTS))  # of helpers, and of examples
+ACTORS = tuple(os.path.join(TESTS, folder) for folder in ("cluster", "engines"))  # tests whose classes Ray's workers run
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, *ACTORS, os.environ.get("PYTHONPATH"))))
 
 if TYPE_CHECKING:
     import raykv

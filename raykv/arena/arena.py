@@ -524,6 +524,20 @@ class Arena:
         header.identify(words, at, out)
         return np.ascontiguousarray(out[:, 1:]).view(np.uint8), out[:, 0].astype(np.uint64)
 
+    def holds_other_length(self, locations: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """(n,) which slots hold exactly that block, of another length than the location's `bytes`.
+
+        Such a block was not altered: the reader is wrong about its size. locations: (n,) LOCATION. keys: (n, 16) uint8.
+        """
+        words, data = self._memory
+        slots = locations.copy()
+        slots["bytes"] = ALIGN  # where a header is does not depend on it, whether the slab has such a slot does
+        found, generations = self.identify(slots)
+        at, _ = self._locate(words, data, _arguments(slots, keys)[0])
+        same = (at >= 0) & (found == keys).all(axis=1) & (generations == locations["gen"])
+        other: NDArray[np.bool_] = same & (words[np.maximum(at, 0) + header.LENGTH] != locations["bytes"])
+        return other
+
     def close(self, unlink: bool = False) -> None:
         """Let go of the file: copies under way are finished, all else is a miss. `unlink`: remove its name too."""
         if unlink:

@@ -193,7 +193,7 @@ class Lease:
             directory.fault("gpu", error)
             return np.zeros(len(which), np.bool_)
         if not ok.all():
-            directory.corrupt(locations[which][~ok])
+            directory.corrupt(local.wrong(locations[which[~ok]], self.keys[which[~ok]]))
             directory.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
         return ok
 

@@ -59,6 +59,13 @@ class LocalStore:
         pull = self.store.pull.options(concurrency_group="promote") if external else self.store.pull
         return pull.remote(_transfer(source, keys, target))
 
+    def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
+        """Those of blocks that could not be read which are not what the directory said.
+
+        The others are there, of another length than this reader believes: the reader is wrong, and the blocks are good.
+        """
+        return locations[~self.arena.holds_other_length(locations, keys)]
+
     def first(self, answers: list[Any], seconds: float) -> Any | None:
         """The first of several pulls to be done. None if none is done in time."""
         ready, _ = ray.wait(answers, timeout=seconds)

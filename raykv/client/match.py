@@ -15,6 +15,7 @@ from raykv.client.local_store import Locations
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
+from raykv.registry import refuse_forked
 
 
 class Match:
@@ -84,6 +85,7 @@ class Match:
 
     def read_rows(self, rows: Rows, verify: bool = False) -> int:
         """As `read`, into rows that were checked."""
+        refuse_forked()
         done = 0
         for lease in self._leases:
             count = lease.read(rows[done : done + len(lease)], verify)
@@ -98,6 +100,7 @@ class Match:
         whole: bring all of them, through the staging window, however long a tier takes; else only as many as the
         window holds. Returns how many leading blocks are on this node now, which a `read` copies at memory speed.
         """
+        refuse_forked()
         done = 0
         for lease in self._leases:
             count = lease.fetch(whole)

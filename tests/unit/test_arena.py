@@ -22,7 +22,7 @@ from raykv.arena import block_copy, checksum, header
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.buffers import rows_of
 from raykv.errors import ArenaMismatch, CapacityError
-from raykv.protocol import LOCATION
+from raykv.protocol import ALIGN, LOCATION
 
 
 @pytest.fixture
@@ -499,3 +499,20 @@ def test_views_of_neighbours(arena: Arena) -> None:
     odd = locations([0, 1], [40, 41], size=10_000, slab=1, slab_gen=GEN + 30)
     assert len(arena.views(odd)) == 2, "slots are padded: their bytes do not touch"
     assert arena.views(locations([], [])) == []
+
+
+def test_a_reader_that_is_wrong_about_the_length_is_told_from_an_altered_block(arena: Arena) -> None:
+    size = 2 * ALIGN
+    where, keys = locations([0, 1], [2, 3], size=size), np.concatenate([key_of(1), key_of(2)])
+    assert arena.write(where, keys, np.ones((2, size), np.uint8)).all()
+    for believed in (size - 1, size + 1, ALIGN, arena.slab_bytes):
+        wrong = where.copy()
+        wrong["bytes"] = believed
+        assert not arena.read(wrong[:1], keys[:1], np.zeros((1, believed), np.uint8)).any()
+        assert arena.holds_other_length(wrong, keys).all()
+    assert not arena.holds_other_length(where, keys).any()
+    newer, nowhere = where.copy(), where.copy()
+    newer["gen"] += 1
+    nowhere["slab"] = arena.slabs
+    for location, key in ((newer, keys), (nowhere, keys), (wrong, keys[::-1].copy())):
+        assert not arena.holds_other_length(location, key).any()

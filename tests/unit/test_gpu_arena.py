@@ -32,6 +32,7 @@ from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import BOUNCE_BYTES, Device
 from raykv.arena.gpu.gpu_arena import UNKNOWN, GpuArena, copy_between
 from raykv.client.lease import Lease
+from raykv.client.local_store import LocalStore
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.system import file_locks
@@ -270,7 +271,9 @@ def test_who_is_to_blame_for_a_miss(on_host: Any, lost: bool, index: int, faults
         assert host.write(at, keys, rows).all()
         on_host.cuda.runtime.lose()
     lease: Any = object.__new__(Lease)
-    lease._session = SimpleNamespace(directory=directory, local=SimpleNamespace(arena=host, index=index))
+    local: Any = object.__new__(LocalStore)
+    local.arena, local.index = host, index
+    lease._session = SimpleNamespace(directory=directory, local=local)
     lease.keys = keys
     assert not lease._copy(at, np.arange(2), rows, False).any()
     assert (directory.faults, directory.blamed) == (faults, blamed)

@@ -1,9 +1,12 @@
 """Keys: equal prefixes and only those have equal keys, in whatever form the tokens come."""
 
+import copy
 import hashlib
 import hmac
+import pickle
 import struct
 import sys
+from collections.abc import Callable
 from itertools import takewhile
 from types import FrameType
 from typing import Any
@@ -13,8 +16,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ray import cloudpickle
 
-from raykv.keys import chain, rekey, root
+from raykv.keys import CacheId, Keys, chain, check, digest, rekey, root
 
 ROOT = root(b"secret", model="m", block_tokens=4)
 TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40)
@@ -216,3 +220,94 @@ def test_a_million_tokens_take_no_python_step_each() -> None:
     finally:
         sys.settrace(before)
     assert len(result) == 1000 and lines < 20_000
+
+
+# ---------------------------------------------------------------------- Keys know their cache
+
+
+def cache_id(model: str = "m", block_tokens: int = 16, block_bytes: int = 4096) -> CacheId:
+    fields: dict[str, Any] = {"model": model, "block_tokens": block_tokens, "block_bytes": block_bytes}
+    return CacheId(model, block_tokens, block_bytes, digest(root(b"secret", **fields)))
+
+
+def keys_of(cache: CacheId, blocks: int = 6) -> Keys:
+    return Keys(chain(ROOT, range(4 * blocks), 4), cache)
+
+
+KEEPING: dict[str, Callable[[Keys], Any]] = {
+    "a slice": lambda keys: keys[2:5],
+    "every second": lambda keys: keys[::2],
+    "reversed": lambda keys: keys[::-1],
+    "none of them": lambda keys: keys[:0],
+    "by a mask": lambda keys: keys[np.arange(6) % 2 == 0],
+    "by indices": lambda keys: keys[[4, 1]],
+    "a copy": lambda keys: keys.copy(),
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "pickled": lambda keys: pickle.loads(pickle.dumps(keys)),
+    "pickled by protocol 2": lambda keys: pickle.loads(pickle.dumps(keys, protocol=2)),
+    "pickled by Ray": lambda keys: cloudpickle.loads(cloudpickle.dumps(keys)),
+    "a slice of what was pickled": lambda keys: pickle.loads(pickle.dumps(keys[1:]))[1:],
+    "concatenated": lambda keys: np.concatenate([keys[:2], keys[2:]]),
+}
+LOSING: dict[str, Callable[[Keys], Any]] = {
+    "a plain array": np.asarray,
+    "a plain copy": np.array,
+    "one key": lambda keys: keys[0],
+    "a column": lambda keys: keys[:, 0],
+    "some columns": lambda keys: keys[:, :15],
+    "flat": lambda keys: keys.ravel(),
+    "transposed": lambda keys: keys.T,
+    "of ints": lambda keys: keys.view(np.uint64),
+    "of a sum": lambda keys: keys + 1,
+    "of a comparison": lambda keys: keys == keys,
+    "like it": np.empty_like,
+    "concatenated with plain keys": lambda keys: np.concatenate([keys, np.asarray(keys)]),
+    "concatenated by columns": lambda keys: np.concatenate([keys, keys], axis=1),
+    "a list": lambda keys: list(keys),
+    "nothing": lambda keys: None,
+}
+
+
+@pytest.mark.parametrize("what", KEEPING)
+def test_rows_of_keys_keep_their_cache(what: str) -> None:
+    keys = keys_of(cache_id())
+    made = KEEPING[what](keys)
+    assert isinstance(made, Keys) and made.cache == cache_id() and check(made, cache_id()).flags.c_contiguous
+    assert set(map(bytes, made)) <= set(map(bytes, keys))
+
+
+@pytest.mark.parametrize("what", LOSING)
+def test_what_is_no_rows_of_keys_is_refused_with_the_way_to_make_them(what: str) -> None:
+    with pytest.raises(ValueError, match=r"uint8 Keys of cache\.keys\(token_ids\), or of cache\.rekey\(hashes\)"):
+        check(LOSING[what](keys_of(cache_id())), cache_id())
+
+
+@pytest.mark.parametrize("other", [{"model": "n"}, {"block_tokens": 32}, {"block_bytes": 8192}])
+def test_keys_of_another_cache_are_refused_with_both_names(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as error:
+        check(keys_of(cache_id(**other)), cache_id())
+    assert str(cache_id()) in str(error.value) and str(cache_id(**other)) in str(error.value)
+    with pytest.raises(ValueError, match="several caches"):
+        np.concatenate([keys_of(cache_id()), keys_of(cache_id(**other))])
+
+
+def test_caches_that_are_called_alike_are_told_apart() -> None:
+    other = cache_id()._replace(digest=digest(root(b"secret", model="m", salt="s")))
+    with pytest.raises(ValueError, match="revision, dtype, layout, parallel, part, salt or the pool differ"):
+        check(keys_of(other), cache_id())
+    assert str(other) != str(cache_id())
+
+
+def test_the_digest_tells_neither_root_nor_keys() -> None:
+    start = root(b"secret", model="m")
+    assert digest(start) not in start and digest(start) != digest(root(b"secret", model="n"))
+
+
+def test_arithmetic_on_keys_gives_plain_arrays() -> None:
+    keys = keys_of(cache_id())
+    for made in (keys + 1, keys == keys, np.sort(keys), np.zeros_like(keys)):
+        assert type(made) is np.ndarray
+    assert bool((keys == keys.copy()).all())
+    with pytest.raises(ValueError, match="not rows of keys any more"):
+        _ = keys[0].cache

@@ -181,7 +181,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             directory.fault("gpu", error)
             return 0
         if not ok.all():
-            directory.corrupt(locations[~ok])
+            directory.corrupt(local.wrong(locations[~ok], keys[~ok]))
             directory.fault("load", f"{int((~ok).sum())} of {len(ok)} blocks were not what the directory said")
             return 0
         return rows.bytes * len(rows)

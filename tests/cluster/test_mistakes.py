@@ -1,0 +1,212 @@
+"""Mistakes that users make with a pool: each is refused with an error that says what to do, or is a miss."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import BLOCK, Worker, eventually, keep, other_node, read, settled, store, tokens, worker
+
+import raykv
+from raykv import protocol, registry
+from raykv.keys import CacheId, Keys
+
+pytestmark = pytest.mark.usefixtures("patiently")
+
+
+@pytest.fixture(scope="module")
+def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
+    return start_for_module()
+
+
+def a_cache(pool: raykv.KVPool, **arguments: Any) -> raykv.KVCache:
+    return pool.cache(**{"model": "m", "block_tokens": 16, "block_bytes": BLOCK, **arguments})
+
+
+# ---------------------------------------------------------------------- keys of another cache
+
+PAGED = np.zeros((4, BLOCK), np.uint8)
+METHODS: dict[str, Callable[[raykv.KVCache, Any], object]] = {
+    "match": lambda cache, keys: cache.match(keys),
+    "amatch": lambda cache, keys: cache.amatch(keys),
+    "prefetch": lambda cache, keys: cache.prefetch(keys),
+    "store": lambda cache, keys: cache.store(keys, PAGED),
+    "store_from": lambda cache, keys: cache.store_from(keys, PAGED, range(4)),
+    "astore": lambda cache, keys: asyncio.run(cache.astore(keys, PAGED)),
+    "astore_from": lambda cache, keys: asyncio.run(cache.astore_from(keys, PAGED, range(4))),
+    "reserve": lambda cache, keys: cache.reserve(keys),
+    "pin": lambda cache, keys: cache.pin(keys),
+    "unpin": lambda cache, keys: cache.unpin(keys),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "another model": {"model": "n"},
+    "another block size in tokens": {"block_tokens": 32},
+    "another block size in bytes": {"block_bytes": BLOCK // 2},
+    "another part": {"part": 1},
+    "another tenant": {"salt": "tenant"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_refuses_keys_of_another_cache_and_plain_arrays(pool: raykv.KVPool, method: str) -> None:
+    mine, other = a_cache(pool), a_cache(pool, model="n")
+    keys, before = other.keys(tokens(1, 4)), pool.stats()
+    with pytest.raises(ValueError) as error:
+        METHODS[method](mine, keys)
+    assert str(mine.id) in str(error.value) and str(other.id) in str(error.value)
+    with pytest.raises(ValueError, match=r"cache\.keys\(token_ids\), or of cache\.rekey\(hashes\)"):
+        METHODS[method](mine, np.asarray(mine.keys(tokens(1, 4))))
+    after = pool.stats()
+    assert all(after[name] == before[name] for name in ("keys", "stored", "lookups", "leases", "reservations"))
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_keys_are_refused_by_a_cache_that_differs_in_one_argument(pool: raykv.KVPool, what: str) -> None:
+    mine, other = a_cache(pool), a_cache(pool, **OTHERS[what])
+    with pytest.raises(ValueError, match="make them with the cache that they are used with"):
+        mine.match(other.keys(tokens(1, 4)))
+    with pytest.raises(ValueError, match="make them with the cache that they are used with"):
+        mine.match(other.rekey([b"hash"]))
+
+
+class Elsewhere(Worker):
+    """A process with a cache of equal arguments."""
+
+    def make(self, seed: int, blocks: int) -> raykv.Keys:
+        return self.cache().keys(tokens(seed, blocks))
+
+    def reads_by(self, cache: raykv.KVCache, seed: int) -> Any:
+        return read(cache, cache.keys(tokens(seed, 4)))[:3]
+
+    def node_of(self, pool: raykv.KVPool) -> tuple[str, str]:
+        return pool.name, pool.node_id
+
+
+def test_equal_arguments_give_equal_caches_in_another_process(pool: raykv.KVPool) -> None:
+    mine, there = a_cache(pool), worker(pool, other_node(pool), Elsewhere)
+    made = ray.get(there.make.remote(2, 4), timeout=60)
+    assert isinstance(made, raykv.Keys) and made.cache == mine.id
+    keep(mine, made)
+    assert ray.get(there.read.remote(made[:3]), timeout=60)[:3] == (3, 3, 0)
+
+
+def test_a_pool_and_a_cache_that_are_pickled_attach_where_they_arrive(pool: raykv.KVPool) -> None:
+    mine, there = a_cache(pool), worker(pool, other_node(pool), Elsewhere)
+    keep(mine, mine.keys(tokens(3, 4)))
+    assert ray.get(there.node_of.remote(pool), timeout=60) == (pool.name, other_node(pool))
+    assert ray.get(there.reads_by.remote(mine, 3), timeout=60) == (4, 4, 0)
+    same = pickle.loads(pickle.dumps(mine))
+    assert read(same, mine.keys(tokens(3, 4)))[:3] == (4, 4, 0)
+
+
+@pytest.mark.parametrize("believed", [BLOCK - 1, BLOCK - 5000], ids=["in a slot of the same size", "of another size"])
+def test_a_reader_that_is_wrong_about_the_size_misses_and_harms_nobody(pool: raykv.KVPool, believed: int) -> None:
+    mine = a_cache(pool)
+    keys = mine.keys(tokens(4, 6))
+    keep(mine, keys)
+    before = pool.stats()["corrupt"]
+    # No public way leads here: the size is part of what a key is made of.
+    wrong = raykv.KVCache(mine.session, CacheId("m", 16, believed, b""), mine.root, mine.recompute_tokens_per_s)
+    same = Keys(np.asarray(keys), wrong.id)
+    for _ in range(2):
+        with wrong.match(same) as match:
+            assert match.read(np.zeros((match.num_blocks, believed), np.uint8), verify=True) == 0
+    pool.session.directory.heartbeat()
+    assert pool.stats()["corrupt"] == before
+    assert read(mine, keys, verify=True)[:3] == (6, 6, 0)
+    eventually(lambda: settled(pool))
+
+
+# ---------------------------------------------------------------------- fork
+
+
+def in_child(step: Callable[[], object]) -> tuple[str, float]:
+    """(error, seconds) of a step in a forked child; ("", ...) where there was none."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        begin, error = time.monotonic(), ""
+        try:
+            step()
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        os.write(writer, json.dumps([error, time.monotonic() - begin]).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        error, seconds = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    return error, seconds
+
+
+@pytest.mark.parametrize("what", ["attach", "match", "read", "store", "stats", "amatch", "swap_out", "prefetch"])
+def test_a_forked_child_is_told_to_attach_after_the_fork(pool: raykv.KVPool, what: str) -> None:
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(5, 4))
+    keep(cache, keys)
+
+    async def amatch() -> None:
+        async with cache.amatch(keys):
+            pass
+
+    with cache.match(keys) as match:
+        steps: dict[str, Callable[[], object]] = {
+            "attach": lambda: raykv.attach(pool.name),
+            "match": lambda: cache.match(keys),
+            "read": lambda: match.read(np.zeros((4, BLOCK), np.uint8)),
+            "store": lambda: store(cache, keys),
+            "stats": pool.stats,
+            "amatch": lambda: asyncio.run(amatch()),
+            "swap_out": lambda: cache.swap_out(PAGED, range(4), "request"),
+            "prefetch": lambda: cache.prefetch(keys),
+        }
+        error, seconds = in_child(steps[what])
+    assert error.startswith("RayKVError: ") and "attach in the child" in error and "spawn" in error
+    assert seconds < 5.0
+    assert read(cache, keys)[:3] == (4, 4, 0), "the parent goes on"
+
+
+def _attach_and_read(pool: raykv.KVPool, results: Any) -> None:
+    found = read(a_cache(pool), a_cache(pool).keys(tokens(6, 4)))
+    results.put([*found[:3], pool.name])
+
+
+def test_a_pool_arrives_in_a_spawned_process(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(a_cache(pool), a_cache(pool).keys(tokens(6, 4)))
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    child = spawn.Process(target=_attach_and_read, args=(pool, results))
+    child.start()
+    try:
+        assert results.get(timeout=120) == [4, 4, 0, pool.name]
+    finally:
+        child.join(timeout=60)
+
+
+# ---------------------------------------------------------------------- another version of raykv
+
+
+def test_a_pool_of_another_protocol_is_refused_with_both_versions(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    stored = registry.get(pool.name, "settings")
+    assert stored
+    settings = json.loads(stored)
+    assert settings["protocol"] == protocol.VERSION
+    try:
+        registry.put(pool.name, "settings", json.dumps({**settings, "protocol": protocol.VERSION + 1}).encode())
+        both = f"version {protocol.VERSION + 1}, this process has version {protocol.VERSION}: install one raykv"
+        with pytest.raises(raykv.ProtocolMismatch, match=both):
+            raykv.attach(pool.name)
+        with pytest.raises(raykv.ProtocolMismatch, match=both):
+            raykv.start(raykv.PoolConfig(name=pool.name))
+    finally:
+        registry.put(pool.name, "settings", stored)
+    assert raykv.attach(pool.name).name == pool.name
