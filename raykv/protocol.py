@@ -14,7 +14,7 @@ Both sides of every message must have the same VERSION. `raykv.registry.settings
 """
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,11 @@ FAILED, PULLED, ALTERED = range(3)  # verdicts: what became of a block that was 
 STILL_WRITTEN, FREED, FINISHED = range(3)  # verdicts of a sweep
 
 
-def is_tier(index: int) -> bool:
+@overload
+def is_tier(index: int) -> bool: ...
+@overload
+def is_tier(index: NDArray[Any]) -> NDArray[np.bool_]: ...
+def is_tier(index: int | NDArray[Any]) -> bool | NDArray[np.bool_]:
     """Whether a node's index in a location is an external tier's: those are odd, nodes' are even.
 
     index: an int, or a numpy array of them (then the answer is a bool array).

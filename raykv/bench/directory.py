@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.directory.directory import Directory
-from raykv.protocol import LOCATION, Call
+from raykv.protocol import (
+    LOCATION,
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    Inventory,
+    MatchRequest,
+    ReserveRequest,
+)
 
 Keys = NDArray[np.uint64]  # (n, 2)
 
@@ -86,26 +94,28 @@ class _Pool:
         slabs = -(-slots // SLAB_SLOTS)
         slab_bytes = -(-slots // slabs) * BLOCK_BYTES
         for node in range(nodes):
-            self.directory.join(str(node), b"%d" % node, slab_bytes, slabs, 0, 0.0, window * BLOCK_BYTES)
-            self.directory.adopt(str(node), b"", b"", b"", b"", b"", 0.0)
+            arena = ArenaDescription(b"%d" % node, slab_bytes, slabs, 0)
+            self.directory.join(str(node), arena, 0.0, window * BLOCK_BYTES)
+            self.directory.adopt(str(node), Inventory(b"", b"", b"", b"", b""), 0.0)
             self.directory.heartbeat(str(node), slabs, 0.0)
 
     def prepare(self, keys: Keys) -> bytes:
         return keys.tobytes()
 
     def match(self, node: int, keys: bytes) -> int:
-        matched = self.directory.match(self._call(), 1, str(node), keys, BLOCK_BYTES, 0.0)
+        matched = self.directory.match(self._call(), MatchRequest(1, str(node), keys, BLOCK_BYTES), 0.0)
         return 0 if matched.staged else len(matched.source) // LOCATION.itemsize
 
     def release(self) -> None:
         self.directory.client_heartbeat(self._call(), 0.0)
 
     def store(self, node: int, keys: bytes) -> None:
-        granted = self.directory.reserve(self._call(), 2, str(node), keys, 0, BLOCK_BYTES, 0.0)
+        granted = self.directory.reserve(self._call(), ReserveRequest(2, str(node), keys, 0, BLOCK_BYTES), 0.0)
         indices = np.frombuffer(granted.indices, np.int32)
         chosen = np.frombuffer(keys, np.uint64).reshape(-1, 2)[indices].tobytes()
         held = np.uint64(2).tobytes()
-        self.directory.commit(self._call(held), 2, granted.locations, chosen, b"\1" * len(indices), 0.0)
+        request = CommitRequest(2, granted.locations, chosen, b"\1" * len(indices))
+        self.directory.commit(self._call(held), request, 0.0)
 
     def remove(self, node: int) -> int:
         return self.directory.remove_node(str(node), 0.0)

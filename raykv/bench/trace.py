@@ -15,7 +15,21 @@ from numpy.typing import NDArray
 
 from raykv.config import MIB, PoolConfig
 from raykv.directory.directory import Directory
-from raykv.protocol import ALIGN, KEY_BYTES, LOCATION, Call
+from raykv.protocol import (
+    ALIGN,
+    KEY_BYTES,
+    LOCATION,
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    DemotionReport,
+    ExistingBlocks,
+    Inventory,
+    MatchRequest,
+    NextWindowRequest,
+    ReserveRequest,
+    TierReport,
+)
 
 BLOCK_TOKENS = 512  # of the trace format
 BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With its head a power of two, so that tiers have few slots too many
@@ -137,13 +151,15 @@ class _Pool:
         self.stored = self.local = 0
         for node, share in enumerate(shares):
             slab_bytes = (share + self.window) * BLOCK_BYTES  # one slab: the capacity is exact
-            self.directory.join(str(node), b"%d" % node, slab_bytes, 1, 0, 0.0, self.window * BLOCK_BYTES)
-            self.directory.adopt(str(node), b"", b"", b"", b"", b"", 0.0)
+            arena = ArenaDescription(b"%d" % node, slab_bytes, 1, 0)
+            self.directory.join(str(node), arena, 0.0, self.window * BLOCK_BYTES)
+            self.directory.adopt(str(node), Inventory(b"", b"", b"", b"", b""), 0.0)
             self.directory.heartbeat(str(node), 1, 0.0)
             if tiers:
                 capacity = tiers[node % len(tiers)] * (BLOCK_BYTES + ALIGN)
-                self.directory.tier_heartbeat(str(node), capacity, len(tiers) < len(shares), True, b"", 0.0)
-                self.directory.report_existing(str(node), b"", b"", True, 0.0)
+                report = TierReport(capacity, shared=len(tiers) < len(shares), reached=True, lost=b"")
+                self.directory.tier_heartbeat(str(node), report, 0.0)
+                self.directory.report_existing(str(node), ExistingBlocks(b"", b"", True), 0.0)
 
     def serve(self, requests: list[Request], writers: int) -> float:
         """Send the requests to the first `writers` nodes in turn; hit percent."""
@@ -160,7 +176,8 @@ class _Pool:
         """Match and read. Remote blocks come through staging, a window at a time. Returns blocks read."""
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
-        match = self.directory.match(self._call(), lease, str(node), keys.tobytes(), BLOCK_BYTES, 0.0)
+        request = MatchRequest(lease, str(node), keys.tobytes(), BLOCK_BYTES)
+        match = self.directory.match(self._call(), request, 0.0)
         source, staged = np.frombuffer(match.source, LOCATION), np.frombuffer(match.staged, LOCATION).copy()
         if len(staged) == 0:
             staged = np.zeros(len(source), LOCATION)
@@ -172,7 +189,9 @@ class _Pool:
             read = first
             if read == len(source):
                 break
-            more = self.directory.next_window(self._call(held, landed), lease, read, BLOCK_BYTES, 0.0)
+            more = self.directory.next_window(
+                self._call(held, landed), NextWindowRequest(lease, read, BLOCK_BYTES), 0.0
+            )
             slots = np.frombuffer(more.staged, LOCATION)
             staged[read : read + len(slots)] = slots
             missing[read : read + len(slots)] = False
@@ -187,15 +206,13 @@ class _Pool:
         index = self.directory.nodes[str(node)].index
         while start < len(keys):
             reservation = next(self.calls)
-            granted = self.directory.reserve(
-                self._call(), reservation, str(node), keys.tobytes(), start, BLOCK_BYTES, 0.0
-            )
+            wanted = ReserveRequest(reservation, str(node), keys.tobytes(), start, BLOCK_BYTES)
+            granted = self.directory.reserve(self._call(), wanted, 0.0)
             chosen = keys[np.frombuffer(granted.indices, np.int32)]
             locations = np.frombuffer(granted.locations, LOCATION)
             held = np.uint64(reservation).tobytes()
-            self.directory.commit(
-                self._call(held), reservation, granted.locations, chosen.tobytes(), b"\1" * len(locations), 0.0
-            )
+            written = CommitRequest(reservation, granted.locations, chosen.tobytes(), b"\1" * len(locations))
+            self.directory.commit(self._call(held), written, 0.0)
             self.stored += len(locations)
             self.local += int(np.count_nonzero(locations["node"] == index))
             if len(locations) == 0:
@@ -205,10 +222,11 @@ class _Pool:
     def _demote(self) -> None:
         """Bring down what is due, as node stores do, in no time."""
         for node in self.directory.nodes:
-            demoted = self.directory.demote(node, b"", b"", b"", 0, False, 0.0)
+            demoted = self.directory.demote(node, DemotionReport(b"", b"", b"", 0, False), 0.0)
             while demoted.source:
                 stored = b"\1" * (len(demoted.keys) // KEY_BYTES)
-                demoted = self.directory.demote(node, demoted.target, demoted.keys, stored, demoted.number, False, 0.0)
+                report = DemotionReport(demoted.target, demoted.keys, stored, demoted.number, False)
+                demoted = self.directory.demote(node, report, 0.0)
 
     def _call(self, held: bytes = b"", landed: bytes = b"") -> Call:
         return Call(1, next(self.calls), held, landed)

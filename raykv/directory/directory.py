@@ -15,7 +15,36 @@ from raykv.directory.kernels.index import ENTRIES, EPOCH, NODE_BITS, NODE_MASK
 from raykv.directory.pins import Pins
 from raykv.directory.size_classes import Locations, Rows, SizeClasses
 from raykv.directory.tier_catalog import NOTHING, TierCatalog
-from raykv.protocol import KEY_BYTES, LOCATION, Call, Demotions, GpuDemotions, Matched, Reserved, host_of, slot_bytes
+from raykv.protocol import (
+    KEY_BYTES,
+    LOCATION,
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    Counted,
+    DemotionReport,
+    Demotions,
+    ExistingBlocks,
+    GpuDemotionReport,
+    GpuDemotions,
+    Heartbeat,
+    Inventory,
+    Joined,
+    Matched,
+    MatchRequest,
+    NextWindowRequest,
+    Reserved,
+    ReserveRequest,
+    SlabReport,
+    SlabTarget,
+    SoleCopies,
+    SweepResult,
+    TierReply,
+    TierReport,
+    host_of,
+    is_tier,
+    slot_bytes,
+)
 
 Keys = NDArray[np.uint64]  # (n, 2): the 16 bytes of each key
 SOLE_COPIES_PER_CALL = 4096  # of each size
@@ -91,51 +120,47 @@ class Directory:
 
     # ------------------------------------------------------------------ readers
 
-    def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
-        """Lease the longest prefix of `keys` that is ready, for a reader on `node`."""
+    def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
+        """Lease the longest prefix of the keys that is ready."""
         client = self._on_call(call, now)
-        self._end(client, lease)
-        reader = self.nodes.get(node)
-        size_class = self._allocator.size_class(reader, slot_bytes(block_bytes)) if reader else -1
-        k, firsts = self._find(keys)
-        if (
-            reader
-            and size_class >= 0
-            and self._allocator.provide_staging(reader, size_class, slot_bytes(block_bytes), firsts)
-        ):
-            k, firsts = self._find(keys)  # the slab that was taken away may have held some
+        self._end(client, request.lease)
+        reader, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes)
+        size_class = self._allocator.size_class(reader, stride) if reader else -1
+        k, firsts = self._find(request.keys)
+        if reader and size_class >= 0 and self._allocator.provide_staging(reader, size_class, stride, firsts):
+            k, firsts = self._find(request.keys)  # the slab that was taken away may have held some
         index_here = reader.index if reader else -1
         source, staged = np.empty(len(k), np.int64), np.empty(len(k), np.int64)
         n, remote = leases.match(self._size_classes.c, k, firsts, index_here, size_class, source, staged)
         source, staged = source[:n], staged[:n]
-        gens, locations = self._size_classes.describe(source, block_bytes)
-        below = int(np.count_nonzero(locations["node"] & 1))
+        gens, locations = self._size_classes.describe(source, request.block_bytes)
+        external = int(np.count_nonzero(is_tier(locations["node"])))
         self.counters["lookups"] += len(k)
         self.counters["hits"] += n
         promoted = self._promoted(reader, locations)
-        self.counters["remote_hits"] += remote - below - promoted
-        self.counters["external_hits"] += below
+        self.counters["remote_hits"] += remote - external - promoted
+        self.counters["external_hits"] += external
         self.counters["promoted"] += promoted
         self.counters["gpu_hits"] += n - remote if reader and reader.on_gpu else 0
         if n == 0:
             return Matched(self.epoch, b"", b"")
-        staged_gens, staged_places = (
-            self._size_classes.describe(staged, block_bytes) if remote else (staged.copy(), None)
+        staged_gens, staged_locations = (
+            self._size_classes.describe(staged, request.block_bytes) if remote else (staged.copy(), None)
         )
-        client.holds[lease] = Hold(
+        client.holds[request.lease] = Hold(
             call.seq, index_here, size_class, k[:n], source, gens, staged, staged_gens, writes=False
         )
-        return Matched(self.epoch, locations.tobytes(), b"" if staged_places is None else staged_places.tobytes())
+        return Matched(self.epoch, locations.tobytes(), b"" if staged_locations is None else staged_locations.tobytes())
 
     def _promoted(self, reader: Node | None, locations: Locations) -> int:
         """How many of the places are in the memory of the node whose GPU reads."""
         host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
         return int(np.count_nonzero(locations["node"] == host.index)) if host else 0
 
-    def next_window(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
-        """Further staging for a lease whose blocks before `start` were read: their staging slots are given back."""
-        client = self._on_call(call, now)
-        hold = client.holds.get(lease)
+    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Matched:
+        """Staging slots for further blocks of a lease; those of blocks that were read are given back."""
+        client, start = self._on_call(call, now), request.start
+        hold = client.holds.get(request.lease)
         if hold is None or hold.writes or not 0 <= start <= len(hold.source):
             return Matched(self.epoch, b"", b"")
         c = self._size_classes.c
@@ -153,8 +178,8 @@ class Directory:
             hold.staged_gens[rest],
         )
         rows = slice(start, start + n)
-        _, source = self._size_classes.describe(hold.source[rows], block_bytes)
-        hold.staged_gens[rows], staged = self._size_classes.describe(hold.staged[rows], block_bytes)
+        _, source = self._size_classes.describe(hold.source[rows], request.block_bytes)
+        hold.staged_gens[rows], staged = self._size_classes.describe(hold.staged[rows], request.block_bytes)
         return Matched(self.epoch, source.tobytes(), staged.tobytes())
 
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
@@ -173,22 +198,20 @@ class Directory:
 
     # ------------------------------------------------------------------ writers
 
-    def reserve(
-        self, call: Call, reservation: int, node: str, keys: bytes, start: int, block_bytes: int, now: float
-    ) -> Reserved:
-        """Slots for what is missing of keys[start:]. keys[:start] are their parents, touched along with them."""
-        client = self._on_call(call, now)
-        self._end(client, reservation)
-        k, firsts = self._find(keys)
-        stride = slot_bytes(block_bytes)
-        writer = self.nodes.get(node)
+    def reserve(self, call: Call, request: ReserveRequest, now: float) -> Reserved:
+        """Grant slots to what is missing of keys[start:]."""
+        client, start = self._on_call(call, now), request.start
+        self._end(client, request.reservation)
+        k, firsts = self._find(request.keys)
+        stride = slot_bytes(request.block_bytes)
+        writer = self.nodes.get(request.node)
         size_class = self._allocator.size_class(writer, stride) if writer and writer.offered_to >= index.TO_OWN else -1
         if writer is None or size_class < 0 or not 0 <= start <= len(k):
             return Reserved(self.epoch, start, b"", b"", b"")
         if self._allocator.provision(
             writer, size_class, stride, int(placement.missing(self._size_classes.c, firsts[start:]))
         ):
-            k, firsts = self._find(keys)  # the slab that was taken away may have held some
+            k, firsts = self._find(request.keys)  # the slab that was taken away may have held some
         source, staged, granted = (np.empty(len(k), np.int64) for _ in range(3))
         others = self._others(writer, stride)
         heap = self._size_classes.heaps[stride]
@@ -198,9 +221,9 @@ class Directory:
         if not grants:  # else the rest is asked for in another call
             self.counters["refused"] += len(k) - covered
         granted = granted[:grants]
-        gens, locations = self._size_classes.describe(source, block_bytes)
-        staged_gens, staged_places = self._size_classes.describe(staged, block_bytes)
-        client.holds[reservation] = Hold(
+        gens, locations = self._size_classes.describe(source, request.block_bytes)
+        staged_gens, staged_locations = self._size_classes.describe(staged, request.block_bytes)
+        client.holds[request.reservation] = Hold(
             call.seq, writer.index, size_class, k, source, gens, staged, staged_gens, writes=True
         )
         return Reserved(
@@ -208,7 +231,7 @@ class Directory:
             covered,
             granted.astype(np.int32).tobytes(),
             locations.take(granted).tobytes(),
-            staged_places.take(granted).tobytes(),
+            staged_locations.take(granted).tobytes(),
         )
 
     def _others(self, writer: Node, stride: int) -> Rows:
@@ -217,82 +240,78 @@ class Directory:
         others = [other for other in self._size_classes.sizes[stride] if other != size_class]
         return np.array(sorted(others, key=lambda other: other != host), np.int64)
 
-    def commit(
-        self, call: Call, reservation: int, locations: bytes, keys: bytes, written: bytes, now: float
-    ) -> tuple[int, int]:
-        """Offer the blocks that were `written` (uint8 mask): (epoch, how many are offered). Ends the reservation.
+    def commit(self, call: Call, request: CommitRequest, now: float) -> Counted:
+        """Offer the blocks that were written, and end the reservation.
 
-        `call` must still list the reservation as held: what it does not list is let go before anything else is done.
-        Idempotent: judged by place, key and generation, whatever became of the reservation.
+        Idempotent: each block is judged by its location, key and generation, whatever became of the reservation.
         """
         client = self._on_call(call, now)
-        rows, gens = self._size_classes.rows_of(np.frombuffer(locations, LOCATION))
-        k = np.frombuffer(keys, np.uint64).reshape(-1, 2)
-        done = np.frombuffer(written, np.uint8)
+        rows, gens = self._size_classes.rows_of(np.frombuffer(request.locations, LOCATION))
+        k = np.frombuffer(request.keys, np.uint64).reshape(-1, 2)
+        done = np.frombuffer(request.written, np.uint8)
         if not len(rows) == len(k) == len(done):
-            return self.epoch, 0
+            return Counted(self.epoch)
         accepted = np.zeros(len(rows), np.uint8)
-        hold = client.holds.get(reservation)
+        hold = client.holds.get(request.reservation)
         if not done.all():  # a slot that another hold writes is not this one's to give up
             rows[(done == 0) & ~np.isin(rows, hold.source if hold else [])] = -1
         placement.commit(self._size_classes.c, rows, k, gens, done, accepted)
         if hold:
-            self._end(client, reservation)
+            self._end(client, request.reservation)
             self.counters["stored"] += int(accepted.sum())
-        return self.epoch, int(accepted.sum())
+        return Counted(self.epoch, int(accepted.sum()))
 
     # ------------------------------------------------------------------ blocks by name
 
-    def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
-        """Have blocks stay until `unpin`: (epoch, how many of the keys are pinned now)."""
+    def pin(self, call: Call, keys: bytes, now: float) -> Counted:
+        """Have blocks stay until `unpin`. Counts the keys that are pinned now."""
         self._on_call(call, now)
-        return self.epoch, self.pins.pin(_split(keys))
+        return Counted(self.epoch, self.pins.pin(_split(keys)))
 
-    def unpin(self, call: Call, keys: bytes, now: float) -> int:
-        """Returns the epoch."""
+    def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
+        """End pins. Counts the keys that were pinned."""
         self._on_call(call, now)
-        self.pins.unpin(_split(keys))
-        return self.epoch
+        return Counted(self.epoch, self.pins.unpin(_split(keys)))
 
-    def forget(self, call: Call, keys: bytes, now: float) -> int:
-        """Blocks that nobody will ask for again. What is held stays until it is let go. Returns the epoch."""
+    def forget(self, call: Call, keys: bytes, now: float) -> Counted:
+        """Drop blocks that nobody will ask for again; who holds one keeps it until it is released. Counts copies."""
         client = self._on_call(call, now)
         for key in _split(keys):
             client.swapped.pop(key, None)
-        self._forget(keys)
-        return self.epoch
+        return Counted(self.epoch, self._forget(keys))
 
-    def preempted(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
-        """An engine swapped a request out: its blocks stay while the engine is there, or until they are forgotten.
+    def preempted(self, call: Call, keys: bytes, now: float) -> Counted:
+        """An engine swapped a request out: its blocks stay while the client does, or until they are forgotten.
 
-        Returns (epoch, how many there are): all of them, or none, where some are not there and the rest is forgotten.
+        Counts the keys: all of them, or none, where some are not stored and the others are forgotten.
         """
         client, names = self._on_call(call, now), _split(keys)
         self.counters["num_cumulative_preemption"] += 1
         if self.pins.pin(names) < len(names):
             self._forget(keys)
-            return self.epoch, 0
+            return Counted(self.epoch)
         client.swapped.update(dict.fromkeys(names))
-        return self.epoch, len(names)
+        return Counted(self.epoch, len(names))
 
     def _forget_swapped(self, gone: Client) -> None:
         if gone.swapped:
             self._forget(b"".join(gone.swapped))
 
-    def _forget(self, keys: bytes) -> None:
+    def _forget(self, keys: bytes) -> int:
+        """Returns how many copies there were."""
         self.pins.unpin(_split(keys))
         c, firsts = self._size_classes.c, self._find(keys)[1]
         rows = np.empty(leases.copies(c, firsts, np.empty(0, np.int64)), np.int64)
         leases.copies(c, firsts, rows)
         self._tier_catalog.schedule_delete(rows, c.rows["gen"][rows])
-        slabs.forget_rows(c, rows)
+        return int(slabs.forget_rows(c, rows))
 
     # ------------------------------------------------------------------ clients
 
-    def client_heartbeat(self, call: Call, now: float) -> int:
-        """A client that has nothing to ask is still there. Returns the epoch."""
+    def client_heartbeat(self, call: Call, now: float) -> Counted:
+        """A client that has nothing to ask is still there."""
         self._on_call(call, now)
-        return self.epoch
+        return Counted(self.epoch)
 
     def disconnect(self, client: int, now: float) -> None:
         """A client leaves in order: nothing of it is still being written."""
@@ -351,64 +370,44 @@ class Directory:
 
     # ------------------------------------------------------------------ nodes
 
-    def join(
-        self,
-        name: str,
-        nonce: bytes,
-        slab_bytes: int,
-        slab_count: int,
-        epoch: int,
-        now: float,
-        window: int | None = None,
-    ) -> tuple[int, int]:
-        """A node store started, and is to have so many slabs. Returns (index of the node, epoch to stamp on its arena).
+    def join(self, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
+        """A node store started. Nothing is offered or granted there until `adopt`.
 
-        name: the node's, or that of one of its GPUs: see `host_of`.
-        Nothing is offered or granted there until `adopt`. epoch: what the arena carries. window: bytes of staging.
+        name: the node's, or that of one of its GPUs: see `host_of`. window: bytes of staging; None: `staging_window`.
         """
         self._check(now)
+        nonce, slab_bytes, slab_count, epoch = arena
         if epoch > self.epoch or (epoch == self.epoch and nonce not in self._stamped):
             self._size_classes.c.state[EPOCH] = epoch + 1
         self._stamped.add(nonce)
         known = self.nodes.get(name)
         if known and known.nonce == nonce:
             known.last_heartbeat = now
-            return known.index, self.epoch
+            return Joined(known.index, self.epoch)
         self._remove_node(name)
         window = staging_window(slab_bytes * slab_count) if window is None else window
         self.nodes[name] = node = Node(name, self._new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
         node.leaving = node.host in self._leaving
-        return node.index, self.epoch
+        return Joined(node.index, self.epoch)
 
-    def adopt(
-        self,
-        name: str,
-        locations: bytes,
-        keys: bytes,
-        positions: bytes,
-        stamps: bytes,
-        busy: bytes,
-        now: float,
-        offered: int = 0,
-    ) -> None:
-        """What a node store found in its arena: ready blocks, and slots that somebody still writes (`busy`).
+    def adopt(self, name: str, found: Inventory, now: float, offered: int = 0) -> None:
+        """Take up what a node store found in its arena. Where the node's rows are known, headers can only veto them.
 
-        positions, stamps (uint32): of each block in its chain, and of its last use. offered: slabs allocated there, or
-        blocks would be evicted for want of room until the next beat. Where the rows of the node are known they rule,
-        and headers can only veto.
+        offered: slabs that are allocated there; else blocks would be evicted until the next heartbeat tells.
         """
         self._check(now)
         node = self.nodes.get(name)
         if node is None:
             return
         node.last_heartbeat = now
-        at, k = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint64).reshape(-1, 2)
+        at, k = np.frombuffer(found.locations, LOCATION), np.frombuffer(found.keys, np.uint64).reshape(-1, 2)
         if node.state == "joining":
-            writing = np.frombuffer(busy, LOCATION)
+            writing = np.frombuffer(found.writing, LOCATION)
             self._allocator.open_found(node, np.concatenate([at, writing]))
             slabs.set_aside(self._size_classes.c, *self._size_classes.rows_of(writing))
-            depth = np.frombuffer(positions, np.uint32).astype(np.int64)
-            order = np.lexsort((-depth, np.frombuffer(stamps, np.uint32)))  # oldest first, and children before parents
+            depth = np.frombuffer(found.positions, np.uint32).astype(np.int64)
+            stamps = np.frombuffer(found.stamps, np.uint32)
+            order = np.lexsort((-depth, stamps))  # oldest first, and children before parents
             order = order[at["gen"][order] > self.floor]
             rows, gens = self._size_classes.rows_of(at[order])
             slabs.adopt(self._size_classes.c, rows[rows >= 0], k[order][rows >= 0], gens[rows >= 0])
@@ -432,25 +431,25 @@ class Directory:
         """An index: never that of another node, nor one that another directory has given (int32); tiers' are odd."""
         return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
 
-    def set_slab_target(self, name: str, limit: int, given_back: bytes, now: float) -> tuple[int, bytes]:
+    def set_slab_target(self, name: str, report: SlabReport, now: float) -> SlabTarget:
         """A node store is to have `limit` slabs; before every `adopt` and `heartbeat`, if that may change.
 
-        given_back: numbers (int32) of slabs whose memory was, or is about to be: they rule, whatever was agreed before.
-        Returns (generation, numbers (int32)) of slabs to give back: grants there are of older generations. What nobody
-        holds goes at once, coldest first, the rest as it is let go.
+        Slabs that the report gives back are gone, whatever was agreed before. What nobody holds is to be given back at
+        once, coldest first, the rest as it is released.
         """
         self._check(now)
         node = self.nodes.get(name)
         if node is None:
-            return 0, b""
+            return SlabTarget(0, b"")
+        limit = report.limit
         if limit != node.limit:
             node.limit, node.window_bytes = limit, staging_window(node.slab_bytes * limit)
         for stride, size_class in node.size_classes.items():
             self._size_classes.resize_window(size_class, max(1, node.window_bytes // stride))
-        if (gone := set(np.frombuffer(given_back, np.int32).tolist())) != node.withdrawn:
+        if (gone := set(np.frombuffer(report.given_back, np.int32).tolist())) != node.withdrawn:
             self._settle_withdrawn(node, gone)
         numbers = self._allocator.withdraw(node, self.pins.rows()) if node.state != "joining" else []
-        return self._size_classes.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes()
+        return SlabTarget(self._size_classes.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes())
 
     def _settle_withdrawn(self, node: Node, gone: set[int]) -> None:
         kept = sorted(node.withdrawn - gone, reverse=True)  # or taken up again
@@ -462,11 +461,8 @@ class Directory:
         if lost:
             self._invalidate()
 
-    def heartbeat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
-        """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and is to `join` again.
-
-        Returns (epoch, generation up to which all was cleared, LOCATIONs to sweep).
-        """
+    def heartbeat(self, name: str, offered: int, now: float) -> Heartbeat | None:
+        """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and must `join` again."""
         self._check(now)
         node = self.nodes.get(name)
         if node is None or node.state == "joining":
@@ -475,16 +471,16 @@ class Directory:
         self._allocator.offer(node, offered)
         if node.state == "suspect":
             self._set_state(node, "alive")
-        return self.epoch, self.floor, self._allocator.quarantined(node).tobytes()
+        return Heartbeat(self.epoch, self.floor, self._allocator.quarantined(node).tobytes())
 
-    def sweep_result(self, locations: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
-        """What a sweep found: verdicts (uint8) 0 still written, 1 freed, 2 ready as (key, uint64 generation)."""
+    def sweep_result(self, result: SweepResult, now: float) -> None:
+        """What a node store found in quarantined slots."""
         self._check(now)
-        rows, granted = self._size_classes.rows_of(np.frombuffer(locations, LOCATION))
-        states, k = np.frombuffer(verdicts, np.uint8), np.frombuffer(keys, np.uint64).reshape(-1, 2)
-        found = np.frombuffer(gens, np.uint64).astype(np.int64)
-        if len(rows) == len(states) == len(k) == len(found):
-            slabs.settle(self._size_classes.c, rows, granted, states, k, found, self.floor)
+        rows, gens = self._size_classes.rows_of(np.frombuffer(result.locations, LOCATION))
+        verdicts, k = np.frombuffer(result.verdicts, np.uint8), np.frombuffer(result.keys, np.uint64).reshape(-1, 2)
+        found_gens = np.frombuffer(result.generations, np.uint64).astype(np.int64)
+        if len(rows) == len(verdicts) == len(k) == len(found_gens):
+            slabs.settle(self._size_classes.c, rows, gens, verdicts, k, found_gens, self.floor)
 
     def remove_node(self, name: str, now: float) -> int:
         """Ray says that a node is dead: its rows go. Returns how many slots it had."""
@@ -534,12 +530,8 @@ class Directory:
                 self._set_state(node, node.state)
                 self._promote_replicas(node)
 
-    def sole_copies(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
-        """(LOCATIONs, keys) of blocks that would go with a node, youngest first; DEPARTING_PER_CALL at most.
-
-        And how many would go in all, with those that are being written. None: what the node has is not known here.
-        `bytes` of a place is its slot's.
-        """
+    def sole_copies(self, name: str, now: float) -> SoleCopies | None:
+        """Blocks that would be lost with a node. None: what the node has is not known here."""
         self._check(now)
         found, k, going = [], [], 0
         nodes, shared = self._of_host(name), self._tier_catalog.tiers.get("")
@@ -563,7 +555,7 @@ class Directory:
                 int(leases.count_sole_copies(c, *self._size_classes.span(record), below))
                 for record in node.slabs.values()
             )
-        return b"".join(found), b"".join(k), going
+        return SoleCopies(b"".join(found), b"".join(k), going)
 
     def _promote_replicas(self, node: Node) -> None:
         self._allocator.promote_replicas(node)
@@ -577,68 +569,53 @@ class Directory:
 
     # ------------------------------------------------------------------ external tiers
 
-    def tier_heartbeat(
-        self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes, now: float
-    ) -> tuple[int, bool] | None:
-        """A node store has an external tier, which it reaches or not. lost: where what was there is gone, the name of
-        what is there now, by which each store of a shared tier tells of the same loss.
-
-        Returns (index of the tier, whether the store must call `report_existing`); None: it must `join` first.
-        """
+    def tier_heartbeat(self, name: str, report: TierReport, now: float) -> TierReply | None:
+        """A node store has an external tier, which it reaches or not. None: it must `join` first."""
         self._check(now)
         node = self.nodes.get(name)
         if node is None:
             return None
-        if lost:
-            self._tier_catalog.forget(name, lost)
+        if report.lost:
+            self._tier_catalog.forget(name, report.lost)
             self._invalidate()
-        answer = self._tier_catalog.heartbeat(name, capacity, shared, reached, lambda: self._new_index(tier=True))
+        reply = self._tier_catalog.heartbeat(name, report, lambda: self._new_index(tier=True))
         self._tier_catalog.suspect(name, node.state == "suspect")
-        return answer
+        return reply
 
-    def report_existing(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
-        """What lies in a node's tier from before, oldest first: keys and block_bytes (int64). last: that is all."""
+    def report_existing(self, name: str, existing: ExistingBlocks, now: float) -> None:
+        """What lies in a node's tier from before."""
         self._check(now)
-        k, s = np.frombuffer(keys, np.uint64).reshape(-1, 2), np.frombuffer(sizes, np.int64)
-        if len(k) == len(s):
-            self._tier_catalog.report_existing(name, k, s, last)
+        k, sizes = np.frombuffer(existing.keys, np.uint64).reshape(-1, 2), np.frombuffer(existing.sizes, np.int64)
+        if len(k) == len(sizes):
+            self._tier_catalog.report_existing(name, k, sizes, existing.last)
 
-    def demote(
-        self, name: str, locations: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float
-    ) -> Demotions:
-        """What of a node's blocks goes down to its tier next; whole: in the end, everything.
-
-        places, keys, stored (uint8 mask): what became of earlier answers, as often as it is said. seen: number of the
-        last answer whose deletions were carried out.
-        """
+    def demote(self, name: str, report: DemotionReport, now: float) -> Demotions:
+        """Which of a node's blocks to copy to its tier next. A report may come late, or twice."""
         self._check(now)
-        at = np.frombuffer(locations, LOCATION)
-        k, done = np.frombuffer(keys, np.uint64).reshape(-1, 2), np.frombuffer(stored, np.uint8)
+        at, k = np.frombuffer(report.locations, LOCATION), np.frombuffer(report.keys, np.uint64).reshape(-1, 2)
+        stored = np.frombuffer(report.stored, np.uint8)
         node = self.nodes.get(name)
-        if node is None or node.state == "joining" or not len(at) == len(k) == len(done):
+        if node is None or node.state == "joining" or not len(at) == len(k) == len(stored):
             return NOTHING
-        if self._tier_catalog.demoted(name, at, k, done, seen):
+        if self._tier_catalog.demoted(name, at, k, stored, report.seen):
             self._tier_catalog.refresh(node.size_classes.values())
-        self.pins.renew([key for key, stored_now in zip(_split(keys), done, strict=True) if stored_now])
+        self.pins.renew([key for key, done in zip(_split(report.keys), stored, strict=True) if done])
         share, slots = self._tier_catalog.share, self._allocator.slots(node)
-        if whole and share > 0.0:
+        if report.whole and share > 0.0:
             held = np.concatenate([self.pins.rows(), self._allocator.held(node, self._tier_catalog.min_uses)])
             return self._tier_catalog.demote(name, node.size_classes, slots, 1.0, sum(slots.values()), held)
         if node.spare and share < 1.0:  # there is room
             share = 0.0
         return self._tier_catalog.demote(name, node.size_classes, slots, share, demotion.LOOKS, self.pins.rows())
 
-    def demote_gpu(self, name: str, locations: bytes, stored: bytes, now: float) -> GpuDemotions:
-        """What of a GPU's blocks goes down to its node's memory next.
-
-        places, stored (uint8 mask): what became of the last answer.
-        """
+    def demote_gpu(self, name: str, report: GpuDemotionReport, now: float) -> GpuDemotions:
+        """Which of a GPU's blocks to copy to its node's memory next."""
         self._check(now)
-        at, done = np.frombuffer(locations, LOCATION), np.frombuffer(stored, np.uint8)
+        at, stored = np.frombuffer(report.locations, LOCATION), np.frombuffer(report.stored, np.uint8)
         node, host = self.nodes.get(name), self.nodes.get(host_of(name))
-        if node is None or host is None or node is host or len(at) != len(done):
+        if node is None or host is None or node is host or len(at) != len(stored):
             return GpuDemotions(b"", b"", b"")
-        self.counters["gpu_demoted"] += self._gpu_demotion.settle(name, at, done)
+        self.counters["gpu_demoted"] += self._gpu_demotion.settle(name, at, stored)
         self.pins.settle()
         if node.offered_to != index.TO_OWN or host.offered_to != index.TO_ALL:
             return GpuDemotions(b"", b"", b"")
@@ -648,8 +625,6 @@ class Directory:
         """Nodes by the index that places carry: their memory's, and their own tier's."""
         own = {tier.index: name for name, tier in self._tier_catalog.tiers.items() if tier.owner}
         return {node.index: name for name, node in self.nodes.items()} | own
-
-    # ------------------------------------------------------------------ slabs
 
     # ------------------------------------------------------------------ all
 

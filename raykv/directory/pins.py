@@ -25,8 +25,11 @@ class Pins(dict[bytes, tuple[int, int]]):
         self.update((key, at) for key, *at in zip(new, rows.tolist(), gens.tolist(), strict=True) if at[0] >= 0)  # type: ignore[misc]
         return sum(key in self for key in keys)
 
-    def unpin(self, keys: list[bytes]) -> None:
-        self._release([self.pop(key) for key in keys if key in self])
+    def unpin(self, keys: list[bytes]) -> int:
+        """Returns how many of the keys were pinned."""
+        held = [self.pop(key) for key in keys if key in self]
+        self._release(held)
+        return len(held)
 
     def renew(self, keys: list[bytes]) -> None:
         """Hold the copies that are to stay by now: memory is for others where a key lies below."""

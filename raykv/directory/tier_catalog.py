@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from raykv.config import KEYS_PER_CALL, MIB, slab_bytes
 from raykv.directory.kernels import demotion, index, slabs
 from raykv.directory.size_classes import Locations, Rows, SizeClasses
-from raykv.protocol import ALIGN, Demotions, slot_bytes
+from raykv.protocol import ALIGN, Demotions, TierReply, TierReport, slot_bytes
 
 Keys = NDArray[np.uint64]
 BATCH_BYTES = 32 * MIB  # go down at a time
@@ -57,20 +57,19 @@ class TierCatalog:
         """Where a node's blocks go down to."""
         return self.tiers.get(node) or self.tiers.get("")
 
-    def heartbeat(
-        self, node: str, capacity: int, shared: bool, reached: bool, new_index: Callable[[], int]
-    ) -> tuple[int, bool]:
-        """A node has a tier, and reaches it or not. Returns (its index, whether the node is to tell what is there)."""
-        name = "" if shared else node
+    def heartbeat(self, node: str, report: TierReport, new_index: Callable[[], int]) -> TierReply:
+        """A node has a tier, and reaches it or not."""
+        name = "" if report.shared else node
         tier = self.tiers.get(name)
         if tier is None:
-            slab = slab_bytes(capacity)
-            spare = list(reversed(range(max(1, capacity // slab))))
-            tier = self.tiers[name] = Tier(new_index(), capacity, None if shared else node, spare, slab)
-        self._reach(tier, node, reached)
-        if reached and tier.lister is None:
+            slab = slab_bytes(report.capacity)
+            spare = list(reversed(range(max(1, report.capacity // slab))))
+            owner = None if report.shared else node
+            tier = self.tiers[name] = Tier(new_index(), report.capacity, owner, spare, slab)
+        self._reach(tier, node, report.reached)
+        if report.reached and tier.lister is None:
             tier.lister = node
-        return tier.index, not tier.listed and tier.lister == node
+        return TierReply(tier.index, not tier.listed and tier.lister == node)
 
     def suspect(self, node: str, suspect: bool) -> None:
         """A node does not answer, or does again: what only it can read is not offered meanwhile."""

@@ -7,7 +7,7 @@ from helpers.directory_tiers import heartbeat, tell
 from helpers.oracle.slots import LOCATION, split, unpack
 
 from raykv.directory import demotion, tier_catalog
-from raykv.protocol import GpuDemotions
+from raykv.protocol import GpuDemotions, Inventory
 
 GPU = "a/0"
 LAST_FIRST = KEYS[6::-1]  # a batch of 7 is let go last to first: these are the oldest first
@@ -218,11 +218,11 @@ def test_a_late_answer_is_refused_by_another_life_of_the_store() -> None:
     pool.store(GPU, KEYS[:7])
     got = pool.demote_gpu(GPU)
     location = unpack(got.target)[0]
-    index, _ = pool.directory.join("a", b"again", 8 * PAGE, 1, 0, pool.now, PAGE)
+    index, _ = pool.join("a", nonce=b"again")
     found = LOCATION.pack(
         index, location[1], location[2], PAGE, *location[4:]
     )  # it was written, and is there under its generation
-    pool.directory.adopt("a", found, KEYS[6], bytes(4), bytes(4), b"", pool.now, 1)
+    pool.adopt("a", Inventory(found, KEYS[6], bytes(4), bytes(4), b""), offered=1)
     lease, _ = pool.match("a", KEYS[6:7])
     pool.directory.clear(pool.now)
     assert pool.count("dropped") == 1
@@ -277,9 +277,9 @@ def test_after_a_restart_of_the_directory_the_copy_in_memory_is_the_primary(orde
     pool = pool_of(*order)
     pool.directory = type(pool.directory)()
     for name in order:
-        index, _ = pool.directory.join(name, name.encode(), 8 * PAGE, 1, 0, pool.now, PAGE)
+        index, _ = pool.join(name)
         location = LOCATION.pack(index, 0, 0, PAGE, 1, 7)
-        pool.directory.adopt(name, location, KEYS[0], bytes(4), bytes(4), b"", pool.now, 1)
+        pool.adopt(name, Inventory(location, KEYS[0], bytes(4), bytes(4), b""), offered=1)
     assert primary(pool, KEYS[0]) == "a" and pool.count("replica", GPU) == 1
 
 
@@ -291,10 +291,10 @@ def test_a_node_that_leaves_takes_its_gpus_along() -> None:
     pool.directory.leave("a", pool.now)
     assert pool.reserve(GPU, KEYS[50:51])[1].locations == b"" and pool.demote_gpu(GPU).keys == b""
     going = pool.directory.sole_copies("a", pool.now)
-    assert going and going[2] == 7 and sorted(split(going[1])) == KEYS[:7], "each of them once"
+    assert going and going.total == 7 and sorted(split(going.keys)) == KEYS[:7], "each of them once"
     pool.replicate("b", KEYS[:1])
     going = pool.directory.sole_copies("a", pool.now)
-    assert going and sorted(split(going[1])) == KEYS[1:7]
+    assert going and sorted(split(going.keys)) == KEYS[1:7]
     assert pool.directory.remove_node("a", pool.now) == 16
     assert list(pool.directory.nodes) == ["b"] and pool.has(KEYS[:2]) == [True, False]
 

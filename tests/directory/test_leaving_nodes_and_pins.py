@@ -16,6 +16,7 @@ from raykv.actors import drain, supervisor
 from raykv import registry
 from raykv.directory import directory, tier_catalog
 from raykv.directory.kernels import index
+from raykv.protocol import Inventory
 from raykv.system.periodic import Periodic
 
 SLAB = 8 * PAGE
@@ -32,21 +33,21 @@ def leave(pool: Pool, node: str) -> None:
 
 def sole_copies(pool: Pool, node: str) -> list[bytes]:
     """Keys that would go with a node."""
-    locations, keys, _ = pool.directory.sole_copies(node, pool.now) or (b"", b"", 0)
-    there = unpack(locations)
+    answer = pool.directory.sole_copies(node, pool.now)
+    there = unpack(answer.locations if answer else b"")
     assert {(location[0], location[3]) for location in there} <= {(pool.directory.nodes[node].index, PAGE)}
     check_invariants(pool.directory)
-    return split(keys)
+    return split(answer.keys if answer else b"")
 
 
 def left(pool: Pool, node: str) -> int | None:
     """How many blocks would go with a node; None where that is not known."""
     answer = pool.directory.sole_copies(node, pool.now)
-    return None if answer is None else answer[2]
+    return None if answer is None else answer.total
 
 
 def pin(pool: Pool, keys: list[bytes], node: str = "a") -> int:
-    return pool.directory.pin(pool.call(node), b"".join(keys), pool.now)[1]
+    return pool.directory.pin(pool.call(node), b"".join(keys), pool.now).done
 
 
 def unpin(pool: Pool, keys: list[bytes], node: str = "a") -> None:
@@ -179,11 +180,11 @@ def test_a_directory_that_was_told_before_anybody_joins_gives_no_copy_of_what_le
 
 def join_with(pool: Pool, name: str, keys: list[bytes], nonce: bytes = b"") -> None:
     """A node joins whose arena of 8 slots has these blocks, the oldest first."""
-    joined = pool.directory.join(name, nonce or name.encode(), 8 * PAGE, 1, 0, pool.now, pool.window * PAGE)
-    fields = [(joined[0], 0, slot, PAGE, 1, 2) for slot in range(len(keys))]
+    joined = pool.join(name, nonce)
+    fields = [(joined.node, 0, slot, PAGE, 1, 2) for slot in range(len(keys))]
     locations = b"".join(LOCATION.pack(*at) for at in fields)
     numbers = struct.pack(f"<{len(keys)}I", *range(len(keys)))
-    pool.directory.adopt(name, locations, b"".join(keys), bytes(4 * len(keys)), numbers, b"", pool.now, 1)
+    pool.adopt(name, Inventory(locations, b"".join(keys), bytes(4 * len(keys)), numbers, b""), offered=1)
     check_invariants(pool.directory)
 
 
@@ -320,9 +321,9 @@ def test_what_departs_with_who_has_not_said_yet_what_it_has_is_not_known() -> No
     pool = Pool()
     leave(pool, "x")
     assert left(pool, "x") is None
-    pool.directory.join("x", b"x", SLAB, 1, 0, pool.now)
+    pool.join("x")
     assert left(pool, "x") is None
-    pool.directory.adopt("x", b"", b"", b"", b"", b"", pool.now, 1)
+    pool.adopt("x", offered=1)
     assert left(pool, "x") == 0
 
 
@@ -394,7 +395,7 @@ def test_a_pin_ends_with_a_block_that_a_header_vetoes() -> None:
     pool.commit("a", 1, got, KEYS[:1])
     pin(pool, KEYS[:1])
     zero = bytes(4)
-    pool.directory.adopt("a", got.locations, KEYS[9], zero, zero, b"", pool.now)  # another key's, it says
+    pool.adopt("a", Inventory(got.locations, KEYS[9], zero, zero, b""))  # another key's, it says
     assert not pool.directory.pins and pool.count("free") == 7
     check_invariants(pool.directory)
 
@@ -443,7 +444,7 @@ def test_what_is_forgotten_is_deleted_below() -> None:
 
 
 def preempted(pool: Pool, keys: list[bytes], node: str = "a") -> int:
-    return pool.directory.preempted(pool.call(node), b"".join(keys), pool.now)[1]
+    return pool.directory.preempted(pool.call(node), b"".join(keys), pool.now).done
 
 
 def test_a_swapped_request_stays_until_it_is_forgotten() -> None:

@@ -6,8 +6,7 @@ from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool
 from helpers.oracle.slots import LOCATION, unpack
 
-from raykv.directory.directory import Directory
-from raykv.protocol import Call
+from raykv.protocol import FINISHED, Inventory, SweepResult
 
 
 def test_a_suspect_node_keeps_its_rows_but_offers_none() -> None:
@@ -39,30 +38,27 @@ def test_a_replica_is_primary_once_the_writer_of_its_key_gives_up() -> None:
     hold, got = pool.reserve("a", KEYS[:1])
     index_b = pool.directory.nodes["b"].index
     pool.directory.remove_node("b", pool.now)
-    index_b, epoch = pool.directory.join("b", b"new", 8 * PAGE, 1, 0, pool.now, PAGE)
+    index_b, epoch = pool.join("b", nonce=b"new")
     found = LOCATION.pack(index_b, 0, 0, PAGE, 9, epoch << 40 | 9)
-    pool.directory.adopt("b", found, KEYS[0], bytes(4), bytes(4), b"", pool.now)
+    pool.adopt("b", Inventory(found, KEYS[0], bytes(4), bytes(4), b""))
     assert pool.count("replica", "b") == 1
     pool.commit("a", hold, got, KEYS, failed=(0,))
     assert (pool.count("replica", "b"), pool.count("ready", "b")) == (0, 1)
 
 
-def arena(first: int, keys: list[bytes], node: int, epoch: int = 1) -> tuple[bytes, bytes]:
-    """(LOCATIONs, keys) as an inventory has them: block i in slot i, generations from `first` on."""
-    locations = b"".join(LOCATION.pack(node, 0, i, PAGE, 1, epoch << 40 | first + i) for i in range(len(keys)))
-    return locations, b"".join(keys)
+def inventory(first: int, keys: list[bytes], node: int) -> Inventory:
+    """Block i in slot i, generations from `first` on, all of one age and depth."""
+    locations = b"".join(LOCATION.pack(node, 0, i, PAGE, 1, 1 << 40 | first + i) for i in range(len(keys)))
+    return Inventory(locations, b"".join(keys), bytes(4 * len(keys)), bytes(4 * len(keys)), b"")
 
 
 def test_a_new_directory_rebuilds_order_of_use_and_parents_first() -> None:
-    directory = Directory()
     pool = Pool(nodes="")
-    pool.directory = directory
-    node, epoch = directory.join("a", b"a", 8 * PAGE, 1, 1, 0.0, PAGE)
+    node, epoch = pool.join("a", epoch=1)
     assert epoch == 2
-    locations, keys = arena(1, KEYS[:7], node)
     depth = struct.pack("<7I", 0, 1, 2, 0, 1, 2, 0)
     stamps = struct.pack("<7I", 5, 5, 5, 3, 3, 3, 4)
-    directory.adopt("a", locations, keys, depth, stamps, b"", 0.0)
+    pool.adopt("a", inventory(1, KEYS[:7], node)._replace(positions=depth, stamps=stamps))
     gone = []
     for i in range(7):
         pool.store("a", [KEYS[100 + i]])
@@ -73,19 +69,18 @@ def test_a_new_directory_rebuilds_order_of_use_and_parents_first() -> None:
 def test_of_a_key_in_two_arenas_the_first_seen_is_primary() -> None:
     pool = Pool(nodes="")
     for name in "ab":
-        node, _ = pool.directory.join(name, name.encode(), 8 * PAGE, 1, 1, 0.0, PAGE)
-        locations, keys = arena(1, KEYS[:3], node)
-        pool.directory.adopt(name, locations, keys, bytes(12), bytes(12), b"", 0.0)
+        node, _ = pool.join(name, epoch=1)
+        pool.adopt(name, inventory(1, KEYS[:3], node))
     assert (pool.count("ready", "a"), pool.count("replica", "a")) == (3, 0)
     assert (pool.count("ready", "b"), pool.count("replica", "b")) == (0, 3)
 
 
 def test_slots_that_are_still_written_are_nobodys_after_a_restart() -> None:
     pool = Pool(nodes="")
-    node, _ = pool.directory.join("a", b"a", 8 * PAGE, 1, 1, 0.0, PAGE)
-    locations, keys = arena(1, KEYS[:3], node)
-    busy = locations[32:64] + LOCATION.pack(node, 0, 99, PAGE, 1, 5) + LOCATION.pack(node, 0, 0, PAGE, 77, 5)
-    pool.directory.adopt("a", locations, keys, bytes(12), bytes(12), busy, 0.0)
+    node, _ = pool.join("a", epoch=1)
+    found = inventory(1, KEYS[:3], node)
+    writing = found.locations[32:64] + LOCATION.pack(node, 0, 99, PAGE, 1, 5) + LOCATION.pack(node, 0, 0, PAGE, 77, 5)
+    pool.adopt("a", found._replace(writing=writing))
     assert [pool.count(state) for state in ("ready", "quarantined", "free")] == [2, 1, 5]
     check_invariants(pool.directory)
 
@@ -98,7 +93,7 @@ def test_headers_only_veto_where_rows_are_known() -> None:
     newer = LOCATION.pack(*rows[0][:5], rows[0][5] + 1)
     older = LOCATION.pack(*rows[1][:5], rows[1][5] - 1)
     unknown = LOCATION.pack(*rows[0][:2], 7, *rows[0][3:])
-    pool.directory.adopt("a", newer + older + unknown, b"".join(KEYS[10:13]), bytes(12), bytes(12), b"", pool.now)
+    pool.adopt("a", Inventory(newer + older + unknown, b"".join(KEYS[10:13]), bytes(12), bytes(12), b""))
     assert pool.has([*KEYS[:3], *KEYS[10:13]]) == [False, True, True, False, False, False]
 
 
@@ -107,41 +102,42 @@ def test_a_lease_from_before_a_store_came_back_pins_nothing() -> None:
     pool.store("a", KEYS[:3])
     lease, got = pool.match("a", KEYS[:3])
     pool.directory.remove_node("a", pool.now)
-    node, _ = pool.directory.join("a", b"a", 8 * PAGE, 1, 1, pool.now, PAGE)
+    node, _ = pool.join("a", epoch=1)
     found = b"".join(LOCATION.pack(node, *location[1:]) for location in unpack(got.source))
-    pool.directory.adopt("a", found, b"".join(KEYS[:3]), bytes(12), bytes(12), b"", pool.now)
+    pool.adopt("a", Inventory(found, b"".join(KEYS[:3]), bytes(12), bytes(12), b""))
     pool.release("a", lease)
     check_invariants(pool.directory)
     assert not pool.directory._size_classes.c.rows["pins"].any()
 
 
-def test_epochs_in_join() -> None:
-    directory = Directory()
-    assert directory.join("new", b"0", PAGE, 1, 0, 0.0)[1] == 1
-    assert directory.join("same", b"1", PAGE, 1, 1, 0.0)[1] == 2, "another directory may be at 1 as well"
-    assert directory.join("known", b"1", PAGE, 1, 2, 0.0)[1] == 2, "this one stamped that arena"
-    assert directory.join("higher", b"3", PAGE, 1, 7, 0.0)[1] == 8
-    assert directory.join("new", b"0", PAGE, 1, 9, 0.0)[1] == 10, "also in an arena that it knows"
-    assert directory.join("lower", b"4", PAGE, 1, 3, 0.0)[1] == 10
+def test_a_directory_takes_an_epoch_above_every_other_that_an_arena_has_heard_of() -> None:
+    pool = Pool(nodes="")
+    assert pool.join("new", b"0", 0).epoch == 1
+    assert pool.join("same", b"1", 1).epoch == 2, "another directory may be at 1 as well"
+    assert pool.join("known", b"1", 2).epoch == 2, "this one stamped that arena"
+    assert pool.join("higher", b"3", 7).epoch == 8
+    assert pool.join("new", b"0", 9).epoch == 10, "also in an arena that it knows"
+    assert pool.join("lower", b"4", 3).epoch == 10
 
 
 def test_what_is_adopted_is_not_evicted_while_the_store_has_slabs_to_spare() -> None:
-    directory = Directory()
-    node, epoch = directory.join("a", b"a", 8 * PAGE, 2, 1, 0.0, PAGE)
+    pool = Pool(nodes="", slabs=2)
+    node, epoch = pool.join("a", epoch=1)
     gen = (epoch - 1 << 40) + 1
     locations = b"".join(LOCATION.pack(node, 0, slot, PAGE, gen, gen) for slot in range(8))
-    directory.adopt("a", locations, b"".join(KEYS[:8]), bytes(32), bytes(32), b"", 0.0, offered=2)
-    granted = directory.reserve(Call(1, 1), 1, "a", b"".join(KEYS[8:12]), 0, PAGE, 0.0)
+    pool.adopt("a", Inventory(locations, b"".join(KEYS[:8]), bytes(32), bytes(32), b""), offered=2)
+    _, granted = pool.reserve("a", KEYS[8:12])
     assert len(granted.indices) // 4 == 4
-    assert directory.stats(0.0)["evicted"] == 0 and directory.stats(0.0)["keys"] == 12
+    stats = pool.directory.stats(0.0)
+    assert stats["evicted"] == 0 and stats["keys"] == 12
 
 
 def test_a_store_that_joined_offers_nothing_until_it_is_adopted() -> None:
     pool = Pool(nodes="")
-    pool.directory.join("a", b"a", 8 * PAGE, 1, 0, 0.0, PAGE)
+    pool.join("a")
     assert pool.directory.heartbeat("a", 1, 0.0) is None
     assert pool.reserve("a", KEYS[:1])[1].locations == b""
-    pool.directory.adopt("a", b"", b"", b"", b"", b"", 0.0)
+    pool.adopt("a")
     pool.directory.heartbeat("a", 1, 0.0)
     assert pool.store("a", KEYS[:1]) == ["a"]
 
@@ -200,7 +196,7 @@ def test_what_was_cleared_is_not_found_by_a_sweep() -> None:
     pool.tick(11.0)
     pool.directory.clear(pool.now)
     gen = struct.pack("<Q", unpack(got.locations)[0][5])
-    pool.directory.sweep_result(got.locations, bytes([2]), KEYS[0], gen, pool.now)
+    pool.directory.sweep_result(SweepResult(got.locations, bytes([FINISHED]), KEYS[0], gen), pool.now)
     assert pool.count("free") == 8 and not any(pool.has(KEYS[:1]))
 
 

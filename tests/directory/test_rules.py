@@ -13,7 +13,7 @@ from helpers.world import DOCUMENTS
 
 from raykv.directory.allocator import staging_window
 from raykv.directory.kernels import index
-from raykv.protocol import Call
+from raykv.protocol import Call, CommitRequest, MatchRequest, ReserveRequest, SweepResult
 
 # ---------------------------------------------------------------------- what is where
 
@@ -129,7 +129,7 @@ def test_a_match_longer_than_the_window_streams_through_it() -> None:
     assert (blocks(got), staged(got)) == (8, 3)
     read = 3
     while read < 8:
-        more = pool.directory.next_window(pool.call("b"), lease, read, PAGE, pool.now)
+        more = pool.next_window("b", lease, read)
         assert more.source == got.source[read * LOCATION.size :][: len(more.source)]
         assert 0 < blocks(more) == staged(more) <= 3
         read += blocks(more)
@@ -145,7 +145,7 @@ def test_streaming_passes_over_blocks_that_are_there() -> None:
     pool.store("b", KEYS[100:111])
     lease, got = pool.match("b", KEYS[:9])
     assert (blocks(got), staged(got)) == (9, 2), "of blocks 0, 2, 4, 6, 8"
-    more = pool.directory.next_window(pool.call("b"), lease, 4, PAGE, pool.now)
+    more = pool.next_window("b", lease, 4)
     assert (blocks(more), staged(more)) == (4, 2), "as far as before block 8, in one call"
 
 
@@ -270,9 +270,9 @@ def test_arrays_of_unequal_length_change_nothing() -> None:
         (got.locations, KEYS[0] + KEYS[1], b"\1"),
         (got.locations[:32], KEYS[0] + KEYS[1], b"\1\1"),
     ):
-        call = pool.call("a")
-        assert pool.directory.commit(call, hold, locations, keys, written, pool.now)[1] == 0
-    pool.directory.sweep_result(got.locations, b"\1\1", bytes(16), bytes(16), pool.now)
+        request = CommitRequest(hold, locations, keys, written)
+        assert pool.directory.commit(pool.call("a"), request, pool.now).done == 0
+    pool.directory.sweep_result(SweepResult(got.locations, b"\1\1", bytes(16), bytes(16)), pool.now)
     assert pool.count("writing") == 2
     assert pool.commit("a", hold, got, KEYS) == 2
 
@@ -306,8 +306,8 @@ def test_an_id_that_is_used_again_ends_its_hold() -> None:
     pool.store("a", KEYS[:2])
     call = pool.call("a")
     for _ in range(2):  # a call that was executed twice
-        pool.directory.match(call, 77, "a", b"".join(KEYS[:2]), PAGE, pool.now)
-        pool.directory.reserve(call, 78, "a", b"".join(KEYS[:4]), 0, PAGE, pool.now)
+        pool.directory.match(call, MatchRequest(77, "a", b"".join(KEYS[:2]), PAGE), pool.now)
+        pool.directory.reserve(call, ReserveRequest(78, "a", b"".join(KEYS[:4]), 0, PAGE), pool.now)
     check_invariants(pool.directory)
     assert pool.count("writing") == 2
     pool.directory.disconnect(ord("a"), pool.now)
@@ -331,16 +331,17 @@ def test_a_client_that_vanishes_leaves_limbo_until_a_sweep() -> None:
     pool.tick(11.0)
     assert pool.count("quarantined") == 3
     assert pool.commit("a", hold, got, keys) == 0, "too late"
-    _, _, quarantined = pool.directory.heartbeat("a", 1, pool.now) or (0, 0, b"")
-    locations = unpack(quarantined)
+    answer = pool.directory.heartbeat("a", 1, pool.now)
+    assert answer
+    locations = unpack(answer.sweep)
     assert sorted(location[5] for location in locations) == sorted(location[5] for location in unpack(got.locations))
     gens = struct.pack("<3Q", *(location[5] for location in locations))
     by_gen = {location[5]: key for location, key in zip(unpack(got.locations), keys, strict=True)}
     found = b"".join(by_gen[location[5]] for location in locations)
-    pool.directory.sweep_result(quarantined, bytes([0, 1, 2]), found, gens, pool.now)
+    pool.directory.sweep_result(SweepResult(answer.sweep, bytes([0, 1, 2]), found, gens), pool.now)
     assert [pool.count(state) for state in ("quarantined", "free", "ready")] == [1, 6, 1]
     assert pool.has([by_gen[locations[2][5]]]) == [True]
-    pool.directory.sweep_result(quarantined, bytes([1, 1, 1]), found, gens, pool.now)
+    pool.directory.sweep_result(SweepResult(answer.sweep, bytes([1, 1, 1]), found, gens), pool.now)
     assert [pool.count(state) for state in ("quarantined", "free", "ready")] == [0, 7, 1]
 
 
@@ -348,7 +349,7 @@ def test_staging_of_a_client_that_vanishes_goes_to_limbo_unless_shared() -> None
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:2])
     pool.match("b", KEYS[:2])
-    pool.directory.match(Call(99, 1), 5, "b", KEYS[0], PAGE, pool.now)
+    pool.directory.match(Call(99, 1), MatchRequest(5, "b", KEYS[0], PAGE), pool.now)
     for _ in range(11):
         pool.tick(1.0)
         pool.directory.client_heartbeat(Call(99, 2, struct.pack("<Q", 5)), pool.now)

@@ -7,8 +7,8 @@ from helpers.directory_pool import KEYS, PAGE, Pool, blocks
 from helpers.oracle.slots import LOCATION, unpack
 
 from raykv.directory.allocator import staging_window
-from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
+from raykv.protocol import FREED, Inventory, SlabReport, SweepResult
 
 SLOTS = 8
 PART = SLOTS - 1  # blocks: the last slot is the staging window's, of one slot a slab
@@ -16,9 +16,13 @@ PART = SLOTS - 1  # blocks: the last slot is the staging window's, of one slot a
 
 def set_slab_target(pool: Pool, limit: int, given_back: list[int], node: str = "a") -> list[int]:
     """Numbers of slabs that are to be given back."""
-    _, numbers = pool.directory.set_slab_target(node, limit, np.array(given_back, np.int32).tobytes(), pool.now)
+    target = pool.directory.set_slab_target(node, report(limit, given_back), pool.now)
     check_invariants(pool.directory)
-    return [int(number) for number in np.frombuffer(numbers, np.int32)]
+    return [int(number) for number in np.frombuffer(target.numbers, np.int32)]
+
+
+def report(limit: int, given_back: list[int]) -> SlabReport:
+    return SlabReport(0, limit, np.array(given_back, np.int32).tobytes())  # `offered` is the heartbeat's
 
 
 def pool_of(slabs: int, nodes: str = "a", slots: int = SLOTS) -> Pool:
@@ -80,9 +84,9 @@ def test_the_generation_is_newer_than_every_grant_there() -> None:
     hold, got = pool.reserve("a", KEYS[:PART])
     pool.commit("a", hold, got, KEYS)
     granted = max(max(location[4], location[5]) for location in unpack(got.locations))
-    generation, numbers = pool.directory.set_slab_target("a", 1, b"", pool.now)
-    assert len(numbers) == 4 and generation > granted
-    assert pool.directory.set_slab_target("a", 1, numbers, pool.now) == (0, b"")
+    target = pool.directory.set_slab_target("a", report(1, []), pool.now)
+    assert len(target.numbers) == 4 and target.generation > granted
+    assert pool.directory.set_slab_target("a", SlabReport(0, 1, target.numbers), pool.now) == (0, b"")
 
 
 def test_what_was_not_given_back_after_all_is_spare_again() -> None:
@@ -203,12 +207,13 @@ def test_an_abandoned_writer_holds_its_slab_until_it_was_swept() -> None:
     writing = {location[1] for location in unpack(got.locations)}
     pool.now += 20.0  # that client is gone
     answer = pool.directory.heartbeat("a", 2, pool.now)
-    assert answer and len(unpack(answer[2])) == PART
+    assert answer and len(unpack(answer.sweep)) == PART
     _, leased = pool.match("a", KEYS[:1])
     assert blocks(leased) == 1 and set_slab_target(pool, 1, []) == [], "the other is leased"
     assert pool.directory.nodes["a"].closing == writing and pool.count("quarantined") == PART
-    n = len(unpack(answer[2]))
-    pool.directory.sweep_result(answer[2], bytes([1] * n), bytes(16 * n), bytes(8 * n), pool.now)
+    n = len(unpack(answer.sweep))
+    freed = SweepResult(answer.sweep, bytes([FREED] * n), bytes(16 * n), bytes(8 * n))
+    pool.directory.sweep_result(freed, pool.now)
     assert set_slab_target(pool, 1, []) == [*writing]
 
 
@@ -217,7 +222,7 @@ def test_pinned_blocks_keep_their_slab() -> None:
     pool = pool_of(4)
     parts = fill(pool, 4)
     numbers = [slab_of(pool, part[0]) for part in parts]
-    assert pool.directory.pin(pool.call("a"), parts[0][0] + parts[2][0], pool.now)[1] == 2
+    assert pool.directory.pin(pool.call("a"), parts[0][0] + parts[2][0], pool.now).done == 2
     gone = set_slab_target(pool, 1, [])
     assert sorted(gone) == sorted([numbers[1], numbers[3]])
     assert set_slab_target(pool, 1, gone) == [] and all(pool.has(parts[0] + parts[2]))
@@ -290,17 +295,15 @@ def test_blocks_of_others_can_still_be_staged_where_only_full_slabs_are_left() -
 
 
 def test_a_new_directory_knows_what_was_given_back_before_it_offers_anything() -> None:
-    directory = Directory()
-    pool = Pool(nodes="")
-    pool.directory = directory
-    node, epoch = directory.join("a", b"a", SLOTS * PAGE, 2, 1, 0.0, PAGE)
+    pool = Pool(nodes="", slabs=2)
+    directory = pool.directory
+    node, epoch = pool.join("a", epoch=1)
     found = LOCATION.pack(node, 1, 0, PAGE, epoch << 40 | 1, epoch << 40 | 2)
     late = LOCATION.pack(node, 2, 0, PAGE, epoch << 40 | 1, epoch << 40 | 3)
     assert set_slab_target(pool, 2, [0, 2]) == []
-    directory.adopt("a", found + late, KEYS[0] + KEYS[1], bytes(8), bytes(8), b"", 0.0, offered=4)
+    pool.adopt("a", Inventory(found + late, KEYS[0] + KEYS[1], bytes(8), bytes(8), b""), offered=4)
     check_invariants(directory)
     assert sizes(pool) == (1, 1, 2) and pool.has(KEYS[:2]) == [True, False]
-    pool.nodes = "a"
     pool.store("a", KEYS[10:40])
     assert sizes(pool) == (2, 0, 2) and {*directory.nodes["a"].slabs} == {1, 3}
 
@@ -308,16 +311,16 @@ def test_a_new_directory_knows_what_was_given_back_before_it_offers_anything() -
 def test_a_size_told_before_the_slabs_are() -> None:
     """A store that took slabs up again while a directory that restarted had not heard how many there are."""
     pool = Pool(nodes="")
-    pool.directory.join("a", b"a", SLOTS * PAGE, 4, 0, 0.0, PAGE)
+    pool.join("a", slabs=4)
     set_slab_target(pool, 4, [1, 2])
     set_slab_target(pool, 4, [2])
-    pool.directory.adopt("a", b"", b"", b"", b"", b"", 0.0, offered=4)
+    pool.adopt("a", offered=4)
     assert sizes(pool) == (0, 3, 4) and sorted(pool.directory.nodes["a"].spare) == [0, 1, 3]
     check_invariants(pool.directory)
 
 
 def test_a_node_that_nobody_knows() -> None:
-    assert Pool().directory.set_slab_target("x", 1, b"", 0.0) == (0, b"")
+    assert Pool().directory.set_slab_target("x", report(1, []), 0.0) == (0, b"")
 
 
 def test_a_leaving_node_may_shrink() -> None:

@@ -11,7 +11,9 @@ from helpers.world import DOCUMENTS
 
 from raykv.directory import tier_catalog
 from raykv.directory.kernels import demotion, index
-from raykv.protocol import Call, Demotions
+from raykv.protocol import ArenaDescription, Call, DemotionReport, Demotions, ExistingBlocks, TierReport
+
+NOTHING = Demotions(b"", b"", b"", b"", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +191,7 @@ def test_the_eviction_of_a_clean_block_loses_nothing() -> None:
     assert {location[0] for location in unpack(got.source)} == {tier(pool)["index"]}
     assert {location[3] for location in unpack(got.source)} == {PAGE}
     assert pool.directory.counters["external_hits"] == 6 and pool.directory.counters["remote_hits"] == 0
-    more = pool.directory.next_window(pool.call("a"), lease, 2, PAGE, pool.now)
+    more = pool.next_window("a", lease, 2)
     assert more.source == got.source[64:128] and staged(more) == 2
     pool.release("a", lease)
     check_invariants(pool.directory)
@@ -489,7 +491,7 @@ def test_a_lease_on_what_a_tier_lost_pins_nothing() -> None:
     lease, _ = pool.match("a", KEYS[:1])
     heartbeat(pool, lost=b"another")
     check_invariants(pool.directory)
-    assert blocks(pool.directory.next_window(pool.call("a"), lease, 0, PAGE, pool.now)) == 0
+    assert blocks(pool.next_window("a", lease, 0)) == 0
     pool.release("a", lease)
     assert not pool.directory._size_classes.c.rows["pins"].any()
 
@@ -559,8 +561,7 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
     heartbeat(pool, slabs=slabs)
     tell(pool, [])
     lying: set[bytes] = set()  # what the tier holds
-    nothing = Demotions(b"", b"", b"", b"", 0)
-    told, stored = nothing, b""
+    told, stored = NOTHING, b""
     documents = DOCUMENTS[4096]
     every = set().union(*documents)
     for _ in range(400):
@@ -585,7 +586,7 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
                 written = [done or rng.random() < 0.5 for done in stored]  # what failed may lie there all the same
                 lying |= {key for key, done in zip(split(told.keys), written, strict=True) if done}
                 if rng.random() < 0.05:  # the store restarts
-                    told, stored = nothing, b""
+                    told, stored = NOTHING, b""
             case "clear":
                 pool.directory.clear(pool.now)
             case "bad":
@@ -606,13 +607,15 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
 def test_calls_of_nodes_that_are_not_there_change_nothing() -> None:
     pool = Pool()
     directory = pool.directory
-    assert directory.tier_heartbeat("x", SLAB, False, True, b"", 0.0) is None
-    directory.report_existing("x", KEYS[0], bytes(8), True, 0.0)
-    directory.report_existing("a", KEYS[0], bytes(8), True, 0.0)  # which has no tier
-    assert directory.demote("x", b"", b"", b"", 0, True, 0.0) == directory.demote("a", b"", b"", b"", 0, True, 0.0)
-    assert directory.demote("a", bytes(32), KEYS[0], b"", 0, True, 0.0) == Demotions(b"", b"", b"", b"", 0)
-    directory.join("new", b"new", SLAB, 1, 0, 0.0)
-    assert directory.tier_heartbeat("new", SLAB, False, True, b"", 0.0)
-    assert directory.demote("new", b"", b"", b"", 0, True, 0.0) == Demotions(b"", b"", b"", b"", 0)
+    reached, nothing = TierReport(SLAB, False, True, b""), DemotionReport(b"", b"", b"", 0, True)
+    told = ExistingBlocks(KEYS[0], bytes(8), True)
+    assert directory.tier_heartbeat("x", reached, 0.0) is None
+    directory.report_existing("x", told, 0.0)
+    directory.report_existing("a", told, 0.0)  # which has no tier
+    assert directory.demote("x", nothing, 0.0) == directory.demote("a", nothing, 0.0) == NOTHING
+    assert directory.demote("a", nothing._replace(locations=bytes(32), keys=KEYS[0]), 0.0) == NOTHING
+    directory.join("new", ArenaDescription(b"new", SLAB, 1, 0), 0.0)
+    assert directory.tier_heartbeat("new", reached, 0.0)
+    assert directory.demote("new", nothing, 0.0) == NOTHING
     directory.client_heartbeat(Call(1, 1), 0.0)
     check_invariants(directory)

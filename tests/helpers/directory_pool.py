@@ -10,9 +10,25 @@ from helpers.directory_checks import chain_of, check_invariants
 from helpers.oracle.slots import LOCATION, split, unpack
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
-from raykv.protocol import Call, Demotions, GpuDemotions, Matched, Reserved
+from raykv.protocol import (
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    DemotionReport,
+    Demotions,
+    GpuDemotionReport,
+    GpuDemotions,
+    Inventory,
+    Joined,
+    Matched,
+    MatchRequest,
+    NextWindowRequest,
+    Reserved,
+    ReserveRequest,
+)
 
 PAGE = 4096
+EMPTY = Inventory(b"", b"", b"", b"", b"")
 KEYS = [struct.pack(">QQ", 7, i) for i in range(1000)]
 
 
@@ -39,9 +55,17 @@ class Pool:
             self.add(name)
 
     def add(self, name: str) -> None:
-        self.directory.join(name, name.encode(), self.slots * PAGE, self.slabs, 0, self.now, self.window * PAGE)
-        self.directory.adopt(name, b"", b"", b"", b"", b"", self.now)
+        self.join(name)
+        self.adopt(name)
         self.directory.heartbeat(name, self.slabs, self.now)
+
+    def join(self, name: str, nonce: bytes = b"", epoch: int = 0, slabs: int = 0) -> Joined:
+        """nonce: of the arena, by default the node's name. epoch: in its superblock. slabs: by default the pool's."""
+        arena = ArenaDescription(nonce or name.encode(), self.slots * PAGE, slabs or self.slabs, epoch)
+        return self.directory.join(name, arena, self.now, self.window * PAGE)
+
+    def adopt(self, name: str, found: Inventory = EMPTY, offered: int = 0) -> None:
+        self.directory.adopt(name, found, self.now, offered)
 
     def call(self, node: str, pulled: bytes = b"", corrupt: bytes = b"") -> Call:
         self.seq += 1
@@ -53,13 +77,18 @@ class Pool:
     def match(self, node: str, keys: list[bytes], size: int = PAGE) -> tuple[int, Matched]:
         """(lease, answer)."""
         self.id += 1
-        got = self.directory.match(self.call(node), self.id, node, b"".join(keys), size, self.now)
+        request = MatchRequest(self.id, node, b"".join(keys), size)
+        got = self.directory.match(self.call(node), request, self.now)
         self.held.setdefault(node, []).append(self.id)
         return self.id, got
 
+    def next_window(self, node: str, lease: int, start: int, size: int = PAGE) -> Matched:
+        return self.directory.next_window(self.call(node), NextWindowRequest(lease, start, size), self.now)
+
     def reserve(self, node: str, keys: list[bytes], start: int = 0, size: int = PAGE) -> tuple[int, Reserved]:
         self.id += 1
-        got = self.directory.reserve(self.call(node), self.id, node, b"".join(keys), start, size, self.now)
+        request = ReserveRequest(self.id, node, b"".join(keys), start, size)
+        got = self.directory.reserve(self.call(node), request, self.now)
         self.held.setdefault(node, []).append(self.id)
         return self.id, got
 
@@ -67,7 +96,8 @@ class Pool:
         granted = np.frombuffer(got.indices, np.int32).tolist()
         written = bytes(n not in failed for n in range(len(granted)))
         mine = b"".join(keys[i] for i in granted)
-        accepted = self.directory.commit(self.call(node), hold, got.locations, mine, written, self.now)[1]
+        request = CommitRequest(hold, got.locations, mine, written)
+        accepted = self.directory.commit(self.call(node), request, self.now).done
         if hold in self.held.get(node, []):
             self.held[node].remove(hold)
         return accepted
@@ -111,7 +141,8 @@ class Pool:
         """
         locations, keys = (told.target, told.keys) if told else (b"", b"")
         done = bytes([1]) * (len(keys) // 16) if stored is None else stored
-        got = self.directory.demote(node, locations, keys, done, self.seen.get(node, 0), whole, self.now)
+        report = DemotionReport(locations, keys, done, self.seen.get(node, 0), whole)
+        got = self.directory.demote(node, report, self.now)
         if not lost:
             self.seen[node] = got.number
         return got
@@ -130,7 +161,7 @@ class Pool:
         """What of a GPU goes down to memory next. told, stored: as in `demote`."""
         locations, keys = (told.target, told.keys) if told else (b"", b"")
         done = bytes([1]) * (len(keys) // 16) if stored is None else stored
-        got = self.directory.demote_gpu(gpu, locations, done, self.now)
+        got = self.directory.demote_gpu(gpu, GpuDemotionReport(locations, done), self.now)
         check_invariants(self.directory)
         return got
 

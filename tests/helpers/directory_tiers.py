@@ -5,6 +5,7 @@ import struct
 from helpers.directory_checks import chain_of
 from helpers.directory_pool import KEYS, PAGE, Pool
 from raykv.directory.kernels import index
+from raykv.protocol import ExistingBlocks, TierReport, is_tier
 
 SLAB = 8 * PAGE  # of a tier: 4 blocks of a page, which take a page more there
 
@@ -13,15 +14,14 @@ def heartbeat(
     pool: Pool, node: str = "a", slabs: int = 4, shared: bool = False, reached: bool = True, lost: bytes = b""
 ) -> bool:
     """A node's tier is there. Returns whether the node is to tell what lies in it."""
-    answer = pool.directory.tier_heartbeat(node, slabs * SLAB, shared, reached, lost, pool.now)
-    assert answer and answer[0] % 2
-    return answer[1]
+    answer = pool.directory.tier_heartbeat(node, TierReport(slabs * SLAB, shared, reached, lost), pool.now)
+    assert answer and is_tier(answer.tier)
+    return answer.list_it
 
 
 def tell(pool: Pool, keys: list[bytes], node: str = "a", size: int = PAGE, last: bool = True) -> None:
-    pool.directory.report_existing(
-        node, b"".join(keys), struct.pack(f"<{len(keys)}q", *[size] * len(keys)), last, pool.now
-    )
+    sizes = struct.pack(f"<{len(keys)}q", *[size] * len(keys))
+    pool.directory.report_existing(node, ExistingBlocks(b"".join(keys), sizes, last), pool.now)
 
 
 def tiered(slabs: int = 4, shared: bool = False, slots: int = 8, nodes: str = "a", **how: float | int) -> Pool:

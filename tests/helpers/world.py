@@ -31,7 +31,26 @@ from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, SLAB_BELOW
 from raykv.directory import demotion, directory, tier_catalog
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
-from raykv.protocol import Call, Demotions, GpuDemotions, host_of, slot_bytes
+from raykv.protocol import (
+    FREED,
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    DemotionReport,
+    Demotions,
+    ExistingBlocks,
+    GpuDemotionReport,
+    GpuDemotions,
+    Inventory,
+    MatchRequest,
+    NextWindowRequest,
+    ReserveRequest,
+    SlabReport,
+    SweepResult,
+    TierReport,
+    host_of,
+    slot_bytes,
+)
 
 SIZES = (4096, 8000, 12288)  # block_bytes: slots of 1, 2 and 3 pages
 SLAB = 8 * 4096
@@ -291,7 +310,8 @@ class World:
 
     def _match(self, worker: Worker, size: int, keys: list[bytes]) -> int:
         lease = self.new_id(worker)
-        got = self.do("match", self.call(worker), lease, worker.node, b"".join(keys), size, self.now)
+        request = MatchRequest(lease, worker.node, b"".join(keys), size)
+        got = self.do("match", self.call(worker), request, self.now)
         worker.holds.pop(lease, None)
         locations = _split(got.source)
         if locations:
@@ -313,7 +333,7 @@ class World:
             return
         worker, lease, held = found
         held.read = rng.choice([rng.randint(0, len(held.keys) + 1), min(len(held.keys), held.read + 1)])
-        got = self.do("next_window", self.call(worker), lease, held.read, held.size, self.now)
+        got = self.do("next_window", self.call(worker), NextWindowRequest(lease, held.read, held.size), self.now)
         staged = _split(got.staged)
         held.staged = [bytes(LOCATION.size)] * held.read + staged
         self.grants.update(zip(staged, held.keys[held.read :], strict=False))
@@ -330,7 +350,8 @@ class World:
         if self.with_oracle and start >= 0 and not call.corrupt and not call.pulled and not windows:
             swapped = {key for client in self.real.clients.values() for key in client.swapped}  # it may be gone by now
             stored = [key for key in keys if self._present(key) and key not in swapped]
-        got = self.do("reserve", call, reservation, worker.node, b"".join(keys), start, size, self.now)
+        request = ReserveRequest(reservation, worker.node, b"".join(keys), start, size)
+        got = self.do("reserve", call, request, self.now)
         assert all(self._present(key) for key in stored), "a batch evicted its own keys"
         worker.holds.pop(reservation, None)
         granted = [keys[i] for i in np.frombuffer(got.indices, np.int32)]
@@ -365,7 +386,7 @@ class World:
             reservation = rng.choice([self.ids + 1, *worker.holds])
         locations, keys = b"".join(p for p, _ in pairs), b"".join(k for _, k in pairs)
         for _ in range(2 if rng.random() < 0.1 else 1):
-            self.do("commit", self.call(worker), reservation, locations, keys, written, self.now)
+            self.do("commit", self.call(worker), CommitRequest(reservation, locations, keys, written), self.now)
             worker.holds.pop(reservation, None)
 
     def _stale(self, worker: Worker) -> list[tuple[bytes, bytes]]:
@@ -424,12 +445,10 @@ class World:
 
     def join(self, name: str) -> None:
         store = self.stores[name]
-        count, epoch = store.slabs, store.epoch
+        arena = ArenaDescription(store.nonce, self.slab_bytes(name), store.slabs, store.epoch)
         window = min(self.window, 3 * 4096) if name in self.gpus else self.window  # or nothing is stored there
-        store.index, store.epoch = self.do(
-            "join", name, store.nonce, self.slab_bytes(name), count, epoch, self.now, window
-        )
-        assert store.epoch >= epoch
+        store.index, store.epoch = self.do("join", name, arena, self.now, window)
+        assert store.epoch >= arena.epoch
 
     def adopt(self, name: str) -> None:
         rng, store = self.rng, self.stores[name]
@@ -451,7 +470,7 @@ class World:
         positions = struct.pack(f"<{len(ready)}I", *(DEPTH.get(key, 0) for _, key in ready))
         stamps = struct.pack(f"<{len(ready)}I", *(rng.randrange(4) for _ in ready))
         writing = b"".join(location for location, _ in busy)
-        self.do("adopt", name, locations, keys, positions, stamps, writing, self.now, store.offered)
+        self.do("adopt", name, Inventory(locations, keys, positions, stamps, writing), self.now, store.offered)
 
     def heartbeat(self, name: str) -> None:
         rng, store = self.rng, self.stores[name]
@@ -461,9 +480,9 @@ class World:
             self.join(name)
             if rng.random() < 0.8:
                 self.adopt(name)
-        elif answer[2] and rng.random() < 0.7:
-            store.epoch = answer[0]
-            self.sweep(answer[2])
+        elif answer.sweep and rng.random() < 0.7:
+            store.epoch = answer.epoch
+            self.sweep(answer.sweep)
 
     def sweep(self, quarantined: bytes) -> None:
         rng = self.rng
@@ -477,7 +496,8 @@ class World:
             keys += rng.choice([key for key, size in SIZE_OF.items() if slot_bytes(size) == bytes_of] or [bytes(16)])
             gens.append(fields[5] - (rng.random() < 0.1 and fields[5] > 0))
         verdicts = bytes(rng.choice([0, 1, 1, 2]) for _ in locations)
-        self.do("sweep_result", b"".join(locations), verdicts, keys, struct.pack(f"<{len(gens)}Q", *gens), self.now)
+        generations = struct.pack(f"<{len(gens)}Q", *gens)
+        self.do("sweep_result", SweepResult(b"".join(locations), verdicts, keys, generations), self.now)
 
     def heartbeats(self) -> None:
         quiet = self.rng.random() < 0.15
@@ -519,9 +539,9 @@ class World:
         rng = self.rng
         leaving = [name for name, node in self.real.nodes.items() if node.leaving]
         name = rng.choice([host_of(name) if rng.random() < 0.9 else name for name in leaving or self.names])
-        _, found, _ = self.do("sole_copies", name, self.now) or (b"", b"", 0)
+        answer = self.do("sole_copies", name, self.now)
         size = rng.choice(self.sizes)
-        keys = [key for key in _keys(found) if SIZE_OF.get(key) == size][: rng.randint(1, 6)]
+        keys = [key for key in _keys(answer.keys if answer else b"") if SIZE_OF.get(key) == size][: rng.randint(1, 6)]
         if keys and rng.random() < 0.7:
             self._pull(
                 rng.choice([worker for worker in self.workers if worker.node != name] or self.workers), size, keys
@@ -553,8 +573,9 @@ class World:
         lost = rng.randbytes(8) if rng.random() < 0.02 else b""
         if lost:
             self.lies(name).clear()
-        answer = self.do("tier_heartbeat", name, capacity, shared, rng.random() < 0.95, lost, self.now)
-        if answer and answer[1] and rng.random() < 0.8:
+        report = TierReport(capacity, shared, rng.random() < 0.95, lost)
+        answer = self.do("tier_heartbeat", name, report, self.now)
+        if answer and answer.list_it and rng.random() < 0.8:
             self.report_existing(name)
 
     def report_existing(self, name: str = "") -> None:
@@ -569,7 +590,8 @@ class World:
                 self.rng.choice([World.clear, World.match, World.reserve, World.commit])(self)
             sizes = [SIZE_OF[key] if rng.random() < 0.97 else rng.choice([-5000, 0, 4096, 1 << 20]) for key in piece]
             last = number == len(pieces) - 1 and rng.random() < 0.9
-            self.do("report_existing", name, b"".join(piece), struct.pack(f"<{len(sizes)}q", *sizes), last, self.now)
+            existing = ExistingBlocks(b"".join(piece), struct.pack(f"<{len(sizes)}q", *sizes), last)
+            self.do("report_existing", name, existing, self.now)
 
     def demote(self) -> None:
         """A node says what became of what it was told, or of other things, and is told more."""
@@ -593,7 +615,7 @@ class World:
                 self.lies(name)[key] = None
         locations, keys = b"".join(location for location, _ in pairs), b"".join(key for _, key in pairs)
         seen = store.seen if rng.random() < 0.9 else rng.choice([-1, 0, store.seen - 1, store.seen + 1])
-        got = self.do("demote", name, locations, keys, stored, seen, rng.random() < 0.5, self.now)
+        got = self.do("demote", name, DemotionReport(locations, keys, stored, seen, rng.random() < 0.5), self.now)
         if rng.random() < 0.9:
             store.demoted.append(got)
             if rng.random() < 0.9:  # else it died before it deleted
@@ -631,7 +653,8 @@ class World:
             if done:
                 self._write_header(location, key)
         stored += bytes(rng.random() < 0.01)
-        got = self.do("demote_gpu", name, b"".join(location for location, _ in pairs), stored, self.now)
+        report = GpuDemotionReport(b"".join(location for location, _ in pairs), stored)
+        got = self.do("demote_gpu", name, report, self.now)
         if name in self.stores and rng.random() < 0.95:
             told.append(got)
             self.grants.update(zip(_split(got.target), _keys(got.keys), strict=True))
@@ -645,7 +668,8 @@ class World:
         given = [number for number in self.real.nodes[name].withdrawn if rng.random() < 0.95]
         given += [number for number in range(8) if rng.random() < 0.02]
         limit = rng.randint(1, self.stores[name].slabs)
-        self.do("set_slab_target", name, limit, np.array(given, np.int32).tobytes(), self.now)
+        report = SlabReport(self.stores[name].offered, limit, np.array(given, np.int32).tobytes())
+        self.do("set_slab_target", name, report, self.now)
 
     # ------------------------------------------------------------------ the directory
 
@@ -685,15 +709,17 @@ class World:
             self.now += wait
             self.do("stats", self.now)
         for name in self.gpus:  # of which all are suspect by now, and get nothing more to do
-            self.do("demote_gpu", name, b"", b"", self.now)
+            self.do("demote_gpu", name, GpuDemotionReport(b"", b""), self.now)
         for name in self.real.nodes:
             if answer := self.do("heartbeat", name, 0, self.now):
-                n = len(answer[2]) // LOCATION.size
-                self.do("sweep_result", answer[2], bytes([1]) * n, bytes(16 * n), bytes(8 * n), self.now)
+                n = len(answer.sweep) // LOCATION.size
+                freed = SweepResult(answer.sweep, bytes([FREED]) * n, bytes(16 * n), bytes(8 * n))
+                self.do("sweep_result", freed, self.now)
+        unreached = TierReport(self.capacity, self.tiers == "shared", False, b"")
         for name in list(self.real.nodes):
-            self.do("demote", name, b"", b"", b"", 0, False, self.now)  # what it was told before, it never heard of
-            self.do("tier_heartbeat", name, self.capacity, self.tiers == "shared", False, b"", self.now)
-            self.do("demote", name, b"", b"", b"", 0, False, self.now)
+            self.do("demote", name, DemotionReport(b"", b"", b"", 0, False), self.now)  # it stored nothing of the last
+            self.do("tier_heartbeat", name, unreached, self.now)
+            self.do("demote", name, DemotionReport(b"", b"", b"", 0, False), self.now)
         self.check()
         rows = self.real._size_classes.c.rows
         assert not rows["pins"].any()
@@ -784,8 +810,8 @@ def _small_calls() -> Iterator[None]:
 
 
 def _short(value: Any) -> Any:
-    if isinstance(value, Call):
-        return tuple(_short(field) for field in value)
+    if isinstance(value, tuple):
+        return f"{type(value).__name__}({', '.join(str(_short(field)) for field in value)})"
     return f"{len(value)} bytes {blake2b(value, digest_size=3).hexdigest()}" if isinstance(value, bytes) else value
 
 

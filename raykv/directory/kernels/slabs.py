@@ -203,7 +203,11 @@ def drop(c, rows, gens):  # type: ignore[no-untyped-def]
 
 @kernel
 def forget_rows(c, rows):  # type: ignore[no-untyped-def]
-    """Forget blocks that are there, or on their way to a tier; what is held stays held until it is let go."""
+    """Forget blocks that are there, or on their way to a tier; a held one keeps its slot until it is released.
+
+    Returns how many of the rows were forgotten.
+    """
+    count = 0
     for row in rows:
         if kept(c.rows[row].state):
             forget(c, row)
@@ -212,6 +216,8 @@ def forget_rows(c, rows):  # type: ignore[no-untyped-def]
         else:
             continue
         _drop_or_free(c, row)
+        count += 1
+    return count
 
 
 @kernel

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from helpers.oracle.slots import Node, Row, SizeClass, pack, unpack
 from helpers.oracle.tiers import Tiers
-from raykv.protocol import GpuDemotions
+from raykv.protocol import GpuDemotionReport, GpuDemotions
 
 SHARE = 0.25
 BYTES_PER_CALL = 6 * 4096
@@ -40,8 +40,9 @@ class GpuDemotion(Tiers):
         """Whether anything new is stored on a node, by anybody."""
         return self.answers(node) and not node.on_gpu
 
-    def demote_gpu(self, name: str, locations: bytes, stored: bytes, now: float) -> GpuDemotions:
+    def demote_gpu(self, name: str, report: GpuDemotionReport, now: float) -> GpuDemotions:
         self.check(now)
+        locations, stored = report
         node = self.nodes.get(name)
         host = self.nodes.get(node.host) if node and node.on_gpu else None
         if node is None or host is None or len(unpack(locations)) != len(stored):

@@ -28,7 +28,22 @@ from helpers.oracle.slots import (
     split,
     unpack,
 )
-from raykv.protocol import Call, Matched, Reserved
+from raykv.protocol import (
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    Counted,
+    Heartbeat,
+    Inventory,
+    Joined,
+    Matched,
+    MatchRequest,
+    NextWindowRequest,
+    Reserved,
+    ReserveRequest,
+    SoleCopies,
+    SweepResult,
+)
 
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
@@ -73,7 +88,8 @@ class Oracle(GpuDemotion):
         source = primary[-1:] or present[:1] or below[-1:]
         return source[0] if source else None, staging[-1] if staging else None
 
-    def match(self, call: Call, lease: int, node: str, keys: bytes, block_bytes: int, now: float) -> Matched:
+    def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
+        lease, node, keys, block_bytes = request
         client = self.on_call(call, now)
         self.end(client, lease)
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
@@ -157,7 +173,8 @@ class Oracle(GpuDemotion):
             hold.staged[i] = item
             hold.unstaged.remove(i)
 
-    def next_window(self, call: Call, lease: int, start: int, block_bytes: int, now: float) -> Matched:
+    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Matched:
+        lease, start, block_bytes = request
         client = self.on_call(call, now)
         hold = client.holds.get(lease)
         if hold is None or hold.writes or not 0 <= start <= len(hold.keys):
@@ -199,17 +216,10 @@ class Oracle(GpuDemotion):
     # ------------------------------------------------------------------ writers
 
     def reserve(
-        self,
-        call: Call,
-        reservation: int,
-        node: str,
-        keys: bytes,
-        start: int,
-        block_bytes: int,
-        now: float,
-        choices: dict[int, int] | None = None,
+        self, call: Call, request: ReserveRequest, now: float, choices: dict[int, int] | None = None
     ) -> Reserved:
         """choices: the node's index that the directory chose for each granted key."""
+        reservation, node, keys, start, block_bytes = request
         client = self.on_call(call, now)
         self.end(client, reservation)
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
@@ -283,9 +293,8 @@ class Oracle(GpuDemotion):
         self.evicted[size_class] += 1
         return row
 
-    def commit(
-        self, call: Call, reservation: int, locations: bytes, keys: bytes, written: bytes, now: float
-    ) -> tuple[int, int]:
+    def commit(self, call: Call, request: CommitRequest, now: float) -> Counted:
+        reservation, locations, keys, written = request
         client = self.on_call(call, now)
         hold = client.holds.get(reservation)
         accepted = 0
@@ -301,13 +310,13 @@ class Oracle(GpuDemotion):
         if hold:
             self.end(client, reservation)
             self.counters["stored"] += accepted
-        return self.epoch, accepted
+        return Counted(self.epoch, accepted)
 
     # ------------------------------------------------------------------ blocks by name
 
-    def pin(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
+    def pin(self, call: Call, keys: bytes, now: float) -> Counted:
         self.on_call(call, now)
-        return self.epoch, self.pin_keys(split(keys))
+        return Counted(self.epoch, self.pin_keys(split(keys)))
 
     def pin_keys(self, keys: list[bytes]) -> int:
         """Hold the copies that are to stay: what lies below, else the primary."""
@@ -319,9 +328,11 @@ class Oracle(GpuDemotion):
                 self.pins[key] = self.hold(lasting[-1])
         return sum(key in self.pins for key in keys)
 
-    def unpin_keys(self, keys: list[bytes]) -> None:
-        for item in reversed([self.pins.pop(key) for key in keys if key in self.pins]):
+    def unpin_keys(self, keys: list[bytes]) -> int:
+        held = [self.pins.pop(key) for key in keys if key in self.pins]
+        for item in reversed(held):
             self.let_go_read(item)
+        return len(held)
 
     def renew_pins(self, keys: list[bytes]) -> None:
         before = {key: self.pins.pop(key) for key in keys if key in self.pins}
@@ -329,47 +340,48 @@ class Oracle(GpuDemotion):
         for item in reversed(before.values()):
             self.let_go_read(item)
 
-    def unpin(self, call: Call, keys: bytes, now: float) -> int:
+    def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         self.on_call(call, now)
-        self.unpin_keys(split(keys))
-        return self.epoch
+        return Counted(self.epoch, self.unpin_keys(split(keys)))
 
     def settle_pins(self) -> None:
         """Pins of what is gone are of another copy from now on, if there is one."""
         moved = [k for k, (row, gen) in self.pins.items() if row.gen != gen or row.state in ("dropped", "replica")]
         self.renew_pins(moved)
 
-    def forget(self, call: Call, keys: bytes, now: float) -> int:
+    def forget(self, call: Call, keys: bytes, now: float) -> Counted:
         client = self.on_call(call, now)
         for key in split(keys):
             client.swapped.pop(key, None)
-        self.forget_keys(split(keys))
-        return self.epoch
+        return Counted(self.epoch, self.forget_keys(split(keys)))
 
-    def forget_keys(self, keys: list[bytes]) -> None:
+    def forget_keys(self, keys: list[bytes]) -> int:
         self.unpin_keys(keys)
+        count = 0
         for key in keys:
             for row in list(self.table.get(key, ())):
                 if row.state == "external":
                     self.tier_at(row).to_delete.setdefault(key)
                 if row.state in KEPT or row.state == "demoting":
                     self.drop(row)
+                    count += 1
+        return count
 
-    def preempted(self, call: Call, keys: bytes, now: float) -> tuple[int, int]:
+    def preempted(self, call: Call, keys: bytes, now: float) -> Counted:
         client = self.on_call(call, now)
         self.counters["num_cumulative_preemption"] += 1
         if self.pin_keys(split(keys)) < len(split(keys)):
             self.forget_keys(split(keys))
-            return self.epoch, 0
+            return Counted(self.epoch)
         for key in split(keys):
             client.swapped.setdefault(key)
-        return self.epoch, len(split(keys))
+        return Counted(self.epoch, len(split(keys)))
 
     # ------------------------------------------------------------------ clients
 
-    def client_heartbeat(self, call: Call, now: float) -> int:
+    def client_heartbeat(self, call: Call, now: float) -> Counted:
         self.on_call(call, now)
-        return self.epoch
+        return Counted(self.epoch)
 
     def disconnect(self, client: int, now: float) -> None:
         self.check(now)
@@ -459,24 +471,16 @@ class Oracle(GpuDemotion):
 
     # ------------------------------------------------------------------ nodes
 
-    def join(
-        self,
-        name: str,
-        nonce: bytes,
-        slab_bytes: int,
-        slab_count: int,
-        epoch: int,
-        now: float,
-        window: int | None = None,
-    ) -> tuple[int, int]:
+    def join(self, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
         self.check(now)
+        nonce, slab_bytes, slab_count, epoch = arena
         if epoch > self.epoch or (epoch == self.epoch and nonce not in self.stamped):
             self.epoch = epoch + 1
         self.stamped.add(nonce)
         known = self.nodes.get(name)
         if known and known.nonce == nonce:
             known.last_heartbeat = now
-            return known.index, self.epoch
+            return Joined(known.index, self.epoch)
         self.remove(name)
         capacity = slab_bytes * slab_count
         if window is None:
@@ -484,20 +488,11 @@ class Oracle(GpuDemotion):
         node = Node(name, self.new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
         node.leaving = node.host in self.leavers
         self.nodes[name] = self.by_index[node.index] = node
-        return node.index, self.epoch
+        return Joined(node.index, self.epoch)
 
-    def adopt(
-        self,
-        name: str,
-        locations: bytes,
-        keys: bytes,
-        positions: bytes,
-        stamps: bytes,
-        busy: bytes,
-        now: float,
-        offered: int = 0,
-    ) -> None:
+    def adopt(self, name: str, inventory: Inventory, now: float, offered: int = 0) -> None:
         self.check(now)
+        locations, keys, positions, stamps, writing = inventory
         node = self.nodes.get(name)
         if node is None:
             return
@@ -506,8 +501,8 @@ class Oracle(GpuDemotion):
         if node.state == "joining":
             depths = struct.unpack(f"<{len(positions) // 4}I", positions)
             ages = struct.unpack(f"<{len(stamps) // 4}I", stamps)
-            self.open_found(node, unpack(locations) + unpack(busy))
-            for location in unpack(busy):
+            self.open_found(node, unpack(locations) + unpack(writing))
+            for location in unpack(writing):
                 row = self.row_of(location)
                 if row and row.state == "free":
                     row.slab.size_class.free.remove(row)
@@ -561,7 +556,7 @@ class Oracle(GpuDemotion):
             if size_class:
                 self.open(node, number, size_class, first[4])
 
-    def heartbeat(self, name: str, offered: int, now: float) -> tuple[int, int, bytes] | None:
+    def heartbeat(self, name: str, offered: int, now: float) -> Heartbeat | None:
         self.check(now)
         node = self.nodes.get(name)
         if node is None or node.state == "joining":
@@ -574,10 +569,11 @@ class Oracle(GpuDemotion):
         for size_class in node.size_classes.values():
             rows = [row for slab in node.slabs.values() if slab.size_class is size_class for row in slab.rows]
             sweep += pack([(row, row.gen) for row in rows if row.state == "quarantined"], size_class.stride)
-        return self.epoch, self.floor, sweep
+        return Heartbeat(self.epoch, self.floor, sweep)
 
-    def sweep_result(self, locations: bytes, verdicts: bytes, keys: bytes, gens: bytes, now: float) -> None:
+    def sweep_result(self, result: SweepResult, now: float) -> None:
         self.check(now)
+        locations, verdicts, keys, gens = result
         found = struct.unpack(f"<{len(gens) // 8}Q", gens)
         for location, verdict, key, gen in zip(unpack(locations), verdicts, split(keys), found, strict=True):
             row = self.row_of(location)
@@ -623,7 +619,7 @@ class Oracle(GpuDemotion):
                 self.set_state(node, node.state)
                 self.promote_replicas(node)
 
-    def sole_copies(self, name: str, now: float) -> tuple[bytes, bytes, int] | None:
+    def sole_copies(self, name: str, now: float) -> SoleCopies | None:
         self.check(now)
         nodes, shared = self.of_host(name), self.tiers.get("")
         if name not in self.nodes or any(node.state == "joining" for node in nodes):
@@ -641,7 +637,7 @@ class Oracle(GpuDemotion):
             keys += b"".join(row.key for row in alone)
             kept = {row.key for slab in slabs for row in slab.rows if row.state in ("ready", "writing")}
             going |= {key for key in kept if not self.outlives(key, shared)}
-        return locations, keys, len(going)
+        return SoleCopies(locations, keys, len(going))
 
     def outlives(self, key: bytes, shared: Tier | None) -> bool:
         """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""

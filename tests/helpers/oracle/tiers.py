@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from helpers.oracle.slots import LIVE, PRESENT, Node, Row, SizeClass, Slab, Slots, Tier, pack, split, unpack
-from raykv.protocol import Demotions
+from raykv.protocol import DemotionReport, Demotions, ExistingBlocks, TierReply, TierReport
 
 # In worlds all is small: a tier's slab holds 3, 2 or 1 blocks of `world.SIZES`.
 SLAB_BELOW = 6 * 4096
@@ -68,10 +68,9 @@ class Tiers(Slots):
 
     # ------------------------------------------------------------------ nodes and their tiers
 
-    def tier_heartbeat(
-        self, name: str, capacity: int, shared: bool, reached: bool, lost: bytes, now: float
-    ) -> tuple[int, bool] | None:
+    def tier_heartbeat(self, name: str, report: TierReport, now: float) -> TierReply | None:
         self.check(now)
+        capacity, shared, reached, lost = report
         if name not in self.nodes:
             return None
         if lost and (tier := self.tier_of(name)) and tier.content != lost:
@@ -89,7 +88,7 @@ class Tiers(Slots):
         self.judge_tiers()
         if reached and tier.lister is None:
             tier.lister = name
-        return tier.index, tier.lister == name and not tier.listed
+        return TierReply(tier.index, tier.lister == name and not tier.listed)
 
     def judge_tiers(self) -> None:
         """Readers are sent to a tier that all reach, and whose owner answers."""
@@ -144,8 +143,9 @@ class Tiers(Slots):
 
     # ------------------------------------------------------------------ what lies there from before
 
-    def report_existing(self, name: str, keys: bytes, sizes: bytes, last: bool, now: float) -> None:
+    def report_existing(self, name: str, existing: ExistingBlocks, now: float) -> None:
         self.check(now)
+        keys, sizes, last = existing
         tier = self.tier_of(name)
         if tier is None or tier.listed or tier.lister != name:
             return
@@ -175,10 +175,9 @@ class Tiers(Slots):
 
     # ------------------------------------------------------------------ what goes down
 
-    def demote(
-        self, name: str, locations: bytes, keys: bytes, stored: bytes, seen: int, whole: bool, now: float
-    ) -> Demotions:
+    def demote(self, name: str, report: DemotionReport, now: float) -> Demotions:
         self.check(now)
+        locations, keys, stored, seen, whole = report
         node, tier = self.nodes.get(name), self.tier_of(name)
         if node is None or node.state == "joining" or not len(locations) // 32 == len(keys) // 16 == len(stored):
             return NOTHING
