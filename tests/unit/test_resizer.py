@@ -1,4 +1,4 @@
-"""A node store's size, against a directory and an arena without Ray: answers that are lost, and room that is."""
+"""The Resizer with a real directory and arena, without Ray: lost answers, lost room, restarts and errors."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ SLABS, LIMIT, SIZE = 12, 6, 64 << 10
 
 
 class Kv(dict[str, bytes]):
-    """Of one pool."""
+    """What one pool keeps in Ray's internal KV."""
 
     def ask(self, pool: str, key: str) -> bytes | None:
         return self.get(key)
@@ -76,7 +76,7 @@ class Node:
         return Call(1, self.ids, np.array(self.held, np.uint64).tobytes())
 
     def store(self, first: int, n: int = 8) -> bool:
-        """Whether all of the blocks that it stores, as far as there is room, are there."""
+        """Store blocks, as far as there is room. Returns whether some got a slot, and all of these are read back."""
         keys = np.random.default_rng(first).integers(0, 256, (n, 16), np.uint8)
         asked = ReserveRequest(self.ids + 1, "n", keys.tobytes(), start=0, block_bytes=SIZE)
         got = self.directory.reserve(self.call(), asked, 0.0)
@@ -88,7 +88,7 @@ class Node:
         return len(at) > 0 and bool(written.all() and self.arena.read(at, mine, rows.copy()).all())
 
     def settle(self, slabs: int) -> None:
-        """As many as there are to be, for the arena and the directory."""
+        """Wait until the arena and the directory have so many slabs."""
 
         def done() -> bool:
             self.heartbeat()
@@ -134,14 +134,14 @@ def kept(node: Node) -> Any:
     return node.kv.get("memory/n")
 
 
-def test_down_and_up(node: Node) -> None:
+def test_a_node_can_be_resized_down_and_up(node: Node) -> None:
     assert node.store(1) and node.store(2)
     for slabs in (2, 9, 1, SLABS):
         assert resize(node, slabs) == slabs * SLAB and kept(node) == b"%d" % (slabs * SLAB)
         assert all(node.store(100 * slabs + i, 30) for i in range(12)), "every slab that is had can be written to"
 
 
-def test_answers_that_are_lost(node: Node) -> None:
+def test_lost_answers_only_delay_a_resize(node: Node) -> None:
     assert all(node.store(i, 60) for i in range(5))
     node.resizer.limit = 3
     for _ in range(3):
@@ -151,8 +151,8 @@ def test_answers_that_are_lost(node: Node) -> None:
     assert all(node.store(100 + i, 60) for i in range(5))
 
 
-def test_a_directory_that_restarts_in_the_middle(node: Node) -> None:
-    """What the one before closed is not given back any more: the next may be using it."""
+def test_slabs_that_an_earlier_directory_named_are_not_given_back(node: Node) -> None:
+    """The next directory may be using them."""
     assert all(node.store(i, 60) for i in range(5))
     node.resizer.limit = 3
     report = node.resizer.report()
@@ -168,7 +168,7 @@ def test_a_directory_that_restarts_in_the_middle(node: Node) -> None:
     assert all(node.store(100 + i, 60) for i in range(5))
 
 
-def test_nobody_writes_where_the_memory_is_about_to_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slab_is_granted_while_its_memory_is_about_to_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(node.store(i, 60) for i in range(5))
     original, asked, go_on = node.arena.give_back, threading.Event(), threading.Event()
 
@@ -197,7 +197,7 @@ def taken(node: Node) -> int:
     return os.stat(node.arena.path).st_blocks * 512
 
 
-def test_memory_goes_when_nobody_can_be_reading_it(node: Node) -> None:
+def test_memory_goes_only_when_nobody_can_be_reading_it(node: Node) -> None:
     full = taken(node)
     node.resizer._grace = 1000.0
     node.resizer.limit = 3
@@ -217,7 +217,7 @@ def test_memory_goes_when_nobody_can_be_reading_it(node: Node) -> None:
 
 
 def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
-    """Though the call that it is for has returned."""
+    """A store to the tier may go on after its call has returned."""
     full, external = taken(node), SimpleNamespace(storing=True)
     node.resizer._demoter = SimpleNamespace(read_guard=threading.Lock(), external=external)  # type: ignore[assignment]
     node.resizer.limit = 3
@@ -238,7 +238,7 @@ def test_memory_that_a_dead_owner_was_about_to_give_back_goes(node: Node) -> Non
     again.stop()
 
 
-def test_what_fails_once_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_give_back_that_fails_once_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     original, fails = node.arena.give_back, [OSError(37, "no locks available")]
 
     def give_back(slab: int, generation: int) -> bool:
@@ -250,8 +250,8 @@ def test_what_fails_once_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPa
     assert resize(node, 3) == 3 * SLAB and not fails
 
 
-def test_two_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the first fails, and puts back what was before."""
+def test_two_resizes_at_once_happen_one_after_the_other(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one fails, and restores the size before."""
     original, full, failed = node.arena.offer_next, threading.Event(), []
 
     def offer() -> bool:
@@ -274,7 +274,7 @@ def test_two_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node.resizer.limit == 4 and failed
 
 
-def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_is_kept_if_the_limit_rises_before_it_goes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node.arena, "give_back", pytest.fail)
     node.resizer.limit = 3
     report = node.resizer.report()
@@ -285,7 +285,7 @@ def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: py
     assert all(node.store(i, 60) for i in range(8)) and node.arena.given_back() == []
 
 
-def test_somebody_else_takes_the_room_meanwhile(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resize_without_room_raises_and_keeps_the_size_before(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resize(node, 5) == 5 * SLAB
     original = node.arena.offer_next
 
@@ -303,8 +303,8 @@ def test_somebody_else_takes_the_room_meanwhile(node: Node, monkeypatch: pytest.
     assert all(node.store(i, 60) for i in range(10))
 
 
-def test_a_file_system_that_was_full_from_the_start(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is serves, is not tried again and again, and may be had less of."""
+def test_a_full_file_system_is_not_tried_again_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slabs that there are serve, and can be resized down."""
     calls = []
 
     def offer() -> bool:
@@ -321,7 +321,7 @@ def test_a_file_system_that_was_full_from_the_start(node: Node, monkeypatch: pyt
     assert resize(node, 2) == 2 * SLAB
 
 
-def test_a_node_that_cannot_afford_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_the_node_cannot_afford_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def check(size: int) -> None:
@@ -335,7 +335,7 @@ def test_a_node_that_cannot_afford_it(node: Node, monkeypatch: pytest.MonkeyPatc
     assert resize(node, LIMIT - 2) == (LIMIT - 2) * SLAB and len(asked) == 1, "less needs no room"
 
 
-def test_what_is_asked_for_by_fraction_is_kept_so(node: Node) -> None:
+def test_a_fraction_is_saved_as_a_fraction(node: Node) -> None:
     assert SavedSize("p", "n").load(0.5) == 0.5
     node.kv["memory/n"] = b"0.25"
     assert SavedSize("p", "n").load(0.5) == 0.25
