@@ -1,4 +1,8 @@
-"""How a node is emptied before it leaves: what is nowhere else goes to a tier that outlives it, or to other nodes."""
+"""Drains a node that is about to leave: blocks that are only there go to a shared tier, or else to other nodes.
+
+The supervisor drains nodes that Ray says are leaving, and those an administrator names. The directory stops placing
+blocks on such a node, promotes replicas elsewhere, and lists the sole copies; tasks on other nodes pull these.
+"""
 
 import time
 
@@ -15,18 +19,21 @@ from raykv.config import KEYS_PER_CALL
 from raykv.keys import CacheId, Keys
 from raykv.protocol import KEY_BYTES, SoleCopies
 
-ASK_S = 10.0  # for a question without blocks: who leaves has no use for a quick refusal
-ATTACH_S = 30.0  # for a process on another node to be there
-ALL_LEAVE_S = 0.2  # before it is asked again
+CALL_S = 10.0  # for a call without blocks
+ATTACH_S = 30.0  # for a task on another node to start and attach
+NO_ROOM_S = 0.2  # pause after a round that pulled nothing
 
 
 def drain(pool: str, node_id: str, seconds: float) -> int:
-    """Empty a node of the pool. Returns how many blocks are on no other node, nor below, after so many seconds."""
+    """Drain a node of the pool. Returns how many blocks are still only there, after `seconds` at most.
+
+    Raises RayError or ValueError where the directory, or the node's store, is down.
+    """
     end = time.monotonic() + seconds
     registry.put(pool, f"leaving/{node_id}", b"")  # for a directory that restarts meanwhile
-    ray.get(registry.find_directory(pool).leave.remote(node_id), timeout=ASK_S)
+    ray.get(registry.find_directory(pool).leave.remote(node_id), timeout=CALL_S)
     store = registry.find(registry.node_store_name(pool, node_id))
-    ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + ASK_S)
+    ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + CALL_S)
     left = _left(pool, node_id, 1)
     while left and time.monotonic() < end:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -41,15 +48,15 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
         ]
         ray.wait(tasks, num_returns=len(tasks), timeout=max(0.0, end - time.monotonic()) + ATTACH_S)
         before, left = left, _left(pool, node_id, left)
-        if left >= before:  # there is no room for the rest
-            time.sleep(ALL_LEAVE_S)
+        if left >= before:
+            time.sleep(NO_ROOM_S)
     return left
 
 
 def _left(pool: str, node_id: str, before: int) -> int:
-    """How many blocks would go with a node; as many as before while the directory does not know."""
+    """How many blocks would be lost with a node; as many as before while the directory does not know."""
     try:
-        answer = ray.get(registry.find_directory(pool).sole_copies.remote(node_id), timeout=ASK_S)
+        answer = ray.get(registry.find_directory(pool).sole_copies.remote(node_id), timeout=CALL_S)
     except (RayError, ValueError):  # restarting
         return before
     return before if answer is None else SoleCopies(*answer).total
@@ -63,11 +70,11 @@ def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seco
         store = registry.find(registry.node_store_name(pool, leaving))
         while time.monotonic() < end:
             directory = registry.find_directory(pool)
-            answer = ray.get(directory.sole_copies.remote(leaving), timeout=ASK_S)
+            answer = ray.get(directory.sole_copies.remote(leaving), timeout=CALL_S)
             if answer is None:
                 return
             blocks = SoleCopies(*answer)
-            sizes = np.frombuffer(ray.get(store.sizes.remote(blocks.locations), timeout=ASK_S), np.int64)
+            sizes = np.frombuffer(ray.get(store.sizes.remote(blocks.locations), timeout=CALL_S), np.int64)
             keys = np.frombuffer(blocks.keys, np.uint8).reshape(-1, KEY_BYTES)
             mine = {size: keys[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
             pulled = sum(_fetch(session, part, size, end) for size, part in mine.items())

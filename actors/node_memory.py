@@ -73,23 +73,11 @@ class NodeMemory:
         joined = Joined(*ray.get(directory.join.remote(self.name, tuple(described)), timeout=JOIN_DEADLINE_S))
         if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
             raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
-        inventory = self._inventory(joined.node)
+        inventory = inventory_of(arena, joined.node)
         adopted = directory.adopt.remote(self.name, tuple(self._report()), tuple(inventory))
         ray.get(adopted, timeout=JOIN_DEADLINE_S)
         self.index = joined.node
         self.joined.set()
-
-    def _inventory(self, index: int) -> Inventory:
-        """What lies in the arena, in locations of that index."""
-        found = self.arena.inventory()
-        found.blocks["node"] = found.busy["node"] = index
-        return Inventory(
-            locations=found.blocks.tobytes(),
-            keys=found.keys.tobytes(),
-            positions=found.positions.tobytes(),
-            stamps=found.stamps.tobytes(),
-            writing=found.busy.tobytes(),
-        )
 
     def _sweep(self, directory: Any, locations: NDArray[np.void]) -> None:
         """Tell the directory which quarantined slots (n LOCATIONs) their writers have let go."""
@@ -97,3 +85,16 @@ class NodeMemory:
         keys, generations = self.arena.identify(locations)
         result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
         directory.sweep_result.remote(tuple(result))
+
+
+def inventory_of(arena: Arena, index: int) -> Inventory:
+    """What lies in an arena. index: the node's, in the locations."""
+    found = arena.inventory()
+    found.blocks["node"] = found.busy["node"] = index
+    return Inventory(
+        locations=found.blocks.tobytes(),
+        keys=found.keys.tobytes(),
+        positions=found.positions.tobytes(),
+        stamps=found.stamps.tobytes(),
+        writing=found.busy.tobytes(),
+    )

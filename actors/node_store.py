@@ -7,7 +7,7 @@ call the store only for blocks that are elsewhere.
 import logging
 import os
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
@@ -48,44 +48,37 @@ log = logging.getLogger("raykv")
 GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "lift": 8, "resize": 4}
 
 
-class StoreSettings(NamedTuple):
-    """What a node store needs of its pool's settings; see PoolConfig."""
-
-    cpu_memory: float | int
-    gpu_memory: float | int
-    transport: str
-    external: str | None
-    secret: bytes
-
-
 class NodeStore:
     """Owns a node's tiers: its memory, that of its GPUs, and its external tier."""
 
-    def __init__(self, pool: str, node_id: str, settings: StoreSettings) -> None:
+    def __init__(self, pool: str, node_id: str) -> None:
         """Raises CapacityError where the node cannot afford `cpu_memory`, or one of its GPUs `gpu_memory`.
 
-        Serves without the external tier while that can't be used.
+        The pool's settings are in Ray's internal KV. Serves without the external tier while that can't be used.
         """
+        settings = registry.settings(pool)
+        if settings is None:
+            raise RuntimeError(f"pool {pool!r} has no settings in Ray's internal KV: it was stopped")
         self._pool, self._node_id = pool, node_id
-        pool_fingerprint = fingerprint(pool, settings.secret)
+        pool_fingerprint = fingerprint(pool, bytes.fromhex(settings["secret"]))
         saved_size, total = SavedSize(pool, node_id), free_memory.total_bytes()
-        slab = slab_bytes(capacity_bytes(settings.cpu_memory, total))
-        limit = max(1, capacity_bytes(saved_size.load(settings.cpu_memory), total) // slab)
+        slab = slab_bytes(capacity_bytes(settings["cpu_memory"], total))
+        limit = max(1, capacity_bytes(saved_size.load(settings["cpu_memory"]), total) // slab)
         self._size = limit * slab
         tier = None
-        if settings.external:
-            tier = open_external(pool, pool_fingerprint, settings.external, registry.get(pool, "tier"))
+        if settings["external"]:
+            tier = open_external(pool, pool_fingerprint, settings["external"], registry.get(pool, "tier"))
             if not tier[0].open(content_seed(pool)):
                 log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
         # Laid out for all of the node's memory: slabs that are not offered take none.
         slabs = max(total // slab, limit)
         self._arena: Arena = open_own(pool, pool_fingerprint, slab, slabs, free_memory.check, limit=limit)
         self._demoter = Demoter(pool, node_id, self._arena, *tier) if tier else None
-        transports = open_transports(self._arena, settings.transport, ray.util.get_node_ip_address())
+        transports = open_transports(self._arena, settings["transport"], ray.util.get_node_ip_address())
         self._resizer = Resizer(saved_size, self._arena, limit, self._demoter, transports.withdraw)
         report, on_reply = self._resizer.report, self._resizer.on_directory_reply
         self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
-        gpus = open_gpus(pool, node_id, pool_fingerprint, settings.gpu_memory, settings.transport)
+        gpus = open_gpus(pool, node_id, pool_fingerprint, settings["gpu_memory"], settings["transport"])
         self._memories = [self._memory, *gpus]
         self._gpu_demoters = [GpuDemoter(pool, gpu, self._memory) for gpu in gpus]
         self._peers = Peers(self._look_up)

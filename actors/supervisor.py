@@ -1,4 +1,8 @@
-"""The supervisor: one node store on every living node, one directory that answers."""
+"""The supervisor: keeps one node store on every living node, and one directory that answers.
+
+Ray restarts an actor whose process died. The supervisor does what Ray does not: it starts a store on a node that joins,
+removes what a dead node had, replaces a directory that does not answer, and drains nodes that are about to leave.
+"""
 
 import contextlib
 import functools
@@ -14,7 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.actors.directory import Directory
 from raykv.actors.drain import drain
-from raykv.actors.node_store import GROUPS, NodeStore, StoreSettings
+from raykv.actors.node_store import GROUPS, NodeStore
 
 from raykv import registry
 from raykv.arena.arena import remove_left_behind
@@ -24,10 +28,10 @@ from raykv.system.periodic import Periodic
 
 log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
-RETRY_S = 30.0  # a node that could not afford its store is asked again
+RETRY_S = 30.0  # a store that could not start is started again
 START_DEADLINE_S = 120.0
-DRAIN_AGAIN_S = 10.0  # after one that left something
-NOTICE_S = 30.0  # for a node of which Ray does not say when it leaves
+DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
+NOTICE_S = 30.0  # to drain a node of which Ray does not say when it leaves
 STOP_DEADLINE_S = 10.0
 DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
 
@@ -224,17 +228,10 @@ class Supervisor:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
         name = registry.node_store_name(self._pool, node_id)
         options = registry.options(name, node_id, pinned=True, threads=4)
-        store_settings = StoreSettings(
-            settings["cpu_memory"],
-            settings["gpu_memory"],
-            settings["transport"],
-            settings["external"],
-            bytes.fromhex(settings["secret"]),
-        )
         return (
             ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
             .options(**options)
-            .remote(self._pool, node_id, store_settings)
+            .remote(self._pool, node_id)
         )
 
 

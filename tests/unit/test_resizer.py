@@ -1,4 +1,4 @@
-"""A node store's size, against a directory and an arena without Ray: answers that are lost, and room that is."""
+"""The Resizer with a real directory and arena, without Ray: lost answers, lost room, restarts and errors."""
 
 import os
 import threading
@@ -13,20 +13,21 @@ from helpers.arena_worker import PRINT, SLAB
 from helpers.directory_checks import check_invariants
 from helpers.pools import eventually
 from raykv.actors import resizer
+from raykv.actors.node_memory import inventory_of
 from raykv.actors.resizer import Resizer, SavedSize
 
 from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
-from raykv.protocol import LOCATION, Call, SlabTarget
+from raykv.protocol import LOCATION, ArenaDescription, Call, CommitRequest, ReserveRequest
 from raykv.system import free_memory
 
 SLABS, LIMIT, SIZE = 12, 6, 64 << 10
 
 
 class Kv(dict[str, bytes]):
-    """Of one pool."""
+    """What one pool keeps in Ray's internal KV."""
 
     def ask(self, pool: str, key: str) -> bytes | None:
         return self.get(key)
@@ -46,7 +47,7 @@ class Node:
         self.kv = kv
         self.arena = Arena.create(path, PRINT, SLAB, SLABS)
         self.withdrawn: list[int] = []
-        self.sizing = Resizer(SavedSize("p", "n"), self.arena, LIMIT, None, self.withdrawn.append)
+        self.resizer = Resizer(SavedSize("p", "n"), self.arena, LIMIT, None, self.withdrawn.append)
         self.directory = Directory()
         self.join()
         self.index = self.directory.nodes["n"].index
@@ -54,44 +55,45 @@ class Node:
         self.held: list[int] = []
 
     def join(self) -> None:
-        _, epoch = self.directory.join("n", self.arena.nonce, SLAB, self.sizing.limit, self.arena.epoch, 0.0)
-        assert self.arena.raise_epoch(epoch)
-        offered, limit, gone = self.sizing.report()
-        found = self.arena.inventory()
-        found.blocks["node"] = found.busy["node"] = self.directory.nodes["n"].index
-        self.directory.set_slab_target("n", limit, gone, 0.0)
-        columns = found.positions.tobytes(), found.stamps.tobytes(), found.busy.tobytes()
-        self.directory.adopt("n", found.blocks.tobytes(), found.keys.tobytes(), *columns, 0.0, offered)
+        described = ArenaDescription(self.arena.nonce, SLAB, self.resizer.limit, self.arena.epoch)
+        joined = self.directory.join("n", described, 0.0)
+        assert self.arena.raise_epoch(joined.epoch)
+        report = self.resizer.report()
+        inventory = inventory_of(self.arena, joined.node)
+        self.directory.set_slab_target("n", report, 0.0)
+        self.directory.adopt("n", inventory, 0.0, report.offered)
 
     def heartbeat(self, lost: bool = False) -> None:
-        report = self.sizing.report()
-        closed = self.directory.set_slab_target("n", report.limit, report.given_back, 0.0)
+        report = self.resizer.report()
+        target = self.directory.set_slab_target("n", report, 0.0)
         self.directory.heartbeat("n", report.offered, 0.0)
         check_invariants(self.directory)
         if not lost:
-            self.sizing.on_directory_reply(report, SlabTarget(*closed))
+            self.resizer.on_directory_reply(report, target)
 
     def call(self) -> Call:
         self.ids += 1
         return Call(1, self.ids, np.array(self.held, np.uint64).tobytes())
 
     def store(self, first: int, n: int = 8) -> bool:
-        """Whether all of the blocks that it stores, as far as there is room, are there."""
+        """Store blocks, as far as there is room. Returns whether some got a slot, and all of these are read back."""
         keys = np.random.default_rng(first).integers(0, 256, (n, 16), np.uint8)
-        got = self.directory.reserve(self.call(), self.ids, "n", keys.tobytes(), 0, SIZE, 0.0)
+        asked = ReserveRequest(self.ids + 1, "n", keys.tobytes(), start=0, block_bytes=SIZE)
+        got = self.directory.reserve(self.call(), asked, 0.0)
         at, mine = np.frombuffer(got.locations, LOCATION), keys[np.frombuffer(got.indices, np.int32)]
         rows = np.repeat(mine, SIZE // 16, axis=0).reshape(len(mine), SIZE)
         written = self.arena.write(at, mine, rows)
-        self.directory.commit(self.call(), self.ids - 1, got.locations, mine.tobytes(), bytes(written), 0.0)
+        done = CommitRequest(asked.reservation, got.locations, mine.tobytes(), bytes(written))
+        self.directory.commit(self.call(), done, 0.0)
         return len(at) > 0 and bool(written.all() and self.arena.read(at, mine, rows.copy()).all())
 
     def settle(self, slabs: int) -> None:
-        """As many as there are to be, for the arena and the directory."""
+        """Wait until the arena and the directory have so many slabs."""
 
         def done() -> bool:
             self.heartbeat()
             known = self.directory.nodes["n"]
-            return self.sizing.at_limit and len(known.slabs) + len(known.spare) == slabs == self.arena.available
+            return self.resizer.at_limit and len(known.slabs) + len(known.spare) == slabs == self.arena.available
 
         eventually(done, 20.0)
 
@@ -102,11 +104,11 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     for name, function in (("get", kv.ask), ("put", kv.put), ("drop", kv.drop)):
         monkeypatch.setattr(registry, name, function)
     monkeypatch.setattr(resizer, "data_deadline", lambda _: 0.05)
-    path = f"/dev/shm/raykv-test-sizing-{os.getpid()}"
+    path = f"/dev/shm/raykv-test-resizer-{os.getpid()}"
     node = Node(path, kv)
     node.settle(LIMIT)
     yield node
-    node.sizing.stop()
+    node.resizer.stop()
     node.arena.close(unlink=True)
 
 
@@ -116,7 +118,7 @@ def resize(node: Node, slabs: int) -> Any:
 
     def run() -> None:
         try:
-            got.append(node.sizing.resize(slabs * SLAB, 20.0))
+            got.append(node.resizer.resize(slabs * SLAB, 20.0))
         except Exception as error:
             got.append(error)
 
@@ -132,16 +134,16 @@ def kept(node: Node) -> Any:
     return node.kv.get("memory/n")
 
 
-def test_down_and_up(node: Node) -> None:
+def test_a_node_can_be_resized_down_and_up(node: Node) -> None:
     assert node.store(1) and node.store(2)
     for slabs in (2, 9, 1, SLABS):
         assert resize(node, slabs) == slabs * SLAB and kept(node) == b"%d" % (slabs * SLAB)
         assert all(node.store(100 * slabs + i, 30) for i in range(12)), "every slab that is had can be written to"
 
 
-def test_answers_that_are_lost(node: Node) -> None:
+def test_lost_answers_only_delay_a_resize(node: Node) -> None:
     assert all(node.store(i, 60) for i in range(5))
-    node.sizing.limit = 3
+    node.resizer.limit = 3
     for _ in range(3):
         node.heartbeat(lost=True)
     assert node.arena.available == LIMIT
@@ -149,24 +151,24 @@ def test_answers_that_are_lost(node: Node) -> None:
     assert all(node.store(100 + i, 60) for i in range(5))
 
 
-def test_a_directory_that_restarts_in_the_middle(node: Node) -> None:
-    """What the one before closed is not given back any more: the next may be using it."""
+def test_slabs_that_an_earlier_directory_named_are_not_given_back(node: Node) -> None:
+    """The next directory may be using them."""
     assert all(node.store(i, 60) for i in range(5))
-    node.sizing.limit = 3
-    report = node.sizing.report()
-    closed = node.directory.set_slab_target("n", 3, report.given_back, 0.0)
-    assert closed[1]
+    node.resizer.limit = 3
+    report = node.resizer.report()
+    target = node.directory.set_slab_target("n", report, 0.0)
+    assert target.numbers
     node.directory = Directory(node.directory.epoch + 1)
-    node.sizing._full = "nothing is offered meanwhile"
+    node.resizer._full = "nothing is offered meanwhile"
     node.join()
-    node.sizing.on_directory_reply(report, SlabTarget(*closed))
-    eventually(lambda: not node.sizing._to_give_back, 20.0)
+    node.resizer.on_directory_reply(report, target)
+    eventually(lambda: not node.resizer._to_give_back, 20.0)
     assert node.arena.available == LIMIT
     node.settle(3)
     assert all(node.store(100 + i, 60) for i in range(5))
 
 
-def test_nobody_writes_where_the_memory_is_about_to_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slab_is_granted_while_its_memory_is_about_to_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(node.store(i, 60) for i in range(5))
     original, asked, go_on = node.arena.give_back, threading.Event(), threading.Event()
 
@@ -176,14 +178,14 @@ def test_nobody_writes_where_the_memory_is_about_to_go(node: Node, monkeypatch: 
         return original(slab, generation)
 
     monkeypatch.setattr(node.arena, "give_back", give_back)
-    node.sizing.limit = 3
+    node.resizer.limit = 3
     node.heartbeat()
     assert asked.wait(60)
     for i in range(4):
         node.heartbeat()
         assert node.store(100 + i, 60)
         assert len(node.directory.nodes["n"].withdrawn) == 3
-    node.sizing.limit = LIMIT
+    node.resizer.limit = LIMIT
     node.heartbeat()
     assert len(node.directory.nodes["n"].withdrawn) == 3, "though it is to stay: that is not known yet"
     go_on.set()
@@ -195,18 +197,18 @@ def taken(node: Node) -> int:
     return os.stat(node.arena.path).st_blocks * 512
 
 
-def test_memory_goes_when_nobody_can_be_reading_it(node: Node) -> None:
+def test_memory_goes_only_when_nobody_can_be_reading_it(node: Node) -> None:
     full = taken(node)
-    node.sizing._grace = 1000.0
-    node.sizing.limit = 3
+    node.resizer._grace = 1000.0
+    node.resizer.limit = 3
     node.settle(3)
-    assert node.sizing.resize(3 * SLAB, 0.2) == 3 * SLAB and taken(node) == full, "it would wait for that"
-    node.sizing.limit = LIMIT
-    node.sizing._loop.wake()
+    assert node.resizer.resize(3 * SLAB, 0.2) == 3 * SLAB and taken(node) == full, "it would wait for that"
+    node.resizer.limit = LIMIT
+    node.resizer._loop.wake()
     node.settle(LIMIT)
-    eventually(lambda: not node.sizing._to_discard, 20.0)
+    eventually(lambda: not node.resizer._to_discard, 20.0)
     assert all(node.store(i, 60) for i in range(8)), "offered again"
-    node.sizing._grace = 0.05
+    node.resizer._grace = 0.05
     assert resize(node, 2) == 2 * SLAB and taken(node) < full - (LIMIT - 2) * SLAB
     left = taken(node)
     node.arena._populate(node.arena._memory[1], {*node.arena.given_back()})
@@ -215,10 +217,10 @@ def test_memory_goes_when_nobody_can_be_reading_it(node: Node) -> None:
 
 
 def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
-    """Though the call that it is for has returned."""
+    """A store to the tier may go on after its call has returned."""
     full, external = taken(node), SimpleNamespace(storing=True)
-    node.sizing._demoter = SimpleNamespace(read_guard=threading.Lock(), external=external)  # type: ignore[assignment]
-    node.sizing.limit = 3
+    node.resizer._demoter = SimpleNamespace(read_guard=threading.Lock(), external=external)  # type: ignore[assignment]
+    node.resizer.limit = 3
     node.settle(3)
     time.sleep(0.3)
     assert taken(node) == full
@@ -227,8 +229,8 @@ def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
 
 
 def test_memory_that_a_dead_owner_was_about_to_give_back_goes(node: Node) -> None:
-    node.sizing.stop()
-    node.sizing._loop.join()
+    node.resizer.stop()
+    node.resizer._loop.join()
     assert node.arena.give_back(1, node.directory._size_classes.next_gen())
     full = taken(node)
     again = Resizer(SavedSize("p", "n"), node.arena, LIMIT - 1, None, node.withdrawn.append)
@@ -236,7 +238,7 @@ def test_memory_that_a_dead_owner_was_about_to_give_back_goes(node: Node) -> Non
     again.stop()
 
 
-def test_what_fails_once_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_give_back_that_fails_once_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     original, fails = node.arena.give_back, [OSError(37, "no locks available")]
 
     def give_back(slab: int, generation: int) -> bool:
@@ -248,8 +250,8 @@ def test_what_fails_once_is_tried_again(node: Node, monkeypatch: pytest.MonkeyPa
     assert resize(node, 3) == 3 * SLAB and not fails
 
 
-def test_two_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the first fails, and puts back what was before."""
+def test_two_resizes_at_once_happen_one_after_the_other(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one fails, and restores the size before."""
     original, full, failed = node.arena.offer_next, threading.Event(), []
 
     def offer() -> bool:
@@ -260,7 +262,7 @@ def test_two_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run() -> None:
         with pytest.raises(CapacityError):
-            node.sizing.resize(10 * SLAB, 20.0)
+            node.resizer.resize(10 * SLAB, 20.0)
         failed.append(True)
 
     monkeypatch.setattr(node.arena, "offer_next", offer)
@@ -269,21 +271,21 @@ def test_two_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert full.wait(20.0)
     assert resize(node, 4) == 4 * SLAB and kept(node) == b"%d" % (4 * SLAB)
     first.join()
-    assert node.sizing.limit == 4 and failed
+    assert node.resizer.limit == 4 and failed
 
 
-def test_bigger_again_before_anything_was_given_back(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_is_kept_if_the_limit_rises_before_it_goes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node.arena, "give_back", pytest.fail)
-    node.sizing.limit = 3
-    report = node.sizing.report()
-    closed = node.directory.set_slab_target("n", 3, report.given_back, 0.0)
-    node.sizing.limit = LIMIT
-    node.sizing.on_directory_reply(report, SlabTarget(*closed))
+    node.resizer.limit = 3
+    report = node.resizer.report()
+    target = node.directory.set_slab_target("n", report, 0.0)
+    node.resizer.limit = LIMIT
+    node.resizer.on_directory_reply(report, target)
     node.settle(LIMIT)
     assert all(node.store(i, 60) for i in range(8)) and node.arena.given_back() == []
 
 
-def test_somebody_else_takes_the_room_meanwhile(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resize_without_room_raises_and_keeps_the_size_before(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resize(node, 5) == 5 * SLAB
     original = node.arena.offer_next
 
@@ -295,14 +297,14 @@ def test_somebody_else_takes_the_room_meanwhile(node: Node, monkeypatch: pytest.
     monkeypatch.setattr(node.arena, "offer_next", offer)
     failed = resize(node, 10)
     assert isinstance(failed, CapacityError) and "full" in str(failed)
-    assert kept(node) == b"%d" % (5 * SLAB) and node.sizing.limit == 5
+    assert kept(node) == b"%d" % (5 * SLAB) and node.resizer.limit == 5
     node.settle(5)
     assert resize(node, 7) == 7 * SLAB
     assert all(node.store(i, 60) for i in range(10))
 
 
-def test_a_file_system_that_was_full_from_the_start(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is serves, is not tried again and again, and may be had less of."""
+def test_a_full_file_system_is_not_tried_again_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slabs that there are serve, and can be resized down."""
     calls = []
 
     def offer() -> bool:
@@ -310,16 +312,16 @@ def test_a_file_system_that_was_full_from_the_start(node: Node, monkeypatch: pyt
         raise CapacityError("the file system is full")
 
     monkeypatch.setattr(node.arena, "offer_next", offer)
-    node.sizing.limit = LIMIT + 2
-    node.sizing._loop.wake()
-    eventually(lambda: node.sizing.at_limit, 20.0)
-    node.sizing._loop.wake()
+    node.resizer.limit = LIMIT + 2
+    node.resizer._loop.wake()
+    eventually(lambda: node.resizer.at_limit, 20.0)
+    node.resizer._loop.wake()
     node.heartbeat()
     assert node.store(1) and len(calls) == 1
     assert resize(node, 2) == 2 * SLAB
 
 
-def test_a_node_that_cannot_afford_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_the_node_cannot_afford_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def check(size: int) -> None:
@@ -329,11 +331,11 @@ def test_a_node_that_cannot_afford_it(node: Node, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(free_memory, "check", check)
     assert isinstance(resize(node, LIMIT + 2), CapacityError) and kept(node) is None
     assert 2 * SLAB <= asked[0] < 3 * SLAB, "only for what is new"
-    assert isinstance(resize(node, SLABS + 1), CapacityError) and node.sizing.limit == LIMIT
+    assert isinstance(resize(node, SLABS + 1), CapacityError) and node.resizer.limit == LIMIT
     assert resize(node, LIMIT - 2) == (LIMIT - 2) * SLAB and len(asked) == 1, "less needs no room"
 
 
-def test_what_is_asked_for_by_fraction_is_kept_so(node: Node) -> None:
+def test_a_fraction_is_saved_as_a_fraction(node: Node) -> None:
     assert SavedSize("p", "n").load(0.5) == 0.5
     node.kv["memory/n"] = b"0.25"
     assert SavedSize("p", "n").load(0.5) == 0.25
