@@ -65,8 +65,8 @@ class NodeMemory:
         if not arena.raise_epoch(epoch):  # before the inventory: grants of an older directory are void from here
             raise ValueError(f"a directory of epoch {epoch} answered, {arena.epoch} is known")
         found = arena.inventory()
-        found.blocks["node"] = found.busy["node"] = index
-        columns = (found.blocks, found.keys, found.positions, found.stamps, found.busy)
+        found.ready["node"] = found.writing["node"] = index
+        columns = (found.ready, found.keys, found.positions, found.stamps, found.writing)
         adopted = directory.adopt.remote(self.name, *self._report(), *(column.tobytes() for column in columns))
         ray.get(adopted, timeout=JOIN_DEADLINE_S)
         self.index = index

@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors.demoter import open_external
-from raykv.arena.arena import SHM, left_behind
+from raykv.arena.files import SHM, left_behind
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
 from raykv.system import free_memory

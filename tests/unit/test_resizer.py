@@ -58,10 +58,10 @@ class Node:
         assert self.arena.raise_epoch(epoch)
         offered, limit, gone = self.sizing.report()
         found = self.arena.inventory()
-        found.blocks["node"] = found.busy["node"] = self.directory.nodes["n"].index
+        found.ready["node"] = found.writing["node"] = self.directory.nodes["n"].index
         self.directory.set_slab_target("n", limit, gone, 0.0)
-        columns = found.positions.tobytes(), found.stamps.tobytes(), found.busy.tobytes()
-        self.directory.adopt("n", found.blocks.tobytes(), found.keys.tobytes(), *columns, 0.0, offered)
+        columns = found.positions.tobytes(), found.stamps.tobytes(), found.writing.tobytes()
+        self.directory.adopt("n", found.ready.tobytes(), found.keys.tobytes(), *columns, 0.0, offered)
 
     def heartbeat(self, lost: bool = False) -> None:
         report = self.sizing.report()
