@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors.demoter import open_external
 from raykv.arena.files import SHM, left_behind
-from raykv.config import capacity_bytes
+from raykv.config import Size, capacity_bytes
 from raykv.errors import CapacityError
 from raykv.system import free_memory
 from raykv.tiers import parse
@@ -20,7 +20,7 @@ ASK_DEADLINE_S = 60.0
 
 
 def check_nodes(
-    pool: str, cpu_memory: float | int, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
+    pool: str, cpu_memory: Size, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
 ) -> None:
     """CapacityError if some node can't afford it; nodes that share a machine's memory are added up.
 
@@ -51,7 +51,7 @@ def check_nodes(
 
 
 def _ask(
-    pool: str, cpu_memory: float | int, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
+    pool: str, cpu_memory: Size, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
 ) -> dict[str, Any]:
     found = free_memory.free_bytes()
     adoptable = sum(os.stat(path).st_blocks * 512 for path in left_behind(pool))

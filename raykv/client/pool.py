@@ -18,11 +18,11 @@ from raykv.arena.gpu.device import uuid_of
 from raykv.client.cache import KVCache
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.session import LocalStore
-from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, check_memory, fingerprint
+from raykv.config import FLUSH_DEADLINE_S, METADATA_DEADLINE_S, NAMESPACE, PoolConfig, Size, fingerprint, memory_size
 from raykv.errors import CapacityError, PoolNotFound
 from raykv.protocol import host_of
 from raykv.start import check_nodes
-from raykv.tiers import parse
+from raykv.tiers import parse, tier_for
 from raykv.tiers.guarded import CONTENT_BYTES
 from raykv.tiers.registry import registered
 
@@ -162,7 +162,7 @@ class KVPool:
         left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + STOP_DEADLINE_S)
         return left
 
-    def resize(self, node_id: str, cpu_memory: float | int, deadline: float = 60.0) -> int:
+    def resize(self, node_id: str, cpu_memory: Size, deadline: float = 60.0) -> int:
         """Give a node more memory, or less, while the pool is in use: a fraction of what it has, or bytes.
 
         What is given up are its coldest blocks; those that somebody holds stay until they are let go, even if that is
@@ -171,7 +171,7 @@ class KVPool:
         has passed. Raises CapacityError where the node can't afford it, and ValueError if no living node has that Ray
         node id, or for a bad `cpu_memory`: nothing is changed then. RayError if the pool's actors do not answer.
         """
-        check_memory("cpu_memory", cpu_memory)
+        cpu_memory = memory_size("cpu_memory", cpu_memory)
         _check_living(node_id)
         store = registry.find(registry.node_store_name(self.name, node_id))
         try:
@@ -254,6 +254,8 @@ def start(config: PoolConfig | None = None) -> KVPool:
     that is bad, or is not the running pool's, and for an external tier that some node can't use.
     """
     config = config or PoolConfig()
+    if config.external:
+        tier_for(parse(config.external))
     _connect(config.name)
     secret = config.explicit_secret()
     running = registry.settings(config.name)

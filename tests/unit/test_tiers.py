@@ -586,7 +586,7 @@ def test_what_a_url_says() -> None:
     url = parse("redis://kv:pass%40word@host:7000/2?capacity=1GiB&shared=0")
     assert (url.scheme, url.text, url.shared, url.pool) == ("redis", "redis://host:7000/2", False, "default")
     assert (url.parts.hostname, url.parts.port, url.parts.path) == ("host", 7000, "/2")
-    assert parse("file:///data/kv?capacity=1").shared is None
+    assert parse("file:///data/kv?capacity=1KiB").shared is None
 
 
 @pytest.mark.parametrize(
@@ -611,7 +611,9 @@ def test_what_a_url_says() -> None:
         "redis://kv:s3cret@host?capacity=0",
         "redis://kv:s3cret@host?capacity=-1GiB",
         "redis://kv:s3cret@host?capacity=many",
-        "redis://kv:s3cret@host?capacity=1gib",
+        "redis://kv:s3cret@host?capacity=1",
+        "redis://kv:s3cret@host?capacity=0.3",
+        "redis://kv:s3cret@host?capacity=1GiX",
         "redis://kv:s3cret@host?capacity=1GiB&capacity=2GiB",
         "redis://kv:s3cret@host?capacity=1GiB&shared=yes",
         "redis://kv:s3cret@host?capacity=1GiB&timeout=3",

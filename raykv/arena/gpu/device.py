@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from raykv.arena.checksum import Copies
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu.copy_kernel import CopyStream, compile_kernel, with_units
-from raykv.config import capacity_bytes
+from raykv.config import Size, capacity_bytes, parse_size
 from raykv.errors import CapacityError, DeviceError
 
 BOUNCE_BYTES = 8 << 20  # of a bounce buffer
@@ -90,17 +90,14 @@ class Device:
         with cuda.on(ordinal) as cupy:
             self._kernel = compile_kernel(cupy)  # before anybody waits for it
 
-    def capacity(self, gpu_memory: float | int) -> int:
-        """Bytes of a region: a fraction of the GPU's memory (float in (0, 1]) or bytes (int).
+    def capacity(self, gpu_memory: Size) -> int:
+        """Bytes of a region that is a fraction of the GPU's memory, or so many bytes; see `parse_size`.
 
         CapacityError if less is free. ValueError for anything else.
         """
-        fraction = isinstance(gpu_memory, float) and 0 < gpu_memory <= 1
-        size = isinstance(gpu_memory, int) and not isinstance(gpu_memory, bool) and gpu_memory > 0
-        if not fraction and not size:
-            raise ValueError(f"gpu_memory={gpu_memory!r}: give a fraction in (0, 1] (float) or bytes (int)")
+        size = parse_size("gpu_memory", gpu_memory)
         free, total = self._memory()
-        asked = capacity_bytes(gpu_memory, total)
+        asked = capacity_bytes(size, total)
         if asked > free:
             raise CapacityError(self._refusal(asked, free, total))
         return asked
