@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 import raykv
 from raykv import registry
-from raykv.tiers.names import path_of
+from raykv.tiers.base import path_of
 
 pytestmark = pytest.mark.usefixtures("patiently")
 
