@@ -90,11 +90,11 @@ class NodeMemory:
 def inventory_of(arena: Arena, index: int) -> Inventory:
     """What lies in an arena. index: the node's, in the locations."""
     found = arena.inventory()
-    found.blocks["node"] = found.busy["node"] = index
+    found.ready["node"] = found.writing["node"] = index
     return Inventory(
-        locations=found.blocks.tobytes(),
+        locations=found.ready.tobytes(),
         keys=found.keys.tobytes(),
         positions=found.positions.tobytes(),
         stamps=found.stamps.tobytes(),
-        writing=found.busy.tobytes(),
+        writing=found.writing.tobytes(),
     )

@@ -22,7 +22,8 @@ from raykv.actors.resizer import Resizer, SavedSize
 from raykv.actors.single_flight import SingleFlight
 
 from raykv import registry
-from raykv.arena.arena import Arena, open_own, remove_left_behind
+from raykv.arena.arena import Arena, open_own
+from raykv.arena.files import remove_left_behind
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError

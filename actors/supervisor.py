@@ -21,7 +21,7 @@ from raykv.actors.drain import drain
 from raykv.actors.node_store import GROUPS, NodeStore
 
 from raykv import registry
-from raykv.arena.arena import remove_left_behind
+from raykv.arena.files import remove_left_behind
 from raykv.config import FLUSH_DEADLINE_S, HEARTBEAT_S, WRITE_SHARES
 from raykv.protocol import host_of
 from raykv.system.periodic import Periodic

@@ -1,13 +1,15 @@
-"""What a pool is started with."""
+"""What a pool is started with, and the constants that several parts of it share.
+
+Sizes ("20GiB", 0.3) are parsed here and nowhere else. This module is at the bottom of the imports.
+"""
 
 import hashlib
 import os
 import re
 import stat
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-
-from raykv.tiers import parse, tier_for
 
 MIB = 1 << 20
 NAMESPACE = "raykv"  # of every actor that raykv starts
@@ -18,37 +20,41 @@ CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
 # Of a node's slots, how many are kept free or copied to its external tier, so that what needs room finds it at once.
 WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
-FLUSH_DEADLINE_S = 300.0  # for what is still to go down when a pool stops
+FLUSH_DEADLINE_S = 300.0  # for demoting all blocks to the external tier when a pool stops
 USES_MAX = 255  # matches of a block that are counted
 KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
+MIN_MEMORY = 8 * MIB  # the smallest arena
+
+Size = float | int | str  # of a memory: see parse_size
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Settings of a pool.
+    """Settings of a pool. Raises ValueError for a setting that is not possible.
 
     name: letters, digits, '_' and '-'; at most 40 of them.
-    cpu_memory: of every node: a fraction of its memory (float in (0, 1]) or bytes (int).
-    gpu_memory: of every GPU that a node has: a fraction of its memory (float in (0, 1]), or bytes (int). What engines
-        that attach with `device=` store goes there first. 0: no such tier.
+    cpu_memory: of every node: a fraction of its memory (0.3), or bytes (an int above 1, or "20GiB"); see `parse_size`.
+    gpu_memory: of every GPU that a node has: the same. What engines that attach with `device=` store goes there first.
+        0: no such tier.
     locality: how much longer than its writer's own coldest block another node's must have been idle before that one
         is evicted for it. 1 is exact cluster-wide LRU.
     transport: how blocks cross nodes. "auto": of each pair of nodes the best that both have: NIXL over RDMA, else TCP
         from node store to node store, and while that fails, or where Ray uses TLS, Ray's object store. "nixl": NIXL
         whatever it runs over; "tcp": no NIXL; "object_store": always, for networks that only Ray may use.
-    external: URL of the tier below memory, such as "file:///mnt/nvme/raykv?capacity=200GiB" (every node's own; for a
+    external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (every node's own; for a
         shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (all
         nodes'). It outlives the pool, so it takes a `secret`.
-    write: what goes down there: "back", a node's oldest blocks before their room is needed; "through", every block soon
-        after it is stored; "never".
-    min_hits: how often a block must have been asked for to go down.
-    secret: what keys are derived from: bytes, or the path of a file only its owner can read. Default: the environment's
+    write: which blocks are demoted to it: "back", a node's oldest blocks before their room is needed; "through", every
+        block soon after it is stored; "never", none.
+    min_hits: how many matches must have asked for a block before it is demoted.
+    secret: keys are derived from it: bytes, or the path of a file only its owner can read. Default: the environment's
         RAYKV_SECRET, else a random one kept in Ray's internal KV.
     """
 
     name: str = "default"
-    cpu_memory: float | int = 0.3
-    gpu_memory: float | int = 0
+    cpu_memory: Size = 0.3
+    gpu_memory: Size = 0
     locality: float = 1.5
     transport: str = "auto"
     external: str | None = None
@@ -59,9 +65,9 @@ class PoolConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name):
             raise ValueError(f"pool name {self.name!r}: use 1 to 40 letters, digits, '_' or '-'")
-        check_memory("cpu_memory", self.cpu_memory)
-        if self.gpu_memory != 0:
-            check_memory("gpu_memory", self.gpu_memory)
+        object.__setattr__(self, "cpu_memory", memory_size("cpu_memory", self.cpu_memory))
+        gpu_memory = 0 if self.gpu_memory in (0, "0") else memory_size("gpu_memory", self.gpu_memory)
+        object.__setattr__(self, "gpu_memory", gpu_memory)
         if not self.locality >= 1:
             raise ValueError(f"locality={self.locality}: must be at least 1 (1 is exact cluster-wide LRU)")
         if self.transport not in TRANSPORTS:
@@ -70,8 +76,8 @@ class PoolConfig:
             raise ValueError(f"write={self.write!r}: use one of {', '.join(WRITE_SHARES)}")
         if not 0 <= self.min_hits <= USES_MAX:
             raise ValueError(f"min_hits={self.min_hits}: must be from 0 to {USES_MAX}")
-        if self.external is not None:
-            tier_for(parse(self.external))
+        if self.external is not None and "://" not in self.external:  # `start` checks the rest
+            raise ValueError("external= is not a URL such as file:///mnt/nvme/raykv?capacity=200GiB")
 
     def explicit_secret(self) -> bytes | None:
         """The secret that the user gave, or None. Raises ValueError on a file that others can read."""
@@ -90,18 +96,46 @@ class PoolConfig:
         return secret
 
 
-def check_memory(name: str, value: float | int) -> None:
-    """ValueError unless it is a fraction of a memory, or bytes."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name}={value!r}: give a fraction of the memory or bytes")
-    if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"{name}={value}: a float is a fraction in (0, 1]; bytes are an int")
-    if isinstance(value, int) and value < 8 * MIB:
-        raise ValueError(f"{name}={value} bytes: the smallest arena is {8 * MIB} (8 MiB)")
+def parse_size(name: str, given: Size) -> float | int:
+    """A fraction of something, as a float in (0, 1], or bytes, as an int above 1.
+
+    given: a float, an int, or the same as text ("0.3", "1073741824"), or bytes with a unit ("500MB", "20GiB"). As in
+    Kubernetes, units with an `i` are powers of 1024 and others of 1000: Ki, Mi, Gi, Ti and k, M, G, T. A `B` behind
+    them and upper or lower case make no difference. 1, 1.0 and "1" are the whole, not one byte.
+    name: of the setting, for the ValueError that anything else raises.
+    """
+    value = _number(given) if isinstance(given, str) else given
+    if isinstance(value, float) and 0 < value <= 1:
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return 1.0 if value == 1 else value
+    raise ValueError(
+        f"{name}={given!r}: give a fraction such as 0.3, or bytes: an int above 1, or a size such as '20GiB' or '500MB'"
+    )
+
+
+def _number(text: str) -> float | int | None:
+    """The number that a size means: a float only without unit. None: it is no size."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
+        return None
+    number, unit, binary = match.groups()
+    if text.strip() == number:
+        return float(number) if "." in number else int(number)
+    bytes_ = int(Decimal(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))
+    return bytes_ if bytes_ > 1 else None
+
+
+def memory_size(name: str, given: Size) -> float | int:
+    """As `parse_size`, of a memory for an arena: bytes must be at least MIN_MEMORY."""
+    size = parse_size(name, given)
+    if isinstance(size, int) and size < MIN_MEMORY:
+        raise ValueError(f"{name}={given!r} is {size} bytes: the smallest arena has {MIN_MEMORY} (8 MiB)")
+    return size
 
 
 def fingerprint(pool: str, secret: bytes) -> bytes:
-    """16 bytes that tell whether stored blocks belong to this pool and secret, without telling the secret."""
+    """16 bytes that equal those of stored blocks of the same pool and secret. They do not reveal the secret."""
     return hashlib.sha256(b"raykv arena\0" + pool.encode() + b"\0" + hashlib.sha256(secret).digest()).digest()[:16]
 
 
@@ -110,6 +144,7 @@ def slab_bytes(capacity: int) -> int:
     return min(1 << 30, max(4 * MIB, 1 << max(0, (capacity // 32).bit_length() - 1)))
 
 
-def capacity_bytes(cpu_memory: float | int, total: int) -> int:
-    """Bytes of a node's arena: `cpu_memory` is bytes (int), or a fraction of the node's `total` bytes (float)."""
-    return cpu_memory if isinstance(cpu_memory, int) else int(cpu_memory * total)
+def capacity_bytes(memory: Size, total: int) -> int:
+    """Bytes of an arena: `memory` is bytes, or a fraction of the `total` bytes that there are."""
+    size = parse_size("memory", memory)
+    return size if isinstance(size, int) else int(size * total)

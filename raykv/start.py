@@ -13,13 +13,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv import registry
 from raykv.actors.demoter import open_external
 from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
-from raykv.arena.arena import SHM, left_behind
+from raykv.arena.files import SHM, left_behind
 from raykv.client.pool import KVPool, connect, stop
-from raykv.config import PoolConfig, capacity_bytes, fingerprint
+from raykv.config import PoolConfig, Size, capacity_bytes, fingerprint
 from raykv.errors import CapacityError
 from raykv.protocol import VERSION
 from raykv.system import free_memory
-from raykv.tiers import parse
+from raykv.tiers import parse, tier_for
 from raykv.tiers.registry import registered
 from raykv.transports import nixl
 
@@ -34,6 +34,8 @@ def start(config: PoolConfig | None = None) -> KVPool:
     that is bad, or is not the running pool's, and for an external tier that some node can't use.
     """
     config = config or PoolConfig()
+    if config.external:
+        tier_for(parse(config.external))
     connect(config.name)
     secret = config.explicit_secret()
     running = registry.settings(config.name)
@@ -89,7 +91,7 @@ def _head() -> str:
 
 
 def check_nodes(
-    pool: str, cpu_memory: float | int, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
+    pool: str, cpu_memory: Size, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
 ) -> None:
     """CapacityError if some node can't afford it; nodes that share a machine's memory are added up.
 
@@ -120,7 +122,7 @@ def check_nodes(
 
 
 def _ask(
-    pool: str, cpu_memory: float | int, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
+    pool: str, cpu_memory: Size, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
 ) -> dict[str, Any]:
     found = free_memory.free_bytes()
     adoptable = sum(os.stat(path).st_blocks * 512 for path in left_behind(pool))

@@ -1,4 +1,4 @@
-"""What callers hand over, checked before a byte moves: keys, and the rows of memory that blocks come from or go to."""
+"""Checks what callers hand over before a byte moves: keys, and the memory that blocks are copied from or to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from raykv.protocol import KEY_BYTES
 
 @dataclass(frozen=True)
 class Rows:
-    """Where n blocks come from or go to, each in `len(lengths)` parts: addresses instead of n objects.
+    """Memory that n blocks are copied from or to, each in `len(lengths)` parts: addresses instead of n objects.
 
-    addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: what keeps the addresses good.
+    addresses: (n, parts) int64. lengths: (parts,) int64, bytes. memory: a reference that keeps the addresses valid.
     device: UUID of the GPU that they are addresses of; None: host memory. stream: handle of the CUDA stream that wrote
-    and read there until the rows were made; None: there is nothing to wait for. pinned: GPUs reach the host memory.
+    and read there until the rows were made; None: no copy need wait. registered: host memory that GPUs reach.
     """
 
     addresses: NDArray[np.int64]
@@ -26,7 +26,7 @@ class Rows:
     writable: bool
     device: str | None = None
     stream: int | None = None
-    pinned: bool = False
+    registered: bool = False
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -36,12 +36,12 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return int(self.lengths.sum())
 
 
 def keys(given: Any) -> NDArray[np.uint8]:
-    """(n, 16) uint8, contiguous."""
+    """`given` as (n, 16) uint8, contiguous. ValueError if it is something else."""
     array = _numpy("keys", given)
     if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != KEY_BYTES:
         raise ValueError(
@@ -58,7 +58,7 @@ def count(of: NDArray[np.uint8], start: int) -> int:
 
 
 def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = False) -> Rows:
-    """(rows, block_bytes) uint8, contiguous; of more rows the first, unless they must be `exact`."""
+    """Rows of a (rows, block_bytes) uint8 array, contiguous. It may have more rows, unless `exact`. ValueError else."""
     array = _view(name, given)
     fits = array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == block_bytes
     if not fits or len(array) < rows or (exact and len(array) > rows):
@@ -74,7 +74,7 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
 
 
 def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
-    """Rows made of row block_ids[i] of each array of paged memory."""
+    """Rows of which the i-th has as parts the row block_ids[i] of each array of paged memory. ValueError else."""
     if len(block_ids) != rows:
         raise ValueError(f"{len(block_ids)} block_ids for {rows} blocks")
     pages = rows_of(given if isinstance(given, (list, tuple)) else [given], "paged")
@@ -91,7 +91,7 @@ def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, wri
 
 
 def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
-    """Rows whose parts are the rows of each array: numpy, torch, or anything on a GPU that says where.
+    """Rows whose parts are the rows of each array: numpy, torch, or any with `__cuda_array_interface__`.
 
     ValueError unless those are (n, bytes) uint8 whose rows are contiguous, all on one GPU or all in host memory.
     ImportError where they are on a GPU and CuPy is not installed.
@@ -111,7 +111,7 @@ def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
 
 
 def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tuple[str | None, int | None]:
-    """Device and stream of Rows; ValueError if there is more than one device."""
+    """Device and stream of Rows. ValueError if the arrays are on more than one device."""
     filled = [(array, view) for array, view in zip(arrays, views, strict=True) if view.size]
     ordinals = {
         cuda.ordinal_at(view.ctypes.data) if isinstance(view.base, _Description) else None for _, view in filled
@@ -122,7 +122,7 @@ def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tupl
     ordinal = next(iter(ordinals), None)
     if ordinal is None:
         return None, None
-    return cuda.uuid(ordinal), cuda.settled(ordinal, {cuda.stream_of(array) for array, _ in filled})
+    return cuda.uuid(ordinal), cuda.stream_to_follow(ordinal, {cuda.stream_of(array) for array, _ in filled})
 
 
 def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
@@ -133,7 +133,7 @@ def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
 
 
 class _Description:
-    """Memory of a GPU, for numpy to take its shape and address from: nobody may look at its elements."""
+    """Memory of a GPU. numpy takes its shape and address from here; nobody may read its elements."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         names = ("shape", "typestr", "data", "strides")
@@ -141,8 +141,8 @@ class _Description:
 
 
 def _view(name: str, given: Any) -> NDArray[Any]:
-    """As `_numpy`, or an array that only describes memory of a GPU."""
-    is_cuda = getattr(given, "is_cuda", True)  # of a torch tensor, which is slow to say that it has no interface
+    """As `_numpy`; for memory of a GPU, an array that only describes it."""
+    is_cuda = getattr(given, "is_cuda", True)  # torch is slow to say that a CPU tensor has no interface
     if is_cuda and hasattr(given, "__cuda_array_interface__"):
         return np.asarray(_Description(given.__cuda_array_interface__))
     return _numpy(name, given)

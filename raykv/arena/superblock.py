@@ -1,8 +1,12 @@
-"""An arena file's first page, and where its regions lie."""
+"""An arena file's first page, and where its regions lie: superblock and slab table, headers, payload.
+
+The words of the page are named in `raykv.arena.header`, whose kernels read those that change.
+"""
 
 import os
 import secrets
 import time
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +20,23 @@ SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # bytes of slab whose he
 HUGE_PAGE = 2 << 20
 
 
-def layout(slab_bytes: int, slabs: int) -> tuple[int, int, int]:
-    """Offsets of the header table and the payload, and the file's size."""
-    first = ALIGN + -(-slabs * 16 // ALIGN) * ALIGN
-    payload = -(-(first + slabs * (slab_bytes // ALIGN) * 8 * header.HEADER_WORDS) // HUGE_PAGE) * HUGE_PAGE
-    return first, payload, payload + slabs * slab_bytes
+class Layout(NamedTuple):
+    """Regions of an arena's file, in bytes."""
+
+    headers: int  # offset of the first slot header
+    payload: int  # offset of the first slot
+    size: int  # of the file
 
 
-def fresh(fingerprint: bytes, slab_bytes: int, slabs: int) -> NDArray[np.int64]:
-    """The first page of a new arena. ValueError on a geometry that cannot be."""
+def layout(slab_bytes: int, slabs: int) -> Layout:
+    """Regions of a file of so many slabs."""
+    headers = ALIGN + -(-slabs * 16 // ALIGN) * ALIGN
+    payload = -(-(headers + slabs * (slab_bytes // ALIGN) * 8 * header.HEADER_WORDS) // HUGE_PAGE) * HUGE_PAGE
+    return Layout(headers, payload, payload + slabs * slab_bytes)
+
+
+def new_page(fingerprint: bytes, slab_bytes: int, slabs: int) -> NDArray[np.int64]:
+    """The first page of a new arena. ValueError for a geometry that is not possible."""
     if slab_bytes <= 0 or slab_bytes % SLAB_UNIT or slabs <= 0:
         raise ValueError(f"{slabs} slabs of {slab_bytes} bytes: give at least one, of a multiple of {SLAB_UNIT} bytes")
     words = np.zeros(header.TABLE, np.int64)
@@ -45,17 +57,17 @@ def read(fd: int) -> NDArray[np.int64] | None:
     slab_bytes, slabs = int(words[header.SLAB_BYTES]), int(words[header.SLABS])
     if (words[header.MAGIC], words[header.VERSION]) != (MAGIC, VERSION) or slabs <= 0:
         return None
-    if slab_bytes <= 0 or slab_bytes % SLAB_UNIT or os.fstat(fd).st_size != layout(slab_bytes, slabs)[2]:
+    if slab_bytes <= 0 or slab_bytes % SLAB_UNIT or os.fstat(fd).st_size != layout(slab_bytes, slabs).size:
         return None
     return words
 
 
 def nonce_of(words: NDArray[np.int64]) -> bytes:
-    """What tells this file from any other, for as long as it exists."""
+    """16 random bytes that no other arena has."""
     return words[header.NONCE : header.NONCE + 2].tobytes()
 
 
-def fits(words: NDArray[np.int64], fingerprint: bytes, slab_bytes: int, slabs: int) -> bool:
-    """Whether it is of that pool, secret and geometry."""
+def matches(words: NDArray[np.int64], fingerprint: bytes, slab_bytes: int, slabs: int) -> bool:
+    """Whether an arena is of that pool, secret and geometry."""
     same = words[header.FINGERPRINT : header.FINGERPRINT + 2].tobytes() == fingerprint
     return same and (words[header.SLAB_BYTES], words[header.SLABS]) == (slab_bytes, slabs)

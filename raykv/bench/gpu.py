@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import block_copy
-from raykv.arena.arena import SHM, Arena
+from raykv.arena.arena import Arena
 from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.files import SHM
 from raykv.arena.gpu import cuda, device, host_copy
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import MIB
@@ -122,7 +123,7 @@ def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
         figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.locations()))))
         move()  # after the last copy by hand
         got = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), pinned=False, to_gpu=False, after=None)
+        host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), registered=False, to_gpu=False, after=None)
         assert (got == SENT).all(), "bytes are not what was sent"
         return {"nccl_two_gbps": figures["nccl_two_gbps"]}
     finally:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.arena.arena import SHM, Arena
+from raykv.arena.arena import Arena
+from raykv.arena.files import SHM
 from raykv.config import MIB, fingerprint
 from raykv.directory.tier_catalog import BATCH_BYTES
 from raykv.protocol import COUNTER_BITS, KEY_BYTES, LOCATION, PULLED

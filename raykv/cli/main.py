@@ -10,32 +10,15 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from raykv.config import MIB, TRANSPORTS, WRITE_SHARES, PoolConfig
+from raykv.config import TRANSPORTS, WRITE_SHARES, PoolConfig
 from raykv.errors import RayKVError
 
-UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
+SIZE = "A fraction of the node's memory (0.3), or bytes (20GiB, 500MB, 1073741824)."
 NAME = click.option("--name", default="default", show_default=True, help="Name of the pool.")
 TRANSPORT = click.option(
     "--transport", type=click.Choice(TRANSPORTS), default="auto", show_default=True, help="How blocks cross nodes."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
-
-
-class Memory(click.ParamType[float | int]):
-    """A fraction of the node's memory (0.3) or bytes (4GiB, 500MB, 1073741824)."""
-
-    name = "memory"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float | int:
-        if isinstance(value, (int, float)):
-            return value
-        text = value.strip().lower().removesuffix("b").removesuffix("i")
-        unit = text[-1:] if text[-1:] in UNITS else ""
-        try:
-            number = float(text.removesuffix(unit))
-            return number if not unit and number <= 1 else int(number * UNITS[unit])
-        except (ValueError, OverflowError):  # inf and nan are numbers, too
-            self.fail(f"{value!r}: give a fraction such as 0.3, or bytes such as 4GiB", param, context)
 
 
 class Commands(click.Group):
@@ -61,8 +44,8 @@ def main() -> None:
 
 @main.command()
 @NAME
-@click.option("--cpu-memory", type=Memory(), default=0.3, show_default=True, help=Memory.__doc__)
-@click.option("--gpu-memory", type=Memory(), default=0, show_default=True, help="The same of every GPU; 0: no tier.")
+@click.option("--cpu-memory", metavar="SIZE", default="0.3", show_default=True, help=SIZE)
+@click.option("--gpu-memory", metavar="SIZE", default="0", show_default=True, help="The same of every GPU; 0: no tier.")
 @click.option("--locality", type=float, default=1.5, show_default=True, help="1 is exact cluster-wide LRU.")
 @TRANSPORT
 @click.option("--external", help="Tier below memory: file:///mnt/nvme/raykv?capacity=200GiB, redis://..., s3://...")
@@ -129,11 +112,11 @@ def drain(node: str, deadline: float, name: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("node")
-@click.option("--cpu-memory", type=Memory(), required=True, help=Memory.__doc__)
+@click.option("--cpu-memory", metavar="SIZE", required=True, help=SIZE)
 @click.option("--deadline", default=60.0, show_default=True, help="Seconds.")
 @NAME
 @JSON
-def resize(node: str, cpu_memory: float | int, deadline: float, name: str, as_json: bool) -> None:
+def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool) -> None:
     """Give a node (its Ray node id) more memory, or less, while the pool is in use."""
     import raykv
 

@@ -11,7 +11,7 @@ from raykv import keys, registry
 from raykv.arena.gpu.device import uuid_of
 from raykv.client.cache import KVCache
 from raykv.client.session import Session
-from raykv.config import FLUSH_DEADLINE_S, NAMESPACE, check_memory
+from raykv.config import FLUSH_DEADLINE_S, NAMESPACE, Size, memory_size
 from raykv.errors import CapacityError, PoolNotFound
 from raykv.protocol import host_of
 from raykv.tiers.guarded import CONTENT_BYTES
@@ -142,7 +142,7 @@ class KVPool:
         left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + STOP_DEADLINE_S)
         return left
 
-    def resize(self, node_id: str, cpu_memory: float | int, deadline: float = 60.0) -> int:
+    def resize(self, node_id: str, cpu_memory: Size, deadline: float = 60.0) -> int:
         """Give a node more memory, or less, while the pool is in use: a fraction of what it has, or bytes.
 
         What is given up are its coldest blocks; those that somebody holds stay until they are let go, even if that is
@@ -151,7 +151,7 @@ class KVPool:
         has passed. Raises CapacityError where the node can't afford it, and ValueError if no living node has that Ray
         node id, or for a bad `cpu_memory`: nothing is changed then. RayError if the pool's actors do not answer.
         """
-        check_memory("cpu_memory", cpu_memory)
+        cpu_memory = memory_size("cpu_memory", cpu_memory)
         _check_living(node_id)
         store = registry.find(registry.node_store_name(self.name, node_id))
         try:

@@ -1,4 +1,8 @@
-"""Write locks on byte ranges of a file that the kernel drops when their holder dies."""
+"""Write locks on byte ranges of a file, which the kernel drops when their holder dies.
+
+They are open-file-description locks (F_OFD_SETLK): they work between processes of any PID namespace. An arena's owner
+holds one on the file's first page, a writer one on its slot's header, a file tier one on its folder's lock file.
+"""
 
 import errno
 import fcntl
@@ -13,12 +17,12 @@ _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, len, pi
 
 
 def lock(fd: int, start: int, length: int) -> bool:
-    """Take the range, or say False at once."""
+    """Lock a range of bytes if nobody else has it. Returns at once whether it is locked."""
     return _set(fd, fcntl.F_WRLCK, start, length)
 
 
 def held_elsewhere(fd: int, start: int, length: int) -> bool:
-    """Whether another open file holds a lock in the range."""
+    """Whether another open file has a lock in the range."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
@@ -33,24 +37,25 @@ def _set(fd: int, kind: int, start: int, length: int) -> bool:
     return True
 
 
-class Locks:
-    """Write locks on numbered slots of `width` bytes from `base` on, between threads as well as processes.
+class SlotLocks:
+    """Write locks on numbered slots, between threads as well as processes.
 
-    The kernel's locks belong to an open file description, which threads share: `held` is what excludes them. `fd` is
-    taken over: it is closed when `close` was called and the last lock is dropped.
+    The kernel's locks belong to an open file description, which threads share: `_held` excludes threads.
     """
 
     def __init__(self, fd: int, base: int, width: int) -> None:
+        """fd: taken over; closed when `close` was called and the last lock is dropped. Slot i's range begins at byte
+        base + i * width, and has `width` bytes."""
         self.fd = fd
         self._base, self._width = base, width
-        self._held: set[int] = set()
-        self._mutex = threading.Lock()
+        self._held: set[int] = set()  # slots that a thread of this process has locked
+        self._mutex = threading.Lock()  # guards `_held`, `_closed` and closing `fd`
         self._closed = False
         _all.add(self)
 
     @contextmanager
-    def hold(self, slots: Iterable[int]) -> Iterator[set[int]]:
-        """Hold those of the slots that nobody else holds, and tell which. Of negative ones none is."""
+    def locked(self, slots: Iterable[int]) -> Iterator[set[int]]:
+        """Lock those of the slots that nobody else has, and tell which. Negative numbers are left out."""
         mine = self._take({slot for slot in slots if slot >= 0})
         try:
             yield mine
@@ -90,8 +95,8 @@ class Locks:
         return lock(self.fd, self._base + start * self._width, (stop - start) * self._width)
 
     @contextmanager
-    def whole(self, start: int, stop: int) -> Iterator[bool]:
-        """Hold all slots from start to stop - 1 or none, and tell which. Nothing else is locked here meanwhile."""
+    def locked_range(self, start: int, stop: int) -> Iterator[bool]:
+        """Lock all slots from start to stop - 1, or none; tell whether. Other threads lock nothing here meanwhile."""
         with self._mutex:
             got = not self._closed and not any(start <= i < stop for i in self._held) and self._lock(start, stop)
             try:
@@ -101,12 +106,12 @@ class Locks:
                     _set(self.fd, fcntl.F_UNLCK, self._base + start * self._width, (stop - start) * self._width)
 
     def owned_elsewhere(self, length: int) -> bool:
-        """Whether another open file holds a lock in the first `length` bytes; unknown once closed: no."""
+        """Whether another open file has a lock in the first `length` bytes. False once closed: it is not known."""
         with self._mutex:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
 
     def busy(self, start: int, stop: int) -> set[int]:
-        """Slots from start to stop - 1 that someone holds, in this process or another."""
+        """Slots from start to stop - 1 that somebody has locked, in this process or another."""
         with self._mutex:
             busy = {i for i in self._held if start <= i < stop}
             todo = [(start, stop)] if not self._closed else []
@@ -119,7 +124,7 @@ class Locks:
         return busy
 
     def _conflict(self, start: int, stop: int) -> tuple[int, int] | None:
-        """(start, stop) of some stretch of these slots that another open file has locked."""
+        """(start, stop) of one run of these slots that another open file has locked. None: there is none."""
         probe = (fcntl.F_WRLCK, os.SEEK_SET, self._base + start * self._width, (stop - start) * self._width, 0)
         answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, *probe))
         kind, _, at, length, _ = struct.unpack(_FLOCK, answer)
@@ -129,7 +134,7 @@ class Locks:
         return max(start, first), min(stop, last) if length else stop
 
     def close(self) -> None:
-        """Refuse new locks, and drop the file once the last one held is dropped: a copy may still be under way."""
+        """Refuse new locks, and close the file when the last lock is dropped: a copy may still be under way."""
         with self._mutex:
             self._closed = True
             if not self._held:
@@ -141,7 +146,7 @@ class Locks:
             self.fd = -1
 
     def after_fork(self) -> None:
-        """In a forked child: locks are the parent's, and must not outlive it because a child has the file open."""
+        """In a forked child: open the file anew. The parent's locks must not outlive it in a child."""
         inherited, self.fd = self.fd, -1
         self._mutex, self._held = threading.Lock(), set()
         try:
@@ -153,7 +158,7 @@ class Locks:
             os.close(inherited)
 
 
-_all: WeakSet[Locks] = WeakSet()
+_all: WeakSet[SlotLocks] = WeakSet()
 
 
 def _after_fork() -> None:
@@ -165,7 +170,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each stretch of adjacent numbers."""
+    """(start, stop) of each run of adjacent numbers."""
     start = stop = None
     for slot in sorted(slots):
         if slot != stop:

@@ -1,5 +1,10 @@
-"""What a tier is, and what it is opened with."""
+"""What an external tier is, what it is opened with, and what tiers share: names of blocks, and batches.
 
+A tier stores heads and bodies under keys, and knows nothing of pools. `raykv.tiers.guarded` writes the heads, checks
+them, and keeps a slow or broken tier away from its callers; the directory decides what is stored and deleted.
+"""
+
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -8,47 +13,45 @@ from urllib.parse import SplitResult
 from raykv.protocol import KEY_BYTES
 
 HEAD_BYTES = 64
-MARKER = bytes(KEY_BYTES)  # a key that is no block's: put, get and exists take it, `scan` leaves it out
+MARKER = bytes(KEY_BYTES)  # a key that is no block's: put and get take it, `scan` leaves it out
+FOLDERS = tuple(f"{i:02x}" for i in range(256))  # of `path_of`
+_PATH = re.compile(r"(?:.*/)?([0-9a-f]{2})/(\1[0-9a-f]{30})")
 
 
 class Block(NamedTuple):
-    """What `put_many` is given."""
+    """A block to store."""
 
     key: bytes  # KEY_BYTES
-    head: bytes  # HEAD_BYTES, the caller's own: stored and given back with the body
+    head: bytes  # HEAD_BYTES, the caller's own: stored and returned with the body
     body: memoryview  # contiguous bytes in the caller's memory, valid during the call
 
 
 class Tier(Protocol):
-    """Blocks by key, below the memory of nodes.
+    """Blocks by key, outside of the memory of nodes. What `register_tier` makes.
 
-    Thread-safe. A key always means the same bytes, so that putting it again is harmless. What is wrong with one block
-    is told in its place of the answer; OSError, or an error of the library's own, says that the tier is out of order.
+    Thread-safe. A key always means the same bytes, so that storing it again is harmless. A failure of one block is told
+    in its place of the answer. OSError, or an error of the library's own, says that the whole tier is out of order.
     """
 
     shared: bool  # whether all nodes see one content
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
-        """Which of the blocks are stored now. False: there is no room for it."""
+        """Store blocks. Returns for each whether it is stored now; False: there is no room for it."""
 
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
-        """Heads, with each body in its `out` (contiguous and writable; undefined where the head is None).
+        """Read the body of each block into its `out` (contiguous and writable), and return the heads.
 
-        None: not there, cut short, or of another length than its `out`.
+        None instead of a head: not there, cut short, or of another length than its `out`, which is undefined then.
         """
 
-    def exists_many(self, keys: Sequence[bytes]) -> list[bool]: ...
-
     def delete_many(self, keys: Sequence[bytes]) -> None:
-        """Forget these keys, of which some may not be there."""
+        """Delete blocks. Keys that are not there do no harm."""
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        """Batches of (key, bytes of its body) of all that is there, oldest first as far as the tier knows."""
+        """Batches of (key, bytes of its body) of all blocks, oldest first as far as the tier knows."""
 
-    def usage(self) -> int:
-        """Bytes taken: what was put and deleted here, put right by each `scan` that went through."""
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of files and connections. No other call follows."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,27 @@ class TierUrl:
     shared: bool | None = None  # None: as the tier says
     params: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # others, for tiers that users register
     pool: str = "default"
+
+
+def path_of(key: bytes) -> str:
+    """Path of a block where names are paths: `ab/abcd...`, a folder of two digits and a name of all 32."""
+    name = key.hex()
+    return f"{name[:2]}/{name}"
+
+
+def key_of(path: str) -> bytes | None:
+    """Key of the block that has this path, in any folder. None: it is no block's."""
+    match = _PATH.fullmatch(path)
+    return bytes.fromhex(match[2]) if match else None
+
+
+def pieces(bodies: Sequence[memoryview], most: int) -> Iterator[slice]:
+    """Slices of a long batch, each of one body, or of several that have at most `most` bytes in all."""
+    start = size = 0
+    for i, body in enumerate(bodies):
+        if i > start and size + body.nbytes > most:
+            yield slice(start, i)
+            start, size = i, 0
+        size += body.nbytes
+    if start < len(bodies):
+        yield slice(start, len(bodies))

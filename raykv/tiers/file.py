@@ -1,8 +1,8 @@
-"""Blocks as files, past the page cache where the file system and the block's address allow.
+"""Blocks as files, written and read past the page cache where the file system and the block's address allow it.
 
 A block is one file: a page with its head, then its body. It is written under another name and then renamed, so that a
-file that has a block's name is whole, unless the machine lost power: then its length or its checksum tells. In a tier
-that is full, what is written takes the place of what was deleted.
+file with a block's name is whole, unless the machine lost power: then its length or its checksum is wrong. Deleted
+files are kept for a while, and written over: in a full tier every new block takes the place of a deleted one.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
@@ -22,13 +21,11 @@ from urllib.parse import unquote
 import numpy as np
 
 from raykv.system.file_locks import lock
-from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl
-from raykv.tiers.names import FOLDERS, key_of, path_of
-from raykv.tiers.taken import Taken
+from raykv.tiers.base import FOLDERS, HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of
 
 PAGE = 4096  # what direct I/O wants addresses, lengths and offsets to be multiples of
 IN_FLIGHT = 4
-SPARE_BYTES = 128 << 20  # of deleted files that are kept: to write over one costs a file system less than a new one
+SPARE_BYTES = 128 << 20  # of deleted files that are kept: writing over one costs a file system less than a new one
 BATCH = 4096  # blocks of a scan
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")
@@ -36,7 +33,7 @@ _TEMPORARY = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}\.[0-9a-f]{16}-\d+")
 
 
 class _Pages(threading.local):
-    """A thread's own. `out` stays zero after the head."""
+    """A page to write a head from and one to read it into, for each thread. `out` stays zero after the head."""
 
     def __init__(self) -> None:
         self.out, self.into = (memoryview(mmap.mmap(-1, PAGE)) for _ in range(2))
@@ -48,9 +45,10 @@ class FileTier:
     def __init__(self, url: TierUrl) -> None:
         """ValueError or OSError, saying what to change, where the folder can't be written or the disk is too small."""
         self.shared = bool(url.shared)
-        self._taken, self._pages = Taken(), _Pages()
-        self._spare: deque[tuple[str, int]] = deque()  # paths and sizes
-        self._spare_bytes, self._numbers = Taken(), count()
+        self._pages, self._numbers = _Pages(), count()
+        self._spare: list[tuple[str, int]] = []  # deleted files that may be written over: paths and sizes
+        self._spare_bytes = 0
+        self._spare_lock = threading.Lock()  # guards the two
         self._threads = ThreadPoolExecutor(IN_FLIGHT, "raykv-file")
         self._token = secrets.token_hex(8)
         self._folder = self._lock = -1
@@ -74,22 +72,24 @@ class FileTier:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._folder)
         self._direct = _direct_flag(self._folder)
-        self._take_stock()
+        taken = self._clean_up()
         disk = os.statvfs(self._folder)
-        room = disk.f_bavail * disk.f_frsize + self._taken.bytes
+        room = disk.f_bavail * disk.f_frsize + taken
         if disk.f_blocks and url.capacity > room:  # some file systems don't say
             raise ValueError(
                 f"external={url.text}: capacity={url.capacity} bytes, but that disk has {room} free or taken by this "
                 f"pool: lower capacity, or name a folder on another disk"
             )
 
-    def _take_stock(self) -> None:
-        """Count what is there, and remove what a store that died was writing."""
+    def _clean_up(self) -> int:
+        """Remove files that a store was writing when it died. Returns the bytes of all blocks."""
+        taken = 0
         for path, found in self._files():
             if key_of(path):
-                self._taken.add(found.st_size)
-            elif not self.shared and _TEMPORARY.fullmatch(path):  # in a shared folder, somebody may be at it
+                taken += found.st_size
+            elif not self.shared and _TEMPORARY.fullmatch(path):  # in a shared folder another store may be writing it
                 os.unlink(path, dir_fd=self._folder)
+        return taken
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
         return self._each(self._put, blocks)
@@ -97,26 +97,16 @@ class FileTier:
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         return self._each(self._get, list(zip(keys, out, strict=True)))
 
-    def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self._size(path_of(key)) is not None for key in keys]
-
     def delete_many(self, keys: Sequence[bytes]) -> None:
         for path in map(path_of, keys):
             with contextlib.suppress(FileNotFoundError):
-                size = self._size(path) or 0
-                self._remove(path, size)
-                self._taken.add(-size)
+                self._remove(path)
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        before = self._taken.bytes
         found = [(info.st_mtime_ns, key, info.st_size) for path, info in self._files() if (key := key_of(path))]
-        self._taken.add(sum(size for _, _, size in found) - before)
         blocks = [(key, max(0, size - PAGE)) for _, key, size in sorted(found) if key != MARKER]
         for at in range(0, len(blocks), BATCH):
             yield blocks[at : at + BATCH]
-
-    def usage(self) -> int:
-        return self._taken.bytes
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -130,7 +120,7 @@ class FileTier:
         if len(rows) == 1:
             return [work(rows[0])]
         tasks = [self._threads.submit(work, row) for row in rows]
-        wait(tasks)  # after one that failed, too: others have the caller's memory in hand
+        wait(tasks)  # even if one failed: others still use the caller's memory
         return [task.result() for task in tasks]
 
     def _put(self, block: Block) -> bool:
@@ -145,7 +135,7 @@ class FileTier:
     def _write(self, block: Block) -> None:
         path, page = path_of(block.key), self._pages.out
         page[:HEAD_BYTES] = block.head
-        temporary, fd = self._blank(path, os.O_WRONLY | self._flag(block.body))
+        temporary, fd = self._new_file(path, os.O_WRONLY | self._flag(block.body))
         try:
             try:
                 size = _move(os.pwritev, fd, page, block.body)
@@ -153,40 +143,47 @@ class FileTier:
                     os.ftruncate(fd, size)
             finally:
                 os.close(fd)
-            replaced = self._size(path) or 0
             os.rename(temporary, path, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=self._folder)
             raise
-        self._taken.add(size - replaced)
 
-    def _blank(self, path: str, flags: int) -> tuple[str, int]:
-        """Path and file descriptor of a file to write what is to become `path`."""
-        with contextlib.suppress(IndexError, FileNotFoundError):
-            spare, size = self._spare.pop()
-            self._spare_bytes.add(-size)
-            return spare, os.open(spare, flags, dir_fd=self._folder)
+    def _new_file(self, path: str, flags: int) -> tuple[str, int]:
+        """Path and file descriptor of a file that is to be written, and then renamed to `path`."""
+        spare = self._pop_spare()
+        if spare is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return spare, os.open(spare, flags, dir_fd=self._folder)
         temporary = self._temporary(path)
         return temporary, os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
 
-    def _remove(self, path: str, size: int) -> None:
-        """Whoever is reading it may read what is written over it: its caller notices."""
-        if self.shared or self._spare_bytes.bytes + size > SPARE_BYTES:
-            os.unlink(path, dir_fd=self._folder)
-            return
-        spare = self._temporary(path)
-        os.rename(path, spare, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        self._spare_bytes.add(size)
-        self._spare.append((spare, size))
+    def _remove(self, path: str) -> None:
+        """Delete a file, or keep it to be written over. A reader may get what is written then: its caller notices."""
+        if not self.shared:
+            size = os.stat(path, dir_fd=self._folder).st_size
+            with self._spare_lock:
+                if self._spare_bytes + size <= SPARE_BYTES:
+                    spare = self._temporary(path)
+                    os.rename(path, spare, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+                    self._spare.append((spare, size))
+                    self._spare_bytes += size
+                    return
+        os.unlink(path, dir_fd=self._folder)
+
+    def _pop_spare(self) -> str | None:
+        with self._spare_lock:
+            if not self._spare:
+                return None
+            spare, size = self._spare.pop()
+            self._spare_bytes -= size
+            return spare
 
     def _remove_spare(self) -> bool:
         """Returns whether there were any."""
         removed = False
-        while self._spare:
-            with contextlib.suppress(IndexError, OSError):
-                spare, size = self._spare.pop()
-                self._spare_bytes.add(-size)
+        while (spare := self._pop_spare()) is not None:
+            with contextlib.suppress(OSError):
                 os.unlink(spare, dir_fd=self._folder)
                 removed = True
         return removed
@@ -213,17 +210,11 @@ class FileTier:
             os.close(fd)
 
     def _flag(self, body: memoryview) -> int:
-        """O_DIRECT where the body can be moved so."""
+        """O_DIRECT where the body's address and length allow it, else 0."""
         if not body.nbytes:
             return self._direct
         address = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
         return 0 if address % PAGE or body.nbytes % PAGE else self._direct
-
-    def _size(self, path: str) -> int | None:
-        try:
-            return os.stat(path, dir_fd=self._folder).st_size
-        except FileNotFoundError:
-            return None
 
     def _files(self) -> Iterator[tuple[str, os.stat_result]]:
         for name in FOLDERS:
@@ -245,7 +236,7 @@ def _path(url: TierUrl) -> str:
 
 
 def _own_folder(path: str) -> tuple[int, int]:
-    """File descriptors of the first subfolder that no other store has, and of the lock that says so."""
+    """File descriptors of the first subfolder that no other store uses, and of its lock file, locked."""
     for number in count():
         folder = _folder(path, str(number))
         fd = os.open("lock", os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
@@ -262,7 +253,7 @@ def _folder(path: str, name: str) -> int:
 
 
 def _direct_flag(folder: int) -> int:
-    """O_DIRECT, or 0 where the file system does not take it. Raises OSError where it can't be written at all."""
+    """O_DIRECT, or 0 where the file system refuses it. OSError where nothing can be written."""
     try:
         _probe(folder, os.O_DIRECT)
     except OSError as error:
@@ -287,7 +278,7 @@ def _probe(folder: int, flag: int) -> None:
 
 
 def _move(call: Callable[[int, list[memoryview], int], int], fd: int, *views: memoryview) -> int:
-    """Read or write all of them, and tell how many bytes that was: fewer where the file ends before."""
+    """Read or write all of the views. Returns how many bytes that was: fewer where the file ends before."""
     done, rest = 0, [view for view in views if view.nbytes]
     while rest and (moved := call(fd, rest, done)):
         done += moved

@@ -1,18 +1,15 @@
-"""Blocks as objects of whatever fsspec opens: s3, gs, abfs and the like. An object is a head and then its body."""
+"""Blocks as objects of any file system that fsspec opens: s3, gs, abfs and the like. An object is a head and a body."""
 
 import contextlib
 import errno
 import glob
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import fsspec
 
-from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl
-from raykv.tiers.names import key_of, path_of
-from raykv.tiers.pieces import pieces
+from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of, pieces
 
 PIECE_BYTES = 64 << 20  # moved at a time: each object is a request of its own, many in flight
 BATCH = 4096  # blocks of a scan
@@ -23,7 +20,7 @@ AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # what 
 class FsspecTier:
     """Objects at `<prefix>/ab/abcd...`. fsspec's configuration and the environment say how to reach the store.
 
-    Where these are plain files (local, sftp), a block that is put again may be missed meanwhile.
+    Where objects are plain files (local, sftp), a block is a miss while it is stored again.
     """
 
     def __init__(self, url: TierUrl) -> None:
@@ -31,8 +28,6 @@ class FsspecTier:
         if url.parts.password is not None:
             raise ValueError(f"external={url.text}: give the password in fsspec's configuration, not in the URL")
         self.shared = url.scheme not in NOT_SHARED if url.shared is None else url.shared
-        self._sizes: dict[bytes, int] = {}
-        self._mutex = threading.Lock()
         where = f"{url.scheme}://{url.parts.netloc}{url.parts.path}"
         try:
             self._store, self._root = _open(where)
@@ -43,11 +38,9 @@ class FsspecTier:
             ) from error
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
-        stored = []
+        stored: list[bool] = []
         for part in pieces([block.body for block in blocks], PIECE_BYTES):
             ok = self._put({self._path(key): b"".join((head, body)) for key, head, body in blocks[part]})
-            with self._mutex:
-                self._sizes.update({block.key: HEAD_BYTES + block.body.nbytes for block in blocks[part] if ok})
             stored += [ok] * len(blocks[part])
         return stored
 
@@ -75,11 +68,8 @@ class FsspecTier:
             heads += [_unpack(data, body) for data, body in zip(found, out[part], strict=True)]
         return heads
 
-    def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
-        return [data is not None for data in self._read(keys, [HEAD_BYTES] * len(keys))]
-
     def _read(self, keys: Sequence[bytes], lengths: list[int]) -> list[bytes | None]:
-        """So many bytes of each object, or as many as it has; None: not there."""
+        """The first bytes of each object, at most as many as `lengths` says. None: not there."""
         # a range, even of all: s3fs asks for the size first otherwise
         found: list[Any] = self._store.cat_ranges([self._path(key) for key in keys], 0, lengths)
         for data in found:
@@ -89,9 +79,6 @@ class FsspecTier:
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         self._remove([self._path(key) for key in keys])
-        with self._mutex:
-            for key in keys:
-                self._sizes.pop(key, None)
 
     def _remove(self, paths: list[str]) -> None:
         try:
@@ -104,18 +91,12 @@ class FsspecTier:
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         found = self._store.find(self._root, detail=True)
         ages = sorted((_age(info), key, info["size"]) for path, info in found.items() if (key := key_of(path)))
-        with self._mutex:
-            self._sizes = {key: size for _, key, size in ages}
         blocks = [(key, max(0, size - HEAD_BYTES)) for _, key, size in ages if key != MARKER]
         for at in range(0, len(blocks), BATCH):
             yield blocks[at : at + BATCH]
 
-    def usage(self) -> int:
-        with self._mutex:
-            return sum(self._sizes.values())
-
     def close(self) -> None:
-        """Its connections belong to fsspec, which closes them when the file system is collected."""
+        """fsspec closes its connections when the file system is collected."""
 
     def _path(self, key: bytes) -> str:
         return f"{self._root}/{path_of(key)}"
@@ -135,7 +116,7 @@ def _open(where: str) -> tuple[Any, str]:
 
 
 def _age(info: dict[str, Any]) -> str:
-    """Sorts by age within one file system: seconds, dates and ISO dates all do as text."""
+    """Text that sorts objects of one file system by age: seconds and dates do, as text."""
     return next((str(info[name]) for name in AGES if name in info), "")
 
 

@@ -166,10 +166,6 @@ class GuardedTier:
         except Exception as error:
             self._fail("scan", error)
 
-    def usage(self) -> int:
-        """Bytes taken there."""
-        return self._tier.usage()
-
     def clear(self, content: bytes) -> None:
         """Forget all that lies there, now and after any restart. content: CONTENT_BYTES, equal for all of a tier."""
         self._content = content

@@ -1,4 +1,4 @@
-"""Blocks in a redis or valkey server: a string each, head and body, since the server copies what goes into a hash."""
+"""Blocks in a redis or valkey server: each is a string of head and body. (A hash would cost the server a copy.)"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
 from redis.retry import Retry
 
-from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl
-from raykv.tiers.pieces import pieces
-from raykv.tiers.taken import Taken
+from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, pieces
 
 TIMEOUT_S = 2.0  # to connect, and for each answer
 READ_BYTES = 1 << 20
@@ -21,13 +19,12 @@ BATCH = 1000  # keys of a scan
 
 
 class RedisTier:
-    """A server that all nodes reach. It evicts by itself where it is configured to; what is gone is a miss."""
+    """A server that all nodes reach. It may be configured to evict by itself: an evicted block is a miss."""
 
     def __init__(self, url: TierUrl) -> None:
         """ValueError or OSError, saying what to change, where the server refuses or doesn't answer."""
         self.shared = url.shared is not False  # a server on every node's localhost is not
         self._prefix = f"raykv:{url.pool}:".encode()
-        self._taken = Taken()
         self._client = _client(url)
         try:
             self._client.ping()
@@ -40,18 +37,14 @@ class RedisTier:
             raise OSError(f"external={url.text}: {error}: does a server run there that this user may use?") from error
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
-        stored = []
+        stored: list[bool] = []
         for part in pieces([block.body for block in blocks], PIECE_BYTES):
             chunks = [chunk for block in blocks[part] for chunk in _commands(self._name(block.key), block)]
-            answers = self._send(chunks, 2 * len(blocks[part]))
-            for block, before, done in zip(blocks[part], answers[::2], answers[1::2], strict=True):
-                stored.append(done is not None)
-                if stored[-1]:
-                    self._taken.add(HEAD_BYTES + block.body.nbytes - before)
+            stored += [answer is not None for answer in self._send(chunks, len(blocks[part]))]
         return stored
 
     def _send(self, chunks: list[bytes | memoryview], count: int) -> list[Any]:
-        """Answers to commands that are packed already; None for what the server has no room for."""
+        """Answers to `count` packed commands; None where the server has no room."""
         connection: Any = self._client.connection_pool.get_connection()
         try:
             connection.send_packed_command(chunks)
@@ -72,44 +65,30 @@ class RedisTier:
             heads += [_unpack(answer, body) for answer, body in zip(answers, out[part], strict=True)]
         return heads
 
-    def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._client.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.exists(self._name(key))
-            return list(map(bool, pipe.execute()))
-
     def delete_many(self, keys: Sequence[bytes]) -> None:
         with self._client.pipeline(transaction=False) as pipe:
             for name in map(self._name, keys):
-                pipe.strlen(name)
                 pipe.unlink(name)
-            sizes = pipe.execute()[::2]
-        self._taken.add(-sum(sizes))
+            pipe.execute()
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """In no order; a block may come twice."""
-        before, found = self._taken.bytes, 0
         cursor: int | None = None
         while cursor != 0:
             page: Any = self._client.scan(cursor or 0, self._prefix + 32 * b"[0-9a-f]", BATCH)
             cursor, names = page
             sizes = self._sizes(names)
-            found += sum(sizes)
             keys = [bytes.fromhex(name[-32:].decode()) for name in names]
             there = [(key, size - HEAD_BYTES) for key, size in zip(keys, sizes, strict=True) if size > HEAD_BYTES]
             batch = [(key, size) for key, size in there if key != MARKER]
             if batch:
                 yield batch
-        self._taken.add(found - before)
 
     def _sizes(self, names: Sequence[bytes]) -> list[int]:
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(name)
             return list(map(int, pipe.execute()))
-
-    def usage(self) -> int:
-        return self._taken.bytes
 
     def close(self) -> None:
         self._client.close()
@@ -141,10 +120,10 @@ def _client(url: TierUrl) -> redis.Redis:
 
 
 def _commands(name: bytes, block: Block) -> tuple[bytes, memoryview, bytes]:
-    """STRLEN and SET as they are sent. redis-py would join head and body first."""
+    """A SET as it is sent. redis-py would join head and body first."""
     key = b"$%d\r\n%s\r\n" % (len(name), name)
     value = b"$%d\r\n%s" % (HEAD_BYTES + block.body.nbytes, block.head)
-    return b"*2\r\n$6\r\nSTRLEN\r\n%s*3\r\n$3\r\nSET\r\n%s%s" % (key, key, value), block.body, b"\r\n"
+    return b"*3\r\n$3\r\nSET\r\n%s%s" % (key, value), block.body, b"\r\n"
 
 
 def _answer(connection: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Finds the maker of a tier by its URL's scheme. What a tier needs is imported when one of its kind is asked for."""
+"""Finds the maker of a tier by its URL's scheme. A tier's library is imported only when such a tier is asked for."""
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -8,7 +8,7 @@ from raykv.tiers.base import Tier, TierUrl
 Maker = Callable[[TierUrl], Tier]
 ENTRY_POINTS = "raykv.tiers"
 REDIS = ("redis", "rediss", "valkey", "valkeys")
-_registered: dict[str, Maker] = {}
+_registered: dict[str, Maker] = {}  # by scheme
 
 
 def register_tier(scheme: str, make: Maker) -> None:
@@ -20,12 +20,12 @@ def register_tier(scheme: str, make: Maker) -> None:
 
 
 def open_tier(url: TierUrl) -> Tier:
-    """Raises as `tier_for`; ValueError or OSError where the tier can't be used, saying what to change."""
+    """Open a URL's tier. Raises as `tier_for`; where it can't be used, ValueError or OSError says what to change."""
     return tier_for(url)(url)
 
 
 def tier_for(url: TierUrl) -> Maker:
-    """ValueError if nothing opens such a URL; ImportError where what opens it isn't installed."""
+    """The maker of a URL's tier. ValueError if no tier has that scheme; ImportError if its library isn't installed."""
     make = registered(url.scheme)
     if make:
         return make
@@ -43,7 +43,7 @@ def tier_for(url: TierUrl) -> Maker:
 
 
 def registered(scheme: str) -> Maker | None:
-    """What `register_tier` or an entry point of another package gives for the scheme."""
+    """The maker that `register_tier` or an entry point of another package gives for a scheme. None: there is none."""
     if scheme not in _registered:
         for entry_point in entry_points(group=ENTRY_POINTS, name=scheme):
             _registered[scheme] = entry_point.load()
@@ -51,16 +51,16 @@ def registered(scheme: str) -> Maker | None:
 
 
 def _of_fsspec(url: TierUrl) -> Maker:
-    known = f"file, {', '.join(REDIS)}, what was given to raykv.tiers.register_tier"
+    known = f"file, {', '.join(REDIS)}, those registered by raykv.tiers.register_tier"
     unknown = f"external={url.text}: unknown scheme {url.scheme!r}: known are {known}"
     try:
         import fsspec
 
         from raykv.tiers.fsspec import FsspecTier
     except ModuleNotFoundError as error:
-        raise ImportError(f"{unknown}, and what fsspec knows: pip install 'raykv[fsspec]'") from error
+        raise ImportError(f"{unknown}, and those of fsspec: pip install 'raykv[fsspec]'") from error
     if url.scheme not in fsspec.available_protocols():
-        raise ValueError(f"{unknown}, and what fsspec knows: {', '.join(sorted(fsspec.available_protocols()))}")
+        raise ValueError(f"{unknown}, and those of fsspec: {', '.join(sorted(fsspec.available_protocols()))}")
     try:
         fsspec.get_filesystem_class(url.scheme)
     except ImportError as error:

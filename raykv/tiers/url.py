@@ -1,18 +1,16 @@
-"""Reads `external=` URLs: `file:///mnt/nvme/raykv?capacity=200GiB`."""
+"""Parses `external=` URLs such as `file:///mnt/nvme/raykv?capacity=200GiB`."""
 
-import re
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
+from raykv.config import parse_size
 from raykv.tiers.base import TierUrl
 from raykv.tiers.registry import registered
 
 LOCAL = ("file", "local")  # no credentials in these
-UNITS = {"": 1} | {f"{u}iB": 1 << 10 * i for i, u in enumerate("KMGT", 1)}
-UNITS |= {f"{u}B": 10 ** (3 * i) for i, u in enumerate("KMGT", 1)}
 
 
 def parse(url: str) -> TierUrl:
-    """ValueError, which repeats neither password nor query, says what to write instead."""
+    """The parts of a URL. ValueError says what to write instead, and repeats neither password nor query."""
     parts = _split(url)
     text = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     given = parse_qsl(parts.query, keep_blank_values=True)
@@ -47,10 +45,9 @@ def _split(url: str) -> SplitResult:
 def _capacity(value: str | None, text: str) -> int:
     if value is None:
         raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?B|)", value)
-    capacity = int(float(match[1]) * UNITS[match[2]]) if match else 0
-    if capacity <= 0:
-        raise ValueError(f"external={text}: capacity={value!r}: write bytes, or KiB, MB, GiB and the like: 200GiB")
+    capacity = parse_size(f"external={text}: capacity", value)
+    if not isinstance(capacity, int):
+        raise ValueError(f"external={text}: capacity={value!r} is a fraction: write bytes, such as 200GiB")
     return capacity
 
 

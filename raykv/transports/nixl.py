@@ -167,7 +167,7 @@ class Nixl(Transport):
             known.version = version
 
     def _register(self, locations: NDArray[np.void]) -> None:
-        """Slab by slab: with RDMA, what is registered is pinned."""
+        """Slab by slab: RDMA page-locks what is registered."""
         for slab in np.unique(locations["slab"]).tolist():
             with self._mutex:
                 if slab not in self._registered:

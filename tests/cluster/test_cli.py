@@ -5,30 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 from helpers.command_line import command, last_json
 
 import raykv
-from raykv.cli.main import Memory
-
-MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [("0.3", 0.3), ("1", 1.0), ("4GiB", 4 << 30), ("500MB", 500 * MIB), ("1073741824", 1 << 30), ("64m", 64 * MIB)],
-)
-def test_memory(given: str, meant: float) -> None:
-    value = Memory().convert(given, None, None)
-    assert value == meant and isinstance(value, float) == (meant <= 1)
-
-
-@pytest.mark.parametrize("given", ["inf", "nan", "1e999", "much", ""])
-def test_no_memory(given: str) -> None:
-    with pytest.raises(click.BadParameter, match="give a fraction such as"):
-        Memory().convert(given, None, None)
 
 
 def test_start_status_clear_stop(cluster: Any) -> None:

@@ -36,7 +36,7 @@ from helpers.redis_server import RedisServer, redis_server
 
 import raykv
 from raykv import registry
-from raykv.tiers.names import path_of
+from raykv.tiers.base import path_of
 
 pytestmark = pytest.mark.usefixtures("patiently")
 

@@ -58,7 +58,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     for cached in (cuda.uuid, devices.device):
         cached.cache_clear()
-    devices._pinned.clear()
+    devices._registered.clear()
     yield importlib.import_module("cupy")
     for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
         del sys.modules[name]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy, checksum, header
 from raykv.arena.arena import Arena
 from raykv.protocol import COUNTER_BITS, LOCATION
-from raykv.system.file_locks import Locks
+from raykv.system.file_locks import SlotLocks
 
 EPOCH = 1
 GEN = EPOCH << COUNTER_BITS  # generation 0 of epoch 1
@@ -108,12 +108,12 @@ def at_step(step: str, act: Callable[[], None]) -> None:
         header.finish = finish  # type: ignore[assignment]
     else:
         owner, name = {
-            "before lock": (Locks, "_take"),
-            "locked": (Locks, "_take"),
+            "before lock": (SlotLocks, "_take"),
+            "locked": (SlotLocks, "_take"),
             "writing": (header, "begin"),
             "copied": (header, "finish"),
             "ready": (header, "finish"),
-            "unlocked": (Locks, "_drop"),
+            "unlocked": (SlotLocks, "_drop"),
         }[step]
         before = step in ("before lock", "copied")
         wrap(owner, name, before=before, after=not before)

@@ -20,7 +20,7 @@ def forget() -> None:
     """Another CuPy is next."""
     for cached in (cuda.uuid, devices.device):
         cached.cache_clear()
-    devices._pinned.clear()
+    devices._registered.clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
         del sys.modules[name]
 
@@ -31,13 +31,13 @@ def table_of(*copies: tuple[int, int, int]) -> NDArray[np.int64]:
 
 def put(gpu: Device, to: int, data: Bytes) -> None:
     """Into a GPU's memory, over a bounce buffer."""
-    bounce = gpu.bounce()
+    bounce = gpu.bounce_buffer()
     bounce[: len(data)] = data
     gpu.copy(table_of((to, bounce.ctypes.data, len(data))))
 
 
 def get(gpu: Device, of: int, length: int) -> Bytes:
-    bounce = gpu.bounce()
+    bounce = gpu.bounce_buffer()
     gpu.copy(table_of((bounce.ctypes.data, of, length)))
     return bounce[:length].copy()
 

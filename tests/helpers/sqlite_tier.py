@@ -35,10 +35,6 @@ class SqliteTier:
         out[:] = found[1]
         return bytes(found[0])
 
-    def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
-        there = {key for batch in self.scan() for key, _ in batch} | {MARKER}
-        return [key in there for key in keys]
-
     def delete_many(self, keys: Sequence[bytes]) -> None:
         with self._mutex:
             self._data.executemany("DELETE FROM blocks WHERE key = ?", [(key,) for key in keys])
@@ -47,10 +43,6 @@ class SqliteTier:
         with self._mutex:
             found = self._data.execute("SELECT key, length(body) FROM blocks ORDER BY rowid").fetchall()
         yield [(key, size) for key, size in found if key != MARKER]
-
-    def usage(self) -> int:
-        with self._mutex:
-            return int(self._data.execute("SELECT coalesce(sum(length(body)), 0) FROM blocks").fetchone()[0])
 
     def close(self) -> None:
         with self._mutex:

@@ -72,8 +72,8 @@ def test_round_trip(arena: Arena, client: Arena, size: int) -> None:
     assert arena.views(where[:1])[0].tobytes() == rows[0].tobytes()
     found = client.inventory()
     order = np.argsort(where["slot"])
-    assert np.array_equal(found.blocks, where[order]) and np.array_equal(found.keys, keys[order])
-    assert found.positions.tolist() == [8, 7, 9] and len(found.busy) == 0
+    assert np.array_equal(found.ready, where[order]) and np.array_equal(found.keys, keys[order])
+    assert found.positions.tolist() == [8, 7, 9] and len(found.writing) == 0
 
 
 def test_pieces(arena: Arena) -> None:
@@ -162,7 +162,7 @@ def test_altered_header(arena: Arena, word: int, value: int) -> None:
     ok = arena.read(locations([0], [2]), key_of(2), out, verify=True)
     assert ok[0] == (word in (header.POSITION, header.STAMP))
     found = arena.inventory()
-    assert len(found.blocks) + len(found.busy) <= 1
+    assert len(found.ready) + len(found.writing) <= 1
     assert arena.sweep(locations([0], [2])).tolist() in ([1], [2])
 
 
@@ -223,7 +223,7 @@ def test_failed_copy_is_never_ready(arena: Arena, client: Arena, monkeypatch: py
         patch.setattr(block_copy, "copy_summed", fail)
         put(client, 0, 3)
     assert not get(arena, 0, 2) and not get(arena, 0, 3)
-    assert len(arena.inventory().busy) == len(arena.inventory().blocks) == 0
+    assert len(arena.inventory().writing) == len(arena.inventory().ready) == 0
     assert not put(client, 0, 2), "a grant from before"
     assert put(client, 0, 3) and get(arena, 0, 3), "another try"
 
@@ -245,7 +245,7 @@ def test_two_threads_of_one_process_on_one_slot(arena: Arena, monkeypatch: pytes
     monkeypatch.setattr(block_copy, "copy_summed", original)
     assert not put(arena, 3, 3)
     assert arena.sweep(locations([3], [3])).tolist() == [0]
-    assert arena.inventory().busy["slot"].tolist() == [3]
+    assert arena.inventory().writing["slot"].tolist() == [3]
     assert not put(arena, 40, 12, size=8 << 10, slab_gen=GEN + 10), "nor is the slab formatted under it"
     assert put(arena, 4, 4) and put(arena, 2, 5), "neighbours are free"
     assert arena.sweep(locations([3], [3])).tolist() == [0], "and leave the lock alone"
@@ -302,7 +302,7 @@ def test_reformat(arena: Arena, client: Arena) -> None:
     assert put(client, 3, 401, **big)
     assert not any(get(arena, slot, 100 + slot, **small) for slot in (0, 1, 9, 511))
     assert put(client, 511, 900, size=8 << 10, slab_gen=GEN + 899), "and back: no header of the first time is left"
-    assert arena.inventory().blocks["slot"].tolist() == [511]
+    assert arena.inventory().ready["slot"].tolist() == [511]
     assert not put(client, 1, 901, size=8 << 10, slab_gen=GEN + 10), "of an older format of the same stride"
     assert not put(client, 1, 901, slab_gen=GEN + 899), "a place of another stride than its slab's"
 
@@ -323,7 +323,7 @@ def test_stamps(arena: Arena, client: Arena) -> None:
     assert 200 <= arena.inventory().stamps[0] < 300
 
 
-def test_the_door(arena: Arena) -> None:
+def test_wrong_arrays_are_refused(arena: Arena) -> None:
     where, key, block = locations([0], [2]), key_of(2), block_of(key_of(2))
     frozen = block.copy()
     frozen.flags.writeable = False

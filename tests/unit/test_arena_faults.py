@@ -68,7 +68,7 @@ def test_writer_stopped_while_it_holds_the_slot(arena: Arena, step: str) -> None
     child.wait_stopped()
     assert arena.sweep(locations([0], [3])).tolist() == [0]
     found = arena.inventory()
-    assert found.busy["slot"].tolist() == [0] and len(found.blocks) == 0, "not offered: about to be overwritten"
+    assert found.writing["slot"].tolist() == [0] and len(found.ready) == 0, "not offered: about to be overwritten"
     other = Child(arena, lambda arena: put(arena, 0, 4))  # granted again, wrongly
     assert other.result() is False
     assert not get(arena, 0, 4) and not get(arena, 0, 3)
@@ -193,16 +193,16 @@ def test_adoption_after_the_owner_died(path: str) -> None:
     assert arena is not None and (arena.incarnation, arena.offered, arena.epoch) == (2, 1, w.EPOCH)
     assert arena.nonce == client.nonce, "its clients need not attach again"
     found = arena.inventory()
-    assert found.blocks["slot"].tolist() == [0, 1, 2, 5, 6, 7]
-    assert found.busy["slot"].tolist() == [3, 4]
-    for location, key in zip(found.blocks, found.keys, strict=True):
+    assert found.ready["slot"].tolist() == [0, 1, 2, 5, 6, 7]
+    assert found.writing["slot"].tolist() == [3, 4]
+    for location, key in zip(found.ready, found.keys, strict=True):
         out = np.zeros((1, 64 << 10), np.uint8)
         assert arena.read(location[None], key[None], out, verify=True).all()
         assert np.array_equal(out, w.block_of(key[None]))
-    assert arena.sweep(found.busy).tolist() == [0, 1]
+    assert arena.sweep(found.writing).tolist() == [0, 1]
     os.kill(child.pid, signal.SIGKILL)
     child.end()
-    assert arena.sweep(found.busy).tolist() == [1, 1]
+    assert arena.sweep(found.writing).tolist() == [1, 1]
     assert put(client, 3, 30) and put(client, 4, 31) and get(arena, 3, 30)
     client.close()
     arena.close(unlink=True)

@@ -76,7 +76,7 @@ def test_memory_is_given_back_and_taken_up_again(arena: Arena, client: Arena, pa
     assert (arena.offered, arena.available, arena.given_back()) == (3, 2, [1]) == (3, client.available, [1])
     assert get(client, 0, 2) and get(client, 0, 4, slab=2)
     assert not get(client, 0, 3, slab=1) and not client.read_headers(locations([0], [3], slab=1), key_of(3))[2].any()
-    assert {*client.inventory().blocks["slab"].tolist()} == {0, 2}
+    assert {*client.inventory().ready["slab"].tolist()} == {0, 2}
     assert not arena.give_back(1, NEWER), "it was"
     assert arena.offer_next() and taken(path) == before
     assert (arena.offered, arena.available, arena.given_back()) == (3, 3, [])
@@ -89,7 +89,7 @@ def test_any_slab_and_all_of_them(arena: Arena, client: Arena, path: str) -> Non
     empty = taken(path) - 3 * (SLAB + SLAB // 64)
     assert all(shed(arena, slab) for slab in (0, 2, 1))
     assert arena.available == 0 and taken(path) == empty
-    assert not put(client, 0, 2) and len(client.inventory().blocks) == 0
+    assert not put(client, 0, 2) and len(client.inventory().ready) == 0
     assert arena.offer_next() and arena.given_back() == [1, 2]
 
 
@@ -211,7 +211,7 @@ def test_a_store_that_comes_back_knows_what_was_given_back(arena: Arena, client:
     arena.close()
     again = Arena.adopt(path, PRINT, SLAB, 8)
     assert again and (again.available, again.given_back()) == (2, [1]) and taken(path) == left
-    assert again.inventory().blocks["slab"].tolist() == [0] and get(client, 0, 2)
+    assert again.inventory().ready["slab"].tolist() == [0] and get(client, 0, 2)
     assert again.offer_next() and put(client, 0, 2000, slab=1, slab_gen=NEWER + 1)
     again.close()
 

@@ -23,10 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from raykv.arena import arena as arenas
-from raykv.arena import header
-from raykv.arena.arena import Arena, remove, remove_left_behind
+from raykv.arena import files, header
+from raykv.arena.arena import Arena
 from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.files import remove, remove_left_behind
 from raykv.arena.gpu import device as devices
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import BOUNCE_BYTES, Device
@@ -75,7 +75,7 @@ def ours(gpu: Device) -> Iterator[GpuArena]:
     arena.close(unlink=True)
 
 
-@pytest.fixture(params=["pinned", "bounced", "gpu"])
+@pytest.fixture(params=["registered", "bounced", "gpu"])
 def arena(request: pytest.FixtureRequest, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     """One that rows on a GPU are copied to and from."""
     if request.param == "bounced":
@@ -132,14 +132,14 @@ def test_rows_on_a_gpu(cupy: Any, arena: Arena, size: int) -> None:
     assert not ok.any() and not found.any()
 
 
-def test_pinned_or_not(gpu: Device, arena: Arena, request: pytest.FixtureRequest) -> None:
+def test_registered_or_not(gpu: Device, arena: Arena, request: pytest.FixtureRequest) -> None:
     at, keys, blocks = some(3)
     assert arena.write(at, keys, blocks).all()
     if not isinstance(arena, GpuArena):
-        assert arena.pinned(gpu.uuid, arena.addresses(at)) == (request.node.callspec.params["arena"] == "pinned")
-        assert devices._pinned
+        assert arena.register(gpu.uuid, arena.addresses(at)) == (request.node.callspec.params["arena"] == "registered")
+        assert devices._registered
     arena.close()
-    assert not devices._pinned, "what was refused is not remembered of memory that is gone"
+    assert not devices._registered, "what was refused is not remembered of memory that is gone"
 
 
 def test_rows_in_parts(cupy: Any, arena: Arena) -> None:
@@ -228,7 +228,7 @@ def test_a_lost_gpu(on_host: Any) -> None:
     rows = on_gpu(on_host, blocks)
     assert ours.write(at, keys, rows).all() and host.write(at, keys, rows).all()
     host.populate(gpu.uuid)
-    assert len(devices._pinned) == 2
+    assert len(devices._registered) == 2
     on_host.cuda.runtime.lose()
     for arena in (ours, host):
         new = granted(at)
@@ -236,15 +236,15 @@ def test_a_lost_gpu(on_host: Any) -> None:
             arena.write(new, keys, rows)
         with pytest.raises(DeviceError):
             arena.read(at, keys, rows)
-        assert not arena._locks.busy(0, 1 << 20) and not len(arena.inventory().busy), "all locks were dropped"
+        assert not arena._locks.busy(0, 1 << 20) and not len(arena.inventory().writing), "all locks were dropped"
     assert has(host, at, keys, blocks) and host.write(granted(at), keys, blocks).all(), "memory is as it was"
     with pytest.raises(DeviceError):
         copy_between(ours, at, keys, host, granted(at, gen=200))
-    assert not len(host.inventory().busy)
+    assert not len(host.inventory().writing)
     for arena in (ours, host):
         arena.close(unlink=True)
     gc.collect()  # frames of what was raised
-    assert not devices._pinned
+    assert not devices._registered
 
 
 class DirectoryClient:
@@ -340,7 +340,7 @@ def test_evicted_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.Monke
     new = granted(at, slab=1)[1:2]
     meanwhile(monkeypatch, lambda: source.write(new, key_of(9), blocks[2:]))
     assert copy_between(source, at, keys, target, granted(at)).tolist() == [PULLED, FAILED, PULLED]
-    assert target.corrupt == 0 and not len(target.inventory().busy)
+    assert target.corrupt == 0 and not len(target.inventory().writing)
     assert copy_between(source, new, key_of(9), target, granted(at)[1:2]).tolist() == [PULLED]
     assert has(target, granted(at)[1:2], key_of(9), blocks[2:])
 
@@ -350,9 +350,7 @@ def test_a_target_that_is_not_ours(pair: tuple[Arena, Arena]) -> None:
     at, keys, blocks = some(3)
     assert source.write(at, keys, blocks).all() and target.write(granted(at)[:1], key_of(9), blocks[:1]).all()
     stale, other = granted(at, gen=50), Arena.attach(target.path, target.nonce)
-    with other._locks.hold(
-        target._numbers(target._locate(*target._memory, stale.view(np.int64).reshape(-1, 4))[0])[2:]
-    ):
+    with other._locks.locked(target._lock_numbers(target._find(stale).headers)[2:]):
         assert copy_between(source, at, keys, target, stale).tolist() == [FAILED, PULLED, FAILED]
     assert has(target, granted(at)[:1], key_of(9), blocks[:1])
     other.close()
@@ -383,7 +381,7 @@ def test_closed_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(source, "read_headers", then_close)
-    assert (copy_between(source, at, keys, target, granted(at)) == FAILED).all() and not len(target.inventory().busy)
+    assert (copy_between(source, at, keys, target, granted(at)) == FAILED).all() and not len(target.inventory().writing)
 
 
 @pytest.mark.parametrize("kind", ["host", "ours"])
@@ -460,17 +458,17 @@ def test_big_blocks_through_the_bounce(cupy: Any, gpu: Device, monkeypatch: pyte
     arena.close(unlink=True)
 
 
-def pinned_from() -> set[int]:
-    return {address for address, _ in devices._pinned}
+def registered_from() -> set[int]:
+    return {address for address, _ in devices._registered}
 
 
 def test_pages_that_were_given_back(cupy: Any, gpu: Device, host: Arena) -> None:
-    """GPUs would go on with the old ones, which a client has pinned: it maps the file anew."""
+    """GPUs would go on with the old ones, which a client has registered: it maps the file anew."""
     client = Arena.attach(host.path, host.nonce)
     at, keys, blocks = some(3)
     assert client.write(at, keys, on_gpu(cupy, blocks)).all()
     old, slots = client._memory[1].ctypes.data, client.addresses(at)
-    assert pinned_from() == {client.region(1)[0]}
+    assert registered_from() == {client.region(1)[0]}
     assert host.give_back(1, GEN + 1000)
     host.discard(1)
     assert host.offer_next()
@@ -478,11 +476,11 @@ def test_pages_that_were_given_back(cupy: Any, gpu: Device, host: Arena) -> None
     new["slab_gen"] = GEN + 1001
     assert client.write(new, keys, on_gpu(cupy, blocks)).all() and has(host, new, keys, blocks)
     assert client._memory[1].ctypes.data != old
-    assert not client.pinned(gpu.uuid, slots) and not pinned_from(), "who is late with the old mapping pins nothing"
+    assert not client.register(gpu.uuid, slots) and not registered_from(), "the old mapping is not registered"
     ok, found = read_to_gpu(cupy, client, new, keys)
-    assert ok.all() and (found == blocks).all() and pinned_from() == {client.region(1)[0]}
+    assert ok.all() and (found == blocks).all() and registered_from() == {client.region(1)[0]}
     client.close()
-    assert not pinned_from()
+    assert not registered_from()
 
 
 def test_a_closed_arena_stays_closed(gpu: Device, host: Arena) -> None:
@@ -493,24 +491,24 @@ def test_a_closed_arena_stays_closed(gpu: Device, host: Arena) -> None:
     assert host.give_back(0, GEN + 1000)
     host.discard(0)
     client.close()
-    assert not client.pinned(gpu.uuid, slots) and not len(client._memory[1]) and not pinned_from()
+    assert not client.register(gpu.uuid, slots) and not len(client._memory[1]) and not registered_from()
     del mapped
 
 
-def test_the_owner_unpins_what_it_discards(cupy: Any, gpu: Device, host: Arena) -> None:
+def test_the_owner_unregisters_slabs_that_it_discards(cupy: Any, gpu: Device, host: Arena) -> None:
     at, keys, blocks = some(2)
-    assert host.write(at, keys, on_gpu(cupy, blocks)).all() and pinned_from() == {host.region(1)[0]}
-    assert host.give_back(1, GEN + 1000) and pinned_from()
+    assert host.write(at, keys, on_gpu(cupy, blocks)).all() and registered_from() == {host.region(1)[0]}
+    assert host.give_back(1, GEN + 1000) and registered_from()
     host.discard(1)
-    assert not pinned_from()
-    assert host.write(granted(at), keys, on_gpu(cupy, blocks)).all() and pinned_from() == {host.region(0)[0]}
+    assert not registered_from()
+    assert host.write(granted(at), keys, on_gpu(cupy, blocks)).all() and registered_from() == {host.region(0)[0]}
 
 
 @pytest.mark.parametrize("kind", ["host", "ours"])
 def test_closed_while_it_copies(
     request: pytest.FixtureRequest, cupy: Any, gpu: Device, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is unpinned, or freed, when the copy is done."""
+    """Memory is unregistered, or freed, when the copy is done."""
     free = gpu._memory()[0]
     arena: Arena = request.getfixturevalue(kind)
     at, keys, blocks = some(2)
@@ -519,14 +517,14 @@ def test_closed_while_it_copies(
     out = cupy.zeros(blocks.shape, np.uint8)
     ok = arena.read(at, keys, rows_of([out]))
     assert ok.all() and (out.get() == blocks).all()
-    assert not pinned_from()
+    assert not registered_from()
     del out
     if kind == "ours":
         assert gpu._memory()[0] >= free - SLAB
     assert not arena.read(at, keys, np.zeros_like(blocks)).any()
 
 
-def test_a_forked_child_unpins_nothing(on_host: Any) -> None:
+def test_a_forked_child_unregisters_nothing(on_host: Any) -> None:
     host = memory_arena()
     at, keys, blocks = some(2)
     assert host.write(at, keys, on_gpu(on_host, blocks)).all()
@@ -534,15 +532,15 @@ def test_a_forked_child_unpins_nothing(on_host: Any) -> None:
 
     def child() -> None:
         host.close()
-        answer.send(len(devices._pinned))
+        answer.send(len(devices._registered))
 
     process = fork.Process(target=child)
     process.start()
     process.join()
     assert asked.recv() == 1
-    assert len(devices._pinned) == 1 and host.read(at, keys, on_gpu(on_host, blocks)).all()
+    assert len(devices._registered) == 1 and host.read(at, keys, on_gpu(on_host, blocks)).all()
     host.close(unlink=True)
-    assert not devices._pinned
+    assert not devices._registered
 
 
 # ---------------------------------------------------------------------- a GPU's arena and its file
@@ -558,7 +556,7 @@ def test_no_host_memory(cupy: Any, ours: GpuArena) -> None:
 
 def test_the_memory_goes_with_the_arena(on_host: Any) -> None:
     gpu = devices.device(devices.visible()[0])
-    gpu.bounce()
+    gpu.bounce_buffer()
     free = gpu._memory()[0]
     for used in (False, True):
         arena = gpu_arena(gpu)
@@ -589,8 +587,8 @@ def test_no_room(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 DEAD = """
 import os, sys
 from raykv.arena.gpu.device import device
-from raykv.arena.gpu.gpu_arena import DeviceArena
-print(DeviceArena.open_new(sys.argv[1], b"fingerprint 16 B", device(sys.argv[2]), 4 << 20, 2).path, flush=True)
+from raykv.arena.gpu.gpu_arena import GpuArena
+print(GpuArena.open_new(sys.argv[1], b"fingerprint 16 B", device(sys.argv[2]), 4 << 20, 2).path, flush=True)
 os._exit(0)
 """
 
@@ -616,12 +614,12 @@ def test_a_file_that_is_another_by_now(on_host: Any, monkeypatch: pytest.MonkeyP
     made: list[GpuArena] = []
 
     def first(*args: Any) -> bool:
-        monkeypatch.setattr(arenas, "lock", file_locks.lock)
+        monkeypatch.setattr(files, "lock", file_locks.lock)
         os.unlink(path)
         made.append(gpu_arena(gpu))
         return file_locks.lock(*args)
 
-    monkeypatch.setattr(arenas, "lock", first)
+    monkeypatch.setattr(files, "lock", first)
     assert not remove(path) and made[0].path == path and os.path.exists(path)
     made[0].close(unlink=True)
 
@@ -633,10 +631,10 @@ CLIENT = """
 import sys
 import numpy as np
 from helpers.arena_worker import key_of
-from raykv.arena.gpu.gpu_arena import DeviceArena
+from raykv.arena.gpu.gpu_arena import GpuArena
 from helpers.gpu_arenas import granted, has, some
 path, nonce, gpu, handle = sys.argv[1:]
-arena = DeviceArena.map(path, bytes.fromhex(nonce), gpu, bytes.fromhex(handle))
+arena = GpuArena.map(path, bytes.fromhex(nonce), gpu, bytes.fromhex(handle))
 at, keys, blocks = some(3)
 assert has(arena, at, keys, blocks)
 assert arena.write(granted(at), keys, ~blocks).all()
@@ -690,9 +688,9 @@ def test_a_store_that_is_killed(cupy: Any, store: tuple["subprocess.Popen[str]",
     process.send_signal(signal.SIGKILL)
     process.wait()
     for rows in (rows_of([blocks]), on_gpu(cupy, blocks)):
-        with pytest.raises(DeviceError, match="its store is gone"):
+        with pytest.raises(DeviceError, match="its node store is gone"):
             arena.read(at, keys, rows)
-        with pytest.raises(DeviceError, match="its store is gone"):
+        with pytest.raises(DeviceError, match="its node store is gone"):
             arena.write(granted(at), keys, rows)
 
 
@@ -707,7 +705,7 @@ def test_a_store_that_is_killed_while_its_blocks_are_read(
         process.wait()
 
     meanwhile(monkeypatch, kill)
-    with pytest.raises(DeviceError, match="its store is gone"):
+    with pytest.raises(DeviceError, match="its node store is gone"):
         read_to_gpu(cupy, arena, at, keys)
 
 

@@ -27,12 +27,12 @@ one_by_one = settings(deadline=None, suppress_health_check=[HealthCheck.function
 
 
 @pytest.fixture
-def pinned(gpu: Device) -> Iterator[Bytes]:
+def host_memory(gpu: Device) -> Iterator[Bytes]:
     """Host memory that the GPU reaches."""
     memory = np.frombuffer(mmap.mmap(-1, MIB), np.uint8)
-    assert gpu.pin(memory.ctypes.data, MIB)
+    assert gpu.register(memory.ctypes.data, MIB)
     yield memory
-    gpu.unpin(memory.ctypes.data, MIB)
+    gpu.unregister(memory.ctypes.data, MIB)
 
 
 LENGTHS = st.one_of(
@@ -61,49 +61,49 @@ def moved(pieces: list[tuple[int, int, int]], onto: Bytes, source: Bytes) -> Byt
 
 @one_by_one
 @given(layouts())
-def test_copies(gpu: Device, pinned: Bytes, pieces: list[tuple[int, int, int]]) -> None:
+def test_copies(gpu: Device, host_memory: Bytes, pieces: list[tuple[int, int, int]]) -> None:
     """Into a GPU's memory and out of it again, every byte lands where the table says, and none beside."""
     region = gpu.allocate(MIB)
     try:
         source = noise(MIB, 1)
-        pinned[:] = source
+        host_memory[:] = source
         put(gpu, region.address, np.zeros(MIB, np.uint8))
-        host = pinned.ctypes.data
+        host = host_memory.ctypes.data
         gpu.copy(table_of(*((region.address + to, host + of, length) for to, of, length in pieces)))
         there = moved(pieces, np.zeros(MIB, np.uint8), source)
         assert (get(gpu, region.address, MIB) == there).all()
-        pinned[:] = 7
+        host_memory[:] = 7
         gpu.copy(table_of(*((host + to, region.address + of, length) for to, of, length in pieces)))
-        assert (pinned == moved(pieces, np.full(MIB, 7, np.uint8), there)).all()
+        assert (host_memory == moved(pieces, np.full(MIB, 7, np.uint8), there)).all()
     finally:
         region.close()
 
 
-def test_a_table_of_blocks_and_parts(gpu: Device, pinned: Bytes) -> None:
+def test_a_table_of_blocks_and_parts(gpu: Device, host_memory: Bytes) -> None:
     region = gpu.allocate(MIB)
-    pinned[:] = noise(MIB)
+    host_memory[:] = noise(MIB)
     to = region.address + np.arange(6) * 1000
-    of = pinned.ctypes.data + np.arange(6)[::-1] * 1000
+    of = host_memory.ctypes.data + np.arange(6)[::-1] * 1000
     gpu.copy(np.stack([to, of, np.full(6, 1000)], 1).reshape(2, 3, 3))
-    assert (get(gpu, region.address, 6000).reshape(6, 1000) == pinned[:6000].reshape(6, 1000)[::-1]).all()
+    assert (get(gpu, region.address, 6000).reshape(6, 1000) == host_memory[:6000].reshape(6, 1000)[::-1]).all()
     region.close()
 
 
-def test_a_table_of_many_pieces(gpu: Device, pinned: Bytes) -> None:
+def test_a_table_of_many_pieces(gpu: Device, host_memory: Bytes) -> None:
     """More than the memory that tables go by has room for at first."""
     region, n = gpu.allocate(MIB), 50_000
-    pinned[:] = noise(MIB)
+    host_memory[:] = noise(MIB)
     order = np.random.default_rng(1).permutation(n)
-    table = np.stack([region.address + 16 * np.arange(n), pinned.ctypes.data + 16 * order, np.full(n, 16)], 1)
+    table = np.stack([region.address + 16 * np.arange(n), host_memory.ctypes.data + 16 * order, np.full(n, 16)], 1)
     gpu.copy(table)
-    assert (get(gpu, region.address, 16 * n).reshape(n, 16) == pinned[: 16 * n].reshape(n, 16)[order]).all()
+    assert (get(gpu, region.address, 16 * n).reshape(n, 16) == host_memory[: 16 * n].reshape(n, 16)[order]).all()
     region.close()
 
 
 def test_no_room_for_a_big_table(on_host: Any) -> None:
     """The copy fails; others, whose tables fit what there is, do not."""
     gpu = devices.device(devices.visible()[0])
-    region, bounce = gpu.allocate(MIB), gpu.bounce()
+    region, bounce = gpu.allocate(MIB), gpu.bounce_buffer()
     table = np.tile(table_of((region.address, bounce.ctypes.data, 1)), (3000, 1))
     gpu.copy(table[:1])
     left = on_host.cuda.runtime.memGetInfo()[0]
@@ -116,21 +116,21 @@ def test_no_room_for_a_big_table(on_host: Any) -> None:
     gpu.copy(table)
 
 
-def test_threads_copy_at_once(gpu: Device, pinned: Bytes) -> None:
+def test_threads_copy_at_once(gpu: Device, host_memory: Bytes) -> None:
     region = gpu.allocate(MIB)
-    pinned[:] = noise(MIB)
+    host_memory[:] = noise(MIB)
     share = MIB // 4
 
     def copy(i: int) -> None:
         for at in range(i * share, (i + 1) * share, share // 8):
-            gpu.copy(table_of((region.address + at, pinned.ctypes.data + at, share // 8)))
+            gpu.copy(table_of((region.address + at, host_memory.ctypes.data + at, share // 8)))
 
     threads = [threading.Thread(target=copy, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (get(gpu, region.address, MIB) == pinned).all()
+    assert (get(gpu, region.address, MIB) == host_memory).all()
     region.close()
 
 
@@ -159,7 +159,7 @@ def test_units(lengths: list[int]) -> None:
     """Every unit is of one piece, in order, and those of a piece cover its bytes."""
     table = np.zeros((len(lengths), 3), np.int64)
     table[:, 2] = lengths
-    pieces = copy_kernel.numbered(table)
+    pieces = copy_kernel.with_units(table)
     assert (pieces[:, :3] == table).all() and pieces.dtype == np.int64 and pieces.flags.c_contiguous
     units = np.diff(pieces[:, 3], prepend=0)
     assert ((units - 1) * copy_kernel.UNIT < table[:, 2]).all() and (table[:, 2] <= units * copy_kernel.UNIT).all()
@@ -210,7 +210,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], blocks: int, threads: int) -> None:
     """It writes every byte once, and none beside."""
     source, to = noise(MIB), np.zeros(MIB, np.uint8)
-    pieces = copy_kernel.numbered(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
+    pieces = copy_kernel.with_units(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
     if len(pieces):
         table = ctypes.c_void_p(pieces.ctypes.data)
         written = compiled.launch(blocks, threads, table, ctypes.c_longlong(len(pieces)))
@@ -218,22 +218,22 @@ def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], bl
     assert (to == moved(layout, np.zeros(MIB, np.uint8), source)).all()
 
 
-def test_after(cupy: Any, gpu: Device, pinned: Bytes) -> None:
+def test_after(cupy: Any, gpu: Device, host_memory: Bytes) -> None:
     """A copy sees what the stream it comes after had to write, though nobody waited for that stream."""
     region, producer = gpu.allocate(MIB), cupy.cuda.Stream(non_blocking=True)
     put(gpu, region.address, np.zeros(MIB, np.uint8))
-    pinned[: MIB // 2] = noise(MIB // 2)
+    host_memory[: MIB // 2] = noise(MIB // 2)
     runtime, half = cupy.cuda.runtime, MIB // 2
-    runtime.memcpyAsync(region.address, pinned.ctypes.data, half, runtime.memcpyHostToDevice, producer.ptr)
-    gpu.copy(table_of((pinned.ctypes.data + half, region.address, half)), after=producer.ptr)
-    assert (pinned[half:] == pinned[:half]).all() and pinned[:half].any()
+    runtime.memcpyAsync(region.address, host_memory.ctypes.data, half, runtime.memcpyHostToDevice, producer.ptr)
+    gpu.copy(table_of((host_memory.ctypes.data + half, region.address, half)), after=producer.ptr)
+    assert (host_memory[half:] == host_memory[:half]).all() and host_memory[:half].any()
     region.close()
 
 
 def test_without_after_a_copy_may_come_first(on_host: Any) -> None:
     """So that `test_after` means something; on a GPU that is a race."""
     gpu = devices.device(devices.visible()[0])
-    array, bounce = on_host.asarray(np.zeros((1, 64), np.uint8)), gpu.bounce()
+    array, bounce = on_host.asarray(np.zeros((1, 64), np.uint8)), gpu.bounce_buffer()
     bounce[:64] = 1
     producer, runtime = on_host.cuda.Stream(non_blocking=True), on_host.cuda.runtime
     runtime.memcpyAsync(array.data.ptr, bounce.ctypes.data, 64, runtime.memcpyHostToDevice, producer.ptr)
@@ -248,7 +248,7 @@ import numpy as np
 from raykv.arena.gpu.device import device, visible
 uuid, handle, size = sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3])
 gpu = device(uuid)
-region, bounce = gpu.open(handle, size), gpu.bounce()
+region, bounce = gpu.open(handle, size), gpu.bounce_buffer()
 gpu.copy(np.array([[bounce.ctypes.data, region.address, size]]))
 bounce[:size] ^= 255
 gpu.copy(np.array([[region.address, bounce.ctypes.data, size]]))
@@ -323,27 +323,27 @@ def test_bad_capacity(gpu: Device, given: Any) -> None:
         gpu.capacity(given)
 
 
-def test_pin(on_host: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_register(on_host: Any, caplog: pytest.LogCaptureFixture) -> None:
     gpu, other = map(devices.device, devices.visible())
     memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
     address = memory.ctypes.data
-    assert gpu.pin(address, 4096) and gpu.pin(address, 4096) and other.pin(address, 4096)
+    assert gpu.register(address, 4096) and gpu.register(address, 4096) and other.register(address, 4096)
     assert not caplog.records
-    assert not gpu.pin(address, 8192) and not gpu.pin(address, 8192)  # CUDA refuses what overlaps
+    assert not gpu.register(address, 8192) and not gpu.register(address, 8192)  # CUDA refuses what overlaps
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    gpu.unpin(address, 8192)
-    gpu.unpin(address, 4096)
-    gpu.unpin(address, 4096)
-    assert gpu.pin(address, 8192)
-    gpu.unpin(address, 8192)
+    gpu.unregister(address, 8192)
+    gpu.unregister(address, 4096)
+    gpu.unregister(address, 4096)
+    assert gpu.register(address, 8192)
+    gpu.unregister(address, 8192)
     with pytest.raises(ValueError, match="length=0"):
-        gpu.pin(address, 0)
+        gpu.register(address, 0)
     with pytest.raises(DeviceError, match="cudaErrorIllegalAddress"):
         gpu.copy(table_of((address, address + 100, 10)))
 
 
 def test_bounce(gpu: Device) -> None:
-    one, two = gpu.bounce(), gpu.bounce()
+    one, two = gpu.bounce_buffer(), gpu.bounce_buffer()
     assert one.shape == (BOUNCE_BYTES,) and one.dtype == np.uint8 and one.flags.writeable
     one[:], two[:] = 1, 2
     gpu.copy(table_of((one.ctypes.data, two.ctypes.data, BOUNCE_BYTES)))
@@ -352,7 +352,7 @@ def test_bounce(gpu: Device) -> None:
 
 def test_a_lost_gpu(on_host: Any) -> None:
     gpu = devices.device(devices.visible()[0])
-    region, bounce = gpu.allocate(100), gpu.bounce()
+    region, bounce = gpu.allocate(100), gpu.bounce_buffer()
     on_host.cuda.runtime.lose(700)
     lost = pytest.raises(DeviceError, match=f"{gpu.uuid}: cudaErrorIllegalAddress")
     with lost:
@@ -414,7 +414,7 @@ def test_rows_on_a_gpu(cupy: Any, gpu: Device) -> None:
     found = buffers.paged(layers, [3, 1], 2, 20, writable=True)
     assert found.device == gpu.uuid and found[:1].device == gpu.uuid and found[:1].stream == found.stream
     assert found.addresses.tolist() == [[layer.data.ptr + 10 * i for layer in layers] for i in (3, 1)]
-    to = gpu.bounce()
+    to = gpu.bounce_buffer()
     gpu.copy(np.stack([to.ctypes.data + 10 * np.arange(4), found.addresses.ravel(), np.full(4, 10)], 1), found.stream)
     assert (to[:40].reshape(2, 20) == np.hstack([layer.get() for layer in layers])[[3, 1]]).all()
     assert buffers.dense("out", layers[0], 3, 10).device == gpu.uuid
@@ -463,7 +463,7 @@ def test_streams_of_rows(on_host: Any) -> None:
 def test_streams_that_are_waited_for_at_once(on_host: Any, handles: list[Any]) -> None:
     """Another thread's copy could not wait for them."""
     gpu = devices.device(devices.visible()[0])
-    array, bounce = on_host.zeros((2, 8), np.uint8), gpu.bounce()
+    array, bounce = on_host.zeros((2, 8), np.uint8), gpu.bounce_buffer()
     streams = [on_host.cuda.Stream().ptr if handle == "own" else handle for handle in handles]
     bounce[:16] = range(1, 17)
     for i, stream in enumerate(streams):

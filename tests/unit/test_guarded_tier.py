@@ -18,8 +18,8 @@ from raykv.arena.arena import Arena
 from raykv.arena.checksum import judge
 from raykv.protocol import ALTERED, LOCATION, PULLED
 from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
+from raykv.tiers.base import path_of
 from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
-from raykv.tiers.names import path_of
 
 SIZE = 64 << 10
 OURS, OTHERS = b"fingerprint-ours", b"fingerprint-else"
@@ -66,9 +66,6 @@ class Moody:
         self.after_read()
         return self.answer(heads)  # type: ignore[no-any-return]
 
-    def exists_many(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self.blocks for key in keys]
-
     def delete_many(self, keys: Sequence[bytes]) -> None:
         self._enter("delete")
         for key in keys:
@@ -78,9 +75,6 @@ class Moody:
         for key, (_, body) in list(self.blocks.items()):
             self._enter("scan")
             yield [(key, len(body))] if key != MARKER else []
-
-    def usage(self) -> int:
-        return sum(len(body) for _, body in self.blocks.values())
 
     def close(self) -> None: ...
 

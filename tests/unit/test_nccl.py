@@ -76,7 +76,7 @@ class Node:
         self.arena = Arena.create(f"/dev/shm/raykv-test-nccl-{os.getpid()}-{Node.count}", w.PRINT, w.SLAB, 1)
         self.arena.offer_next()
         self.arena.raise_epoch(w.EPOCH)
-        assert gpu.pin(*self.arena.region(0))
+        assert gpu.register(*self.arena.region(0))
         self.gpu = gpu
         self.start()
 
@@ -131,7 +131,7 @@ def _forget() -> None:
         del sys.modules[name]
     for cached in (cuda.uuid, devices.device):
         cached.cache_clear()
-    devices._pinned.clear()
+    devices._registered.clear()
 
 
 @pytest.fixture

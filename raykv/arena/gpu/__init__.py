@@ -1,1 +1,1 @@
-"""The bytes of one GPU."""
+"""The bytes of one GPU: its memory as an arena, and copies between GPUs and host memory."""

@@ -1,7 +1,7 @@
-"""How a thread copies on a GPU: a whole table of copies in one launch, on a stream of the thread's own.
+"""How a thread copies on a GPU: a whole table of copies in one kernel launch, on a stream of the thread's own.
 
-cudaMemcpyAsync takes microseconds a piece, and a block has a piece for every layer. A kernel reads and writes pinned
-host memory and the GPU's own alike, by the same addresses.
+cudaMemcpyAsync takes microseconds a piece, and a block has a piece for every layer. A kernel reads and writes
+page-locked host memory and the GPU's own alike, by the same addresses.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from raykv.arena.checksum import Copies
 from raykv.arena.gpu import cuda
 
 THREADS = 512
-UNIT = THREADS * 16 * 4  # bytes that a thread block moves at once: every thread has four loads of 16 on their way
-BLOCKS = 64  # at most: an engine computes beside this
+UNIT = THREADS * 16 * 4  # bytes that a thread block moves at once: every thread has four loads of 16 bytes in flight
+BLOCKS = 64  # thread blocks of a launch, at most: an engine computes beside this
 SOURCE = r"""
 static __device__ void move(char* to, const char* from, long long bytes)
 {
@@ -66,36 +66,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) raykv_copy(const long long
 """
 
 
-def numbered(table: Copies) -> Copies:
-    """(n, 3) copies as the kernel takes them, (n, 4): beside each, how many units there are up to its end."""
+def with_units(table: Copies) -> Copies:
+    """(n, 3) copies as the kernel takes them, (n, 4): with each, the number of units up to its end."""
     return np.column_stack([table, np.cumsum(-(-table[:, 2] // UNIT))])
 
 
-def kernel(module: Any) -> Any:
-    """The kernel, of CuPy, compiled for its current device."""
+def compile_kernel(module: Any) -> Any:
+    """The kernel, compiled for the current device of CuPy (`module`)."""
     made = module.RawKernel(SOURCE, "raykv_copy", (f"-DUNIT={UNIT}LL", f"-DTHREADS={THREADS}"))
     made.compile()
     return made
 
 
-class Courier:
-    """A stream, and the memory that tables of copies reach the GPU by. For one thread."""
+class CopyStream:
+    """A CUDA stream, and the memory that takes tables of copies to the GPU. For one thread."""
 
     def __init__(self, module: Any, kernel: Any) -> None:
-        """module: CuPy, whose current device is the GPU. CUDA's errors are the caller's to name, here and below."""
+        """module: CuPy, whose current device is the GPU. The caller translates CUDA's errors, here and in `copy`."""
         self._cupy, self._kernel = module, kernel
         self._stream = module.cuda.Stream(non_blocking=True)  # does not wait for the legacy default stream
         self._event = module.cuda.Event(disable_timing=True)
-        self._make_room(1 << 16)
+        self._allocate(1 << 16)
 
-    def _make_room(self, size: int) -> None:
+    def _allocate(self, size: int) -> None:
         self._table = self._cupy.cuda.Memory(size)  # first: it may fail, and must not be the smaller of the two
-        self._host = cuda.pinned(self._cupy, size)
+        self._host = cuda.page_locked(self._cupy, size)
 
     def copy(self, pieces: Copies, after: int | None) -> None:
-        """Do `numbered` copies, of at least one unit, after what stream `after` has to do now; wait until done."""
+        """Do copies, `with_units`, of at least one unit, after what is queued on stream `after`. Waits until done."""
         if pieces.nbytes > len(self._host):
-            self._make_room(2 * pieces.nbytes)
+            self._allocate(2 * pieces.nbytes)
         runtime, host = self._cupy.cuda.runtime, self._host[: pieces.nbytes]
         host[:] = pieces.view(np.uint8).ravel()
         if after is not None:

@@ -1,4 +1,4 @@
-"""CUDA by way of CuPy, which is imported only where somebody has GPU memory."""
+"""CUDA through CuPy, which is imported only where somebody has GPU memory."""
 
 import contextlib
 import ctypes
@@ -26,8 +26,8 @@ def cupy() -> Any:
 
 
 @contextlib.contextmanager
-def reported(who: str) -> Iterator[Any]:
-    """CuPy; what CUDA fails meanwhile is a DeviceError."""
+def translated(who: str) -> Iterator[Any]:
+    """Gives CuPy. CUDA's errors meanwhile are DeviceErrors, whose text begins with `who`."""
     module = cupy()
     try:
         yield module
@@ -37,14 +37,14 @@ def reported(who: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def on(ordinal: int) -> Iterator[Any]:
-    """As `reported`; this thread's calls go to that GPU meanwhile."""
-    with reported(uuid(ordinal)) as module, module.cuda.Device(ordinal):
+    """As `translated`; this thread's calls go to that GPU meanwhile."""
+    with translated(uuid(ordinal)) as module, module.cuda.Device(ordinal):
         yield module
 
 
 @functools.cache
 def uuid(ordinal: int) -> str:
-    """Of the GPU that has this number in this process, as NVML prints it. Creates no CUDA context."""
+    """UUID of the GPU that has this number in this process, as NVML prints it. Creates no CUDA context."""
     raw: bytes = cupy().cuda.runtime.getDeviceProperties(ordinal)["uuid"]
     if len(raw) < 16:  # CuPy takes it for a C string, which ends at a zero
         buffer = (ctypes.c_ubyte * 16)()
@@ -54,8 +54,8 @@ def uuid(ordinal: int) -> str:
 
 
 def ordinal_at(address: int) -> int:
-    """Number in this process of the GPU whose memory this is; ValueError if it is no GPU's."""
-    with reported("pointerGetAttributes") as module:
+    """Number in this process of the GPU that has this address; ValueError if no GPU has."""
+    with translated("pointerGetAttributes") as module:
         runtime = module.cuda.runtime
         found = runtime.pointerGetAttributes(address)
         if found.type not in (runtime.memoryTypeDevice, runtime.memoryTypeManaged):
@@ -65,9 +65,9 @@ def ordinal_at(address: int) -> int:
 
 
 def stream_of(array: Any) -> int | None:
-    """Handle of the stream that writes and reads an array on a GPU; None if nothing need be waited for.
+    """Handle of the stream that writes and reads an array on a GPU; None: no copy need wait.
 
-    A torch tensor's is this thread's current one of its device: version 2 of the interface, which torch has, says none.
+    A torch tensor's stream is this thread's current one of its device: torch's interface (version 2) names none.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -76,10 +76,11 @@ def stream_of(array: Any) -> int | None:
     return stream
 
 
-def settled(ordinal: int, streams: set[int | None]) -> int | None:
-    """The one stream that a copy must come after, or None: others are waited for here.
+def stream_to_follow(ordinal: int, streams: set[int | None]) -> int | None:
+    """The stream that a copy must be queued after. None: no copy need wait.
 
-    Those are more than one, and a per-thread default stream, whose handle means another one in another thread.
+    Waits here for the work of several streams, and of a per-thread default stream: its handle means another stream in
+    another thread.
     """
     handles = {stream for stream in streams if stream is not None}
     if len(handles) == 1 and PER_THREAD not in handles:
@@ -90,6 +91,6 @@ def settled(ordinal: int, streams: set[int | None]) -> int | None:
     return None
 
 
-def pinned(module: Any, size: int) -> NDArray[np.uint8]:
-    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool, where it goes back when it is let go."""
+def page_locked(module: Any, size: int) -> NDArray[np.uint8]:
+    """(size,) uint8 of host memory that GPUs reach, from CuPy's pool. It goes back there with its last reference."""
     return np.frombuffer(module.cuda.alloc_pinned_memory(size), np.uint8, size)

@@ -1,4 +1,4 @@
-"""One GPU: room in its memory, which other processes can open, and copies from and to it."""
+"""One GPU: memory that is allocated there, which other processes can open, and copies from and to it."""
 
 import functools
 import logging
@@ -11,18 +11,19 @@ from numpy.typing import NDArray
 
 from raykv.arena.checksum import Copies
 from raykv.arena.gpu import cuda
-from raykv.arena.gpu.copy_kernel import Courier, kernel, numbered
-from raykv.config import capacity_bytes
+from raykv.arena.gpu.copy_kernel import CopyStream, compile_kernel, with_units
+from raykv.config import Size, capacity_bytes, parse_size
 from raykv.errors import CapacityError, DeviceError
 
-BOUNCE_BYTES = 8 << 20
+BOUNCE_BYTES = 8 << 20  # of a bounce buffer
 HANDLE_BYTES = 64
 _GRAIN = 2 << 20  # CUDA exports memory in grains of this size: with no smaller one, nothing else goes along
 _OUT_OF_MEMORY, _PORTABLE = 2, 1  # cudaErrorMemoryAllocation, cudaHostRegisterPortable
 log = logging.getLogger("raykv")
 
-_pinned: dict[tuple[int, int], bool] = {}  # ranges of this process's memory, and whether CUDA took them
-_mutex = threading.RLock()  # what is collected meanwhile may be unpinned by the thread that holds it
+_registered: dict[tuple[int, int], bool] = {}  # (address, length) in this process's memory, whether CUDA took it
+# Guards `_registered`. Re-entrant: garbage collection in the thread that has it may unregister memory.
+_mutex = threading.RLock()
 
 
 def visible() -> list[str]:
@@ -68,38 +69,35 @@ class Region:
     """Bytes of a GPU's memory, until `close`. Get one from `Device.allocate` or `Device.open`."""
 
     def __init__(self, address: int, size: int, handle: bytes, release: Callable[[int], None]) -> None:
-        """release: how the address is given back. handle: what another process opens the region by."""
+        """release: frees or unmaps the address. handle: another process opens the region by it."""
         self.address, self.size, self.handle = address, size, handle
         self._release: Callable[[int], None] | None = release
 
     def close(self) -> None:
-        """Give the memory back, or let go of another process's; nobody may copy there by now. Once is enough."""
+        """Free the memory, or unmap another process's. Nobody may copy there any more. A second call does nothing."""
         release, self._release = self._release, None
         if release is not None:
             release(self.address)
 
 
 class Device:
-    """A GPU of this machine. Get one from `device(uuid)`. Thread-safe. What CUDA fails is a DeviceError."""
+    """A GPU of this machine. Get one from `device(uuid)`. Thread-safe. CUDA's errors are DeviceErrors."""
 
     def __init__(self, uuid: str, ordinal: int) -> None:
         """For `device`. ordinal: its number in this process."""
         self.uuid, self.ordinal = uuid, ordinal
-        self._couriers = threading.local()
+        self._streams = threading.local()  # `mine`: the thread's CopyStream
         with cuda.on(ordinal) as cupy:
-            self._kernel = kernel(cupy)  # before anybody waits for it
+            self._kernel = compile_kernel(cupy)  # before anybody waits for it
 
-    def capacity(self, gpu_memory: float | int) -> int:
-        """Bytes of a region: a fraction of the GPU's memory (float in (0, 1]) or bytes (int).
+    def capacity(self, gpu_memory: Size) -> int:
+        """Bytes of a region that is a fraction of the GPU's memory, or so many bytes; see `parse_size`.
 
         CapacityError if less is free. ValueError for anything else.
         """
-        fraction = isinstance(gpu_memory, float) and 0 < gpu_memory <= 1
-        size = isinstance(gpu_memory, int) and not isinstance(gpu_memory, bool) and gpu_memory > 0
-        if not fraction and not size:
-            raise ValueError(f"gpu_memory={gpu_memory!r}: give a fraction in (0, 1] (float) or bytes (int)")
+        size = parse_size("gpu_memory", gpu_memory)
         free, total = self._memory()
-        asked = capacity_bytes(gpu_memory, total)
+        asked = capacity_bytes(size, total)
         if asked > free:
             raise CapacityError(self._refusal(asked, free, total))
         return asked
@@ -135,54 +133,56 @@ class Device:
         """Do the copies, in one launch, and wait until they are done. The GIL is free meanwhile.
 
         table: (pieces, 3) or (blocks, parts, 3) int64: addresses to and from, and length. Each is of this GPU's memory
-        or pinned; an address that is neither takes the whole process's GPU down. Copies must not overlap.
-        after: handle of a CUDA stream of this GPU: what it has been given to do by now is done first.
+        or page-locked; any other address makes CUDA fail for good in this process. Copies must not overlap.
+        after: handle of a CUDA stream of this GPU: what is queued there by now is done first.
         """
         if table.dtype != np.int64 or table.ndim not in (2, 3) or table.shape[-1] != 3:
             raise ValueError(f"copies: {table.dtype} of shape {table.shape}: give (pieces, 3) int64")
         if (table < 0).any():
             raise ValueError(f"copies: {table[(table < 0).any(-1)][0].tolist()} has a negative address or length")
-        pieces = numbered(table.reshape(-1, 3))
+        pieces = with_units(table.reshape(-1, 3))
         if not len(pieces) or not pieces[-1, 3]:
             return
         with cuda.on(self.ordinal) as cupy:
-            if not hasattr(self._couriers, "mine"):
-                self._couriers.mine = Courier(cupy, self._kernel)
-            self._couriers.mine.copy(pieces, after)
+            if not hasattr(self._streams, "mine"):
+                self._streams.mine = CopyStream(cupy, self._kernel)
+            self._streams.mine.copy(pieces, after)
 
-    def pin(self, address: int, length: int) -> bool:
-        """Let GPUs reach a range of this process's memory until `unpin`. Whether they can.
+    def register(self, address: int, length: int) -> bool:
+        """Page-lock a range of this process's memory, so that GPUs reach it. Returns whether they do.
 
-        CUDA is asked once for the same range; that it refused is logged, and remembered. Ranges must not overlap. GPUs
-        see the pages that are there now: `unpin` before they are unmapped, or discarded from the file that is mapped.
+        CUDA is asked once for the same range; a refusal is logged and remembered. Ranges must not overlap. GPUs see
+        the pages that are there now: `unregister` before they are unmapped, or discarded from the mapped file.
         """
         if length <= 0:
-            raise ValueError(f"length={length}: there is nothing to pin")
+            raise ValueError(f"length={length}: there is nothing to register")
         with _mutex:
-            if (address, length) not in _pinned:
-                _pinned[address, length] = self._register(address, length)
-            return _pinned[address, length]
+            if (address, length) not in _registered:
+                _registered[address, length] = self._register(address, length)
+            return _registered[address, length]
 
     def _register(self, address: int, length: int) -> bool:
         try:
             with cuda.on(self.ordinal) as cupy:
                 cupy.cuda.runtime.hostRegister(address, length, _PORTABLE)  # for every GPU that this process uses
         except DeviceError as error:
-            log.warning("%d bytes of host memory cannot be pinned, copies take a way round: %s", length, error)
+            log.warning(
+                "%d bytes of host memory cannot be page-locked, copies go through a bounce buffer: %s", length, error
+            )
             return False
         return True
 
-    def unpin(self, address: int, length: int) -> None:
-        """Undo `pin`, before the memory goes; of a range that is not pinned, nothing."""
+    def unregister(self, address: int, length: int) -> None:
+        """Undo `register`, before the memory goes. Does nothing for a range that is not registered."""
         with _mutex:
-            if _pinned.pop((address, length), False):
+            if _registered.pop((address, length), False):
                 with cuda.on(self.ordinal) as cupy:
                     cupy.cuda.runtime.hostUnregister(address)
 
-    def bounce(self) -> NDArray[np.uint8]:
-        """(BOUNCE_BYTES,) uint8, pinned, for bytes on their way from or to memory that is not. Let it go after use."""
+    def bounce_buffer(self) -> NDArray[np.uint8]:
+        """(BOUNCE_BYTES,) uint8, page-locked, to copy through from and to memory that is not. Drop it after use."""
         with cuda.on(self.ordinal) as cupy:
-            return cuda.pinned(cupy, BOUNCE_BYTES)
+            return cuda.page_locked(cupy, BOUNCE_BYTES)
 
     def _memory(self) -> tuple[int, int]:
         """Bytes free, and in all."""

@@ -1,4 +1,7 @@
-"""Slots in a GPU's memory. Their headers are in a file of shared memory as an arena's are; its payload is a hole."""
+"""An arena whose slots are in a GPU's memory, and copies between such an arena and others of its node.
+
+The headers are in a file of shared memory, as every arena's; that file's payload is never allocated.
+"""
 
 import itertools
 import os
@@ -9,51 +12,52 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.arena import block_copy, header
-from raykv.arena.arena import SHM, Arena, remove
+from raykv.arena import block_copy, files, header
+from raykv.arena.arena import Arena, Locations, Mask, PeerBlocks
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.checksum import judge
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import Device, Region, device
+from raykv.arena.mapping import Addresses, Bytes
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import ALIGN, ALTERED, FAILED, PULLED
 
 UNKNOWN = 0  # for a checksum: nobody has computed it
-Addresses = NDArray[np.int64]
 
 
 class GpuArena(Arena):
     """An arena whose slots are on a GPU. Get one from `open_new` or `map`.
 
-    No checksum is computed there: what a GPU wrote has none (UNKNOWN) until it comes into host memory, and what came
-    from there keeps its own. The memory goes with the process that allocated it, so that no arena is taken up again.
+    Nothing computes checksums on a GPU: a block that a GPU wrote has none (UNKNOWN) until it is copied to host memory;
+    one that came from host memory keeps its own. The memory goes with the process that allocated it: no GpuArena is
+    ever adopted.
     """
 
     gpu: str  # UUID
     _open: Callable[[], Region]
     _ours: bool  # this process allocated the memory
-    _region: Region | None
+    _region: Region | None  # None: not opened yet. Guarded by `_mutex`
 
     @classmethod
     def open_new(cls, pool: str, fingerprint: bytes, gpu: Device, slab_bytes: int, slabs: int) -> Self:
-        """All of its slabs are offered at once. CapacityError where the GPU has no room, or /dev/shm for headers."""
+        """A new one, owned, that offers all of its slabs. CapacityError where the GPU, or /dev/shm, has no room."""
         region = gpu.allocate(slab_bytes * slabs)
         try:
             arena = cls._create_next(pool, fingerprint, slab_bytes, slabs)
         except BaseException:
             region.close()
             raise
-        arena._of(gpu.uuid, lambda: region, ours=True)
-        arena._start(arena._memory[1])  # the region goes with the arena, even if nothing is ever copied
+        arena._set_region(gpu.uuid, lambda: region, ours=True)
+        arena._base_address(arena._memory[1])  # the region goes with the arena, even if nothing is ever copied
         header.store(arena._memory[0], header.OFFERED, slabs)
         return arena
 
     @classmethod
     def _create_next(cls, pool: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self:
-        """With all of its headers, and nothing offered yet."""
+        """The file, with all of its headers allocated, that offers no slab yet."""
         for index in itertools.count():
-            path = f"{SHM}/raykv-{pool}-{os.getuid()}-gpu-{index}"
-            remove(path)  # of a store that is dead, and its memory with it
+            path = f"{files.SHM}/raykv-{pool}-{os.getuid()}-gpu-{index}"
+            files.remove(path)  # a dead store's; the GPU memory went with it
             try:
                 arena = cls.create(path, fingerprint, slab_bytes, slabs)
             except FileExistsError:
@@ -64,36 +68,37 @@ class GpuArena(Arena):
             except OSError as error:
                 arena.close(unlink=True)
                 raise CapacityError(
-                    f"{path}: {length * slabs} bytes of headers: {error.strerror}; lower gpu_memory, or enlarge {SHM}"
+                    f"{path}: {length * slabs} bytes of headers: {error.strerror}; "
+                    f"lower gpu_memory, or enlarge {files.SHM}"
                 ) from error
             return arena
         raise AssertionError("unreachable")
 
     @classmethod
     def map(cls, path: str, nonce: bytes, gpu: str, handle: bytes) -> Self:
-        """That of this node's store. Its memory is mapped when something is copied: not every client does."""
+        """The arena of this node's store, for a client. The first copy maps its memory: not every client copies."""
         arena = cls.attach(path, nonce)
         size = arena.slab_bytes * arena.slabs
-        arena._of(gpu, lambda: device(gpu).open(handle, size), ours=False)
+        arena._set_region(gpu, lambda: device(gpu).open(handle, size), ours=False)
         return arena
 
-    def _of(self, gpu: str, open_region: Callable[[], Region], ours: bool) -> None:
+    def _set_region(self, gpu: str, open_region: Callable[[], Region], ours: bool) -> None:
         self.gpu, self._open, self._ours, self._region = gpu, open_region, ours, None
 
     def populate(self, gpu: str | None = None) -> None:
-        """Its memory is there."""
+        """Does nothing: GPU memory has no pages to fault in."""
 
-    def _populate(self, data: block_copy.Bytes, slabs: set[int]) -> None:
-        """Nothing is ever in the file's payload, nor should memory be."""
+    def _populate(self, data: Bytes, slabs: set[int]) -> None:
+        """Does nothing: the file's payload must stay unallocated."""
 
     @property
     def handle(self) -> bytes:
-        """What a client maps the memory by."""
+        """CUDA IPC handle: a client maps the memory by it."""
         return self._open().handle
 
-    def _start(self, data: block_copy.Bytes) -> int:
+    def _base_address(self, data: Bytes) -> int:
         if not len(data):
-            return 0  # closed: it has no slots
+            return 0  # closed: there are no slots
         self._check_store()
         with self._mutex:
             if self._region is None:
@@ -103,27 +108,27 @@ class GpuArena(Arena):
 
     def _check_store(self) -> None:
         if not self._ours and not self._locks.owned_elsewhere(ALIGN):
-            raise DeviceError(f"{self.path}: its store is gone, and the memory with it")
+            raise DeviceError(f"{self.path}: its node store is gone, and the GPU memory with it")
 
-    def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        altered: NDArray[np.bool_] = (sums != claimed) & (claimed != UNKNOWN)
+    def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> Mask:
+        altered: Mask = (sums != claimed) & (claimed != UNKNOWN)
         return altered
 
     def _copy_out(self, rows: Rows, slots: Addresses, verify: bool) -> list[int] | None:
         copies = block_copy.copies(rows, slots, out=True)
         if rows.device is None:
-            host_copy.copy(self.gpu, copies, rows.pinned, to_gpu=False, after=None)
+            host_copy.copy(self.gpu, copies, rows.registered, to_gpu=False, after=None)
         else:
             self._check(rows)
             device(self.gpu).copy(copies, rows.stream)
         if len(slots):
-            self._check_store()  # what is gone by now may have gone in the middle
+            self._check_store()  # if it is gone now, it may have gone during the copy
         return block_copy.sums_of(rows) if verify and rows.device is None else None
 
     def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:
         copies = block_copy.copies(rows, slots, out=False)
         if rows.device is None:
-            host_copy.copy(self.gpu, copies, pinned=False, to_gpu=True, after=None)
+            host_copy.copy(self.gpu, copies, registered=False, to_gpu=True, after=None)
             return block_copy.sums_of(rows)
         self._check(rows)
         device(self.gpu).copy(copies, rows.stream)
@@ -133,60 +138,60 @@ class GpuArena(Arena):
         if rows.device != self.gpu:
             raise ValueError(f"memory of {rows.device}, but the pool was attached with device={self.gpu!r}")
 
-    def read_for_peer(
-        self, locations: NDArray[np.void], keys: NDArray[np.uint8]
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_], list[block_copy.Bytes]]:
-        sums, positions, there = self.read_headers(locations, keys)
+    def read_for_peer(self, locations: Locations, keys: Bytes) -> PeerBlocks:
+        """Copies the blocks to host memory, and computes the checksums that are UNKNOWN."""
+        checksums, positions, there = self.read_headers(locations, keys)
         blocks = np.empty((int(there.sum()), int(locations["bytes"].max(initial=0))), np.uint8)
-        there[there] = came = self.read(locations[there], keys[there], blocks, used=False)
-        blocks = blocks[came]
-        found = np.array(block_copy.sums_of(rows_of([blocks])), np.uint64)
-        sums[there] = np.where(sums[there] == UNKNOWN, found, sums[there])
-        return sums, positions, there, [blocks.reshape(-1)]
+        there[there] = arrived = self.read(locations[there], keys[there], blocks, used=False)
+        blocks = blocks[arrived]
+        computed = np.array(block_copy.sums_of(rows_of([blocks])), np.uint64)
+        checksums[there] = np.where(checksums[there] == UNKNOWN, computed, checksums[there])
+        return PeerBlocks(checksums, positions, there, [blocks.reshape(-1)])
 
 
 def copy_between(
     source: Arena,
-    at: NDArray[np.void],
-    keys: NDArray[np.uint8],
+    source_locations: Locations,
+    keys: Bytes,
     target: Arena,
-    to: NDArray[np.void],
+    target_locations: Locations,
     used: bool = True,
 ) -> NDArray[np.uint8]:
-    """Copy blocks between two arenas of one node store, of which at least one is a GPU's; verdicts as of a pull.
+    """Copy blocks of one size between two arenas of a node store, of which at least one is a GPU's.
 
-    All are of one size. used: see Arena.read. DeviceError where a GPU fails.
+    used: as in Arena.read. Returns (n,) verdicts FAILED, PULLED or ALTERED. DeviceError where a GPU fails.
     """
-    verdicts, size = np.full(len(at), ALTERED, np.uint8), int(at["bytes"].max(initial=0))
+    verdicts = np.full(len(source_locations), ALTERED, np.uint8)
+    size = int(source_locations["bytes"].max(initial=0))
     if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # one may not reach the other
-        sums, positions, there, runs = source.read_for_peer(at, keys)
-        blocks, sums = runs[0].reshape(-1, size), sums[there]
-        written = target.write(to[there], keys[there], blocks, positions[there], sums)
-        verdicts[there] = judge(written, blocks, sums)
+        checksums, positions, there, runs = source.read_for_peer(source_locations, keys)
+        blocks, checksums = runs[0].reshape(-1, size), checksums[there]
+        written = target.write(target_locations[there], keys[there], blocks, positions[there], checksums)
+        verdicts[there] = judge(written, blocks, checksums)
         return verdicts
-    sums, positions, there = source.read_headers(at, keys, used)
-    at, keys, expected = at[there], keys[there], sums[there]
-    altered = np.zeros(len(at), np.bool_)
+    checksums, positions, there = source.read_headers(source_locations, keys, used)
+    source_locations, keys, expected = source_locations[there], keys[there], checksums[there]
+    altered = np.zeros(len(keys), np.bool_)
 
-    def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
-        rows = _slots_of(target, slots, size, source)
-        came = source.read(at[which], keys[which], rows, used=False)
-        said = expected[which]
-        found = said if rows.device else np.array(block_copy.sums(slots, size), np.uint64)
-        expected[which] = np.where(said == UNKNOWN, found, said)
-        altered[which] = came & (found != expected[which])
-        which[which] = came
-        return found.tolist()  # type: ignore[no-any-return]
+    def fill(which: Mask, addresses: Addresses) -> list[int]:
+        rows = _slots_as_rows(target, addresses, size, source)
+        arrived = source.read(source_locations[which], keys[which], rows, used=False)
+        claimed = expected[which]
+        computed = claimed if rows.device else np.array(block_copy.sums(addresses, size), np.uint64)
+        expected[which] = np.where(claimed == UNKNOWN, computed, claimed)
+        altered[which] = arrived & (computed != expected[which])
+        which[which] = arrived
+        return computed.tolist()  # type: ignore[no-any-return]
 
-    written = target.fill(to[there], keys, fill, positions[there], expected)
+    written = target.fill(target_locations[there], keys, fill, positions[there], expected)
     verdicts[there] = np.where(written, PULLED, np.where(altered, ALTERED, FAILED))
     return verdicts
 
 
-def _slots_of(arena: Arena, slots: Addresses, size: int, other: Arena) -> Rows:
-    """Slots as rows, for what is to come from another arena, of which one is a GPU's."""
-    rows = Rows(slots[:, None], np.array([size]), arena, writable=True)
+def _slots_as_rows(arena: Arena, addresses: Addresses, size: int, other: Arena) -> Rows:
+    """Slots of one arena as rows that `other` reads into. One of the two is a GPU's."""
+    rows = Rows(addresses[:, None], np.array([size]), arena, writable=True)
     if isinstance(arena, GpuArena):
         return replace(rows, device=arena.gpu)
     assert isinstance(other, GpuArena)
-    return replace(rows, pinned=arena.pinned(other.gpu, slots))
+    return replace(rows, registered=arena.register(other.gpu, addresses))

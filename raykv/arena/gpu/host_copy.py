@@ -1,4 +1,4 @@
-"""Copies between a GPU and this process's memory, which is pinned or is not."""
+"""Copies between a GPU and this process's memory: directly if that is page-locked, else through a bounce buffer."""
 
 import contextlib
 import os
@@ -16,27 +16,28 @@ from raykv.errors import DeviceError
 P = ParamSpec("P")
 
 
-def copy(gpu: str, table: Copies, pinned: bool, to_gpu: bool, after: int | None) -> None:
-    """Do copies, (blocks, parts, 3) as in `tiles`, between a GPU and host memory, which may be `pinned`.
+def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: int | None) -> None:
+    """Do copies between a GPU and host memory.
 
-    after: handle of a CUDA stream whose work is to be done first. DeviceError where the GPU fails.
+    table: as in `raykv.arena.block_copy`. registered: GPUs reach the host memory. after: handle of a CUDA stream whose
+    work is to be done first. DeviceError where the GPU fails.
     """
-    if pinned:
+    if registered:
         device(gpu).copy(table, after)
         return
-    bounce = device(gpu).bounce()
-    for to, of, length in batches(table.reshape(-1, 3)):
-        at = bounce.ctypes.data + np.cumsum(length) - length
+    bounce = device(gpu).bounce_buffer()
+    for target, source, length in batches(table.reshape(-1, 3)):
+        between = bounce.ctypes.data + np.cumsum(length) - length
         if to_gpu:
-            checksum.copy(np.stack([at, of, length], axis=1))
-            device(gpu).copy(np.stack([to, at, length], axis=1), after)
+            checksum.copy(np.stack([between, source, length], axis=1))
+            device(gpu).copy(np.stack([target, between, length], axis=1), after)
         else:
-            device(gpu).copy(np.stack([at, of, length], axis=1), after)
-            checksum.copy(np.stack([to, at, length], axis=1))
+            device(gpu).copy(np.stack([between, source, length], axis=1), after)
+            checksum.copy(np.stack([target, between, length], axis=1))
 
 
 def batches(table: Copies) -> Iterator[Copies]:
-    """(3, n) columns of the same copies, cut so that each batch has at most BOUNCE_BYTES."""
+    """(3, n) columns (target, source, length) of the same copies, cut so that a batch has at most BOUNCE_BYTES."""
     counts = -(-table[:, 2] // BOUNCE_BYTES)
     pieces = np.repeat(table, counts, axis=0)
     skipped = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * BOUNCE_BYTES
@@ -51,20 +52,23 @@ def batches(table: Copies) -> Iterator[Copies]:
         first = stop
 
 
-def unpin(first: int, length: int, pins: dict[int, tuple[str, bool]]) -> None:
-    """Memory is about to go, of which those ranges of `length` bytes from address `first` on are pinned, or refused."""
-    for number, (gpu, _) in pins.items():
+def unregister(first: int, length: int, registered: dict[int, tuple[str, bool]]) -> None:
+    """Unregister slabs of `length` bytes, the first at address `first`: their memory is about to go.
+
+    registered: by number of the slab, the GPU that registered it, and whether CUDA took it.
+    """
+    for number, (gpu, _) in registered.items():
         with contextlib.suppress(DeviceError):  # a GPU that is lost reaches nothing
-            device(gpu).unpin(first + number * length, length)
+            device(gpu).unregister(first + number * length, length)
 
 
 def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call it when nobody has `owner` any more: not as the interpreter ends, nor in a forked child, without GPUs."""
+    """Call it when `owner` is collected; not as the interpreter ends, and not in a forked child, which has no GPU."""
     process = os.getpid()
 
     def call() -> None:
         if os.getpid() == process:
-            with contextlib.suppress(DeviceError):  # a GPU that is lost has let go of everything
+            with contextlib.suppress(DeviceError):  # a GPU that is lost has nothing left to free
                 function(*args, **kwargs)
 
     weakref.finalize(owner, call).atexit = False

@@ -1,0 +1,246 @@
+"""An arena's file as this process has it in memory: its slabs, and the pages behind them.
+
+The owner offers slabs one after the other: a slab's pages are allocated and faulted in before anybody may use it. When
+the pool shrinks, a slab is given back, and later its pages are discarded. Every process fills its own page tables for
+the slabs that it uses, and registers slabs with CUDA where a GPU is to reach them. `raykv.arena.arena` reads and
+writes the blocks.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena import header, superblock
+from raykv.arena.files import ArenaFile, inode
+from raykv.arena.gpu import host_copy
+from raykv.arena.gpu.device import device
+from raykv.errors import CapacityError
+from raykv.protocol import ALIGN, epoch_of
+from raykv.system.file_locks import SlotLocks
+
+Bytes = NDArray[np.uint8]
+Addresses = NDArray[np.int64]
+_MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
+_madvise = ctypes.CDLL(None).madvise  # mmap.madvise keeps the GIL, for as long as a slab takes to fault in
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Mapping:
+    """The slabs of an arena. Thread-safe. Methods marked "Owner" are only for the process that owns the file.
+
+    path: the file's. nonce: 16 bytes that no other arena has. slab_bytes, slabs: its geometry.
+    """
+
+    def __init__(self, file: ArenaFile) -> None:
+        """Takes over the file's descriptor."""
+        words = file.first_page
+        self.path = file.path
+        self.nonce = superblock.nonce_of(words)
+        self.slab_bytes, self.slabs = int(words[header.SLAB_BYTES]), int(words[header.SLABS])
+        layout = superblock.layout(self.slab_bytes, self.slabs)
+        self._shape = (self.slab_bytes, layout.headers // 8, layout.payload)
+        self._inode = inode(os.fstat(file.fd))
+        self._size = layout.size
+        # Guards replacing `_memory`, and the owner's changes of epoch and floor. Taken inside `_slab_lock`.
+        self._mutex = threading.Lock()
+        # Guards which slabs are offered, given back, discarded and registered; held while a slab is faulted in.
+        self._slab_lock = threading.Lock()
+        self._map(file.fd)
+        self._locks = SlotLocks(file.fd, layout.headers, 8 * header.HEADER_WORDS)
+
+    def _map(self, fd: int) -> None:
+        data = np.frombuffer(_mmap(fd, self._size), np.uint8)
+        self._memory = data[: self._shape[2]].view(np.int64), data  # replaced as one, so that a reader has a pair
+        self._populated: set[int] = set()
+        self._registered: dict[int, tuple[str, bool]] = {}  # by slab: the GPU that asked first, whether CUDA took it
+        self._discards = header.load(self._memory[0], header.DISCARDS)
+        first = data.ctypes.data + self._shape[2]
+        host_copy.when_gone(data, host_copy.unregister, first, self.slab_bytes, self._registered)
+
+    @property
+    def offered(self) -> int:
+        """How many slabs may be used, plus those that were given back since."""
+        return header.load(self._memory[0], header.OFFERED)
+
+    @property
+    def available(self) -> int:
+        """How many slabs may be used."""
+        return self.offered - len(self.given_back())
+
+    def given_back(self) -> list[int]:
+        """Numbers of slabs that were offered once, and whose memory was, or is to be, discarded."""
+        words, _ = self._memory
+        strides = words[header.TABLE + 1 :][: 2 * header.load(words, header.OFFERED) : 2]
+        found: list[int] = np.flatnonzero(strides == header.GIVEN_BACK).tolist()
+        return found
+
+    @property
+    def epoch(self) -> int:
+        """The newest directory epoch that this arena has heard of; grants of an older one are refused."""
+        return header.load(self._memory[0], header.EPOCH)
+
+    def region(self, slab: int) -> tuple[int, int]:
+        """A slab's address in this process's memory, and its bytes."""
+        start, length = self._payload(slab)
+        return self._memory[1].ctypes.data + start, length
+
+    # ------------------------------------------------------------------ the owner changes the size
+
+    def offer_next(self) -> bool:
+        """Owner: allocate, fault in and offer one more slab; slabs that were given back come first.
+
+        Returns False if all are offered. CapacityError if there is no room.
+        """
+        with self._slab_lock:
+            words, data = self._memory
+            back = self.given_back()
+            slab = back[0] if back else self.offered
+            if slab >= self.slabs or self._locks.fd < 0:
+                return False
+            _advise(data, *self._payload(slab), _MADV_HUGEPAGE)
+            self._populate(data, {slab})  # before it is allocated: only a fault is given huge pages
+            try:
+                os.posix_fallocate(self._locks.fd, *self._payload(slab))
+                os.posix_fallocate(self._locks.fd, *self._headers(slab))
+            except OSError as error:
+                self._discard(slab)
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise CapacityError(
+                    f"{self.path}: asked for slab {slab + 1} of {self.slabs}, {self.slab_bytes} bytes, but the file "
+                    f"system is full: lower cpu_memory or Ray's object_store_memory, or enlarge it"
+                ) from error
+            if back:
+                header.store(words, header.TABLE + 2 * slab + 1, 0)
+            else:
+                header.store(words, header.OFFERED, slab + 1)
+            return True
+
+    def give_back(self, slab: int, generation: int) -> bool:
+        """Owner: forget a slab's blocks, so that its memory can go. Grants up to a generation are refused from then on.
+
+        Returns False if somebody writes there, or if the generation is not newer than the slab's, or of a past epoch.
+        The memory stays until `discard`: a reader that checked its headers before may still be copying.
+        """
+        with self._slab_lock:
+            words, _ = self._memory
+            first, entry = slab * (self.slab_bytes // ALIGN), header.TABLE + 2 * slab
+            if not 0 <= slab < self.offered:
+                return False
+            with self._mutex, self._locks.locked_range(first, first + self.slab_bytes // ALIGN) as locked:
+                newer = header.load(words, entry) < generation and self.epoch <= epoch_of(generation)
+                if not locked or not newer:
+                    return False
+                header.reformat(words, self._shape, slab, generation, header.GIVEN_BACK)
+            return True
+
+    def discard(self, slab: int) -> None:
+        """Owner: free the pages of a slab that was given back, unless it was offered again."""
+        with self._slab_lock:
+            if slab in self.given_back():
+                self._discard(slab)
+
+    def refilled(self) -> list[int]:
+        """Slabs that were given back and have pages: not discarded yet, or touched afterwards by a late reader."""
+        return [
+            slab
+            for slab in self.given_back()
+            if any(self._has_data(*region) for region in (self._payload(slab), self._headers(slab)))
+        ]
+
+    def _has_data(self, start: int, length: int) -> bool:
+        try:
+            return os.lseek(self._locks.fd, start, os.SEEK_DATA) < start + length
+        except OSError:  # nothing up to the file's end
+            return False
+
+    def _discard(self, slab: int) -> None:
+        self._populated.discard(slab)
+        if slab in self._registered:
+            host_copy.unregister(self.region(0)[0], self.slab_bytes, {slab: self._registered.pop(slab)})
+        self._discards += 1
+        header.store(self._memory[0], header.DISCARDS, self._discards)
+        for region in (self._payload(slab), self._headers(slab)):
+            _advise(self._memory[1], *region, _MADV_REMOVE)
+
+    def _payload(self, slab: int) -> tuple[int, int]:
+        """Offset of a slab's slots in the file, and their bytes."""
+        return self._shape[2] + slab * self.slab_bytes, self.slab_bytes
+
+    def _headers(self, slab: int) -> tuple[int, int]:
+        """Offset of a slab's headers in the file, and their bytes."""
+        size = self.slab_bytes // ALIGN * 8 * header.HEADER_WORDS
+        return 8 * self._shape[1] + slab * size, size
+
+    # ------------------------------------------------------------------ every process prepares its pages
+
+    def populate(self, gpu: str | None = None) -> None:
+        """Fill this process's page tables for all slabs that may be used; the first copies would wait for it otherwise.
+
+        gpu: UUID of a GPU that is to reach them, too.
+        """
+        slabs = set(range(self.offered)).difference(self.given_back())
+        self._populate(self._memory[1], slabs)
+        if gpu:
+            self.register(gpu, np.array([self.region(slab)[0] for slab in slabs]))
+
+    def _populate(self, data: Bytes, slabs: set[int]) -> None:
+        """Fill the page tables, once a slab: a fault a page costs more than the copy of the page."""
+        for slab in slabs - self._populated:
+            _advise(data, *self._payload(slab), _MADV_POPULATE_WRITE)
+            self._populated.add(slab)
+
+    def register(self, gpu: str, addresses: Addresses) -> bool:
+        """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all."""
+        with self._slab_lock:
+            words, data = self._memory
+            if ((addresses < data.ctypes.data) | (addresses >= data.ctypes.data + len(data))).any():
+                return False  # of a mapping that is no longer ours: closed, or replaced by another thread
+            if header.load(words, header.DISCARDS) != self._discards:
+                # GPUs would go on with pages that the owner discarded: the next copy finds another mapping
+                self._map_again(data)
+                return False
+            first = data.ctypes.data + self._shape[2]
+            slabs = np.unique((addresses - first) // self.slab_bytes).tolist()
+            for slab in slabs:
+                if slab not in self._registered:
+                    taken = device(gpu).register(first + slab * self.slab_bytes, self.slab_bytes)
+                    self._registered[slab] = gpu, taken
+            return all(self._registered[slab][1] for slab in slabs)
+
+    def _map_again(self, data: Bytes) -> None:
+        with self._mutex:
+            if self._memory[1] is data:  # not closed meanwhile
+                self._map(self._locks.fd)
+
+    def close(self, unlink: bool = False) -> None:
+        """Let the file go: copies under way finish, every later call finds nothing. unlink: remove its name, too."""
+        if unlink:
+            try:
+                if inode(os.stat(self.path)) == self._inode:
+                    os.unlink(self.path)
+            except FileNotFoundError:
+                pass
+        with self._mutex:
+            self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped with the last view
+        self._locks.close()
+
+
+def _mmap(fd: int, size: int) -> mmap.mmap:
+    """The file, mapped through a description of its own: a mapping that a forked child keeps must not keep locks."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(own, size)
+    finally:
+        os.close(own)
+
+
+def _advise(data: Bytes, start: int, length: int, advice: int) -> None:
+    """madvise. It may be refused: an older kernel, or no huge pages, is only slower."""
+    if start + length <= len(data):
+        _madvise(data.ctypes.data + start, length, advice)
