@@ -9,9 +9,9 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
-from raykv.actors.node_memory import NodeMemory
 
 from raykv import registry
+from raykv.actors.node_memory import NodeMemory
 from raykv.arena.gpu import device
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import METADATA_DEADLINE_S, slab_bytes

@@ -11,12 +11,12 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
+
+from raykv import registry
 from raykv.actors.demoter import Demoter, open_external, seed
 from raykv.actors.gpu import GpuDemoter, open_gpus
 from raykv.actors.node_memory import JOIN_DEADLINE_S, NodeMemory
 from raykv.actors.resizer import Resizer, size_of
-
-from raykv import registry
 from raykv.arena.arena import Arena, open_own, remove_left_behind
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes

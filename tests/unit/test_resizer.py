@@ -12,10 +12,10 @@ import pytest
 from helpers.arena_worker import PRINT, SLAB
 from helpers.directory_checks import check_invariants
 from helpers.pools import eventually
-from raykv.actors import resizer
-from raykv.actors.resizer import Resizer, size_of
 
 from raykv import registry
+from raykv.actors import resizer
+from raykv.actors.resizer import Resizer, size_of
 from raykv.arena.arena import Arena
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
