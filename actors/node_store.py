@@ -13,6 +13,8 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
+
+from raykv import registry
 from raykv.actors.demoter import Demoter, content_seed, open_external
 from raykv.actors.directory_loop import DirectoryLoop
 from raykv.actors.gpu import GpuDemoter, open_gpus
@@ -20,8 +22,6 @@ from raykv.actors.node_memory import JOIN_DEADLINE_S, NodeMemory
 from raykv.actors.peers import Peers
 from raykv.actors.resizer import Resizer, SavedSize
 from raykv.actors.single_flight import SingleFlight
-
-from raykv import registry
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.files import remove_left_behind
 from raykv.arena.gpu.gpu_arena import GpuArena, copy_between

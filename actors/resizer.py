@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
-from raykv.actors.demoter import Demoter
 
 from raykv import registry
+from raykv.actors.demoter import Demoter
 from raykv.arena.arena import Arena
 from raykv.arena.superblock import layout
 from raykv.config import capacity_bytes

@@ -16,11 +16,11 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv import registry
 from raykv.actors.directory import Directory
 from raykv.actors.drain import drain
 from raykv.actors.node_store import GROUPS, NodeStore
-
-from raykv import registry
 from raykv.arena.files import remove_left_behind
 from raykv.config import FLUSH_DEADLINE_S, HEARTBEAT_S, WRITE_SHARES
 from raykv.protocol import host_of

@@ -11,9 +11,9 @@ from helpers.directory_pool import KEYS, PAGE, Pool, blocks, primary
 from helpers.directory_tiers import heartbeat, in_external_tier, only_in_tier, tell, tiered
 from helpers.oracle.slots import LOCATION, split, unpack
 from helpers.pools import eventually
-from raykv.actors import drain, supervisor
 
 from raykv import registry
+from raykv.actors import drain, supervisor
 from raykv.directory import directory, tier_catalog
 from raykv.directory.kernels import index
 from raykv.protocol import Inventory

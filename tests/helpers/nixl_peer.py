@@ -1,5 +1,6 @@
 """A process whose arena is read by NIXL, without Ray: what it serves is asked for through a pipe."""
 
+import os
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -13,9 +14,12 @@ class Peer:
     """The process, as the one that started it sees it."""
 
     def __init__(self, arena: Arena) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")  # which imports NIXL, and so torch, once for all peers
+        context.set_forkserver_preload(["helpers.nixl_peer", "nixl._api"])
         self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, arena.path, arena.nonce), daemon=True)
+        ucx = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
+        args = (theirs, arena.path, arena.nonce, ucx)
+        self.process: BaseProcess = context.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         self.offer: str = self.pipe.recv()
 
@@ -34,7 +38,8 @@ class Peer:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, path: str, nonce: bytes) -> None:
+def _serve(pipe: Connection, path: str, nonce: bytes, ucx: dict[str, str]) -> None:
+    os.environ.update(ucx)
     nixl = Nixl(Arena.attach(path, nonce))
     pipe.send(nixl.offer())
     while True:

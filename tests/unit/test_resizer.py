@@ -12,11 +12,11 @@ import pytest
 from helpers.arena_worker import PRINT, SLAB
 from helpers.directory_checks import check_invariants
 from helpers.pools import eventually
+
+from raykv import registry
 from raykv.actors import resizer
 from raykv.actors.node_memory import inventory_of
 from raykv.actors.resizer import Resizer, SavedSize
-
-from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
