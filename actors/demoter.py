@@ -16,13 +16,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from raykv.actors.directory_loop import DirectoryLoop, is_absence
 
 from raykv import registry
+from raykv.actors.directory_loop import DirectoryLoop, is_absence
 from raykv.arena.arena import Arena
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
 from raykv.protocol import (
     ALIGN,
+    CONTENT_BYTES,
     KEY_BYTES,
     LOCATION,
     DemotionReport,
@@ -33,7 +34,7 @@ from raykv.protocol import (
 )
 from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
-from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
+from raykv.tiers.guarded import GuardedTier
 
 log = logging.getLogger("raykv")
 POLL_S = 0.1

@@ -16,7 +16,7 @@ from raykv.actors.directory_loop import DirectoryLoop
 from raykv.actors.node_memory import NodeMemory
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
-from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
+from raykv.arena.gpu_arena import GpuArena, copy_between
 from raykv.config import METADATA_DEADLINE_S, slab_bytes
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import KEY_BYTES, LOCATION, PULLED, GpuDemotionReport, GpuDemotions, SlabReport

@@ -24,7 +24,7 @@ from raykv.actors.resizer import Resizer, SavedSize
 from raykv.actors.single_flight import SingleFlight
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.files import remove_left_behind
-from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
+from raykv.arena.gpu_arena import GpuArena, copy_between
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError
 from raykv.protocol import (

@@ -33,6 +33,7 @@ LOCATION = np.dtype(
 )
 KEY_BYTES = 16
 ALIGN = 4096  # payload alignment, and so the smallest slot, in bytes
+CONTENT_BYTES = 8  # name of a tier's content since it was last cleared; nothing from before is read again
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
 FAILED, PULLED, ALTERED = range(3)  # verdicts: what became of a block that was to cross nodes
 STILL_WRITTEN, FREED, FINISHED = range(3)  # verdicts of a sweep

@@ -17,7 +17,7 @@ from raykv.arena.arena import Arena
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.files import SHM
 from raykv.arena.gpu import cuda, device, host_copy
-from raykv.arena.gpu.gpu_arena import GpuArena, copy_between
+from raykv.arena.gpu_arena import GpuArena, copy_between
 from raykv.config import MIB
 from raykv.protocol import COUNTER_BITS, KEY_BYTES, LOCATION, PULLED
 from raykv.transports import nccl_pair

@@ -20,11 +20,11 @@ from raykv.arena.arena import Arena
 from raykv.arena.files import SHM
 from raykv.config import MIB, fingerprint
 from raykv.directory.tier_catalog import BATCH_BYTES
-from raykv.protocol import COUNTER_BITS, KEY_BYTES, LOCATION, PULLED
+from raykv.protocol import CONTENT_BYTES, COUNTER_BITS, KEY_BYTES, LOCATION, PULLED
 from raykv.tiers import open_tier, parse
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.file import IN_FLIGHT
-from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
+from raykv.tiers.guarded import GuardedTier
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64
 CAPACITY = "1GiB"

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from raykv import registry
 from raykv.arena.arena import Arena
-from raykv.arena.gpu.gpu_arena import GpuArena
+from raykv.arena.gpu_arena import GpuArena
 from raykv.client.directory_client import DirectoryClient, plain
 from raykv.config import MIB
 from raykv.protocol import PULLED, StoreDescription, Transfer, data_deadline

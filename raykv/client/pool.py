@@ -13,8 +13,7 @@ from raykv.client.cache import KVCache
 from raykv.client.session import Session
 from raykv.config import FLUSH_DEADLINE_S, NAMESPACE, Size, memory_size
 from raykv.errors import CapacityError, PoolNotFound
-from raykv.protocol import host_of
-from raykv.tiers.guarded import CONTENT_BYTES
+from raykv.protocol import CONTENT_BYTES, host_of
 
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
 ADMIN_DEADLINE_S = 10.0

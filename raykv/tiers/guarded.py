@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol import ALIGN, KEY_BYTES, data_deadline
+from raykv.protocol import ALIGN, CONTENT_BYTES, KEY_BYTES, data_deadline
 from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier
 
 log = logging.getLogger("raykv")
@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 HEAD = struct.Struct("<8s8s16sQII")  # magic and version, content, key, xxh3_64, length, position in its chain
 MAGIC = b"raykv\0t1"
-CONTENT_BYTES = 8  # what lies there since it was last cleared; nothing from before is read again
 CALL_S = 2.0  # that a call without blocks may take
 PIECE_BYTES = 16 << 20  # asked of a tier at a time, while the caller has as many
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is out of order

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
-from raykv.arena.gpu.gpu_arena import GpuArena
+from raykv.arena.gpu_arena import GpuArena
 from raykv.protocol import FAILED, PULLED, data_deadline, host_of
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport

@@ -10,7 +10,7 @@ from helpers.arena_worker import GEN, PRINT, SLAB, key_of, locations
 from helpers.gpus import Bytes, noise
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import Device
-from raykv.arena.gpu.gpu_arena import GpuArena
+from raykv.arena.gpu_arena import GpuArena
 
 POOL = f"test-gpu-{os.getpid()}"
 SIZE = 10_001

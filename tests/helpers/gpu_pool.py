@@ -24,7 +24,7 @@ from helpers.pools import (
     worker,
 )
 from raykv.arena.gpu import cuda
-from raykv.arena.gpu.gpu_arena import GpuArena
+from raykv.arena.gpu_arena import GpuArena
 from raykv.bench.testbed import local_cluster
 
 MIB = 1 << 20

@@ -30,7 +30,7 @@ from raykv.arena.files import remove, remove_left_behind
 from raykv.arena.gpu import device as devices
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import BOUNCE_BYTES, Device
-from raykv.arena.gpu.gpu_arena import UNKNOWN, GpuArena, copy_between
+from raykv.arena.gpu_arena import UNKNOWN, GpuArena, copy_between
 from raykv.client.lease import Lease
 from raykv.client.local_store import LocalStore
 from raykv.errors import CapacityError, DeviceError
@@ -587,7 +587,7 @@ def test_no_room(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 DEAD = """
 import os, sys
 from raykv.arena.gpu.device import device
-from raykv.arena.gpu.gpu_arena import GpuArena
+from raykv.arena.gpu_arena import GpuArena
 print(GpuArena.open_new(sys.argv[1], b"fingerprint 16 B", device(sys.argv[2]), 4 << 20, 2).path, flush=True)
 os._exit(0)
 """
@@ -631,7 +631,7 @@ CLIENT = """
 import sys
 import numpy as np
 from helpers.arena_worker import key_of
-from raykv.arena.gpu.gpu_arena import GpuArena
+from raykv.arena.gpu_arena import GpuArena
 from helpers.gpu_arenas import granted, has, some
 path, nonce, gpu, handle = sys.argv[1:]
 arena = GpuArena.map(path, bytes.fromhex(nonce), gpu, bytes.fromhex(handle))

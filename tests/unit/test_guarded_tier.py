@@ -16,10 +16,10 @@ from xxhash import xxh3_64_intdigest
 
 from raykv.arena.arena import Arena
 from raykv.arena.checksum import judge
-from raykv.protocol import ALTERED, LOCATION, PULLED
+from raykv.protocol import ALTERED, CONTENT_BYTES, LOCATION, PULLED
 from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
 from raykv.tiers.base import path_of
-from raykv.tiers.guarded import CONTENT_BYTES, GuardedTier
+from raykv.tiers.guarded import GuardedTier
 
 SIZE = 64 << 10
 OURS, OTHERS = b"fingerprint-ours", b"fingerprint-else"
