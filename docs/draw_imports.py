@@ -72,8 +72,8 @@ def reachable(edges: Graph, start: str) -> set[str]:
 
 def floors(edges: Graph) -> dict[str, int]:
     """0 for what imports nothing; else one above the highest that it imports. A circle stands on one floor."""
-    below = {name: reachable(edges, name) for name in edges}
-    circle = {name: frozenset({name, *(n for n in below[name] if name in below[n])}) for name in edges}
+    reached = {name: reachable(edges, name) for name in edges}
+    circle = {name: frozenset({name, *(n for n in reached[name] if name in reached[n])}) for name in edges}
 
     def floor(ring: frozenset[str]) -> int:
         return max((1 + floor(circle[t]) for name in ring for t in edges[name] if t not in ring), default=0)

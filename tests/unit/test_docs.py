@@ -20,10 +20,10 @@ from raykv.tiers import MARKER, Block, parse
 RUN_IN_A_CLUSTER = {"README.md", "getting-started.md", "engines.md", "tiers.md", "operations.md"}
 NAMED = re.compile(r"`((?:\w+/)*\w+\.(?:py|md|sh|json))(?:: ([\w.]+(?:, [\w.]+)*))?`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
-names = [str(page.relative_to(ROOT)) for page in PAGES]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     found = codes(page)
     assert page.read_text().count("\n```") == 2 * len(found), "a fence without a language, or not at the left margin"
@@ -32,7 +32,7 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     assert not to_run or page.name in RUN_IN_A_CLUSTER, "name it in RUN_IN_A_CLUSTER, or say `<!-- not run: why -->`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_file_and_name_exists(page: Path) -> None:
     missing = []
     for path, members in NAMED.findall(page.read_text()):
@@ -48,19 +48,20 @@ def test_every_file_and_name_exists(page: Path) -> None:
 @functools.cache
 def defined(file: Path) -> set[str]:
     """Functions, classes and variables of a module, and members of its classes as `Class.member`."""
-    found = set()
+    names = set()
     tree = ast.parse(file.read_text())
-    for node in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
-        prefix = "" if isinstance(node, ast.Module) else f"{node.name}."
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    scopes: list[tuple[str, ast.AST]] = [("", tree), *((f"{found.name}.", found) for found in classes)]
+    for prefix, node in scopes:
         for child in ast.walk(node):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                found.add(prefix + child.name)
+                names.add(prefix + child.name)
             elif isinstance(child, (ast.Name, ast.Attribute)) and isinstance(child.ctx, ast.Store):
-                found.add(prefix + (child.id if isinstance(child, ast.Name) else child.attr))
-    return found
+                names.add(prefix + (child.id if isinstance(child, ast.Name) else child.attr))
+    return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names)
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
