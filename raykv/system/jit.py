@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Callable
@@ -15,26 +14,13 @@ import numba
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _kernel_sources() -> list[Path]:
-    """Files that define kernels, and all of raykv that they import: a constant of theirs is in the machine code."""
-    package = Path(__file__).parent.parent
-    texts = {path: path.read_text() for path in package.rglob("*.py")}
-    found = [path for path, text in texts.items() if "@kernel" in text]
-    for path in found:  # grows meanwhile
-        for module in re.findall(r"^from (raykv[\w.]*) import|^import (raykv[\w.]+)", texts[path], re.MULTILINE):
-            imported = package.parent / ("".join(module).replace(".", "/") + ".py")
-            if imported in texts and imported not in found:
-                found.append(imported)
-    return sorted(found)
-
-
 @functools.cache
 def _folder() -> str:
     """A folder of these very sources (numba looks at one file's date, not at the kernels it calls), private to this
     user (numba unpickles what it finds there)."""
     sources = hashlib.sha256()
-    for path in _kernel_sources():
-        sources.update(path.read_bytes())
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        sources.update(path.read_bytes())  # of all: a kernel may use any file's constant
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, f"raykv-{sources.hexdigest()[:16]}")
     try:
