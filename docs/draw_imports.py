@@ -16,7 +16,7 @@ from docs import svg
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs/images/imports.svg"
-BOX, GAP, FLOOR = (178, 74), (18, 56), 74 + 56  # pixels
+BOX, GAP, FLOOR = (178, 74), (18, 38), 74 + 38  # pixels
 RED, BLUE = "#dc2626", "#eff6ff"
 Graph = dict[str, set[str]]
 
@@ -44,18 +44,26 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def graph() -> Graph:
-    """By folder, the folders that it imports."""
+    """By folder, the folders that it imports. What imports `raykv` itself imports all that this gathers."""
     modules = dict(sources())
-    edges: Graph = {folder_of(name): set() for name in modules if name != "raykv"}
+    public = _folders_of(modules.pop("raykv"), modules, set())
+    edges: Graph = {folder_of(name): set() for name in modules}
     for name, path in modules.items():
-        if name == "raykv":  # only gathers the public names
-            continue
-        for target in imported(ast.parse(path.read_text())):
-            while target not in modules and "." in target:
-                target = target.rpartition(".")[0]
-            if target in modules and target != "raykv" and folder_of(target) != folder_of(name):
-                edges[folder_of(name)].add(folder_of(target))
+        edges[folder_of(name)] |= _folders_of(path, modules, public) - {folder_of(name)}
     return edges
+
+
+def _folders_of(path: Path, modules: dict[str, Path], public: set[str]) -> set[str]:
+    """The folders that a file imports; `public` for `import raykv`."""
+    found: set[str] = set()
+    for target in imported(ast.parse(path.read_text())):
+        while target not in modules and "." in target:
+            target = target.rpartition(".")[0]
+        if target == "raykv":
+            found |= public
+        elif target in modules:
+            found.add(folder_of(target))
+    return found
 
 
 def reachable(edges: Graph, start: str) -> set[str]:
@@ -94,7 +102,7 @@ def purpose(folder: str) -> str:
     """The first sentence of a folder's, or a module's, docstring."""
     name = f"raykv.{folder}"
     doc = ast.get_docstring(ast.parse(dict(sources())[name].read_text())) or ""
-    return doc.split("\n\n")[0].replace("\n", " ").split(". ")[0].split(": ")[0].rstrip(".")
+    return doc.split("\n\n")[0].replace("\n", " ").replace("`", "").split(". ")[0].rstrip(".")
 
 
 def draw() -> str:
