@@ -61,6 +61,19 @@ def defined(file: Path) -> set[str]:
     return names
 
 
+def test_the_architecture_names_every_thread_and_every_file_with_a_lock() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    threads, locks = set(), set()
+    for name, path in draw_imports.sources():
+        text = path.read_text()
+        if name.split(".")[1:2] not in (["bench"], ["cli"]):
+            threads |= set(re.findall(r'"(raykv-[a-z-]+)"', text))
+            locks |= {path.relative_to(ROOT) for _ in re.findall(r"threading\.R?Lock\(|Lock\]? = field", text)}
+    assert not [thread for thread in sorted(threads) if f"`{thread}`" not in page]
+    table = page[page.index("## Locks") : page.index("## Add a transport")]
+    assert not [path for path in sorted(locks) if f"`{str(path).removeprefix('raykv/')}" not in table]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
