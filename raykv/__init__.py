@@ -1,5 +1,7 @@
 """A KV-cache pool for LLM inference that lives inside a Ray cluster."""
 
+from importlib.metadata import version
+
 from raykv.client.cache import KVCache
 from raykv.client.match import Match
 from raykv.client.pool import KVPool, attach
@@ -8,6 +10,8 @@ from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, ProtocolMis
 from raykv.keys import Keys
 from raykv.start import start
 from raykv.tiers import register_tier
+
+__version__ = version("raykv")
 
 __all__ = [
     "ArenaMismatch",
@@ -20,6 +24,7 @@ __all__ = [
     "PoolNotFound",
     "ProtocolMismatch",
     "RayKVError",
+    "__version__",
     "attach",
     "register_tier",
     "start",

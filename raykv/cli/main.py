@@ -38,6 +38,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="raykv", message="raykv %(version)s")
 def main() -> None:
     """A KV-cache pool inside a Ray cluster."""
 

@@ -1,0 +1,39 @@
+"""Shows docstrings as they are written here: a line that begins with `name: ` describes an argument, or a field."""
+
+import re
+
+import griffe
+
+ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): (?=\S)")
+
+
+def as_markdown(docstring: str) -> str:
+    """The docstring with those lines, and what they go on with, as a list.
+
+    A line that is not indented ends the list, where the line before it ends a sentence.
+    """
+    lines: list[str] = []
+    in_list = False
+    for line in docstring.splitlines():
+        if ARGUMENT.match(line):
+            lines += [] if in_list else [""]
+            line, in_list = ARGUMENT.sub(r"- **\1**: ", line, count=1), True
+        elif in_list and line and not line.startswith(" "):
+            in_list = not lines[-1].endswith(".")
+            line = f"  {line}" if in_list else f"\n{line}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+class Docstrings(griffe.Extension):
+    """For mkdocstrings: see mkdocs.yml."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
+        self._rewrite(pkg)
+
+    def _rewrite(self, found: griffe.Object) -> None:
+        if found.docstring:
+            found.docstring.value = as_markdown(found.docstring.value)
+        for member in found.members.values():
+            if isinstance(member, griffe.Object):
+                self._rewrite(member)

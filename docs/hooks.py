@@ -1,0 +1,58 @@
+"""What mkdocs does with these pages beside its plugins: it writes the tables of settings and commands from the code."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+
+import click
+
+from raykv.cli.main import main
+from raykv.config import PoolConfig
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Called by mkdocs for every page."""
+    for marker, generate in (("<!-- generated: settings -->", settings), ("<!-- generated: commands -->", commands)):
+        if marker in markdown:
+            markdown = markdown.replace(marker, generate())
+    return markdown
+
+
+def settings() -> str:
+    """PoolConfig's fields as a Markdown table. ValueError for a field that its docstring does not describe."""
+    rows = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for field in dataclasses.fields(PoolConfig):
+        kind = inspect.formatannotation(field.type).replace(" | ", " or ").replace("pathlib.", "")
+        rows.append(f"| `{field.name}` | {kind} | `{field.default!r}` | {_meaning(field.name)} |")
+    return "\n".join(rows)
+
+
+def _meaning(name: str) -> str:
+    """What PoolConfig's docstring says of a field: from `name: ` to the next field's."""
+    names = "|".join(field.name for field in dataclasses.fields(PoolConfig))
+    found = re.search(rf"(?ms)^{name}: (.*?)(?=^(?:{names}): |\n\n|\Z)", inspect.getdoc(PoolConfig) or "")
+    if not found:
+        raise ValueError(f"PoolConfig's docstring does not describe {name!r}: add a line `{name}: ...`")
+    return _cell(found[1])
+
+
+def commands() -> str:
+    """All commands of `raykv`, a section each."""
+    return "\n\n".join(_sections(main, click.Context(main, info_name="raykv")))
+
+
+def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
+    rows = [record for param in command.params if (record := param.get_help_record(context))]
+    table = [f"| `{names}` | {_cell(text)} |" for names, text in rows]
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    yield f"## {context.command_path}\n\n{inspect.cleandoc(command.help or '')}\n\n```text\n{usage}\n```"
+    if table:
+        yield "\n".join(["| option | meaning |", "| --- | --- |", *table])
+    if isinstance(command, click.Group):
+        for name, child in command.commands.items():
+            yield from _sections(child, click.Context(child, info_name=name, parent=context))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,62 @@
+"""What is handed out: the version, the metadata and the source distribution."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from email import message_from_string
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from helpers.pages import ROOT
+
+import raykv
+from raykv.cli.main import main
+
+
+def test_the_version_is_the_packages() -> None:
+    assert raykv.__version__ == version("raykv")
+    assert CliRunner().invoke(main, ["--version"]).output == f"raykv {raykv.__version__}\n"
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution."""
+    folder = tmp_path_factory.mktemp("sdist")
+    checkout = folder / "checkout"  # a build leaves files behind
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=ignored)
+    build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True, timeout=120)
+    (archive,) = folder.glob("raykv-*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def sdist(archive: Path) -> list[str]:
+    """Names in the source distribution, without its top folder."""
+    with tarfile.open(archive) as files:
+        return [str(Path(name).relative_to(Path(name).parts[0])) for name in files.getnames()]
+
+
+@pytest.mark.parametrize("folder", ["raykv", "actors", "tests", "examples", "docs", "benchmarks"])
+def test_the_sdist_holds_every_file_of(folder: str, sdist: list[str]) -> None:
+    there = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert not [str(path.relative_to(ROOT)) for path in there if str(path.relative_to(ROOT)) not in sdist]
+
+
+def test_the_sdist_holds_what_a_checkout_is_worked_with(sdist: list[str]) -> None:
+    files = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "cluster.yaml", "mkdocs.yml"}
+    assert files | {"pyproject.toml", "typings/raykv/actors/__init__.py"} <= set(sdist)
+    assert not [name for name in sdist if name.endswith(".pyc")]
+
+
+def test_the_metadata_is_complete(archive: Path) -> None:
+    with tarfile.open(archive) as files:
+        (name,) = (name for name in files.getnames() if name.count("/") == 1 and name.endswith("/PKG-INFO"))
+        found = message_from_string(files.extractfile(name).read().decode())  # type: ignore[union-attr]
+    assert found["License-Expression"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text()
+    assert found["Description-Content-Type"] == "text/markdown" and found["Author"] and found["Keywords"]
+    assert found["Requires-Python"] == ">=3.11" and any("Linux" in name for name in found.get_all("Classifier", []))
