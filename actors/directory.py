@@ -5,8 +5,11 @@ import os
 import time
 from typing import Any
 
+import ray
+
 import raykv.directory.directory
 from raykv import registry
+from raykv.config import WRITE_SHARES
 from raykv.protocol import (
     ArenaDescription,
     Call,
@@ -22,6 +25,7 @@ from raykv.protocol import (
     SweepResult,
     TierReport,
 )
+from raykv.system.jit import compile_all
 
 Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple
 
@@ -29,10 +33,14 @@ Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple
 class Directory:
     """Where every block of a pool is. One actor, synchronous: calls are answered in the order they came."""
 
-    def __init__(self, pool: str, locality: float, share: float, min_hits: int) -> None:
+    def __init__(self, pool: str) -> None:
         self._pool = pool
+        compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
+        settings = registry.await_settings(pool)
         epoch = registry.take_epoch(pool)
-        self._directory = raykv.directory.directory.Directory(epoch, locality, share=share, min_hits=min_hits)
+        self._directory = raykv.directory.directory.Directory(
+            epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
+        )
         for name in registry.names(pool, "leaving"):
             self.leave(name)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
@@ -132,3 +140,9 @@ class Directory:
 
     def stats(self) -> dict[str, Any]:
         return self._directory.stats(time.monotonic())
+
+
+def start_directory(pool: str, number: int, node_id: str) -> Any:
+    """Start a directory near a node, or find it. Returns at once; it answers when its kernels are loaded."""
+    options = registry.options(registry.directory_name(pool, number), node_id, pinned=False)
+    return ray.remote(Directory).options(**options).remote(pool)

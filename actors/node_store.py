@@ -6,6 +6,7 @@ call the store only for blocks that are elsewhere.
 
 import logging
 import os
+import pickle
 import threading
 from typing import Any
 
@@ -20,6 +21,7 @@ from raykv.actors.directory_loop import DirectoryLoop
 from raykv.actors.gpu import GpuDemoter, open_gpus
 from raykv.actors.node_memory import JOIN_DEADLINE_S, NodeMemory
 from raykv.actors.peers import Peers
+from raykv.actors.readiness import Question, answer
 from raykv.actors.resizer import Resizer, SavedSize
 from raykv.actors.single_flight import SingleFlight
 from raykv.arena.arena import Arena, open_own
@@ -39,6 +41,7 @@ from raykv.protocol import (
     is_tier,
 )
 from raykv.system import free_memory
+from raykv.system.jit import compile_all
 from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
 
@@ -52,15 +55,17 @@ GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "lift": 8, "resize": 4
 class NodeStore:
     """Owns a node's tiers: its memory, that of its GPUs, and its external tier."""
 
-    def __init__(self, pool: str, node_id: str) -> None:
+    def __init__(self, pool: str, node_id: str, question: Question | None = None) -> None:
         """Raises CapacityError where the node cannot afford `cpu_memory`, or one of its GPUs `gpu_memory`.
 
-        The pool's settings are in Ray's internal KV. Serves without the external tier while that can't be used.
+        Serves without the external tier while that can't be used. question: of a pool that is not started
+        yet. Its answer is put in Ray's internal KV, and nothing is done until there are settings.
         """
-        settings = registry.settings(pool)
-        if settings is None:
-            raise RuntimeError(f"pool {pool!r} has no settings in Ray's internal KV: it was stopped")
-        self._pool, self._node_id = pool, node_id
+        self._pool, self._node_id, self._size = pool, node_id, 0  # Ray asks for a repr even if this fails
+        if question is not None and registry.settings(pool) is None:
+            registry.put(pool, f"answer/{node_id}", pickle.dumps(answer(question)))
+        compile_all("raykv.arena")  # before the settings are there, where it can
+        settings = registry.await_settings(pool)
         pool_fingerprint = fingerprint(pool, bytes.fromhex(settings["secret"]))
         saved_size, total = SavedSize(pool, node_id), free_memory.total_bytes()
         slab = slab_bytes(capacity_bytes(settings["cpu_memory"], total))
@@ -294,3 +299,13 @@ def _arrays(transfer: tuple[bytes, bytes, bytes]) -> tuple[NDArray[np.void], NDA
     source, keys, target = Transfer(*transfer)
     rows = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
     return np.frombuffer(source, LOCATION), rows, np.frombuffer(target, LOCATION)
+
+
+def start_store(pool: str, node_id: str, question: Question | None = None) -> Any:
+    """Start the store of a node, or find it. Returns at once. question: see NodeStore."""
+    options = registry.options(registry.node_store_name(pool, node_id), node_id, pinned=True, threads=4)
+    return (
+        ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
+        .options(**options)
+        .remote(pool, node_id, question)
+    )

@@ -15,14 +15,13 @@ from typing import Any
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import ActorDiedError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import registry
-from raykv.actors.directory import Directory
+from raykv.actors.directory import start_directory
 from raykv.actors.drain import drain
-from raykv.actors.node_store import GROUPS, NodeStore
-from raykv.arena.files import remove_left_behind
-from raykv.config import FLUSH_DEADLINE_S, HEARTBEAT_S, WRITE_SHARES
+from raykv.actors.node_store import start_store
+from raykv.config import HEARTBEAT_S
+from raykv.errors import reason_of
 from raykv.protocol import host_of
 from raykv.system.periodic import Periodic
 
@@ -33,7 +32,6 @@ START_DEADLINE_S = 120.0
 DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
 NOTICE_S = 30.0  # to drain a node of which Ray does not say when it leaves
 STOP_DEADLINE_S = 10.0
-DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
 
 
 class Supervisor:
@@ -47,7 +45,6 @@ class Supervisor:
         self._draining: set[str] = set()  # nodes that are being emptied, or were
         self._failed: dict[str, tuple[float, str]] = {}  # when and why a node has no store
         self._answered = time.monotonic()
-        self._first_look = threading.Event()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
 
@@ -56,18 +53,6 @@ class Supervisor:
 
     def ping(self) -> int:
         return os.getpid()
-
-    def ready(self) -> dict[str, str]:
-        """Wait until every living node's store serves. Returns why some don't, by Ray node id."""
-        if not self._first_look.wait(START_DEADLINE_S):
-            raise TimeoutError(f"{self!r} could not start its directory in {START_DEADLINE_S:.0f} s: see its log")
-        for node_id, store in list(self._stores.items()):
-            try:
-                ray.get(store.describe_arena.remote(), timeout=START_DEADLINE_S)
-            except RayError as error:
-                self._failed[node_id] = (time.monotonic(), str(error))
-        living = _living()
-        return {node_id: why for node_id, (_, why) in list(self._failed.items()) if node_id in living}
 
     def drain(self, node_id: str, seconds: float) -> int:
         """Empty a node that is about to leave; see raykv.actors.drain. Returns how many blocks are still only there."""
@@ -81,45 +66,16 @@ class Supervisor:
                 self._draining.discard(node_id)
 
     def stop(self) -> None:
-        """Release every node's memory and end all actors of the pool but this one."""
+        """Watch no more. The actor is of no use afterwards."""
         self._loop.stop()
         self._loop.join(STOP_DEADLINE_S)  # a look that is under way may start a store
-        stores = {}
-        for node_id in _living():  # not those known here: this process may be a new one
-            with contextlib.suppress(ValueError):
-                stores[node_id] = registry.find(registry.node_store_name(self._pool, node_id))
-        self._flush(list(stores.values()))
-        stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
-        if stops:
-            ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
-        for store in stores.values():
-            ray.kill(store)
-        silent = [_clean.options(**_on(node_id)).remote(self._pool) for node_id in stops if not _done(stops[node_id])]
-        if silent:
-            ray.wait(silent, num_returns=len(silent), timeout=DEATH_DEADLINE_S)
-        with contextlib.suppress(ValueError):
-            ray.kill(registry.find_directory(self._pool))
-        registry.forget(self._pool)
-
-    def _flush(self, stores: list[Any]) -> None:
-        """Have those stores that answer demote to the external tier what is not there yet."""
-        if not (registry.settings(self._pool) or {}).get("external") or not stores:
-            return
-        pings = {store.ping.remote(): store for store in stores}
-        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=STOP_DEADLINE_S)
-        flushes = [pings[ping].flush.remote(FLUSH_DEADLINE_S) for ping in answered]
-        if flushes:
-            ray.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
 
     def _watch(self) -> float:
         self._look()
-        self._first_look.set()
         return self._pause()
 
     def _on_error(self, error: Exception) -> float:
-        log.error(
-            "%r: %r", self, error, exc_info=error
-        )  # whatever Ray was in the middle of, the next look sees it done
+        log.error("%r: %r", self, error, exc_info=error)  # Ray was in the middle of something: look again
         return self._pause()
 
     def _pause(self) -> float:
@@ -130,7 +86,7 @@ class Supervisor:
         self._drop_failed()
         for node_id in living - self._stores.keys():
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
-                self._stores[node_id] = self._start_store(node_id)
+                self._stores[node_id] = start_store(self._pool, node_id)
         directory = self._directory()  # while the stores start, which wait for it
         for node_id in self._stores.keys() - living:  # a pinned actor never comes back once its node is dead
             ray.kill(self._stores.pop(node_id))
@@ -138,6 +94,8 @@ class Supervisor:
         for node_id in {host_of(name) for name in self._known(directory).values()} - living:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
             registry.drop(self._pool, f"memory/{node_id}")
+        for node_id in set(registry.names(self._pool, "failed")) - living:
+            registry.drop(self._pool, f"failed/{node_id}")
         self._look_for_leaving(directory, living)
 
     def _look_for_leaving(self, directory: Any, living: set[str]) -> None:
@@ -173,15 +131,22 @@ class Supervisor:
                     self._pings[node_id] = store.ping.remote()
                 if ping in done:
                     ray.get(ping, timeout=HEARTBEAT_S)
-                    self._failed.pop(node_id, None)
                     self._served.add(node_id)
+                    if self._failed.pop(node_id, None):
+                        registry.drop(self._pool, f"failed/{node_id}")
             except ActorDiedError as error:
                 del self._stores[node_id], self._pings[node_id]
                 if node_id not in self._served:
-                    self._failed[node_id] = (time.monotonic(), str(error))
+                    self._has_failed(node_id, reason_of(error))
                 self._served.discard(node_id)
             except RayError as error:
                 log.debug("%r: store of node %s: %r", self, node_id[:8], error)
+
+    def _has_failed(self, node_id: str, why: str) -> None:
+        """A node's store could not start: whoever asks for the pool's state, or attaches there, is told why."""
+        self._failed[node_id] = (time.monotonic(), why)
+        registry.put(self._pool, f"failed/{node_id}", why.encode())
+        log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
 
     def _known(self, directory: Any) -> dict[int, str]:
         """What the directory has; also the proof that it answers."""
@@ -202,18 +167,13 @@ class Supervisor:
 
     def _start_directory(self) -> Any:
         """Start a directory and put it in charge; its epoch makes all refuse the one before, should it live."""
-        settings = registry.settings(self._pool)
-        if settings is None:
+        if registry.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
         old = registry.get(self._pool, "directory")
         number = int(old.decode().rpartition("-")[2]) + 1 if old else 1
-        name = f"{self._pool}/directory-{number}"
-        directory: Any = (
-            ray.remote(Directory)
-            .options(**registry.options(name, ray.get_runtime_context().get_node_id(), pinned=False))
-            .remote(self._pool, settings["locality"], WRITE_SHARES[settings["write"]], settings["min_hits"])
-        )
+        directory = start_directory(self._pool, number, ray.get_runtime_context().get_node_id())
         ray.get(directory.ping.remote(), timeout=START_DEADLINE_S)  # compiled, before anybody turns to it
+        name = registry.directory_name(self._pool, number)
         registry.put(self._pool, "directory", name.encode())
         self._answered = time.monotonic()
         if old:
@@ -221,38 +181,6 @@ class Supervisor:
             with contextlib.suppress(ValueError):
                 ray.kill(registry.find(old.decode()))
         return directory
-
-    def _start_store(self, node_id: str) -> Any:
-        settings = registry.settings(self._pool)
-        if settings is None:
-            raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
-        name = registry.node_store_name(self._pool, node_id)
-        options = registry.options(name, node_id, pinned=True, threads=4)
-        return (
-            ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
-            .options(**options)
-            .remote(self._pool, node_id)
-        )
-
-
-@ray.remote(num_cpus=0)
-def _clean(pool: str) -> None:
-    """Remove what a store of this node left that was killed before it could stop."""
-    end = time.monotonic() + DEATH_DEADLINE_S
-    while not remove_left_behind(pool) and time.monotonic() < end:  # it may still be dying
-        time.sleep(0.1)
-
-
-def _on(node_id: str) -> dict[str, Any]:
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
-
-
-def _done(answer: Any) -> bool:
-    try:
-        ray.get(answer, timeout=0)
-    except RayError:
-        return False
-    return True
 
 
 def _noticed() -> dict[str, float]:
@@ -271,3 +199,9 @@ def _gcs(address: str) -> Any:
 
 def _living() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def start_supervisor(pool: str, node_id: str) -> Any:
+    """Start the supervisor near a node, or find it. Returns at once: from here on Ray sees to it that there is one."""
+    options = registry.options(registry.supervisor_name(pool), node_id, pinned=False, threads=4)
+    return ray.remote(Supervisor).options(**options).remote(pool)

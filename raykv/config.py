@@ -80,13 +80,21 @@ class PoolConfig:
             raise ValueError("external= is not a URL such as file:///mnt/nvme/raykv?capacity=200GiB")
 
     def explicit_secret(self) -> bytes | None:
-        """The secret that the user gave, or None. Raises ValueError on a file that others can read."""
+        """The secret that the user gave, or None.
+
+        Raises ValueError for an empty one, and for a file that is not there, or that others can read.
+        """
         given = self.secret if self.secret is not None else os.environ.get("RAYKV_SECRET", "").encode() or None
-        if given == b"":
-            raise ValueError("secret is empty: anybody could derive its keys")
+        if given in (b"", ""):
+            raise ValueError(f"secret={given!r} is empty: anybody could derive its keys. Leave it out for a random one")
         if given is None or isinstance(given, bytes):
             return given
         path = Path(given)
+        if not path.is_file():
+            raise ValueError(
+                f"secret={str(given)!r}: there is no such file. A str is the path of a file that holds the secret; "
+                f"give the secret itself as bytes"
+            )
         mode = path.stat().st_mode
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ValueError(f"secret file {path} is readable by others (mode {mode & 0o777:o}): chmod 600 {path}")

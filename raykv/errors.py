@@ -23,3 +23,11 @@ class ArenaMismatch(RayKVError):
 
 class DeviceError(RayKVError):
     """A GPU failed what was asked of it. Whoever copies from or to it takes that as a miss."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, without the remote traceback and the exception's name that Ray puts before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = lines[-1] if lines else repr(error)
+    name, colon, text = last.partition(": ")
+    return text if colon and name.rpartition(".")[2].endswith("Error") and "." in name and text else last

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from typing import Any
 
 import ray
@@ -20,7 +21,12 @@ from raykv.protocol import VERSION
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
 # secret), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>` (taken by a directory),
 # `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON: the cpu_memory that it was resized to),
-# `<pool>/tier` (what was given to `register_tier`, pickled).
+# `<pool>/tier` (what was given to `register_tier`, pickled), `<pool>/failed/<node>` (why a node has no store),
+# `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled`
+# (kernels that the directory has compiled, and all).
+
+AWAIT_S = 120.0
+AWAIT_LOOK_S = 0.02
 
 
 def supervisor_name(pool: str) -> str:
@@ -50,6 +56,18 @@ def refuse_forked() -> None:
             "copy: fork before ray.init, raykv.start and raykv.attach and attach in the child, or start processes by "
             "spawn (multiprocessing.get_context('spawn'))"
         )
+
+
+def directory_name(pool: str, number: int) -> str:
+    """Each directory that takes over from another has the next number."""
+    return f"{pool}/directory-{number}"
+
+
+def actor_names(pool: str) -> list[str]:
+    """Names of all actors of a pool that Ray knows."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    ours = (actor["name"] for actor in named if actor["namespace"] == NAMESPACE)
+    return sorted(name for name in ours if name.startswith(f"{pool}/"))
 
 
 def find(name: str) -> Any:
@@ -127,6 +145,22 @@ def settings(pool: str) -> dict[str, Any] | None:
             f"install one raykv everywhere, or end the pool with the raykv that started it and start it anew"
         )
     return settings
+
+
+def await_settings(pool: str) -> dict[str, Any]:
+    """The settings, of an actor that is there before them: `start` puts them when every node can take its part."""
+    end = time.monotonic() + AWAIT_S
+    while (found := settings(pool)) is None:
+        if time.monotonic() > end:
+            raise RuntimeError(f"pool {pool!r} has no settings in Ray's internal KV: its start was given up")
+        time.sleep(AWAIT_LOOK_S)
+    return found
+
+
+def failures(pool: str) -> dict[str, str]:
+    """Why nodes have no store, by Ray node id."""
+    found = {node_id: get(pool, f"failed/{node_id}") for node_id in names(pool, "failed")}
+    return {node_id: why.decode() for node_id, why in found.items() if why is not None}
 
 
 def take_epoch(pool: str, at_least: int = 1) -> int:

@@ -1,86 +1,176 @@
-"""`raykv.start`: ask every node whether it can take its part of a pool, then start the actors."""
+"""`raykv.start`: ask every node whether it can take its part of a pool, then start the actors.
+
+The directory and the node stores start while the nodes are asked, and wait for the settings, which are put when every
+node has agreed. The supervisor comes last: it finds the others by name, and all that the pool needs to serve is there.
+"""
 
 import json
-import os
+import logging
+import pickle
+import re
 import secrets
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import ActorDiedError, RayError
 
 from raykv import registry
-from raykv.actors.demoter import open_external
-from raykv.actors.supervisor import START_DEADLINE_S, Supervisor
-from raykv.arena.files import SHM, left_behind
-from raykv.client.pool import KVPool, connect, stop
-from raykv.config import PoolConfig, Size, capacity_bytes, fingerprint
-from raykv.errors import CapacityError
+from raykv.actors.directory import start_directory
+from raykv.actors.node_store import start_store
+from raykv.actors.readiness import Question
+from raykv.actors.supervisor import start_supervisor
+from raykv.client.pool import KVPool, connect
+from raykv.client.stop import kill_actors, stop_pool
+from raykv.config import PoolConfig, fingerprint
+from raykv.errors import CapacityError, reason_of
 from raykv.protocol import VERSION
 from raykv.system import free_memory
 from raykv.tiers import parse, tier_for
 from raykv.tiers.registry import registered
-from raykv.transports import nixl
 
+log = logging.getLogger("raykv")
 ASK_DEADLINE_S = 60.0
+START_DEADLINE_S = 300.0  # the first start on a machine compiles the kernels
+PROGRESS_S = 0.2
+ANSWER_LOOK_S = 0.02
+Progress = Callable[[int, int], None]
 
 
-def start(config: PoolConfig | None = None) -> KVPool:
-    """Start a pool on every node of the Ray cluster, or attach to it if it runs.
+def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progress: Progress | None = None) -> KVPool:
+    """Start a pool on every node of the Ray cluster, or attach to it if it runs with these settings.
 
-    Joins the cluster that runs on this machine if this process has no Ray yet. Raises CapacityError where a node can't
-    afford the memory, and nothing is started then; PoolNotFound if there is no Ray cluster; ValueError for a secret
-    that is bad, or is not the running pool's, and for an external tier that some node can't use.
+    Joins the cluster that runs on this machine if this process has no Ray yet.
+
+    config: the pool's settings. Without it the pool "default" is taken as it runs, or started with the defaults.
+    exist_ok: a pool that runs is taken as it is, whatever its settings. Its secret must be the same all the same.
+    on_progress: called with (kernels done, kernels in all) while kernels are compiled, on a machine's first start.
+
+    Raises CapacityError where a node can't afford the memory; PoolNotFound if there is no Ray cluster; ValueError for
+    settings that are not the running pool's, for a secret that is bad, for nodes that lack raykv, and for an external
+    tier, a transport or GPUs that nodes can't use. Nothing is left running then, nor after a KeyboardInterrupt.
     """
+    exist_ok |= config is None
     config = config or PoolConfig()
     if config.external:
         tier_for(parse(config.external))
     connect(config.name)
     secret = config.explicit_secret()
     running = registry.settings(config.name)
-    if running is None:
-        if config.external and secret is None:
-            raise ValueError(
-                "external= outlives the pool, and keys that are derived from a random secret would not be found there "
-                "again: give secret=, or RAYKV_SECRET"
-            )
-        secret = secret or secrets.token_bytes(32)
-        maker = registered(parse(config.external).scheme) if config.external else None
-        tier = ray.cloudpickle.dumps(maker) if maker else None
-        mark = fingerprint(config.name, secret)
-        check_nodes(config.name, config.cpu_memory, config.transport, config.external, mark, tier)
-        values = {
-            "protocol": VERSION,
-            "secret": secret.hex(),
-            "cpu_memory": config.cpu_memory,
-            "gpu_memory": config.gpu_memory,
-            "locality": config.locality,
-            "transport": config.transport,
-            "external": config.external,
-            "write": config.write,
-            "min_hits": config.min_hits,
-        }
-        if tier:
-            registry.put(config.name, "tier", tier)
-        registry.put(config.name, "settings", json.dumps(values).encode(), overwrite=False)
-    elif secret is not None and secret.hex() != running["secret"]:
-        raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
-    supervisor: Any = (
-        ray.remote(Supervisor)
-        .options(**registry.options(registry.supervisor_name(config.name), _head(), pinned=False, threads=4))
-        .remote(config.name)
-    )
+    if running is not None:
+        _check_same(config, secret, running, exist_ok)
+        start_supervisor(config.name, _head())  # whoever started it may have died before
+        return KVPool(config.name)
+    settings, question = _prepared(config, secret)
     try:
-        failed = ray.get(supervisor.ready.remote(), timeout=2 * START_DEADLINE_S)
-    except RayError:
-        if running is None:
-            stop(config.name)
+        if _started(question, settings, on_progress):
+            pool = KVPool(config.name)
+            start_supervisor(config.name, _head())
+            return pool
+    except BaseException:  # KeyboardInterrupt, too
+        _undo(config.name, settings)
         raise
-    if failed and running is None:  # a pool that runs is not ended for a node that is restarting, or can't join it
-        stop(config.name)
+    return start(config, exist_ok=exist_ok)  # somebody else's start was faster
+
+
+def _prepared(config: PoolConfig, secret: bytes | None) -> tuple[dict[str, Any], Question]:
+    """(the settings of a new pool, what its nodes are asked)."""
+    if config.external and secret is None:
+        raise ValueError(
+            "external= outlives the pool, and keys that are derived from a random secret would not be found there "
+            "again: give secret=, or RAYKV_SECRET"
+        )
+    secret = secret or secrets.token_bytes(32)
+    maker = registered(parse(config.external).scheme) if config.external else None
+    settings = {"protocol": VERSION, "secret": secret.hex(), **_comparable(config)}
+    return settings, Question(
+        config.name,
+        config.cpu_memory,
+        config.gpu_memory,
+        config.transport,
+        config.external,
+        fingerprint(config.name, secret),
+        ray.cloudpickle.dumps(maker) if maker else None,
+    )
+
+
+def _comparable(config: PoolConfig) -> dict[str, Any]:
+    """All settings but the name and the secret."""
+    return {
+        "cpu_memory": config.cpu_memory,
+        "gpu_memory": config.gpu_memory,
+        "locality": config.locality,
+        "transport": config.transport,
+        "external": config.external,
+        "write": config.write,
+        "min_hits": config.min_hits,
+    }
+
+
+def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any], exist_ok: bool) -> None:
+    """ValueError, which names each setting that is another one's."""
+    if secret is not None and secret.hex() != running["secret"]:
+        raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
+    given = _comparable(config)
+    differ = [f"{name}={running[name]!r} (given: {given[name]!r})" for name in given if given[name] != running[name]]
+    if differ and not exist_ok:
+        raise ValueError(
+            f"pool {config.name!r} runs with other settings: {', '.join(differ)}. Take it as it is with "
+            f"raykv.attach({config.name!r}) or start(..., exist_ok=True), or end it with `raykv stop --name "
+            f"{config.name}` first"
+        )
+
+
+def _started(question: Question, settings: dict[str, Any], on_progress: Progress | None) -> bool:
+    """Start directory and stores of a pool that does not run; True once they serve, False where it runs by now."""
+    pool, head = question.pool, _head()
+    directory = start_directory(pool, 1, head)
+    stores = {node_id: start_store(pool, node_id, question) for node_id in _living()}
+    answers = _answers(pool, stores)
+    _check(question, answers)
+    _warn_of_memory(pool, answers)
+    if head in answers and not answers[head]["compiled"]:
+        log.warning("pool %s: compiling its kernels, which takes a minute or so on a machine's first start", pool)
+    if question.maker:
+        registry.put(pool, "tier", question.maker)
+    registry.put(pool, "directory", registry.directory_name(pool, 1).encode(), overwrite=False)
+    if not registry.put(pool, "settings", json.dumps(settings).encode(), overwrite=False):
+        return False
+    _await_directory(pool, directory, on_progress)
+    failed = {node_id: why for node_id, store in stores.items() if (why := _why_not_there(node_id, store))}
+    if failed:
         raise CapacityError("\n".join(f"node {node_id[:16]}: {why}" for node_id, why in failed.items()))
-    return KVPool(config.name)
+    return True
+
+
+def _await_directory(pool: str, directory: Any, on_progress: Progress | None) -> None:
+    """Wait until it serves. RayError if it can't start."""
+    answer, end = directory.ping.remote(), time.monotonic() + START_DEADLINE_S
+    while not ray.wait([answer], timeout=PROGRESS_S)[0] and time.monotonic() < end:
+        if on_progress and (found := registry.get(pool, "compiled")):
+            on_progress(*(int(part) for part in found.split()))
+    ray.get(answer, timeout=0)
+
+
+def _why_not_there(node_id: str, store: Any) -> str:
+    """Wait until a node's store serves. Empty if it does, or its node was lost meanwhile."""
+    try:
+        ray.get(store.describe_arena.remote(), timeout=ASK_DEADLINE_S)
+    except RayError as error:
+        return reason_of(error) if node_id in _living() else ""
+    return ""
+
+
+def _undo(name: str, settings: dict[str, Any]) -> None:
+    """End what was started here, unless the pool is another's by now."""
+    running = registry.settings(name)
+    if running is None:
+        kill_actors(name)
+        registry.forget(name)
+    elif running["secret"] == settings["secret"]:
+        stop_pool(name)
 
 
 def _head() -> str:
@@ -90,65 +180,88 @@ def _head() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def check_nodes(
-    pool: str, cpu_memory: Size, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
-) -> None:
+def _living() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+
+
+def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the stores say for their nodes, by Ray node id. Nodes that are lost meanwhile, or don't answer, say nothing.
+
+    ValueError where raykv can't be imported.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    pings = {node_id: store.ping.remote() for node_id, store in stores.items()}  # ready: it failed to start
+    end = time.monotonic() + ASK_DEADLINE_S
+    while len(answers) < len(pings) and time.monotonic() < end:
+        for node_id in registry.names(pool, "answer"):
+            answers[node_id] = pickle.loads(registry.get(pool, f"answer/{node_id}") or b"")
+            registry.drop(pool, f"answer/{node_id}")
+        silent = [pings[node_id] for node_id in pings.keys() - answers.keys()]
+        over = ray.wait(silent, num_returns=len(silent), timeout=ANSWER_LOOK_S)[0] if silent else []
+        for node_id in [node_id for node_id, ping in pings.items() if ping in over]:
+            why = _failure(pings[node_id])
+            pings[node_id] = stores[node_id].ping.remote()
+            if why and node_id in _living() and registry.settings(pool) is None:
+                raise ValueError(f"{_not_installed(why)} (on node {node_id[:16]})")
+    return answers
+
+
+def _failure(answer: Any) -> str:
+    """Why an actor that was asked something could not start; empty if it did, or tries again."""
+    try:
+        ray.get(answer, timeout=0)
+    except ActorDiedError as error:
+        return str(error)
+    except RayError as error:
+        log.debug("start: %r", error)
+    return ""
+
+
+def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
     """CapacityError if some node can't afford it; nodes that share a machine's memory are added up.
 
-    ValueError if some node can't use its external tier, or the transport. maker: see `open_external`.
+    ValueError if some node can't use its external tier, or the transport; or where no node has the GPUs asked for.
     """
-    ask = ray.remote(num_cpus=0, max_retries=0)(_ask)
-    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    here = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in living]
-    question = (pool, cpu_memory, transport, external, fingerprint, maker)
-    asked = [ask.options(scheduling_strategy=strategy).remote(*question) for strategy in here]
     refusals: dict[str, list[str]] = {}  # node ids by what is wrong
-    machines: dict[str, list[dict[str, Any]]] = {}
-    end = time.monotonic() + ASK_DEADLINE_S
-    for node_id, reference in zip(living, asked, strict=True):
-        try:
-            answer = ray.get(reference, timeout=max(0.0, end - time.monotonic()))
-        except RayError:  # a node that was lost meanwhile
-            continue
-        machines.setdefault(answer["machine"], []).append(answer)
+    for node_id, answer in answers.items():
         for what in filter(None, answer["refusals"]):
             refusals.setdefault(what, []).append(node_id[:16])
     if refusals:
         raise ValueError("\n".join(f"{what} (on nodes {', '.join(nodes)})" for what, nodes in refusals.items()))
+    if question.gpu_memory and not any(answer["gpus"] for answer in answers.values()):
+        raise ValueError(f"gpu_memory={question.gpu_memory}, but no node of this Ray cluster has a GPU: leave it out")
+    _check_memory(answers)
+
+
+def _check_memory(answers: dict[str, dict[str, Any]]) -> None:
+    machines: dict[str, list[dict[str, Any]]] = {}
+    for answer in answers.values():
+        machines.setdefault(answer["machine"], []).append(answer)
     for nodes in machines.values():
         wanted = sum(node["asked"] for node in nodes)
         if wanted > nodes[0]["free"]:
             raise CapacityError(free_memory.refusal(wanted, nodes[0]["room"], len(nodes)))
 
 
-def _ask(
-    pool: str, cpu_memory: Size, transport: str, external: str | None, fingerprint: bytes, maker: bytes | None
-) -> dict[str, Any]:
-    found = free_memory.free_bytes()
-    adoptable = sum(os.stat(path).st_blocks * 512 for path in left_behind(pool))
-    with open("/proc/sys/kernel/random/boot_id") as boot_id:
-        machine = f"{boot_id.read().strip()}-{os.stat(SHM).st_dev}"
-    return {
-        "machine": machine,
-        "room": found,
-        "free": found.free + adoptable,
-        "asked": capacity_bytes(cpu_memory, free_memory.total_bytes()),
-        "refusals": [
-            _refusal(pool, external, fingerprint, maker) if external else "",
-            f"transport='nixl': {missing}" if transport == "nixl" and (missing := nixl.why_not()) else "",
-        ],
-    }
+def _not_installed(why: str) -> str:
+    missing = re.search(r"No module named '[^']+'", why)
+    return (
+        f"Ray's workers can't use raykv ({missing[0] if missing else why.strip().splitlines()[-1]}): "
+        f"pip install raykv=={version('raykv')} in the Python environment that Ray runs in there"
+    )
 
 
-def _refusal(pool: str, external: str, fingerprint: bytes, maker: bytes | None) -> str:
-    """Why this node can't use its external tier, if it can't."""
-    try:
-        tier, _ = open_external(pool, fingerprint, external, maker)
-        try:
-            tier.check()
-        finally:
-            tier.close()
-    except Exception as error:  # a library's own, too
-        text = str(error)
-        return text if "external=" in text else f"external={parse(external).text}: {text}"
-    return ""
+def _warn_of_memory(pool: str, answers: dict[str, dict[str, Any]]) -> None:
+    """Name shared memory of pools that do not run any more, and how to get it back."""
+    left: dict[str, int] = {}
+    for answer in {answer["machine"]: answer for answer in answers.values()}.values():
+        for other, size in answer["left"].items():
+            left[other] = left.get(other, 0) + size
+    for other, size in left.items():
+        if other != pool and registry.settings(other) is None:
+            log.warning(
+                "pool %s does not run, but %.2f GiB of shared memory are left of it: `raykv stop --name %s` frees them",
+                other,
+                size / (1 << 30),
+                other,
+            )

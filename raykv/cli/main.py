@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from raykv.config import TRANSPORTS, WRITE_SHARES, PoolConfig
-from raykv.errors import RayKVError
+from raykv.errors import PoolNotFound, RayKVError
 
 SIZE = "A fraction of the node's memory (0.3), or bytes (20GiB, 500MB, 1073741824)."
 NAME = click.option("--name", default="default", show_default=True, help="Name of the pool.")
@@ -55,25 +55,34 @@ def main() -> None:
 )
 @click.option("--min-hits", default=0, show_default=True, help="How often it must have been asked for to go there.")
 @click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
+@click.option("--exist-ok", is_flag=True, help="Take a pool that runs with other settings as it is.")
 @JSON
-def start(name: str, secret_file: str | None, as_json: bool, **settings: Any) -> None:
+def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **settings: Any) -> None:
     """Start a pool on every node of the Ray cluster that runs here."""
     import raykv
 
     config = PoolConfig(name, secret=secret_file, **settings)
-    with _spinner(f"starting pool {name}"):
-        pool = raykv.start(config)
+    with _spinner(f"starting pool {name}") as spinner:
+
+        def compiled(done: int, kernels: int) -> None:
+            what = f"starting pool {name}: compiling its kernels, {done} of {kernels}"
+            spinner.update(spinner.task_ids[0], description=what, completed=done, total=kernels)
+
+        pool = raykv.start(config, exist_ok=exist_ok, on_progress=compiled)
     _status(pool, as_json)
 
 
 @main.command()
 @NAME
 def stop(name: str) -> None:
-    """End a pool, and give its memory back."""
-    import raykv
+    """End a pool, or what is left of one, and give its memory back."""
+    from raykv.client.pool import connect
+    from raykv.client.stop import stop_pool
 
+    connect(name)
     with _spinner(f"stopping pool {name}"):
-        raykv.attach(name).stop()
+        if not stop_pool(name):
+            raise PoolNotFound(f"no pool {name!r} runs in this Ray cluster, and no memory is left of one")
 
 
 @main.command()
@@ -218,6 +227,15 @@ def bench_ttft(engine: str, as_json: bool) -> None:
     _report(ttft.run, as_json)
 
 
+@bench.command("start")
+@JSON
+def bench_start(as_json: bool) -> None:
+    """Start a pool on two nodes, against an empty detached actor a node."""
+    from raykv.bench import start
+
+    _report(start.run, as_json)
+
+
 @bench.command("route")
 @JSON
 def bench_route(as_json: bool) -> None:
@@ -240,6 +258,7 @@ def _spinner(text: str) -> Progress:
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
+        BarColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
@@ -286,11 +305,15 @@ def _status(pool: Any, as_json: bool) -> None:
         fill = node["bytes_used"] / size if size else 0.0
         counts = (str(node[state]) for state in ("ready", "replica", "staging", "writing"))
         table.add_row(_short(name), node["state"], node["tier"], f"{size / (1 << 30):.2f} GiB", f"{fill:.0%}", *counts)
+    for name in stats["failed"]:
+        table.add_row(_short(name), "no store", "", "", "", "", "", "", "")
     for name, tier in stats["tiers"].items():
         size, fill = f"{tier['capacity'] / (1 << 30):.2f} GiB", f"{tier['bytes_used'] / tier['capacity']:.0%}"
         table.add_row(name[:16] or "all", tier["state"], "external", size, fill, str(tier["blocks"]), "", "", "")
     console = Console()
     console.print(table)
+    for name, why in stats["failed"].items():
+        console.print(f"node {_short(name)} has no store: {why}", markup=False, highlight=False)
     if stats["transports"]:
         console.print(_lanes(stats["transports"]))
     hits, lookups = stats["hits"], stats["lookups"]

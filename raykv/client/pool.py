@@ -5,13 +5,14 @@ import secrets
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from raykv import keys, registry
 from raykv.arena.gpu.device import uuid_of
 from raykv.client.cache import KVCache
 from raykv.client.session import Session
-from raykv.config import FLUSH_DEADLINE_S, NAMESPACE, Size, memory_size
+from raykv.client.stop import stop_pool
+from raykv.config import NAMESPACE, Size, memory_size
 from raykv.errors import CapacityError, PoolNotFound
 from raykv.protocol import CONTENT_BYTES, host_of
 
@@ -90,7 +91,7 @@ class KVPool:
     def stats(self) -> dict[str, Any]:
         """Counts of the whole pool as the directory has them, and `faults` of this client. Empty while it is down.
 
-        nodes: by Ray node id, or that with "/" and a GPU's UUID.
+        nodes: by Ray node id, or that with "/" and a GPU's UUID. failed: why other nodes have no store, by Ray node id.
         transports: of each pair of them that has read, as the one that did says, where it answers: `reader`, `from`,
         the `transport` used last, its GB/s (1e9 bytes) as `gbps`, and how often which has `failed`.
         """
@@ -99,7 +100,8 @@ class KVPool:
         except (ValueError, RayError):
             answer = {}
         transports = self._transports(list(answer.get("nodes", ())))
-        return {**answer, "transports": transports, "faults": dict(self.session.directory.faults)}
+        failed = registry.failures(self.name)
+        return {**answer, "failed": failed, "transports": transports, "faults": dict(self.session.directory.faults)}
 
     def _transports(self, names: list[str]) -> list[dict[str, Any]]:
         asked = []
@@ -164,7 +166,7 @@ class KVPool:
     def stop(self) -> None:
         """End the pool on every node and give its memory back."""
         self.close()
-        stop(self.name)
+        stop_pool(self.name)
 
     def close(self) -> None:
         """This process is done with the pool; what it held is let go. Calls that come later find nothing."""
@@ -201,19 +203,3 @@ def _check_living(node_id: str) -> None:
     living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     if node_id not in living:
         raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: {', '.join(living)}")
-
-
-def stop(name: str) -> None:
-    """End the pool of that name on every node, and forget its settings."""
-    for _ in range(3):  # a supervisor that is killed meanwhile comes back, and goes on
-        try:
-            supervisor = registry.find(registry.supervisor_name(name))
-        except ValueError:
-            break
-        try:
-            ray.get(supervisor.stop.remote(), timeout=STOP_DEADLINE_S + FLUSH_DEADLINE_S)
-            ray.kill(supervisor)
-            break
-        except RayActorError:
-            continue
-    registry.forget(name)

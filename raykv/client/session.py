@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from raykv.client.local_store import LocalStore
 from raykv.errors import PoolNotFound
 from raykv.protocol import host_of
 
+log = logging.getLogger("raykv")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -36,6 +38,11 @@ class Session:
         Raises PoolNotFound, and ArenaMismatch where this process can't see its node's shared memory.
         """
         settings = registry.settings(name)
+        if settings is None and registry.actor_names(name):
+            raise PoolNotFound(
+                f"pool {name!r} is being started or stopped, or has lost its settings: if that lasts, "
+                f"`raykv stop --name {name}` ends what is left of it"
+            )
         if settings is None:
             raise PoolNotFound(
                 f"no pool {name!r} runs in this Ray cluster: start it with `raykv start --name {name}` "
@@ -46,6 +53,8 @@ class Session:
         self.secret = bytes.fromhex(settings["secret"])
         self._gpu = gpu
         self.local = self._find_store()
+        if self.local is None and (why := registry.failures(name).get(self.node_id)):
+            log.warning("pool %s has no store on this node, so every block is a miss here: %s", name, why)
         self.directory = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -13,8 +14,10 @@ from typing import Any, TypeVar, cast, overload
 
 import numba
 
+log = logging.getLogger("raykv")
 F = TypeVar("F", bound=Callable[..., Any])
 _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
+_complete: set[str] = set()  # packages whose kernels this process has
 
 
 def _kernel_sources() -> list[Path]:
@@ -39,19 +42,31 @@ def _folder() -> str:
     for path in _kernel_sources():
         sources.update(path.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.path.join(base, f"raykv-{sources.hexdigest()[:16]}")
+    name = f"raykv-{sources.hexdigest()[:16]}"
+    if _is_private(folder := os.path.join(base, name)):
+        return folder
+    shared = os.path.join(tempfile.gettempdir(), f"raykv-kernels-{os.getuid()}")
+    if _is_private(shared) and _is_private(instead := os.path.join(shared, name)):
+        log.warning("%s is not writable by this user alone: kernels are kept in %s", folder, instead)
+        return instead
+    own = tempfile.mkdtemp(prefix="raykv-kernels-")
+    log.warning("neither %s nor %s is writable by this user alone: kernels are compiled into %s", folder, shared, own)
+    return own
+
+
+def _is_private(folder: str) -> bool:
+    """Make it, if need be. Whether it is this user's, nobody else writes there, and we can."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        info = os.stat(folder)
-        if (
-            info.st_uid == os.getuid()
+        info = os.lstat(folder)
+        return (
+            stat.S_ISDIR(info.st_mode)
+            and info.st_uid == os.getuid()
             and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             and os.access(folder, os.W_OK)
-        ):
-            return folder
+        )
     except OSError:
-        pass
-    return tempfile.mkdtemp(prefix="raykv-")
+        return False
 
 
 @overload
@@ -96,14 +111,47 @@ def entries(package: str) -> list[tuple[Any, tuple[Any, ...]]]:
     return [(function, types) for function, types in _entries if function.py_func.__module__.startswith(f"{package}.")]
 
 
-@functools.cache
-def compile_all(package: str) -> None:
+def is_compiled(package: str) -> bool:
+    """Whether an earlier process of this user has compiled the kernels of a package."""
+    return os.path.exists(_mark(package))
+
+
+def _mark(package: str) -> str:
+    return os.path.join(_folder(), f"{package}.compiled")
+
+
+def _load(function: Any, types: tuple[Any, ...]) -> bool:
+    """Load a kernel's machine code from numba's cache. Returns whether it was there.
+
+    As the dispatcher's own `compile` does, but without all that numba would compile with: that takes longer to import
+    than the code of all kernels, and the compiler does it for itself where there is something to compile.
+    """
+    context = function.targetctx
+    context.refresh = lambda: None
+    try:
+        found = function._cache.load_overload(types, context)
+    finally:
+        del context.refresh
+    if found is not None:
+        context.insert_user_function(found.entry_point, found.fndesc, [found.library])
+        function.add_overload(found)
+    return found is not None
+
+
+def compile_all(package: str, on_progress: Callable[[int, int], object] = lambda done, kernels: None) -> None:
     """Load the machine code of every kernel of a package that Python calls, or compile it.
 
     From then on none is compiled for arguments of other types: those are a TypeError, where the first caller would
-    wait for a compiler.
+    wait for a compiler. on_progress: called with (kernels done, kernels in all) after each that was compiled.
     """
-    for function, types in entries(package):
-        function.compile(types)
-    for function, _ in entries(package):  # now that none is compiled into another any more
+    if package in _complete:
+        return
+    kernels = entries(package)
+    for done, (function, types) in enumerate(kernels, 1):
+        if types not in function.overloads and not _load(function, types):
+            function.compile(types)
+            on_progress(done, len(kernels))
+    for function, _ in kernels:  # now that none is compiled into another any more
         function.disable_compile()
+    Path(_mark(package)).touch()
+    _complete.add(package)

@@ -50,7 +50,7 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     keys = cache.keys(tokens(1, 5))
     assert store(cache, keys) == 5
     pids = [pid(registry.find(name)) for name in actor_names(pool.name)]
-    again = raykv.start(raykv.PoolConfig(name=pool.name, cpu_memory=32 << 20))
+    again = raykv.start(raykv.PoolConfig(name=pool.name, cpu_memory=32 << 20), exist_ok=True)
     assert read(a_cache(again), keys)[:3] == (5, 5, 0)
     assert [pid(registry.find(name)) for name in actor_names(pool.name)] == pids
     with pytest.raises(ValueError, match="another secret"):
@@ -67,7 +67,9 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     }
 
     os.kill(pid(registry.find(stores[1])), signal.SIGKILL)
-    raykv.start(raykv.PoolConfig(name=pool.name)).close()  # does not end a pool whose store is just restarting
+    raykv.start(
+        raykv.PoolConfig(name=pool.name), exist_ok=True
+    ).close()  # does not end a pool whose store is just restarting
     eventually(lambda: served(pool, 2))
     assert read(cache, keys)[:3] == (5, 5, 0)
 

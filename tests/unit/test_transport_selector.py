@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError
 
 import raykv.transports.nixl
 import raykv.transports.selector
+from raykv.actors.readiness import Question, answer
 from raykv.arena.arena import Arena
 from raykv.protocol import ALTERED, FAILED, LOCATION, PULLED
-from raykv.start import _ask
 from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.selector import RETRY_S, TransportSelector, open_transports
 
@@ -287,5 +287,5 @@ def test_nixl_that_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> 
     """Each node says so before anything is started."""
     monkeypatch.setattr(raykv.transports.nixl, "why_not", lambda: "NIXL is not installed here")
     asked = ["nixl", "auto"]
-    refusals = [_ask("p", 8 * MIB, chosen, None, b"", None)["refusals"] for chosen in asked]
+    refusals = [answer(Question("p", 8 * MIB, 0, chosen, None, b"", None))["refusals"] for chosen in asked]
     assert refusals == [["", "transport='nixl': NIXL is not installed here"], ["", ""]]

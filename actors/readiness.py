@@ -1,0 +1,72 @@
+"""What a node says before a pool starts: whether it can take its part."""
+
+import os
+import re
+from typing import Any, NamedTuple
+
+from raykv.actors.demoter import open_external
+from raykv.actors.gpu import DRIVER
+from raykv.arena.files import SHM, left_behind
+from raykv.arena.gpu import device
+from raykv.config import Size, capacity_bytes
+from raykv.system import free_memory, jit
+from raykv.tiers import parse
+from raykv.transports import nixl
+
+
+class Question(NamedTuple):
+    """What every node is asked before a pool starts. maker: see `open_external`."""
+
+    pool: str
+    cpu_memory: Size
+    gpu_memory: Size
+    transport: str
+    external: str | None
+    fingerprint: bytes
+    maker: bytes | None
+
+
+def answer(question: Question) -> dict[str, Any]:
+    """What a node says."""
+    pool, maker = question.pool, question.maker
+    found = free_memory.free_bytes()
+    left = {name: _bytes(left_behind(name)) for name in _pools()}
+    with open("/proc/sys/kernel/random/boot_id") as boot_id:
+        machine = f"{boot_id.read().strip()}-{os.stat(SHM).st_dev}"
+    return {
+        "machine": machine,
+        "room": found,
+        "free": found.free + left.get(pool, 0),
+        "asked": capacity_bytes(question.cpu_memory, free_memory.total_bytes()),
+        "left": {name: size for name, size in left.items() if size},
+        "gpus": bool(question.gpu_memory and (device.visible() or os.path.exists(DRIVER))),
+        "compiled": jit.is_compiled("raykv.directory"),
+        "refusals": [
+            _refusal(pool, question.external, question.fingerprint, maker) if question.external else "",
+            f"transport='nixl': {missing}" if question.transport == "nixl" and (missing := nixl.why_not()) else "",
+        ],
+    }
+
+
+def _pools() -> set[str]:
+    """Names of pools of which this user has arenas here."""
+    names = (re.fullmatch(rf"raykv-(.+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
+    return {found[1] for found in names if found}
+
+
+def _bytes(paths: list[str]) -> int:
+    return sum(os.stat(path).st_blocks * 512 for path in paths)
+
+
+def _refusal(pool: str, external: str, fingerprint: bytes, maker: bytes | None) -> str:
+    """Why this node can't use its external tier, if it can't."""
+    try:
+        tier, _ = open_external(pool, fingerprint, external, maker)
+        try:
+            tier.check()
+        finally:
+            tier.close()
+    except Exception as error:  # a library's own, too
+        text = str(error)
+        return text if "external=" in text else f"external={parse(external).text}: {text}"
+    return ""

@@ -1,0 +1,175 @@
+"""What `raykv.start` says and does where a pool can't start, runs already, or was left; and that nothing is left."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from helpers.command_line import command
+from helpers.pools import actor_names, eventually, other_node, shm_files, worker
+
+import raykv
+from raykv import registry
+
+MIB = 1 << 20
+WITHOUT_RAYKV = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "raykv":
+            raise ModuleNotFoundError("No module named 'raykv'")
+sys.meta_path.insert(0, Finder())
+"""
+LEAVE_AN_ARENA = """
+import sys
+from raykv.arena.arena import open_own
+arena = open_own(sys.argv[1], bytes(16), 4 << 20, 2, lambda size: None)
+arena.close()
+"""
+
+
+@pytest.fixture
+def name(cluster: Any, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of a pool of which nothing is left after the test."""
+    name = f"t{os.getpid()}-{request.node.name[5:25].strip('_')}"
+    yield name
+    assert nothing_left(name)
+
+
+def nothing_left(name: str) -> bool:
+    return not actor_names(name) and not shm_files(name) and registry.settings(name) is None
+
+
+def test_other_settings_on_a_running_pool_are_named(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    same = raykv.PoolConfig(name=pool.name, cpu_memory=64 * MIB)
+    raykv.start(same).close()
+    other = raykv.PoolConfig(name=pool.name, cpu_memory=32 * MIB, locality=2.0)
+    with pytest.raises(
+        ValueError, match=r"cpu_memory=67108864 \(given: 33554432\), locality=1.5 \(given: 2.0\)\. .*attach"
+    ):
+        raykv.start(other)
+    raykv.start(other, exist_ok=True).close()
+    with pytest.raises(ValueError, match="another secret"):
+        raykv.start(raykv.PoolConfig(name=pool.name, secret=b"other"), exist_ok=True)
+
+
+def test_gpu_memory_where_no_node_has_a_gpu(name: str) -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory=0.5, but no node .* has a GPU"):
+        raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB, gpu_memory=0.5))
+    assert nothing_left(name)
+
+
+@pytest.mark.parametrize(
+    ("secret", "says"),
+    [("", r"secret='' is empty"), ("/no/such/file", r"secret='/no/such/file': there is no such file")],
+)
+def test_a_secret_that_is_none(cluster: Any, secret: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        raykv.start(raykv.PoolConfig(name="secretless", secret=secret))
+    assert nothing_left("secretless")
+
+
+def test_a_node_without_raykv_is_named(
+    name: str, third_node: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAYKV)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    node = third_node()
+    with pytest.raises(ValueError, match=rf"No module named 'raykv'.*pip install raykv==.*on node {node.node_id[:16]}"):
+        raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB))
+    assert nothing_left(name)
+
+
+def test_a_store_that_fails_ends_the_start(name: str, cluster: Any) -> None:
+    """One that could afford it when it was asked."""
+    node_id = ray.get_runtime_context().get_node_id()
+    registry.put(name, f"memory/{node_id}", json.dumps(1 << 45).encode())
+    with pytest.raises(raykv.CapacityError, match=rf"node {node_id[:16]}: asked for .* Lower cpu_memory"):
+        raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB))
+    assert nothing_left(name)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+def test_ctrl_c_stops_what_was_started(name: str, seconds: float) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB)).stop()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    eventually(lambda: nothing_left(name))
+
+
+class Attached:
+    """A client as an actor, and what it was warned of."""
+
+    def __init__(self, pool: str) -> None:
+        self.said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("raykv").addHandler(handler)
+        self.pool = raykv.attach(pool)
+
+    def warnings(self) -> list[str]:
+        return self.said
+
+
+def test_a_node_that_joins_and_cannot_afford_its_store_is_seen(
+    start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], cluster: Any
+) -> None:
+    pool = start()
+    settings = registry.settings(pool.name) or {}
+    registry.put(pool.name, "settings", json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
+    node = third_node()
+    why = eventually(lambda: pool.stats()["failed"].get(node.node_id))
+    assert why.startswith("asked for") and "Lower cpu_memory" in why
+    shown = command("status", "--name", pool.name, address=cluster.address)
+    assert "no store" in shown.stdout and "Lower cpu_memory" in " ".join(shown.stdout.split())
+    (said,) = ray.get(worker(pool, node.node_id, Attached).warnings.remote(), timeout=60)
+    assert "no store on this node" in said and why in said
+    assert ray.get(worker(pool, other_node(pool), Attached).warnings.remote(), timeout=60) == []
+
+
+def test_stop_ends_what_it_finds_by_name(start: Callable[..., raykv.KVPool], cluster: Any) -> None:
+    pool = start()
+    registry.forget(pool.name)
+    with pytest.raises(raykv.PoolNotFound, match=rf"raykv stop --name {pool.name}"):
+        raykv.attach(pool.name)
+    assert command("stop", "--name", pool.name, address=cluster.address).returncode == 0
+    assert nothing_left(pool.name)
+    again = command("stop", "--name", pool.name, address=cluster.address)
+    assert again.returncode == 1 and "no pool" in again.stderr
+
+
+def test_memory_that_was_left_is_named(
+    start: Callable[..., raykv.KVPool], name: str, cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a pool whose Ray cluster was ended without `stop`."""
+    subprocess.run([sys.executable, "-c", LEAVE_AN_ARENA, name], check=True)
+    assert shm_files(name)
+    start()
+    (said,) = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert "does not run" in said and f"raykv stop --name {name}" in said
+    assert command("stop", "--name", name, address=cluster.address).returncode == 0
+    assert not shm_files(name)
+
+
+def test_a_pool_serves_at_once_and_its_supervisor_follows(start: Callable[..., raykv.KVPool]) -> None:
+    begin = time.monotonic()
+    pool = start()
+    assert len(actor_names(pool.name)) == 4, f"{time.monotonic() - begin:.1f} s"
+    assert ray.get(registry.find(registry.supervisor_name(pool.name)).ping.remote(), timeout=60)
