@@ -1,4 +1,9 @@
-"""The nodes' memory, as the directory gives it out: slabs of slots of one size, and a staging window of each."""
+"""The memory of all nodes, in slabs: which slab serves which block size, and which are given back.
+
+A node's memory is cut into slabs, and each slab into slots of one size. Of each size, some slots are the staging
+window, into which readers of that node pull blocks of others. A size that needs room gets spare slabs first, then slabs
+of other sizes whose newest block is older than its own oldest.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from raykv.config import MIB
-from raykv.directory.kernels import index, leases, placement, slabs
-from raykv.directory.size_classes import Locations, Rows, SizeClasses
+from raykv.directory.arrays import LocationArray, RowArray
+from raykv.directory.kernels import eviction, index, leases, slabs
+from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import LOCATION, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
@@ -17,7 +23,7 @@ CLOSED_PER_CALL = 8  # slabs
 
 @dataclass
 class Node:
-    """A node store as the directory knows it."""
+    """The memory of a node, or of one of its GPUs, as the directory knows it."""
 
     name: str
     index: int
@@ -30,15 +36,15 @@ class Node:
     leaving: bool = False
     offered: int = 0  # slabs that were allocated
     withdrawn: set[int] = field(default_factory=set)  # of them, those that were, or are to be, given back
-    closing: set[int] = field(default_factory=set)  # slabs that are to be withdrawn, in which something is held
+    closing: set[int] = field(default_factory=set)  # slabs to withdraw, in which somebody still holds a slot
     spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
     size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
-    checked: dict[int, int] = field(default_factory=dict)  # evictions at the last look for a colder slab, by size class
+    checked: dict[int, int] = field(default_factory=dict)  # by size class, evictions at the last `_oldest_slab`
 
     @property
     def host(self) -> str:
-        """The node that this is, or whose GPU."""
+        """Name of the node, or of the node whose GPU this is."""
         return host_of(self.name)
 
     @property
@@ -47,6 +53,7 @@ class Node:
 
     @property
     def offered_to(self) -> int:
+        """Who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
         if self.state != "alive":
             return index.NOT_OFFERED
         if self.leaving:
@@ -64,96 +71,96 @@ class Allocator:
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self.nodes: dict[str, Node] = {}
-        self.lacking: dict[int, int] = {}  # by size class, slots of its window in which blocks are still held
+        self.lacking: dict[int, int] = {}  # by size class, slots that its window lacks until holds on blocks end
         self._size_classes = size_classes
+
+    @property
+    def _c(self) -> index.Columns:
+        return self._size_classes.c
 
     def offer(self, node: Node, offered: int) -> None:
         """A node has allocated so many slabs."""
-        taken = {*node.spare, *node.slabs, *node.withdrawn}
-        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in taken]
+        known = {*node.spare, *node.slabs, *node.withdrawn}
+        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in known]
         node.offered = max(node.offered, offered)
 
-    def open_found(self, node: Node, at: Locations) -> None:
-        """Slabs of an arena in which something was found."""
-        for number in sorted(set(at["slab"].tolist()) - node.withdrawn):
-            first = at[at["slab"] == number][0]
+    def open_slabs_of(self, node: Node, locations: LocationArray) -> None:
+        """Open the slabs of an arena in which blocks were found."""
+        for number in sorted(set(locations["slab"].tolist()) - node.withdrawn):
+            first = locations[locations["slab"] == number][0]
             stride = slot_bytes(int(first["bytes"]))
             size_class = self.size_class(node, stride)
             if size_class >= 0:
                 self._open_slab(node, number, size_class, stride, int(first["slab_gen"]))
 
-    def make_windows(self, node: Node) -> None:
-        """An arena may be found full of blocks, some of which were in its staging windows."""
-        promoted = np.zeros(len(self._size_classes.c.size_classes), np.int64)
+    def empty_windows(self, node: Node) -> None:
+        """Make room for the staging windows of an arena that was found full of blocks."""
+        lacking = np.zeros(len(self._c.size_classes), np.int64)
         for stride, slots in self.slots(node).items():
-            window = int(self._size_classes.c.size_classes[node.size_classes[stride]]["window"])
-            promoted[node.size_classes[stride]] = max(
-                0, min(window, slots - window)
-            )  # a size of few slots has no window
-        self.restore_windows(promoted)
+            size_class = node.size_classes[stride]
+            window = int(self._c.size_classes[size_class]["window"])
+            lacking[size_class] = max(0, min(window, slots - window))  # a size of few slots has no window
+        self.restore_windows(lacking)
 
-    def restore_windows(self, promoted: Rows) -> None:
-        """Primaries came out of staging windows, by size class: spare slabs, or the oldest blocks, make up for them."""
-        for size_class in np.flatnonzero(promoted).tolist():
-            self.lacking[size_class] = self.lacking.get(size_class, 0) + int(promoted[size_class])
-        self.settle_windows()
+    def restore_windows(self, lacking: RowArray) -> None:
+        """Primaries took so many slots of staging windows, by size class: spare slabs or evictions make up for them."""
+        for size_class in np.flatnonzero(lacking).tolist():
+            self.lacking[size_class] = self.lacking.get(size_class, 0) + int(lacking[size_class])
+        self.restore_lacking()
 
-    def settle_windows(self) -> None:
-        """As far as what is held allows: the rest when it is let go."""
+    def restore_lacking(self) -> None:
+        """Restore windows as far as blocks may be evicted now; the rest waits until holds end."""
         for size_class, slots in list(self.lacking.items()):
             node = next(node for node in self.nodes.values() if size_class in node.size_classes.values())
-            stride = next(stride for stride, there in node.size_classes.items() if there == size_class)
-            while node.spare and self._size_classes.room(size_class) < 0:
-                self._open_slab(node, node.spare[-1], size_class, stride, self._size_classes.next_gen())
-            left = int(placement.restore_window(self._size_classes.c, size_class, slots))
-            if left and self.slots(node)[stride] > self._size_classes.c.size_classes[size_class]["window"]:
+            stride = next(stride for stride, known in node.size_classes.items() if known == size_class)
+            self._open_spare(node, size_class, stride, 0)
+            left = int(eviction.restore_window(self._c, size_class, slots))
+            if left and self.slots(node)[stride] > self._c.size_classes[size_class]["window"]:
                 self.lacking[size_class] = left
-            else:  # a size of few slots would lose what has just come
+            else:  # a size of few slots would lose the block that has just come
                 del self.lacking[size_class]
 
     def promote_replicas(self, node: Node) -> None:
-        """What stays as a replica elsewhere is to stay for good."""
-        promoted = np.zeros(len(self._size_classes.c.size_classes), np.int64)
+        """Where a replica of a node's block is on a node that stays, make it the primary."""
+        promoted = np.zeros(len(self._c.size_classes), np.int64)
         for record in node.slabs.values():
-            leases.promote_replicas(self._size_classes.c, *self._size_classes.span(record), promoted)
+            leases.promote_replicas(self._c, *self._size_classes.span(record), promoted)
         self.restore_windows(promoted)
 
-    def withdraw(self, node: Node, pinned: Rows) -> list[int]:
-        """Numbers of slabs that a node has too many: no longer in use."""
+    def withdraw(self, node: Node, pinned: RowArray) -> list[int]:
+        """Numbers of slabs that a node has too many: they are no longer in use."""
         excess = min(CLOSED_PER_CALL, node.offered - len(node.withdrawn) - node.limit)
         numbers = node.spare[: max(0, excess)]
-        closing = self._to_close(node, excess - len(numbers), pinned)
+        closing = self._slabs_to_close(node, excess - len(numbers), pinned)
         for number in node.closing & node.slabs.keys() - closing:
-            slabs.reopen(self._size_classes.c, *self._size_classes.span(node.slabs[number]))
+            slabs.reopen(self._c, *self._size_classes.span(node.slabs[number]))
         for number in closing:
-            if slabs.retire(self._size_classes.c, *self._size_classes.span(node.slabs[number])) == 0:
+            if slabs.retire(self._c, *self._size_classes.span(node.slabs[number])) == 0:
                 numbers.append(self._size_classes.close(node.index, node.slabs.pop(number)))
         node.closing = closing & node.slabs.keys()
         node.spare = [number for number in node.spare if number not in numbers]
         node.withdrawn.update(numbers)
-        for size_class in node.size_classes.values() if closing else ():  # the free slots were the first to go
-            placement.restore_window(
-                self._size_classes.c, size_class, self._size_classes.c.size_classes[size_class]["window"]
-            )
+        for size_class in node.size_classes.values() if closing else ():  # the free slots were retired first
+            eviction.restore_window(self._c, size_class, self._c.size_classes[size_class]["window"])
         return numbers
 
-    def _to_close(self, node: Node, count: int, pinned: Rows) -> set[int]:
-        """The slabs that were used longest ago, those first in which nothing is held; none with a pinned block.
+    def _slabs_to_close(self, node: Node, count: int, pinned: RowArray) -> set[int]:
+        """The slabs that were used longest ago, those first in which nobody holds a slot; none with a pinned block.
 
-        Of those in which something is, those that were emptied before: others would lose their blocks, too.
+        Of those with held slots, slabs that are being emptied already come first: others would lose their blocks too.
         """
         if count <= 0:
             return set()
-        kept = set(self._size_classes.c.pages[pinned >> index.PAGE_BITS].tolist())
-        ages = []
+        kept = set(self._c.pages[pinned >> index.PAGE_BITS].tolist())
+        order = []
         for number, record in node.slabs.items():
             if record not in kept:
-                newest, held = self._size_classes.census(record, np.zeros(len(index.STATES) + 1, np.int64))
-                ages.append((held, number not in node.closing, newest, number))
-        return {entry[-1] for entry in sorted(ages)[:count]}
+                slab = self._size_classes.census(record)
+                order.append((slab.held, number not in node.closing, slab.newest, number))
+        return {entry[-1] for entry in sorted(order)[:count]}
 
     def size_class(self, node: Node, stride: int) -> int:
-        """The node's size class for slots of `stride` bytes; -1 where a slab holds not one, or they would be empty."""
+        """The node's size class for slots of `stride` bytes; -1 where `stride` is 0 or more than a slab."""
         if not 0 < stride <= node.slab_bytes:
             return -1
         if stride not in node.size_classes:
@@ -162,17 +169,17 @@ class Allocator:
         return node.size_classes[stride]
 
     def provision(self, writer: Node, size_class: int, stride: int, need: int) -> bool:
-        """Give a size spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes.
+        """Give a size slabs until `need` more blocks fit: spare ones, the writer's first, then slabs of other sizes.
 
-        Returns whether it took any of those.
+        Returns whether it took any slab of another size.
         """
         if need == 0 or self._size_classes.room(size_class) >= need:
             return False
-        took = self._give_slots(writer, size_class, stride, 1)  # without one it could not write to other nodes either
+        took = self._provide_slots(writer, size_class, stride, 1)  # without one it can't stage for other nodes either
         others = [n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == index.TO_ALL]
         for node in (writer, *sorted(others, key=lambda other: other.name != writer.host)):
-            s = self.size_class(node, stride)
-            need -= max(0, self._open_spare(node, s, stride, need)) if s >= 0 else 0
+            its_class = self.size_class(node, stride)
+            need -= max(0, self._open_spare(node, its_class, stride, need)) if its_class >= 0 else 0
             if need <= 0:
                 return took
         need += max(0, self._size_classes.room(size_class))
@@ -183,102 +190,101 @@ class Allocator:
         if self._open_spare(node, size_class, stride, need) < need:
             self._reclaim(node, size_class, stride, self._size_classes.room, need)
 
+    def provide_staging(self, reader: Node, size_class: int, stride: int, firsts: RowArray) -> bool:
+        """Give a size slabs to pull a prefix to its reader, as far as the window goes. Returns as `provision`."""
+        need = int(leases.staging_need(self._c, firsts, reader.index, size_class))
+        return need > 0 and self._provide_slots(reader, size_class, stride, need)
+
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
         """Give a size spare slabs until `need` more blocks fit. Returns how many do."""
         while node.spare and self._size_classes.room(size_class) < need:
-            self._open_slab(node, node.spare[-1], size_class, stride, self._size_classes.next_gen())
+            self._open_slab(node, node.spare[-1], size_class, stride)
         return self._size_classes.room(size_class)
 
-    def provide_staging(self, reader: Node, size_class: int, stride: int, firsts: Rows) -> bool:
-        """See that a prefix can be pulled to its reader, as far as the window goes. Returns as `_give_slots`."""
-        need = int(leases.staging_need(self._size_classes.c, firsts, reader.index, size_class))
-        return need > 0 and self._give_slots(reader, size_class, stride, need)
+    def _provide_slots(self, node: Node, size_class: int, stride: int, need: int) -> bool:
+        """Give a size slots on a node that cost no primary of that size: `need` of spare slabs, or one at least.
 
-    def _give_slots(self, node: Node, size_class: int, stride: int, need: int) -> bool:
-        """See that a size has slots on a node that cost no block of that size: one at least, more of spare slabs.
-
-        Returns whether it took a slab of another size.
+        Returns as `provision`.
         """
         while self._size_classes.takeable(size_class) < need and node.spare:
-            self._open_slab(node, node.spare[-1], size_class, stride, self._size_classes.next_gen())
+            self._open_slab(node, node.spare[-1], size_class, stride)
         return self._reclaim(node, size_class, stride, self._size_classes.takeable, 1)
 
     def _reclaim(self, node: Node, size_class: int, stride: int, measure: Callable[[int], int], need: int) -> bool:
-        """Take slabs of other sizes until `measure` says `need`: any while this size can evict nothing, else one whose
-        newest block is colder.
+        """Take slabs of other sizes until `measure(size_class)` is `need`.
 
-        That costs a look at all their rows, so it is done once a slab's worth of evictions.
+        Any slab will do while this size has nothing to evict, else only one whose newest block is older than this
+        size's oldest. To find it costs a look at all rows, so that is done once in a slab's worth of evictions.
         Returns whether it took any.
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
-            tick = self._size_classes.coldest(size_class)
-            evicted = int(self._size_classes.c.size_classes[size_class]["evicted"])
+            tick = self._size_classes.oldest_tick(size_class)
+            evicted = int(self._c.size_classes[size_class]["evicted"])
             if tick >= 0 and evicted - node.checked.get(size_class, 0) < node.slab_bytes // stride:
                 break
             node.checked[size_class] = evicted
-            newest, number = self._coldest_slab(node, size_class)
+            newest, number = self._oldest_slab(node, size_class)
             if number < 0 or 0 <= tick <= newest:
                 break
             node.spare.append(self._size_classes.close(node.index, node.slabs.pop(number)))
-            self._open_slab(node, number, size_class, stride, self._size_classes.next_gen())
+            self._open_slab(node, number, size_class, stride)
             took = True
         return took
 
-    def _coldest_slab(self, node: Node, size_class: int) -> tuple[int, int]:
+    def _oldest_slab(self, node: Node, size_class: int) -> tuple[int, int]:
         """(tick of its newest block, number) of the other sizes' slab that was used longest ago; number -1: none."""
-        found = (0, -1)
+        oldest = (0, -1)
         for number, record in node.slabs.items():
-            if self._size_classes.c.slabs[record]["size_class"] != size_class:
-                newest, held = self._size_classes.census(record, np.zeros(len(index.STATES) + 1, np.int64))
-                if not held and (found[1] < 0 or newest < found[0]):
-                    found = (newest, number)
-        return found
+            if self._c.slabs[record]["size_class"] != size_class:
+                slab = self._size_classes.census(record)
+                if not slab.held and (oldest[1] < 0 or slab.newest < oldest[0]):
+                    oldest = (slab.newest, number)
+        return oldest
 
-    def _open_slab(self, node: Node, number: int, size_class: int, stride: int, gen: int) -> None:
+    def _open_slab(self, node: Node, number: int, size_class: int, stride: int, gen: int | None = None) -> None:
+        """gen: the format's, where the slab was found formatted."""
         if number in node.spare:
             node.spare.remove(number)
+        gen = self._size_classes.next_gen() if gen is None else gen
         node.slabs[number] = self._size_classes.open(node.index, number, size_class, node.slab_bytes // stride, gen)
 
-    def held(self, node: Node, min_uses: int) -> Rows:
-        """Primaries that somebody holds, and that were asked for so often."""
-        found = [np.zeros(0, np.int64)]
+    def held_primaries(self, node: Node, min_uses: int) -> RowArray:
+        """Primaries that somebody holds, and that were matched at least `min_uses` times."""
+        held = [np.zeros(0, np.int64)]
         for record in node.slabs.values():
             base, slots = self._size_classes.span(record)
-            rows = self._size_classes.c.rows[base : base + slots]
-            wanted = (rows["state"] == index.READY) & (rows["pins"] > 0) & (rows["uses"] >= min_uses)
-            found.append(base + np.flatnonzero(wanted))
-        return np.concatenate(found)
+            rows = self._c.rows[base : base + slots]
+            wanted = (rows["state"] == index.READY) & (rows["holds"] > 0) & (rows["uses"] >= min_uses)
+            held.append(base + np.flatnonzero(wanted))
+        return np.concatenate(held)
 
     def slots(self, node: Node) -> dict[int, int]:
-        """A node's slots by size."""
+        """A node's slots by their size."""
         slots = dict.fromkeys(node.size_classes, 0)
         strides = {size_class: stride for stride, size_class in node.size_classes.items()}
         for record in node.slabs.values():
-            slots[strides[int(self._size_classes.c.slabs[record]["size_class"])]] += self._size_classes.span(record)[1]
+            slots[strides[int(self._c.slabs[record]["size_class"])]] += self._size_classes.span(record)[1]
         return slots
 
-    def quarantined(self, node: Node) -> Locations:
-        """Slots of the node to be swept, at most LIMBO_PER_BEAT of each size."""
-        found = [np.zeros(0, LOCATION)]
+    def quarantined(self, node: Node) -> LocationArray:
+        """Slots of the node to be swept, at most QUARANTINED_PER_HEARTBEAT of each size."""
+        locations = [np.zeros(0, LOCATION)]
         for stride, size_class in node.size_classes.items():
-            if not self._size_classes.c.size_classes[size_class]["quarantined"]:
+            if not self._c.size_classes[size_class]["quarantined"]:
                 continue
             rows, n = np.empty(QUARANTINED_PER_HEARTBEAT, np.int64), 0
             for record in node.slabs.values():
-                if self._size_classes.c.slabs[record]["size_class"] == size_class:
-                    n = slabs.in_state(
-                        self._size_classes.c, *self._size_classes.span(record), index.QUARANTINED, rows, n
-                    )
-            found.append(self._size_classes.describe(rows[:n], stride)[1])
-        return np.concatenate(found)
+                if self._c.slabs[record]["size_class"] == size_class:
+                    n = slabs.in_state(self._c, *self._size_classes.span(record), index.QUARANTINED, rows, n)
+            locations.append(self._size_classes.describe(rows[:n], stride)[1])
+        return np.concatenate(locations)
 
     def stats(self, node: Node, now: float) -> dict[str, Any]:
         total = np.zeros(len(index.STATES) + 1, np.int64)
         used = 0
         for record in node.slabs.values():
-            counts = np.zeros_like(total)
-            self._size_classes.census(record, counts)
+            counts = self._size_classes.census(record).counts
             total += counts
             slots = int(counts.sum())
             used += (slots - int(counts[index.FREE] + counts[index.CLOSED])) * (node.slab_bytes // slots)

@@ -1,7 +1,7 @@
-"""What goes down from a GPU to the memory of its node, before its room is needed.
+"""What both demotions share: the blocks of one answer, and how many these are; and the demotion from GPUs.
 
-A block that was copied there is a primary in memory from then on, and a replica on the GPU, whose eviction loses
-nothing. While it is copied its row in memory is DEMOTING, which nobody may evict or read.
+A demotion keeps a share of a memory's slots free, or such that their loss costs no block. What goes to an external tier
+is chosen in tier_catalog.py, what goes from a GPU to the memory of its node here.
 """
 
 import numpy as np
@@ -9,156 +9,85 @@ from numpy.typing import NDArray
 
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.directory.allocator import Allocator, Node
-from raykv.directory.kernels.index import (
-    DEMOTING,
-    DROPPED,
-    FLOAT,
-    INT,
-    MASK,
-    READY,
-    REPLICA,
-    ROWS,
-    C,
-    delete,
-    grant,
-    link_old,
-    list_of,
-    listed,
-    probe,
-    suspend,
-    touch,
-    unlink,
-)
-from raykv.directory.kernels.leases import has_primary
-from raykv.directory.kernels.placement import evict, oldest, room, take
-from raykv.directory.size_classes import Locations, Rows, SizeClasses
-from raykv.protocol import GpuDemotions
-from raykv.system.jit import kernel
+from raykv.directory.arrays import LocationArray, RowArray
+from raykv.directory.kernels import demotion, gpu_demotion
+from raykv.directory.size_classes import SizeClasses
+from raykv.protocol import LOCATION, GpuDemotions
 
-SHARE = 0.25  # of a GPU's slots that can be had for nothing
-BYTES_PER_CALL = 64 * MIB  # of each size; one block at least
+SHARE = 0.25  # of a GPU's slots
+BYTES_PER_CALL = 64 * MIB  # from a GPU, of each slot size
 
 
-@kernel(C, INT, INT, FLOAT)
-def lacks(c, size_class, slots, share):  # type: ignore[no-untyped-def]
-    """How many more of a size class's slots should be free, or a replica's, beside its staging window."""
-    return max(0, np.int64(np.ceil(slots * share)) - max(0, room(c, size_class)))
+def blocks_per_call(stride: int, left: int, budget: int) -> int:
+    """Blocks of `stride` bytes that one answer may demote: as many as fit in what is `left` of its budget of bytes.
 
-
-@kernel(C, INT, INT, INT, ROWS, ROWS)
-def demote_gpu(c, size_class, host_class, want, source, target):  # type: ignore[no-untyped-def]
-    """Choose a GPU's oldest primaries, and a slot for each in the memory below: of the oldest there, if need be.
-
-    source[i], target[i]: the row on the GPU, which nobody holds for that, and the DEMOTING one. Returns how many.
+    At least one while nothing of the budget is used, however large it is.
     """
-    n, row = 0, oldest(c, size_class)
-    while row >= 0 and n < want:
-        before = np.int64(c.rows[row].prev)
-        if c.rows[row].pins == 0 and not _sinks(c, row):
-            if room(c, host_class) > 0:
-                target_row = take(c, host_class)
-            elif oldest(c, host_class) >= 0:
-                target_row = evict(c, host_class)
-            else:
-                break
-            grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING)
-            c.rows[target_row].uses = c.rows[row].uses
-            source[n] = row
-            target[n] = target_row
-            n += 1
-        row = before
-    return n
+    return min(max(left // stride, int(left == budget)), KEYS_PER_CALL)
 
 
-@kernel
-def _sinks(c, row):  # type: ignore[no-untyped-def]
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
-    while other >= 0:
-        if c.rows[other].state == DEMOTING and c.rows[other].pins > 0:
-            return True
-        other = np.int64(c.rows[other].same)
-    return False
+class Batch:
+    """The blocks of one answer: where each is copied from, its key, and where it is copied to."""
 
+    def __init__(self, size_classes: SizeClasses) -> None:
+        self._size_classes = size_classes
+        self._source: list[bytes] = []
+        self._target = [np.zeros(0, np.int64)]
 
-@kernel(C, ROWS, MASK)
-def gpu_demoted(c, rows, stored):  # type: ignore[no-untyped-def]
-    """DEMOTING rows that were stored are primaries from now on, and those of a GPU replicas, the first to go.
+    def add(self, stride: int, source: RowArray, target: RowArray) -> None:
+        """Blocks in slots of `stride` bytes."""
+        self._source.append(self._size_classes.describe(source, stride)[1].tobytes())
+        self._target.append(target)
 
-    The others are for a sweep: somebody may still write there. Returns how many were stored.
-    """
-    count = 0
-    for i in range(len(rows)):
-        row = np.int64(rows[i])
-        if row < 0:
-            continue
-        if c.rows[row].state == DROPPED:
-            suspend(c, row)
-        elif not stored[i]:
-            delete(c, row)
-            suspend(c, row)
-        else:
-            c.rows[row].state = REPLICA if has_primary(c, row) else READY
-            c.rows[row].pins = 0
-            touch(c, row)
-            count += 1
-    for i in range(len(rows)):  # the youngest first, so that the oldest is before it in turn
-        row = np.int64(rows[len(rows) - 1 - i])
-        if row >= 0 and c.rows[row].state == READY:
-            _step_back(c, row)
-    return count
+    @property
+    def target(self) -> RowArray:
+        return np.concatenate(self._target)
 
-
-@kernel
-def _step_back(c, row):  # type: ignore[no-untyped-def]
-    """Make the other primaries of a new one's key replicas, older than all others where they are."""
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
-    while other >= 0:
-        if other != row and c.rows[other].state == READY:
-            if listed(c, other):
-                unlink(c, list_of(c, other, READY), other)
-            c.rows[other].state = REPLICA
-            if c.rows[other].pins == 0:
-                link_old(c, list_of(c, other, REPLICA), other)
-        other = np.int64(c.rows[other].same)
+    def fields(self) -> tuple[bytes, bytes, bytes]:
+        """(source, keys, target) of a message."""
+        rows = self.target
+        locations = self._size_classes.describe(rows, 0)[1]
+        return b"".join(self._source), self._size_classes.keys_of(rows), locations.tobytes()
 
 
 class GpuDemotion:
-    """What is on its way down from GPUs."""
+    """Demotion from every GPU to the memory of its node. Only the last answer to each GPU counts."""
 
-    def __init__(self, size_classes: SizeClasses, memory: Allocator) -> None:
-        self._size_classes, self._allocator = size_classes, memory
-        self._under_way: dict[str, Rows] = {}  # in memory, by the GPU's name; -1 where the slab was closed
+    def __init__(self, size_classes: SizeClasses, allocator: Allocator) -> None:
+        self._size_classes, self._allocator = size_classes, allocator
+        self._under_way: dict[str, RowArray] = {}  # DEMOTING rows by the GPU's name; -1 where the slab was closed
 
     def next(self, node: Node, host: Node) -> GpuDemotions:
-        """What of a GPU's blocks goes down next."""
-        source, target, keys = [], [np.zeros(0, np.int64)], []
+        """Choose blocks of a GPU, oldest first, and slots for them in its node's memory."""
+        batch = Batch(self._size_classes)
         slots = self._allocator.slots(node)
         for stride, size_class in node.size_classes.items():
-            lacking = int(lacks(self._size_classes.c, size_class, slots[stride], SHARE))
-            want = min(lacking, max(1, BYTES_PER_CALL // stride), KEYS_PER_CALL)
-            if node.spare or want == 0 or (host_class := self._allocator.size_class(host, stride)) < 0:
+            short = int(demotion.shortfall(self._size_classes.c, size_class, slots[stride], SHARE))
+            want = min(short, blocks_per_call(stride, BYTES_PER_CALL, BYTES_PER_CALL))
+            if node.spare or want <= 0 or (host_class := self._allocator.size_class(host, stride)) < 0:
                 continue
             self._allocator.make_room(host, host_class, stride, want)
-            c, rows, locations = self._size_classes.c, np.empty(want, np.int64), np.empty(want, np.int64)
-            n = demote_gpu(c, size_class, host_class, want, rows, locations)
-            source.append(self._size_classes.describe(rows[:n], stride)[1].tobytes())
-            keys.append(np.stack([c.rows["k0"][rows[:n]], c.rows["k1"][rows[:n]]], axis=1).tobytes())
-            target.append(locations[:n])
-        rows = np.concatenate(target)
-        self._under_way[node.name] = rows
-        return GpuDemotions(b"".join(source), b"".join(keys), self._size_classes.describe(rows, 0)[1].tobytes())
+            source, target = np.empty(want, np.int64), np.empty(want, np.int64)
+            n = gpu_demotion.demote_gpu(self._size_classes.c, size_class, host_class, want, source, target)
+            batch.add(stride, source[:n], target[:n])
+        self._under_way[node.name] = batch.target
+        return GpuDemotions(*batch.fields())
 
-    def settle(self, name: str, locations: Locations, stored: NDArray[np.uint8]) -> int:
-        """What became of the last answer; those of which nothing is said did not go down. Returns how many did.
+    def demoted(self, name: str, locations: LocationArray, stored: NDArray[np.uint8]) -> int:
+        """Finish the last answer: its blocks that the report does not call stored were not. Returns how many were.
 
-        Nothing else that is said counts: rows of an earlier answer are for a sweep by now, or another's.
+        A report of an earlier answer counts for nothing: those rows are quarantined by now, or hold something else.
         """
-        c, (there, gens) = self._size_classes.c, self._size_classes.rows_of(locations[stored > 0])
-        done = there[c.rows["gen"][there] == gens]
-        rows = self._under_way.pop(name, np.zeros(0, np.int64))
-        return int(gpu_demoted(c, rows, np.isin(rows, done)))
+        c, (rows, gens) = self._size_classes.c, self._size_classes.rows_of(locations[stored > 0])
+        done = rows[c.rows["gen"][rows] == gens]
+        under_way = self._under_way.pop(name, np.zeros(0, np.int64))
+        return int(gpu_demotion.gpu_demoted(c, under_way, np.isin(under_way, done)))
+
+    def cancel(self, name: str) -> None:
+        """A GPU is gone: nothing of its last answer was stored."""
+        self.demoted(name, np.zeros(0, LOCATION), np.zeros(0, np.uint8))
 
     def invalidate(self) -> None:
-        """Rows of slabs that were closed are on their way no more."""
+        """Slabs were closed: nothing is demoted to rows there."""
         for rows in self._under_way.values():
             self._size_classes.invalidate(rows, rows)

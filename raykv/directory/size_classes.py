@@ -1,16 +1,27 @@
-"""Slabs and the rows in them: which sizes a node's memory serves. A size class is the slots of one size on one node."""
+"""Slabs, and the rows in them. A size class is the slots of one size on one node, or in one external tier.
 
-from typing import Any
+SizeClasses owns the columns that the kernels work on. It grows them, gives rows to slabs that are opened, and turns
+locations of messages into rows and back. The Allocator and the TierCatalog decide which slab serves which size.
+"""
+
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.directory.kernels import index, placement, slabs
+from raykv.directory.arrays import LocationArray, RowArray
+from raykv.directory.kernels import eviction, index, slabs
+from raykv.directory.kernels import slots as free_slots
 from raykv.directory.kernels.index import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS
 from raykv.protocol import COUNTER_BITS, LOCATION
 
-Rows = NDArray[np.int64]
-Locations = NDArray[np.void]
+
+class Census(NamedTuple):
+    """The rows of a slab."""
+
+    counts: NDArray[np.int64]  # by state
+    newest: int  # tick of the last use of its newest block, -1 if there is none
+    held: bool  # whether somebody holds, or may still write to, one of its slots
 
 
 def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
@@ -26,7 +37,7 @@ def _pages(slots: int) -> int:
 
 
 class SizeClasses:
-    """Owns the columns; opens and closes slabs; turns places into rows and back."""
+    """All size classes of a pool, by number."""
 
     def __init__(self, epoch: int) -> None:
         self.c = index.Columns(
@@ -41,7 +52,7 @@ class SizeClasses:
         )
         self.c.state[EPOCH] = epoch
         self.sizes: dict[int, list[int]] = {}  # size classes by slot size
-        self.heaps: dict[int, NDArray[np.void]] = {}  # of `placement.coldest`, by slot size
+        self.heaps: dict[int, NDArray[np.void]] = {}  # of `eviction.coldest`, by slot size
         self._class_count = 0
         self._slab_count = 0
         self._page_count = 0
@@ -49,7 +60,7 @@ class SizeClasses:
         self._free_pages: list[tuple[int, int]] = []  # runs of pages of such slabs: first, length
 
     def next_gen(self) -> int:
-        """A generation higher than every one before."""
+        """A generation above all that were given before."""
         self.c.state[COUNTER] += 1
         return self.last_gen
 
@@ -65,14 +76,14 @@ class SizeClasses:
     # ------------------------------------------------------------------ size classes
 
     def add(self, node: int, stride: int, window: int, offered: int) -> int:
-        """A size class for slots of `stride` bytes, of which `window` may be staging."""
+        """Make a size class for slots of `stride` bytes, of which `window` may be staging. Returns its number."""
         size_class = self._add(node, window, offered)
         self.sizes.setdefault(stride, []).append(size_class)
         self._reset_heap(stride)
         return size_class
 
     def add_tier(self, tier: int, offered: int) -> int:
-        """A size class of an external tier: nobody writes there, and nothing is evicted there for a writer."""
+        """Make a size class of an external tier, where no writer's blocks go, so that none evicts there."""
         return self._add(tier, 0, offered)
 
     def _add(self, node: int, window: int, offered: int) -> int:
@@ -86,14 +97,14 @@ class SizeClasses:
         return size_class
 
     def offer(self, size_class: int, stride: int, offered: int) -> None:
-        """Who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
+        """Set who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
         self.c.size_classes[size_class]["offered"] = offered
         self._reset_heap(stride)
 
     def resize_window(self, size_class: int, window: int) -> None:
-        """How many slots may be staging; those that are now stay so."""
-        at = self.c.size_classes[size_class]
-        at["window"] = max(window, at["staging"])
+        """Set how many slots may be staging; those that are now stay so."""
+        record = self.c.size_classes[size_class]
+        record["window"] = max(window, record["staging"])
 
     def remove(self, size_class: int, stride: int) -> None:
         """Its node is gone, and all its slabs are closed."""
@@ -102,26 +113,26 @@ class SizeClasses:
 
     def _reset_heap(self, stride: int) -> None:
         heap = np.zeros(len(self.sizes[stride]), index.HEAP)
-        heap["size_class"] = self.sizes[stride]  # with ticks of 0, a lower bound of any: a valid heap
+        heap["size_class"] = self.sizes[stride]  # a valid heap: ticks of 0 are a lower bound of all
         self.heaps[stride] = heap
 
     def room(self, size_class: int) -> int:
-        """Blocks that fit without evicting one that is nowhere else."""
-        return int(placement.room(self.c, size_class))
+        """Slots that writers may take without evicting; negative where the staging window lacks some."""
+        return int(free_slots.room(self.c, size_class))
 
     def takeable(self, size_class: int) -> int:
         """Slots that are free, or hold a replica that nobody reads."""
-        return int(placement.takeable(self.c, size_class))
+        return int(free_slots.takeable(self.c, size_class))
 
-    def coldest(self, size_class: int) -> int:
-        """Tick of the last touch of the size class's next victim; -1 where it has none."""
-        row = int(placement.oldest(self.c, size_class))
+    def oldest_tick(self, size_class: int) -> int:
+        """Tick of the last use of the size class's next victim; -1 where it has none."""
+        row = int(eviction.oldest(self.c, size_class))
         return int(self.c.rows[row]["last"]) if row >= 0 else -1
 
     # ------------------------------------------------------------------ slabs
 
     def open(self, node: int, number: int, size_class: int, slots: int, gen: int) -> int:
-        """Slab `number` of a node serves a size class from now on. Returns its record."""
+        """Have slab `number` of a node serve a size class. Returns the slab's record."""
         pages = _pages(slots)
         first = self._take_pages(pages)
         record = self._free_slabs.pop() if self._free_slabs else self._slab_count
@@ -136,7 +147,7 @@ class SizeClasses:
         return record
 
     def close(self, node: int, record: int) -> int:
-        """Forget a slab and all that is in it, held or not. Returns its number on the node."""
+        """Forget a slab and all blocks in it, held or not. Returns its number on the node."""
         base, slots = self.span(record)
         slabs.close_rows(self.c, base, slots)
         number = int(self.c.slabs[record]["number"])
@@ -145,8 +156,8 @@ class SizeClasses:
         self._free_slabs.append(record)
         return number
 
-    def invalidate(self, rows: Rows, gens: Rows) -> None:
-        """Set row and generation of what was closed to -1, in what is held."""
+    def invalidate(self, rows: RowArray, gens: RowArray) -> None:
+        """Set rows of closed slabs, and their generations, to -1 in arrays of what somebody holds."""
         closed = (rows >= 0) & (self.c.rows["state"][rows] == index.CLOSED)
         rows[closed] = gens[closed] = -1
 
@@ -154,13 +165,13 @@ class SizeClasses:
         """(first row, slots) of a slab."""
         return int(self.c.slabs[record]["base"]), int(self.c.slabs[record]["slots"])
 
-    def census(self, record: int, counts: NDArray[np.int64]) -> tuple[int, bool]:
-        """Add the slab's rows to counts[state]; (tick of its newest block or -1, whether anything in it is held)."""
+    def census(self, record: int) -> Census:
+        counts = np.zeros(len(index.STATES) + 1, np.int64)
         newest, held = slabs.census(self.c, *self.span(record), counts)
-        return int(newest), bool(held)
+        return Census(counts, int(newest), bool(held))
 
     def _take_pages(self, pages: int) -> int:
-        """A run of row pages: one that a slab of the same shape gave back, else new ones."""
+        """Returns the first of a run of row pages: one of a closed slab of the same size, else new ones."""
         for i, (first, length) in enumerate(self._free_pages):
             if length == pages:
                 del self._free_pages[i]
@@ -184,16 +195,19 @@ class SizeClasses:
             grid[: shape[0], : shape[1]] = self.c.grid
             self.c = self.c._replace(grid=grid)
 
-    # ------------------------------------------------------------------ places
+    # ------------------------------------------------------------------ locations
 
-    def describe(self, rows: Rows, block_bytes: int) -> tuple[Rows, Locations]:
-        """(generations, LOCATIONs) of rows; zeros where a row is negative."""
+    def describe(self, rows: RowArray, block_bytes: int) -> tuple[RowArray, LocationArray]:
+        """(generations, locations) of rows; zeros where a row is negative."""
         gens, out = np.empty(len(rows), np.int64), np.zeros(len(rows), LOCATION)
         slabs.describe(self.c, rows, block_bytes, gens, out)
         return gens, out
 
-    def rows_of(self, locations: Locations) -> tuple[Rows, Rows]:
-        """(rows, generations) of places; row -1 where the slab is not, or no longer, what the place says."""
+    def rows_of(self, locations: LocationArray) -> tuple[RowArray, RowArray]:
+        """(rows, generations) of locations; row -1 where the slab is gone or was formatted anew."""
         rows = np.empty(len(locations), np.int64)
         slabs.rows_of(self.c, locations, rows)
         return rows, locations["gen"].astype(np.int64)
+
+    def keys_of(self, rows: RowArray) -> bytes:
+        return np.stack([self.c.rows["k0"][rows], self.c.rows["k1"][rows]], axis=1).tobytes()

@@ -261,7 +261,7 @@ def test_a_copy_in_memory_is_the_primary_and_the_pin_is_there() -> None:
     pool.replicate("b", KEYS[:1])
     assert primary(pool, KEYS[0]) == "b" and pool.count("replica", GPU) == 1
     rows = pool.directory._size_classes.c.rows
-    assert {int(rows[row]["pins"]) for row in pool.directory.pins.rows()} == {1}
+    assert {int(rows[row]["holds"]) for row in pool.directory.pins.rows()} == {1}
     check_invariants(pool.directory)
 
 

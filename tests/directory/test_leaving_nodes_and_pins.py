@@ -14,7 +14,7 @@ from helpers.pools import eventually
 
 from raykv import registry
 from raykv.actors import drain, supervisor
-from raykv.directory import directory, tier_catalog
+from raykv.directory import membership, tier_catalog
 from raykv.directory.kernels import index
 from raykv.protocol import Inventory
 from raykv.system.periodic import Periodic
@@ -73,7 +73,7 @@ def test_unique_blocks_of_a_node_that_leaves_are_departing_the_youngest_first() 
 
 
 def test_few_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "SOLE_COPIES_PER_CALL", 2)
+    monkeypatch.setattr(membership, "SOLE_COPIES_PER_CALL", 2)
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:5])
     leave(pool, "a")

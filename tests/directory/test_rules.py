@@ -312,7 +312,7 @@ def test_an_id_that_is_used_again_ends_its_hold() -> None:
     assert pool.count("writing") == 2
     pool.directory.disconnect(ord("a"), pool.now)
     assert [pool.count(state) for state in ("ready", "free")] == [2, 6]
-    assert not pool.directory._size_classes.c.rows["pins"].any()
+    assert not pool.directory._size_classes.c.rows["holds"].any()
 
 
 def test_a_client_that_leaves_in_order_leaves_free_slots() -> None:
@@ -381,7 +381,7 @@ def test_a_row_is_pinned_no_more_often_than_it_can_count() -> None:
     pool = Pool()
     pool.store("a", KEYS[:1])
     lease, got = pool.match("a", KEYS[:1] * 70_000)
-    assert blocks(got) == index.PINS_MAX
+    assert blocks(got) == index.HOLDS_MAX
     pool.release("a", lease)
     assert pool.read("a", KEYS[:1]) == 1
     check_invariants(pool.directory)

@@ -9,8 +9,8 @@ from helpers.directory_tiers import SLAB, heartbeat, in_external_tier, only_in_t
 from helpers.oracle.slots import split, unpack
 from helpers.world import DOCUMENTS
 
-from raykv.directory import tier_catalog
-from raykv.directory.kernels import demotion, index
+from raykv.directory import demotion, kernels, tier_catalog
+from raykv.directory.kernels import index
 from raykv.protocol import ArenaDescription, Call, DemotionReport, Demotions, ExistingBlocks, TierReport
 
 NOTHING = Demotions(b"", b"", b"", b"", 0)
@@ -251,7 +251,7 @@ def test_what_is_read_below_is_evicted_last_there(monkeypatch: pytest.MonkeyPatc
     pool = tiered(slabs=1)
     only_in_tier(pool, KEYS[:4])
     pool.read("a", [KEYS[3]])  # which went down first
-    monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 3)
+    monkeypatch.setattr(demotion, "KEYS_PER_CALL", 3)
     assert split(pool.demote("a", whole=True).to_delete) == [KEYS[2], KEYS[1], KEYS[0]]
     assert in_external_tier(pool, KEYS[3:4]) == [True]
 
@@ -314,7 +314,7 @@ def test_who_vanishes_with_a_cleared_block_of_a_tier_leaves_its_place_free() -> 
 
 
 def test_in_the_end_everything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demotion, "LOOKS", 2)
+    monkeypatch.setattr(kernels.demotion, "ROWS_EXAMINED", 2)
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:6])
     assert pool.demote_all("a", whole=True) == KEYS[5::-1]
@@ -361,7 +361,7 @@ def test_what_is_still_in_memory_is_not_the_first_to_go_below(monkeypatch: pytes
     pool.read("a", KEYS[2:4])
     pool.store("a", KEYS[900:905])
     assert pool.has(KEYS[:4]) == [False, False, True, True]
-    monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 1)
+    monkeypatch.setattr(demotion, "KEYS_PER_CALL", 1)
     assert split(pool.demote("a", whole=True).to_delete) == [KEYS[1]]
 
 
@@ -493,7 +493,7 @@ def test_a_lease_on_what_a_tier_lost_pins_nothing() -> None:
     check_invariants(pool.directory)
     assert blocks(pool.next_window("a", lease, 0)) == 0
     pool.release("a", lease)
-    assert not pool.directory._size_classes.c.rows["pins"].any()
+    assert not pool.directory._size_classes.c.rows["holds"].any()
 
 
 def test_with_its_owner_goes_what_lies_in_a_tier_and_what_was_on_its_way() -> None:

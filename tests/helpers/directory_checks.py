@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from helpers.oracle.oracle import Oracle
-from helpers.oracle.slots import KEPT, LIVE
+from helpers.oracle.slots import IN_TABLE, STORED
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
 from raykv.protocol import host_of
@@ -18,16 +18,16 @@ def _all(directory: Directory) -> list[Any]:
 
 
 def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[Any, ...]]:
-    """State of every slot, and its turn to be taken."""
+    """State of every slot by (node, slab, slot), and the age by which it is evicted."""
     out = {}
     c = directory._size_classes.c
     for there in _all(directory):
         for number, record in there.slabs.items():
             base, slots = directory._size_classes.span(record)
             for slot, row in enumerate(c.rows[base : base + slots].tolist()):
-                k0, k1, gen, last, _, _, _, pins, state, uses = row
+                k0, k1, gen, last, _, _, _, holds, state, uses = row
                 out[there.index, number, slot] = _row(
-                    index.STATES[state], struct.pack("<QQ", k0, k1), gen, last, pins, uses, int(c.slabs[record]["gen"])
+                    index.STATES[state], struct.pack("<QQ", k0, k1), gen, last, holds, uses, int(c.slabs[record]["gen"])
                 )
     return out
 
@@ -35,20 +35,20 @@ def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[
 def rows_of_oracle(oracle: Oracle) -> dict[tuple[int, int, int], tuple[Any, ...]]:
     return {
         (row.slab.node, row.slab.number, row.slot): _row(
-            row.state, row.key, row.gen, row.last, row.pins, row.uses, row.slab.gen
+            row.state, row.key, row.gen, row.last, row.holds, row.uses, row.slab.gen
         )
         for row in oracle.rows()
     }
 
 
-def _row(state: str, key: bytes, gen: int, last: int, pins: int, uses: int, slab_gen: int) -> tuple[Any, ...]:
+def _row(state: str, key: bytes, gen: int, last: int, holds: int, uses: int, slab_gen: int) -> tuple[Any, ...]:
     return (
         state,
-        key if state in LIVE else None,
+        key if state in IN_TABLE else None,
         gen if state != "free" else None,
-        last if state in KEPT and not pins else None,
-        pins,
-        uses if state in LIVE else None,
+        last if state in STORED and not holds else None,
+        holds,
+        uses if state in IN_TABLE else None,
         slab_gen,
     )
 
@@ -70,7 +70,7 @@ def chain_of(directory: Directory, key: bytes) -> list[int]:
 
 
 def chains_of(directory: Directory) -> dict[bytes, list[tuple[int, int, int]]]:
-    """Slots of every key, by the table."""
+    """Slots of every key, as the table has them."""
     c = directory._size_classes.c
     out = {}
     for entry in c.table[c.table != 0].tolist():
@@ -105,14 +105,14 @@ def check_invariants(directory: Directory) -> None:
     for node in directory.nodes.values():
         mine = [*node.spare, *node.slabs, *node.withdrawn]
         assert len(set(mine)) == len(mine) and set(mine) >= set(range(node.offered)), "a slab lost, or there twice"
-    assert not rows["pins"][np.setdiff1d(np.arange(len(rows)), live)].any()
+    assert not rows["holds"][np.setdiff1d(np.arange(len(rows)), live)].any()
     for node in directory.stats(0.0)["nodes"].values():
         assert sum(node[name] for name in index.STATES) == node["slots"]
     _check_lists(directory, live)
     _check_table(directory, live)
     _check_holds(directory, live)
     _check_tiers(directory)
-    _check_cooling(directory)
+    _check_gpu_demotion(directory)
 
 
 def _check_lists(directory: Directory, live: Any) -> None:
@@ -131,38 +131,40 @@ def _check_lists(directory: Directory, live: Any) -> None:
         for which, of in enumerate((index.FREE, kept, index.REPLICA)):
             head, tail, count, clean_tail, clean_count = c.lists[size_class * index.LISTS_PER_CLASS + which].tolist()
             assert which == 1 or (clean_tail, clean_count) == (-1, 0)
-            before, row, length, last, marked = -1, head, 0, 1 << 62, 0
+            before, row, length, last, clean = -1, head, 0, 1 << 62, 0
             while row >= 0:
                 length += 1
                 assert length <= count and row not in seen
                 seen.add(row)
                 assert rows[row][4] == before and rows[row][8] == of
-                marked += marked > 0 or row == clean_tail
+                clean += clean > 0 or row == clean_tail
                 assert int(c.slabs[c.pages[row >> index.PAGE_BITS]]["size_class"]) == size_class
                 if of != index.FREE:
                     assert rows[row][3] < last, "not in the order of use"
                     last = rows[row][3]
                 before, row = row, rows[row][5]
             assert (length, before) == (count, tail)
-            assert marked == clean_count and (clean_count > 0) == (clean_tail >= 0), "rows from the mark to the old end"
-        staging = [r for r in live.tolist() if rows[r][8] == index.STAGING and _shelf_of(directory, r) == size_class]
+            assert clean == clean_count and (clean_count > 0) == (clean_tail >= 0), "not the clean rows"
+        staging = [
+            r for r in live.tolist() if rows[r][8] == index.STAGING and _size_class_of(directory, r) == size_class
+        ]
         assert len(staging) == c.size_classes[size_class]["staging"] <= c.size_classes[size_class]["window"]
         quarantined = [
-            r for r in live.tolist() if rows[r][8] == index.QUARANTINED and _shelf_of(directory, r) == size_class
+            r for r in live.tolist() if rows[r][8] == index.QUARANTINED and _size_class_of(directory, r) == size_class
         ]
         assert len(quarantined) == c.size_classes[size_class]["quarantined"]
     for row in live.tolist():
-        _, _, _, _, before, _, _, pins, state, _ = rows[row]
+        _, _, _, _, before, _, _, holds, state, _ = rows[row]
         listed = before != index.NOWHERE
         assert listed == (row in seen)
-        unheld = pins == 0 and state in (index.FREE, index.READY, index.REPLICA, index.EXTERNAL)
+        unheld = holds == 0 and state in (index.FREE, index.READY, index.REPLICA, index.EXTERNAL)
         assert listed or not unheld, "an unheld slot that nobody can take"
         assert not listed or unheld or state in (index.READY, index.EXTERNAL)
-        assert pins > 0 or state not in (index.WRITING, index.STAGING, index.DROPPED)
-        assert pins == 0 or state not in (index.FREE, index.QUARANTINED)
+        assert holds > 0 or state not in (index.WRITING, index.STAGING, index.DROPPED)
+        assert holds == 0 or state not in (index.FREE, index.QUARANTINED)
 
 
-def _shelf_of(directory: Directory, row: int) -> int:
+def _size_class_of(directory: Directory, row: int) -> int:
     c = directory._size_classes.c
     return int(c.slabs[c.pages[row >> index.PAGE_BITS]]["size_class"])
 
@@ -173,7 +175,7 @@ def _check_table(directory: Directory, live: Any) -> None:
     assert len(chains) == c.state[index.ENTRIES]
     in_table = [(key, row) for key in chains for row in chain_of(directory, key)]
     assert all(struct.pack("<QQ", *c.rows[row].tolist()[:2]) == key for key, row in in_table)
-    wanted = [index.STATES.index(state) for state in LIVE]
+    wanted = [index.STATES.index(state) for state in IN_TABLE]
     assert sorted(row for _, row in in_table) == sorted(live[np.isin(c.rows["state"][live], wanted)].tolist())
     for key in chains:
         states = [int(c.rows[row]["state"]) for row in chain_of(directory, key)]
@@ -182,26 +184,26 @@ def _check_table(directory: Directory, live: Any) -> None:
 
 
 def _check_holds(directory: Directory, live: Any) -> None:
-    """Who holds a row has pinned it, and nothing else pins."""
+    """A row is held by leases, reservations, pins and GPU demotions, and by nothing else."""
     rows = directory._size_classes.c.rows
-    pins = np.zeros(len(rows), int)
+    holds = np.zeros(len(rows), int)
     for client in directory.clients.values():
         for hold in client.holds.values():
             for held, gens in ((hold.source, hold.gens), (hold.staged, hold.staged_gens)):
                 mine = held >= 0
-                np.add.at(pins, held[mine], 1)
+                np.add.at(holds, held[mine], 1)
                 assert (rows["gen"][held[mine]] == gens[mine]).all(), "a held block was given away"
     for key, (row, gen) in directory.pins.items():
-        pins[row] += 1
+        holds[row] += 1
         assert row in chain_of(directory, key) and rows["gen"][row] == gen, "a pin of what is gone"
-        assert index.STATES[rows["state"][row]] in ("ready", "external"), "a copy that goes first is pinned"
-    for goes in directory._gpu_demotion._under_way.values():
-        np.add.at(pins, goes[goes >= 0], 1)
-    assert (pins == rows["pins"]).all(), "pins are not what is held"
+        assert index.STATES[rows["state"][row]] in ("ready", "external"), "a copy that is evicted first is pinned"
+    for target in directory._gpu_demotion._under_way.values():
+        np.add.at(holds, target[target >= 0], 1)
+    assert (holds == rows["holds"]).all(), "a count that is not that of the holds"
 
 
 def _check_tiers(directory: Directory) -> None:
-    """Rows are of memory or of a tier; each key lies once in a tier, and what lies there is not to be deleted."""
+    """A key is in a tier once, and no key that is there is to be deleted."""
     rows = directory._size_classes.c.rows
     for node in directory.nodes.values():
         assert not (rows["state"][_rows_in(directory, node)] == index.EXTERNAL).any()
@@ -214,21 +216,21 @@ def _check_tiers(directory: Directory) -> None:
         external = {
             key for key, row in zip(keys, tier_class.tolist(), strict=True) if rows[row]["state"] == index.EXTERNAL
         }
-        assert not external & tier.to_delete.keys(), "what lies there is about to be deleted"
+        assert not external & tier.to_delete.keys(), "a block in the tier is about to be deleted"
         demoting = [
             (r, g) for at, gens in tier.demoting.values() for r, g in zip(at.tolist(), gens.tolist(), strict=True)
         ]
-        on_their_way = [r for r, g in demoting if rows[r]["gen"] == g and rows[r]["state"] == index.DEMOTING]
-        assert sorted(on_their_way) == tier_class[rows["state"][tier_class] == index.DEMOTING].tolist()
+        under_way = [r for r, g in demoting if rows[r]["gen"] == g and rows[r]["state"] == index.DEMOTING]
+        assert sorted(under_way) == tier_class[rows["state"][tier_class] == index.DEMOTING].tolist()
         stats = directory.stats(0.0)["tiers"][tier.owner or ""]
         assert stats["blocks"] == len(external) and stats["bytes_used"] <= max(stats["capacity"], tier.slab_bytes)
 
 
-def _check_cooling(directory: Directory) -> None:
-    """What sinks into memory belongs to the last answer that one GPU got, and is in the memory of its node."""
+def _check_gpu_demotion(directory: Directory) -> None:
+    """What is being demoted to memory is of the last answer to one GPU, and in the memory of that GPU's node."""
     rows, demoting = directory._size_classes.c.rows, set()
-    for name, goes in directory._gpu_demotion._under_way.items():
-        for row in goes[goes >= 0].tolist():
+    for name, target in directory._gpu_demotion._under_way.items():
+        for row in target[target >= 0].tolist():
             assert row not in demoting and rows[row]["state"] in (index.DEMOTING, index.DROPPED)
             assert _where(directory, row)[0] == directory.nodes[host_of(name)].index
             demoting.add(row)
@@ -237,9 +239,9 @@ def _check_cooling(directory: Directory) -> None:
         mine = _rows_in(directory, node)
         found = mine[rows["state"][mine] == index.DEMOTING].tolist()
         assert not found or not node.on_gpu
-        assert demoting >= set(found), "what sinks is nobody's"
+        assert demoting >= set(found), "a demotion that is nobody's"
         keys += [struct.pack("<QQ", *rows[row].tolist()[:2]) for row in found]
-    assert len(set(keys)) == len(keys), "a block goes down twice"
+    assert len(set(keys)) == len(keys), "a block is demoted twice"
 
 
 def _rows_in(directory: Directory, there: Any) -> Any:

@@ -24,11 +24,10 @@ from helpers.directory_checks import (
     rows_of_oracle,
 )
 from helpers.oracle.gpu_demotion import BYTES_PER_CALL
-from helpers.oracle.gpu_demotion import KEYS_PER_CALL as COOLED_PER_CALL
 from helpers.oracle.oracle import SOLE_COPIES_PER_CALL, Oracle
 from helpers.oracle.slots import LOCATION, unpack
-from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, SLAB_BELOW
-from raykv.directory import demotion, directory, tier_catalog
+from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, TIER_SLAB
+from raykv.directory import demotion, membership, tier_catalog
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import index
 from raykv.protocol import (
@@ -151,7 +150,7 @@ class World:
         self.stores = {name: Store(rng.randbytes(16), self.slabs(name)) for name in self.names}
         self.tiers = rng.choice(["none", "own", "own", "shared"])
         self.tiered = [name for name in self.hosts if self.tiers != "none" and rng.random() < 0.9]
-        self.capacity = rng.choice([1, 2, 6, 6, 30]) * SLAB_BELOW + rng.choice([0, 4096])
+        self.capacity = rng.choice([1, 2, 6, 6, 30]) * TIER_SLAB + rng.choice([0, 4096])
         self.share, self.min_hits = rng.choice([0.0, 0.25, 0.5, 1.0, 1.0]), rng.choice([0, 0, 0, 0, 1, 2])
         self.below: dict[str, dict[bytes, None]] = {}  # by tier: what it holds, the oldest first
         self._new_directory()
@@ -722,7 +721,7 @@ class World:
             self.do("demote", name, DemotionReport(b"", b"", b"", 0, False), self.now)
         self.check()
         rows = self.real._size_classes.c.rows
-        assert not rows["pins"].any()
+        assert not rows["holds"].any()
         resting = [index.FREE, index.READY, index.REPLICA, index.EXTERNAL, index.CLOSED]
         resting += [] if self.with_oracle else [index.DEMOTING]  # a node may have turned to another tier
         assert np.isin(rows["state"], resting).all()
@@ -795,18 +794,18 @@ def _keys(keys: bytes) -> list[bytes]:
 def _small_calls() -> Iterator[None]:
     """A directory in which a tier holds, and a call brings down or tells of, a few blocks."""
     before = {name: getattr(tier_catalog, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
-    small = {"slab_bytes": lambda _: SLAB_BELOW, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
-    at_once = {name: getattr(demotion, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
-    sole_copies = directory.SOLE_COPIES_PER_CALL
+    small = {"slab_bytes": lambda _: TIER_SLAB, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
+    gpus_before = {name: getattr(demotion, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
+    sole_copies = membership.SOLE_COPIES_PER_CALL
     try:
         vars(tier_catalog).update(small)
-        vars(demotion).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": COOLED_PER_CALL})
-        directory.SOLE_COPIES_PER_CALL = SOLE_COPIES_PER_CALL
+        vars(demotion).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": KEYS_PER_CALL})
+        membership.SOLE_COPIES_PER_CALL = SOLE_COPIES_PER_CALL
         yield
     finally:
         vars(tier_catalog).update(before)
-        vars(demotion).update(at_once)
-        directory.SOLE_COPIES_PER_CALL = sole_copies
+        vars(demotion).update(gpus_before)
+        membership.SOLE_COPIES_PER_CALL = sole_copies
 
 
 def _short(value: Any) -> Any:

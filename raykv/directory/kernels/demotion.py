@@ -1,16 +1,19 @@
-"""What goes down to an external tier, and what is evicted there for it.
+"""Demotion to an external tier: which blocks of memory are copied there, and which are evicted there for them.
 
-A tier's blocks are rows of shelves of its own: EXTERNAL, or DEMOTING while they are being written. What goes down
-stays where it is in memory; from then on its eviction loses nothing.
+A tier's blocks are rows of size classes of its own: DEMOTING while they are written, then EXTERNAL. The block stays in
+memory too, where it is clean from then on: an eviction loses nothing. `shortfall` and `start_demotion` serve demotion
+from GPUs too (gpu_demotion.py).
 """
 
 import numpy as np
 
+from raykv.directory.kernels.eviction import oldest
 from raykv.directory.kernels.index import (
     DEMOTING,
     EXTERNAL,
     FLAGS,
     FLOAT,
+    FREE,
     INT,
     KEYS,
     KEYS_OUT,
@@ -20,38 +23,52 @@ from raykv.directory.kernels.index import (
     ROWS,
     C,
     delete,
+    first_of,
     forget,
     free,
     grant,
+    is_tier_row,
     list_of,
     node_of,
     present,
     probe,
+    row_at,
     size_class_of,
     touch,
     unlink,
 )
-from raykv.directory.kernels.placement import oldest, room
+from raykv.directory.kernels.slots import room
 from raykv.system.jit import kernel
 
-LOOKS = 1 << 14  # at rows, by one call while others wait: what is clean already costs a look
-CHANCES = 8  # blocks that are in memory too, which one eviction passes over
+ROWS_EXAMINED = 1 << 14  # in one call, while others wait: clean rows cost time too
+CHANCES = 8  # blocks that one eviction from a tier passes over because they are in memory too
 
 
 @kernel(C, INT, INT, FLOAT)
-def short(c, size_class, slots, share):  # type: ignore[no-untyped-def]
-    """How many more of a size class's `slots` should be free, or be free to take, to make `share` of them."""
-    oldest(c, size_class)  # what is held at the old end can't be taken
-    ready = c.lists[size_class * LISTS_PER_CLASS + 1]
-    return np.int64(np.ceil(slots * share)) - max(0, room(c, size_class)) - ready.clean_count
+def shortfall(c, size_class, slots, share):  # type: ignore[no-untyped-def]
+    """How many blocks to demote until `share` of a size class's `slots` can be taken without losing a block.
+
+    Such slots are free, hold a replica, or hold a clean block. Staging slots do not count.
+    """
+    oldest(c, size_class)  # takes held rows, which are no victims, off the old end
+    primaries = c.lists[size_class * LISTS_PER_CLASS + 1]
+    return np.int64(np.ceil(slots * share)) - max(0, room(c, size_class)) - primaries.clean_count
+
+
+@kernel
+def start_demotion(c, row, target_row, source, target, n):  # type: ignore[no-untyped-def]
+    """Begin the demotion of a block to a taken row of the lower tier, as the n-th of an answer."""
+    grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING)
+    source[n] = row
+    target[n] = target_row
 
 
 @kernel
 def in_external_tier(c, row):  # type: ignore[no-untyped-def]
-    """Whether a row's key is in a tier below, or on its way there: into memory a GPU's blocks sink, too."""
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    """Whether a row's key is in an external tier, or being demoted to one (not from a GPU to memory)."""
+    other = first_of(c, row)
     while other >= 0:
-        if c.rows[other].state == EXTERNAL or (c.rows[other].state == DEMOTING and node_of(c, other) & 1):
+        if c.rows[other].state == EXTERNAL or (c.rows[other].state == DEMOTING and is_tier_row(c, other)):
             return True
         other = np.int64(c.rows[other].same)
     return False
@@ -59,7 +76,8 @@ def in_external_tier(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def in_memory(c, row):  # type: ignore[no-untyped-def]
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    """Whether a row's key is in memory."""
+    other = first_of(c, row)
     while other >= 0:
         if present(c.rows[other].state):
             return True
@@ -68,10 +86,11 @@ def in_memory(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def take_tier_slot(c, tier_class, gone, count):  # type: ignore[no-untyped-def]
-    """A row of a tier's size class: a free one, else its oldest, whose key is appended to gone[:count].
+def take_tier_slot(c, tier_class, evicted, count):  # type: ignore[no-untyped-def]
+    """Take a row of a tier's size class: a free one, else its oldest, whose key is appended to evicted[:count].
 
-    One that is in memory too was used lately, whatever its age says: another goes first. Returns (row or -1, count).
+    A block that is in memory too is read there, so its age in the tier is too high: others are evicted first.
+    Returns (row or -1, new count).
     """
     row = np.int64(c.lists[tier_class * LISTS_PER_CLASS].head)
     if row >= 0:
@@ -84,7 +103,7 @@ def take_tier_slot(c, tier_class, gone, count):  # type: ignore[no-untyped-def]
         touch(c, row)
         row = oldest(c, tier_class)
     if row >= 0:
-        gone[count, 0], gone[count, 1] = c.rows[row].k0, c.rows[row].k1
+        evicted[count, 0], evicted[count, 1] = c.rows[row].k0, c.rows[row].k1
         count += 1
         forget(c, row)
         c.size_classes[tier_class].evicted += 1
@@ -92,33 +111,34 @@ def take_tier_slot(c, tier_class, gone, count):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT, FLOAT, INT, INT, INT, ROWS, ROWS, ROWS, KEYS_OUT)
-def demote(c, size_class, slots, share, min_uses, tier_class, looks, pinned, source, target, gone):  # type: ignore[no-untyped-def]
-    """Choose a size class's oldest blocks that are not below yet, until `share` of its slots can be had for nothing.
+def demote(c, size_class, slots, share, min_uses, tier_class, examined, pinned, source, target, evicted):  # type: ignore[no-untyped-def]
+    """Demote a size class's oldest blocks that are not in a tier yet, until there is no `shortfall`.
 
-    Where that takes more than nobody holds, then of the `pinned` rows, too. source[i], target[i]: the row in memory,
-    which nobody holds for that (its reader finds out), and the DEMOTING one in `tier_class`. gone: keys of what is
-    evicted there. looks: at so many rows. Returns (blocks, evicted ones).
+    slots: of the size class. min_uses: of a block that is worth demoting. tier_class: the tier's size class. examined:
+    rows to look at, at most. pinned: rows that are demoted too where no others are left.
+    source[i], target[i], out: the row in memory, which is not held for that (the copier checks its generation), and
+    the DEMOTING row. evicted, out: keys evicted from the tier. Returns (number of blocks, number of evicted keys).
     """
     which = size_class * LISTS_PER_CLASS + 1
     n, count, row = 0, 0, np.int64(0)
-    for _ in range(looks):
-        if n == len(source) or short(c, size_class, slots, share) <= 0:
+    for _ in range(examined):
+        if n == len(source) or shortfall(c, size_class, slots, share) <= 0:
             break
         clean_tail = c.lists[which].clean_tail
         row = np.int64(c.rows[clean_tail].prev if clean_tail >= 0 else c.lists[which].tail)
         if row < 0:
             break
-        if share < 1.0 and c.rows[row].pins > 0:  # it can't be taken; once it is let go, it is the youngest
+        if share < 1.0 and c.rows[row].holds > 0:  # no victim; when its last hold ends, it is the youngest
             unlink(c, which, row)
             continue
         if c.rows[row].uses >= min_uses and not in_external_tier(c, row):
             before = n
-            n, count = _send(c, row, tier_class, source, target, gone, n, count)
+            n, count = _start_in_tier(c, row, tier_class, source, target, evicted, n, count)
             if n == before:
                 break
         c.lists[which].clean_tail = row
         c.lists[which].clean_count += 1
-    most = min(len(source), n + max(0, short(c, size_class, slots, share)))
+    most = min(len(source), n + max(0, shortfall(c, size_class, slots, share)))
     for held in pinned if row < 0 else pinned[:0]:
         if (
             n < most
@@ -126,30 +146,29 @@ def demote(c, size_class, slots, share, min_uses, tier_class, looks, pinned, sou
             and c.rows[held].state == READY
             and not in_external_tier(c, held)
         ):
-            n, count = _send(c, held, tier_class, source, target, gone, n, count)
+            n, count = _start_in_tier(c, held, tier_class, source, target, evicted, n, count)
     return n, count
 
 
 @kernel
-def _send(c, row, tier_class, source, target, gone, n, count):  # type: ignore[no-untyped-def]
-    """Append a row, if there is a place for it in `tier_class`."""
-    target_row, count = take_tier_slot(c, tier_class, gone, count)
+def _start_in_tier(c, row, tier_class, source, target, evicted, n, count):  # type: ignore[no-untyped-def]
+    """Begin the demotion of a row, if `tier_class` has a slot for it. Returns the new (n, count)."""
+    target_row, count = take_tier_slot(c, tier_class, evicted, count)
     if target_row >= 0:
-        grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING)
-        c.rows[target_row].pins = 0
-        source[n] = row
-        target[n] = target_row
+        start_demotion(c, row, target_row, source, target, n)
+        c.rows[target_row].holds = 0
         n += 1
     return n, count
 
 
 @kernel(C, ROWS, ROWS, FLAGS, MASK)
 def demoted(c, rows, gens, stored, lost):  # type: ignore[no-untyped-def]
-    """DEMOTING rows that were stored are EXTERNAL from now on; others are free. lost[i]: what was stored is not wanted.
+    """Make DEMOTING rows that were stored EXTERNAL, and free the others. Idempotent.
 
-    Idempotent. Returns how many are EXTERNAL that were not before.
+    lost[i], out: the row is not this demotion's any more, so that what was stored is not wanted. Returns how many
+    became EXTERNAL.
     """
-    fresh = 0
+    count = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
         mine = row >= 0 and c.rows[row].gen == gens[i]
@@ -159,15 +178,15 @@ def demoted(c, rows, gens, stored, lost):  # type: ignore[no-untyped-def]
         if stored[i]:
             c.rows[row].state = EXTERNAL
             touch(c, row)
-            fresh += 1
+            count += 1
         else:
             delete(c, row)
             free(c, row)
-    return fresh
+    return count
 
 
 @kernel(C, ROWS)
-def give_up(c, rows):  # type: ignore[no-untyped-def]
+def cancel(c, rows):  # type: ignore[no-untyped-def]
     """Free DEMOTING rows."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -177,15 +196,16 @@ def give_up(c, rows):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, KEYS, MASK)
 def in_tier(c, tier, keys, out):  # type: ignore[no-untyped-def]
-    """out[i]: whether keys[i] lies in the tier of that index, or is on its way there."""
+    """out[i] = whether keys[i] is in the external tier of that index, or being demoted to it."""
     for i in range(len(keys)):
         out[i] = _row_in(c, tier, keys[i, 0], keys[i, 1]) >= 0
 
 
 @kernel
 def _row_in(c, tier, k0, k1):  # type: ignore[no-untyped-def]
-    at = probe(c, k0, k1)
-    row = (c.table[at] & 0xFFFFFFFF) - 1 if at >= 0 else np.int64(-1)
+    """The row of a key in an external tier, or -1."""
+    position = probe(c, k0, k1)
+    row = row_at(c, position) if position >= 0 else np.int64(-1)
     while row >= 0:
         if node_of(c, row) == tier and (c.rows[row].state == EXTERNAL or c.rows[row].state == DEMOTING):
             return row
@@ -195,24 +215,21 @@ def _row_in(c, tier, k0, k1):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, KEYS, MASK)
 def report_existing(c, tier_class, keys, refused):  # type: ignore[no-untyped-def]
-    """Keys that are in a tier already, oldest first. refused[i]: there is no room for it."""
-    taken = 0
+    """Take up blocks that a tier has from before, oldest first. refused[i], out: there is no room for keys[i]."""
     for i in range(len(keys)):
         row = np.int64(c.lists[tier_class * LISTS_PER_CLASS].head)
         known = _row_in(c, c.size_classes[tier_class].node, keys[i, 0], keys[i, 1]) >= 0
         refused[i] = row < 0 and not known
         if row < 0 or known:
             continue
-        unlink(c, list_of(c, row, 0), row)
+        unlink(c, list_of(c, row, FREE), row)
         grant(c, row, keys[i, 0], keys[i, 1], EXTERNAL)
-        c.rows[row].pins = 0
+        c.rows[row].holds = 0
         touch(c, row)
-        taken += 1
-    return taken
 
 
 @kernel(C, INT)
 def forget_clean_tail(c, size_class):  # type: ignore[no-untyped-def]
-    """Look at a size class's blocks again from the oldest on: some that were to go down did not."""
+    """Look at a size class's blocks again from the oldest on, since some of the clean ones no longer are."""
     c.lists[size_class * LISTS_PER_CLASS + 1].clean_tail = -1
     c.lists[size_class * LISTS_PER_CLASS + 1].clean_count = 0

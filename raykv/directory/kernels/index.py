@@ -1,11 +1,12 @@
-"""Hash table, LRU lists and free slots over numpy columns: the numba kernels beneath the directory.
+"""The columns, and what is done to one row of them: hash table, LRU lists, holds, changes of state.
 
-A *row* stands for one slot of one node and, while that slot holds something, for the (key, place) pair. Rows of a slab
-are consecutive, so a row's place costs nothing. The rows of one key form a chain behind the table's entry.
+A *row* stands for one slot of one node. While the slot holds a block, the row also stands for that copy of the block's
+key. Rows of a slab are consecutive, so a row's location needs no memory. All rows of one key form a chain, whose first
+row is in the table's entry.
 
-A row that somebody holds (`pins` > 0) is never a victim: eviction takes it out of its list where it meets it at the
-old end. Letting go links it at the young end, last block first, so that plain LRU never evicts a parent before its
-children.
+A row that somebody holds (`holds` > 0) is never evicted: an eviction that meets it at the old end of its list takes it
+out of the list. When the last hold ends, the row goes to the young end. Holds of a request end with its last block
+first, so that plain LRU never evicts a parent before its children.
 """
 
 from typing import Any, NamedTuple
@@ -21,20 +22,20 @@ from numpy.typing import NDArray
 from raykv.protocol import COUNTER_BITS, LOCATION
 from raykv.system.jit import kernel
 
-# What a row is. A slot goes FREE -> WRITING -> READY -> (evicted) WRITING ..., or FREE -> STAGING -> REPLICA -> ...
-# One of an external tier goes FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
+# States of a row: FREE -> WRITING -> READY -> (evicted) WRITING ...; of a replica FREE -> STAGING -> REPLICA -> ...;
+# in an external tier FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
 FREE, WRITING, READY, REPLICA, STAGING, QUARANTINED, DROPPED, DEMOTING, EXTERNAL, CLOSED = range(10)
 STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
-# QUARANTINED: its holder is gone and may still be writing; a node store frees it. DROPPED: forgotten, but still held.
-# CLOSED: belongs to no slab.
+# QUARANTINED: its holder is gone and may still write; it is free once a node store has seen that the writer's lock is.
+# DROPPED: its block was forgotten, but somebody still holds the slot. CLOSED: it belongs to no slab.
 
 PAGE_BITS = 6  # rows are handed to slabs in pages of 64
-PINS_MAX = 65535
-# Who is sent to a size class: of a node that leaves, readers; of a GPU, readers, and writers that are there.
+HOLDS_MAX = 65535
+# Who is sent to a size class: nobody; readers (the node leaves); readers, and writers of the same GPU; everybody.
 NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
-NODE_BITS = 20  # of a node's index that count; above them stands the epoch, so that a new directory repeats none
+NODE_BITS = 20  # of a node's index that number it; above them is the epoch, so that a new directory repeats none
 NODE_MASK = (1 << NODE_BITS) - 1
-NOWHERE = -2  # `prev` of a row that is in no list
+NOWHERE = -2  # `prev` of a row that is not in a list
 
 ROW = np.dtype(
     [
@@ -45,13 +46,13 @@ ROW = np.dtype(
         ("prev", "<i4"),  # towards the young end; NOWHERE
         ("next", "<i4"),  # towards the old end
         ("same", "<i4"),  # next row of the same key
-        ("pins", "<u2"),
+        ("holds", "<u2"),  # leases, reservations, pins and demotions that keep it
         ("state", "u1"),
         ("uses", "u1"),  # matches since it was stored
     ]
 )
-# mark: the youngest row of a run from the old end that an eviction may take without losing anything, because it is in
-# the tier below, on its way there, or not wanted there; -1: there is none. behind: how many these are.
+# clean_tail: the youngest of the oldest rows that are all clean, -1 if there are none; clean_count: how many these are.
+# An eviction loses nothing of a clean row: its block is in the external tier, being demoted, or not wanted there.
 LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8"), ("clean_tail", "<i8"), ("clean_count", "<i8")])
 SIZE_CLASS = np.dtype(  # the slots of one size on one node
     [
@@ -73,14 +74,14 @@ CLOCK, COUNTER, EPOCH, ENTRIES = range(4)  # of Columns.state
 class Columns(NamedTuple):
     """All state that kernels touch."""
 
-    rows: NDArray[np.void]
+    rows: NDArray[np.void]  # ROW
     table: NDArray[np.int64]  # tag << 32 | row + 1, or 0
-    lists: NDArray[np.void]
-    size_classes: NDArray[np.void]
-    slabs: NDArray[np.void]
+    lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS of each size class
+    size_classes: NDArray[np.void]  # SIZE_CLASS
+    slabs: NDArray[np.void]  # SLAB
     pages: NDArray[np.int32]  # slab of each page of rows
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1
-    state: NDArray[np.int64]
+    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES
 
 
 # Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array.
@@ -91,8 +92,8 @@ KEYS_OUT = types.Array(types.uint64, 2, "C")
 FLAGS = types.Array(types.uint8, 1, "C", readonly=True)
 FLAGS_OUT = types.Array(types.uint8, 1, "C")
 MASK = types.Array(types.bool_, 1, "C")
-PLACES_OUT = numba.typeof(np.zeros(0, LOCATION))
-PLACES = PLACES_OUT.copy(readonly=True)
+LOCATIONS_OUT = numba.typeof(np.zeros(0, LOCATION))
+LOCATIONS = LOCATIONS_OUT.copy(readonly=True)
 HEAPS = numba.typeof(np.zeros(0, HEAP))
 C = numba.typeof(
     Columns(
@@ -110,7 +111,7 @@ C = numba.typeof(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
-    """Ask for the element's cache lines, both where it straddles two, without waiting for them."""
+    """Ask for the cache lines of array[at] (two, if it straddles them) without waiting."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
@@ -131,6 +132,7 @@ def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
 
 @kernel
 def tag_of(k0, k1):  # type: ignore[no-untyped-def]
+    """31 bits of a key's hash: the upper half of its table entry."""
     mixed = (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
     return np.int64(mixed >> np.uint64(33))
 
@@ -153,13 +155,25 @@ def probe(c, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def row_at(c, position):  # type: ignore[no-untyped-def]
+    """First row of the key whose entry is at this position of the table."""
+    return (c.table[position] & 0xFFFFFFFF) - 1
+
+
+@kernel
+def first_of(c, row):  # type: ignore[no-untyped-def]
+    """First row in the chain of a row's key. The row must be in the table."""
+    return row_at(c, probe(c, c.rows[row].k0, c.rows[row].k1))
+
+
+@kernel
 def insert(c, row):  # type: ignore[no-untyped-def]
     """Append a row to its key's chain."""
     k0, k1 = c.rows[row].k0, c.rows[row].k1
     c.rows[row].same = -1
-    at = probe(c, k0, k1)
-    if at >= 0:
-        last = (c.table[at] & 0xFFFFFFFF) - 1
+    position = probe(c, k0, k1)
+    if position >= 0:
+        last = row_at(c, position)
         while c.rows[last].same >= 0:
             last = np.int64(c.rows[last].same)
         c.rows[last].same = row
@@ -193,8 +207,8 @@ def close_gap(c, hole):  # type: ignore[no-untyped-def]
 @kernel
 def delete(c, row):  # type: ignore[no-untyped-def]
     """Take a row out of its key's chain."""
-    at = probe(c, c.rows[row].k0, c.rows[row].k1)
-    first = (c.table[at] & 0xFFFFFFFF) - 1
+    position = probe(c, c.rows[row].k0, c.rows[row].k1)
+    first = row_at(c, position)
     after = np.int64(c.rows[row].same)
     c.rows[row].same = -1
     if first != row:
@@ -202,15 +216,15 @@ def delete(c, row):  # type: ignore[no-untyped-def]
             first = np.int64(c.rows[first].same)
         c.rows[first].same = after
     elif after >= 0:
-        c.table[at] = c.table[at] >> 32 << 32 | (after + 1)
+        c.table[position] = c.table[position] >> 32 << 32 | (after + 1)
     else:
-        close_gap(c, at)
+        close_gap(c, position)
         c.state[ENTRIES] -= 1
 
 
 @kernel(C, KEYS, ROWS)
 def find(c, keys, out):  # type: ignore[no-untyped-def]
-    """out[i] = first row of keys[i], or -1. Three passes a piece, so that cache misses overlap instead of queueing."""
+    """out[i] = first row of keys[i], or -1. Three passes over each 64 keys, so that cache misses overlap."""
     mask = len(c.table) - 1
     n = len(keys)
     for start in range(0, n, 64):
@@ -219,30 +233,31 @@ def find(c, keys, out):  # type: ignore[no-untyped-def]
             prefetch(c.table, tag_of(keys[i, 0], keys[i, 1]) & mask)
         for i in range(start, stop):
             tag = tag_of(keys[i, 0], keys[i, 1])
-            at = tag & mask
-            entry = c.table[at]
+            position = tag & mask
+            entry = c.table[position]
             while entry != 0 and entry >> 32 != tag:
-                at = (at + 1) & mask
-                entry = c.table[at]
+                position = (position + 1) & mask
+                entry = c.table[position]
             out[i] = (entry & 0xFFFFFFFF) - 1
             if entry != 0:
                 prefetch(c.rows, out[i])
-                prefetch(c.pages, out[i] >> PAGE_BITS)  # whoever asks for a row asks for its size class
+                prefetch(c.pages, out[i] >> PAGE_BITS)  # a row's size class is asked for with it
         for i in range(start, stop):
             row = out[i]
             if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):
-                at = probe(c, keys[i, 0], keys[i, 1])  # two keys with one tag
-                out[i] = (c.table[at] & 0xFFFFFFFF) - 1 if at >= 0 else -1
+                position = probe(c, keys[i, 0], keys[i, 1])  # two keys with one tag
+                out[i] = row_at(c, position) if position >= 0 else -1
 
 
 @kernel
 def prefetch_entry(c, row):  # type: ignore[no-untyped-def]
-    """Ask for where the table holds a row's key."""
+    """Ask for the cache line of the table that a row's key hashes to."""
     prefetch(c.table, tag_of(c.rows[row].k0, c.rows[row].k1) & (len(c.table) - 1))
 
 
 @kernel
 def list_of(c, row, state):  # type: ignore[no-untyped-def]
+    """Number of the list for rows of a state, in the row's size class."""
     return size_class_of(c, row) * LISTS_PER_CLASS + (0 if state == FREE else 2 if state == REPLICA else 1)
 
 
@@ -277,6 +292,7 @@ def link_old(c, which, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def unlink(c, which, row):  # type: ignore[no-untyped-def]
+    """Take a row out of its list."""
     before, after, clean_tail = c.rows[row].prev, c.rows[row].next, c.lists[which].clean_tail
     if clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last:
         c.lists[which].clean_count -= 1
@@ -295,12 +311,13 @@ def unlink(c, which, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def listed(c, row):  # type: ignore[no-untyped-def]
+    """Whether a row is in a list."""
     return c.rows[row].prev != NOWHERE
 
 
 @kernel
 def touch(c, row):  # type: ignore[no-untyped-def]
-    """Make an unheld row that is kept the youngest of its list."""
+    """Make a stored row that nobody holds the youngest of its list."""
     which = list_of(c, row, c.rows[row].state)
     if listed(c, row):
         unlink(c, which, row)
@@ -311,25 +328,26 @@ def touch(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def free(c, row):  # type: ignore[no-untyped-def]
+    """Free a row that is in no table and no list."""
     c.rows[row].state = FREE
-    c.rows[row].pins = 0
+    c.rows[row].holds = 0
     link(c, list_of(c, row, FREE), row)
 
 
 @kernel
-def pin(c, row):  # type: ignore[no-untyped-def]
-    """Hold a row. Replicas leave their list, whose count says how many may be taken."""
+def hold(c, row):  # type: ignore[no-untyped-def]
+    """Hold a stored row. A replica leaves its list, whose count says how many may be taken."""
     if listed(c, row) and c.rows[row].state == REPLICA:
         unlink(c, list_of(c, row, REPLICA), row)
-    c.rows[row].pins += 1
+    c.rows[row].holds += 1
 
 
 @kernel
-def unpin(c, row):  # type: ignore[no-untyped-def]
-    """End one hold of a row."""
-    c.rows[row].pins -= 1
-    if c.rows[row].pins == 0:
-        if kept(c.rows[row].state):
+def unhold(c, row):  # type: ignore[no-untyped-def]
+    """End one hold on a row. After the last one it is the youngest, or free if it stores no block."""
+    c.rows[row].holds -= 1
+    if c.rows[row].holds == 0:
+        if stored(c.rows[row].state):
             touch(c, row)
         else:
             give_back(c, row)
@@ -337,7 +355,7 @@ def unpin(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def give_back(c, row):  # type: ignore[no-untyped-def]
-    """Free an unheld row that holds nothing worth keeping."""
+    """Free a row that nobody holds and that stores no block."""
     if unfinished(c.rows[row].state):
         withdraw(c, row)
     free(c, row)
@@ -345,12 +363,13 @@ def give_back(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def unfinished(state):  # type: ignore[no-untyped-def]
-    return state == WRITING or state == STAGING  # a tuple to look in costs numba a loop
+    """Whether a client or a node store still writes there."""
+    return state == WRITING or state == STAGING  # `state in (...)` would be a loop in numba
 
 
 @kernel
 def withdraw(c, row):  # type: ignore[no-untyped-def]
-    """Take an unfinished row out of the table; the caller says what becomes of it."""
+    """Take an unfinished row out of the table; the caller sets its next state."""
     if c.rows[row].state == STAGING:
         c.size_classes[size_class_of(c, row)].staging -= 1
     else:
@@ -365,42 +384,50 @@ def size_class_of(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def node_of(c, row):  # type: ignore[no-untyped-def]
+    """Index of the node or external tier that a row is on."""
     return c.size_classes[size_class_of(c, row)].node
 
 
 @kernel
+def is_tier_row(c, row):  # type: ignore[no-untyped-def]
+    """Whether a row is in an external tier: `protocol.is_tier` of its node."""
+    return node_of(c, row) & 1 == 1
+
+
+@kernel
 def quarantine(c, row):  # type: ignore[no-untyped-def]
-    """Somebody may still write there: nobody's until a node store has seen that its lock is free."""
+    """Quarantine an unfinished row: its holder may still write there."""
     withdraw(c, row)
     suspend(c, row)
 
 
 @kernel
 def suspend(c, row):  # type: ignore[no-untyped-def]
-    """Limbo for a row that is in no table and no list."""
+    """Quarantine a row that is in no table and no list."""
     c.rows[row].state = QUARANTINED
-    c.rows[row].pins = 0
+    c.rows[row].holds = 0
     c.size_classes[size_class_of(c, row)].quarantined += 1
 
 
 @kernel
 def present(state):  # type: ignore[no-untyped-def]
+    """Whether a row stores a block in memory."""
     return state == READY or state == REPLICA  # as above
 
 
 @kernel
-def kept(state):  # type: ignore[no-untyped-def]
-    """Whether it holds a block, in memory or below."""
+def stored(state):  # type: ignore[no-untyped-def]
+    """Whether a row stores a block, in memory or in an external tier."""
     return present(state) or state == EXTERNAL
 
 
 @kernel
 def taken(c, k0, k1):  # type: ignore[no-untyped-def]
-    """Whether a key is stored or being written."""
-    at = probe(c, k0, k1)
-    if at < 0:
+    """Whether a key is in memory or being written there."""
+    position = probe(c, k0, k1)
+    if position < 0:
         return False
-    row = (c.table[at] & 0xFFFFFFFF) - 1
+    row = row_at(c, position)
     while row >= 0:
         state = c.rows[row].state
         if present(state) or state == WRITING:
@@ -411,8 +438,8 @@ def taken(c, k0, k1):  # type: ignore[no-untyped-def]
 
 @kernel
 def promote(c, row):  # type: ignore[no-untyped-def]
-    """A primary, or what was to be one, goes: the first replica of its key takes its place."""
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    """Make the first replica of a row's key the primary: this one, which is or was to be it, goes."""
+    other = first_of(c, row)
     while other >= 0 and c.rows[other].state != REPLICA:
         other = np.int64(c.rows[other].same)
     if other >= 0:
@@ -421,22 +448,22 @@ def promote(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def set_role(c, row, state):  # type: ignore[no-untyped-def]
-    """Make a replica a primary, or the other way round."""
+    """Make a replica the primary (READY), or a primary a REPLICA."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
     c.rows[row].state = state
-    if c.rows[row].pins == 0:
+    if c.rows[row].holds == 0:
         touch(c, row)
 
 
 @kernel
 def forget(c, row):  # type: ignore[no-untyped-def]
-    """Take a row that is kept out of table and lists; where it was the primary, a replica takes its place."""
+    """Take a stored row out of table and lists. If it was the primary, a replica takes its place."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
-    at = probe(c, c.rows[row].k0, c.rows[row].k1)
-    if alone(c, at, row):  # most are: no second probe
-        close_gap(c, at)
+    position = probe(c, c.rows[row].k0, c.rows[row].k1)
+    if alone(c, position, row):  # most are: no second probe
+        close_gap(c, position)
         c.state[ENTRIES] -= 1
         return
     if c.rows[row].state == READY:
@@ -445,20 +472,20 @@ def forget(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def alone(c, at, row):  # type: ignore[no-untyped-def]
-    """Whether a row is the only one of its key, whose entry is at `at`."""
-    return c.rows[row].same < 0 and (c.table[at] & 0xFFFFFFFF) - 1 == row
+def alone(c, position, row):  # type: ignore[no-untyped-def]
+    """Whether a row is the only one of its key, whose entry is at `position`."""
+    return c.rows[row].same < 0 and row_at(c, position) == row
 
 
 @kernel
 def grant(c, row, k0, k1, state):  # type: ignore[no-untyped-def]
-    """Make a row that is in no list the holder's, for this key."""
+    """Give a row that is in no list to one holder, for this key, in this state."""
     c.state[COUNTER] += 1
     c.rows[row].k0 = k0
     c.rows[row].k1 = k1
     c.rows[row].gen = c.state[EPOCH] << COUNTER_BITS | c.state[COUNTER]
     c.rows[row].state = state
-    c.rows[row].pins = 1
+    c.rows[row].holds = 1
     c.rows[row].uses = 0
     insert(c, row)
 

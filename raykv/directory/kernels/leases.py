@@ -1,16 +1,21 @@
-"""Holds: pin what is ready, stage what is elsewhere, let go. A lease is a reader's hold, a reservation a writer's."""
+"""What clients hold: leases of readers, the staging slots that they pull into, pins, and how a hold ends.
+
+A row may be held by a lease (a reader's), a reservation (a writer's, see placement.py), a pin or a demotion. Also here:
+which blocks would be lost with a node, since the answer is about who else has a copy.
+"""
 
 import numpy as np
 
 from raykv.config import USES_MAX
+from raykv.directory.kernels.eviction import oldest
 from raykv.directory.kernels.index import (
     DROPPED,
     EXTERNAL,
+    HOLDS_MAX,
     INT,
     KEYS,
     LISTS_PER_CLASS,
     NODE_MASK,
-    PINS_MAX,
     QUARANTINED,
     READY,
     REPLICA,
@@ -21,29 +26,32 @@ from raykv.directory.kernels.index import (
     TO_READERS,
     WRITING,
     C,
-    kept,
+    first_of,
+    hold,
+    is_tier_row,
     listed,
     node_of,
-    pin,
     present,
     probe,
     quarantine,
+    row_at,
     set_role,
     size_class_of,
+    stored,
     suspend,
     touch,
     unfinished,
-    unpin,
+    unhold,
 )
-from raykv.directory.kernels.placement import oldest, stage, takeable
+from raykv.directory.kernels.slots import stage, takeable
 from raykv.system.jit import kernel
 
-UNSTAGED = -2  # remote, and no staging row yet
+UNSTAGED = -2  # remote, and without a staging row yet
 
 
 @kernel
 def warm_neighbours(c, rows):  # type: ignore[no-untyped-def]
-    """Bring in what touching will write, so that its cache misses overlap instead of queueing."""
+    """Read what touching the rows will write, so that its cache misses overlap."""
     warm = 0
     for row in rows:
         if row >= 0 and listed(c, row):
@@ -53,16 +61,19 @@ def warm_neighbours(c, rows):  # type: ignore[no-untyped-def]
 
 @kernel
 def best(c, first, node):  # type: ignore[no-untyped-def]
-    """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none."""
+    """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none.
+
+    To read: a copy on `node`, else the primary, else any replica, else a copy in an external tier.
+    """
     source = np.int64(-1)
-    tier = np.int64(-1)
+    external = np.int64(-1)
     staging = np.int64(-1)
     row = np.int64(first)
     while row >= 0:
         state = c.rows[row].state
         size_class = size_class_of(c, row)
         here = c.size_classes[size_class].node == node
-        if c.size_classes[size_class].offered and c.rows[row].pins < PINS_MAX:
+        if c.size_classes[size_class].offered and c.rows[row].holds < HOLDS_MAX:
             if present(state):
                 if here:
                     return row, np.int64(-1)
@@ -71,18 +82,18 @@ def best(c, first, node):  # type: ignore[no-untyped-def]
             elif state == STAGING and here:
                 staging = row
             elif state == EXTERNAL:
-                tier = row
+                external = row
         row = np.int64(c.rows[row].same)
-    return source if source >= 0 else tier, staging
+    return source if source >= 0 else external, staging
 
 
 @kernel(C, ROWS, INT, INT)
 def staging_need(c, firsts, node, size_class):  # type: ignore[no-untyped-def]
-    """Slots that a ready prefix takes to be pulled to its reader, as far as the window goes; 0 if there are enough."""
+    """Staging slots that a ready prefix lacks on its reader's node, at most the rest of the window; 0 if it has all."""
     left = c.size_classes[size_class].window - c.size_classes[size_class].staging
-    free = takeable(c, size_class)
+    at_hand = takeable(c, size_class)
     need = np.int64(0)
-    if free >= min(np.int64(len(firsts)), left):
+    if at_hand >= min(np.int64(len(firsts)), left):
         return need
     for first in firsts:
         row, staging = best(c, first, node)
@@ -90,20 +101,20 @@ def staging_need(c, firsts, node, size_class):  # type: ignore[no-untyped-def]
             break
         if node_of(c, row) != node and staging < 0:
             need += 1
-    return need if free < need else np.int64(0)
+    return need if at_hand < need else np.int64(0)
 
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)
 def locate_prefix(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-def]
-    """counts[hosts[node & NODE_MASK]]: how many blocks of the longest ready prefix are there, in memory or on a GPU.
+    """counts[h], out: how many blocks of the longest ready prefix host h has, in memory or on a GPU. Touches nothing.
 
-    last: zeros, as many. Nothing is touched.
+    hosts[node & NODE_MASK]: the host of a node. last: zeros, one a host; the last block (from 1) counted there.
     """
     for i in range(len(firsts)):
         row = np.int64(firsts[i])
         ready = False
         while row >= 0:
-            if kept(c.rows[row].state) and c.size_classes[size_class_of(c, row)].offered:
+            if stored(c.rows[row].state) and c.size_classes[size_class_of(c, row)].offered:
                 if c.rows[row].state != EXTERNAL:
                     host = hosts[node_of(c, row) & NODE_MASK]
                     counts[host] += last[host] <= i
@@ -116,18 +127,19 @@ def locate_prefix(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-de
 
 @kernel(C, KEYS, ROWS, INT, INT, ROWS, ROWS)
 def match(c, keys, firsts, node, size_class, source, staged):  # type: ignore[no-untyped-def]
-    """Pin the longest ready prefix. firsts: what `find` said. node, size class: the reader's, -1 where it has none.
+    """Hold the longest ready prefix.
 
-    source[i]: the row to read. staged[i]: the row on the reader's node that it is to be pulled into; -1 where the
-    source is there already; UNSTAGED where no staging is left and the block streams through the window (`next_window`).
-    Returns (blocks, of them remote).
+    firsts: the keys' first rows, of `find`. node, size_class: the reader's, -1 where it has none. source[i], out: the
+    row to read. staged[i], out: the row on the reader's node to pull it into; -1 where the source is there already;
+    UNSTAGED where the window is used up and the block gets its slot later (`next_window`).
+    Returns (number of blocks, how many of them are on other nodes).
     """
     n, remote = 0, 0
     while n < len(keys):
         row, staging = best(c, firsts[n], node)
         if row < 0:
             break
-        pin(c, row)  # all pins before the first staging, which may evict replicas
+        hold(c, row)  # hold all before the first staging, which may evict replicas
         _count_use(c, firsts[n])
         source[n] = row
         staged[n] = -1
@@ -135,7 +147,7 @@ def match(c, keys, firsts, node, size_class, source, staged):  # type: ignore[no
             remote += 1
             staged[n] = staging if staging >= 0 else UNSTAGED
             if staging >= 0:
-                c.rows[staging].pins += 1
+                c.rows[staging].holds += 1
         n += 1
     covered, granted = _cover(c, keys, n, size_class, staged)
     if granted == 0 and covered < n:
@@ -143,20 +155,20 @@ def match(c, keys, firsts, node, size_class, source, staged):  # type: ignore[no
         remote += moved
         if moved > 0:
             covered, granted = _cover(c, keys, n, size_class, staged)
-    if granted == 0 and covered < n:  # no staging at all: a shorter hit, never a wait
+    if granted == 0 and covered < n:  # no staging slot at all: a shorter hit, never a wait
         for j in range(n - covered):
             i = n - 1 - j
             remote -= staged[i] != -1
-            unpin(c, source[i])
+            unhold(c, source[i])
             if staged[i] >= 0:
-                unpin(c, staged[i])
+                unhold(c, staged[i])
         n = covered
     return n, remote
 
 
 @kernel
 def _count_use(c, first):  # type: ignore[no-untyped-def]
-    """Every copy of a key knows how often it was asked for: whichever is judged by that later."""
+    """Count a match in every copy of a key, since any of them may be judged by it later."""
     row = np.int64(first)
     while row >= 0:
         c.rows[row].uses = min(USES_MAX, c.rows[row].uses + 1)
@@ -165,7 +177,7 @@ def _count_use(c, first):  # type: ignore[no-untyped-def]
 
 @kernel
 def _read_elsewhere(c, firsts, covered, n, node, source, staged):  # type: ignore[no-untyped-def]
-    """Give up the replicas on the reader's node, which may be all of its window, and stream from their primaries.
+    """Release the replicas on the reader's node, which may use up its window, and read their primaries instead.
 
     Only blocks from `covered` on, last to first. Returns how many.
     """
@@ -179,8 +191,8 @@ def _read_elsewhere(c, firsts, covered, n, node, source, staged):  # type: ignor
         while other >= 0 and not (_readable(c, other) and node_of(c, other) != node):
             other = np.int64(c.rows[other].same)
         if other >= 0:
-            pin(c, other)
-            unpin(c, row)
+            hold(c, other)
+            unhold(c, row)
             source[i] = other
             staged[i] = UNSTAGED
             moved += 1
@@ -189,12 +201,17 @@ def _read_elsewhere(c, firsts, covered, n, node, source, staged):  # type: ignor
 
 @kernel
 def _readable(c, row):  # type: ignore[no-untyped-def]
-    return c.rows[row].state == READY and c.rows[row].pins < PINS_MAX and c.size_classes[size_class_of(c, row)].offered
+    """Whether a row is a primary that readers may be sent to."""
+    offered = c.size_classes[size_class_of(c, row)].offered
+    return c.rows[row].state == READY and c.rows[row].holds < HOLDS_MAX and offered
 
 
 @kernel
 def _cover(c, keys, n, size_class, staged):  # type: ignore[no-untyped-def]
-    """Stage the unstaged, in order, until the window is used up. Returns (blocks covered, those with staging)."""
+    """Give UNSTAGED blocks staging slots, in order, until the window is used up.
+
+    Returns (leading blocks that can be read now, how many of them have a staging slot).
+    """
     granted = 0
     for i in range(n):
         if staged[i] == UNSTAGED:
@@ -208,21 +225,23 @@ def _cover(c, keys, n, size_class, staged):  # type: ignore[no-untyped-def]
 
 @kernel(C, KEYS, ROWS, ROWS, INT, INT, ROWS, ROWS)
 def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):  # type: ignore[no-untyped-def]
-    """Staging for further UNSTAGED blocks of a match, in order, until the window is used up. Returns blocks covered."""
+    """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
+
+    Returns how many leading blocks can be read now.
+    """
     for i in range(len(source)):
         row = np.int64(source[i])
-        if row < 0 or c.rows[row].gen != gens[i] or not kept(c.rows[row].state):
+        if row < 0 or c.rows[row].gen != gens[i] or not stored(c.rows[row].state):
             return i
         if staged[i] >= 0 and c.rows[np.int64(staged[i])].gen != staged_gens[i]:
-            return i  # the staging is somebody else's by now,
+            return i  # the staging slot is somebody else's by now
         if staged[i] == -1 and node_of(c, row) != node:
-            return i  # or gone with its node
+            return i  # the reader's node is gone, and the source with it
         if staged[i] != UNSTAGED:
             continue  # on the reader's node, or staged before
-        at = probe(c, keys[i, 0], keys[i, 1])
-        _, staging = best(c, (c.table[at] & 0xFFFFFFFF) - 1, node)
+        _, staging = best(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
         if staging >= 0:
-            c.rows[staging].pins += 1
+            c.rows[staging].holds += 1
         else:
             staging = stage(c, size_class, keys[i, 0], keys[i, 1])
             if staging < 0:
@@ -233,9 +252,9 @@ def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):  
 
 @kernel(C, ROWS, ROWS, ROWS)
 def pulled(c, rows, gens, promoted):  # type: ignore[no-untyped-def]
-    """Staging rows that were pulled: replicas from now on; primaries, where the pulled one is gone, fleeting or below.
+    """Make STAGING rows that were pulled replicas, or primaries where the key has no lasting one (`has_primary`).
 
-    came[shelf]: how many primaries came out of its staging window is added.
+    promoted[size_class], out: the number of new primaries, which use up the staging window, is added.
     """
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -250,11 +269,12 @@ def pulled(c, rows, gens, promoted):  # type: ignore[no-untyped-def]
 
 @kernel
 def has_primary(c, row):  # type: ignore[no-untyped-def]
-    """Whether a key's primary lasts as long as this row: in memory that stays, or where this one's is fleeting, any."""
-    goes = fleeting(c, row)
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    """Whether the key has a primary that lasts at least as long as this row: any, if this row is fleeting itself."""
+    row_is_fleeting = fleeting(c, row)
+    other = first_of(c, row)
     while other >= 0:
-        if c.rows[other].state == WRITING or (c.rows[other].state == READY and (goes or not fleeting(c, other))):
+        state = c.rows[other].state
+        if state == WRITING or (state == READY and (row_is_fleeting or not fleeting(c, other))):
             return True
         other = np.int64(c.rows[other].same)
     return False
@@ -262,21 +282,21 @@ def has_primary(c, row):  # type: ignore[no-untyped-def]
 
 @kernel
 def fleeting(c, row):  # type: ignore[no-untyped-def]
-    """Whether a row's node is about to leave, or it is a GPU's: what is there is to be elsewhere, too."""
+    """Whether a row's node is about to leave, or is a GPU: its blocks must get a copy elsewhere."""
     offered = c.size_classes[size_class_of(c, row)].offered
     return TO_READERS <= offered <= TO_OWN
 
 
 @kernel
 def stays(c, row):  # type: ignore[no-untyped-def]
-    """Whether a row is in the memory of a node that answers, and is not about to leave."""
+    """Whether a row is in the memory of a node that answers and is not about to leave."""
     return c.size_classes[size_class_of(c, row)].offered == TO_ALL
 
 
 @kernel
 def _succeed(c, row):  # type: ignore[no-untyped-def]
-    """Where a key's primary is fleeting, a new one takes its place."""
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    """Make the other primaries of a new primary's key replicas: they are fleeting."""
+    other = first_of(c, row)
     while other >= 0:
         if other != row and c.rows[other].state == READY:
             c.rows[row].uses = max(c.rows[row].uses, c.rows[other].uses)
@@ -286,14 +306,14 @@ def _succeed(c, row):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, INT, ROWS)
 def promote_replicas(c, base, slots, promoted):  # type: ignore[no-untyped-def]
-    """Make replicas on nodes that stay the primaries of keys whose primary is in a slab of one that leaves.
+    """For primaries in a slab of a node that leaves: make replicas on nodes that stay the primaries.
 
-    came: see `pulled`.
+    promoted: see `pulled`.
     """
     for row in range(base, base + slots):
         if c.rows[row].state != READY:
             continue
-        other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+        other = first_of(c, row)
         while other >= 0 and (c.rows[other].state != REPLICA or not stays(c, other)):
             other = np.int64(c.rows[other].same)
         if other >= 0:
@@ -304,7 +324,7 @@ def promote_replicas(c, base, slots, promoted):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, INT, INT, ROWS, INT)
 def held_sole_copies(c, base, slots, tier, out, n):  # type: ignore[no-untyped-def]
-    """As `sole_copies`, of a slab's primaries that are in no list since somebody holds them."""
+    """As `sole_copies`, of those primaries of a slab that are in no list because somebody holds them."""
     for row in range(base, base + slots):
         if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _is_sole_copy(c, row, tier):
             out[n] = row
@@ -314,7 +334,7 @@ def held_sole_copies(c, base, slots, tier, out, n):  # type: ignore[no-untyped-d
 
 @kernel(C, INT, INT, INT)
 def count_sole_copies(c, base, slots, tier):  # type: ignore[no-untyped-def]
-    """As `sole_copies`, how many of a slab there are, with those that are still being written."""
+    """Number of a slab's sole copies, with those that are still being written."""
     n = 0
     for row in range(base, base + slots):
         state = c.rows[row].state
@@ -325,11 +345,11 @@ def count_sole_copies(c, base, slots, tier):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, INT, ROWS, INT)
 def sole_copies(c, size_class, tier, out, n):  # type: ignore[no-untyped-def]
-    """Append the size class's primaries that are on no other node that stays, youngest first, to out[n:]; the new n.
+    """Append the size class's primaries that are on no other node that stays to out[n:], youngest first.
 
-    below: index of a tier that outlives the node, -1 if there is none.
+    tier: index of an external tier that outlives the node, -1 if there is none. Returns the new n.
     """
-    oldest(c, size_class)  # what is held at the old end is in no list, whether or not an eviction met it
+    oldest(c, size_class)  # takes held rows at the old end out of the list, so that `held_sole_copies` finds them
     row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].head)
     while row >= 0 and n < len(out):
         if _is_sole_copy(c, row, tier):
@@ -340,31 +360,31 @@ def sole_copies(c, size_class, tier, out, n):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, ROWS, ROWS)
-def pin_lasting(c, firsts, rows, gens):  # type: ignore[no-untyped-def]
-    """Pin the copy of each key that is to stay: rows[i], -1 where there is none, and gens[i]."""
+def hold_lasting(c, firsts, rows, gens):  # type: ignore[no-untyped-def]
+    """Hold the copy of each key that is to stay. rows[i], gens[i], out: its row (-1: there is none) and generation."""
     for i in range(len(firsts)):
         row = rows[i] = _lasting(c, firsts[i])
         if row >= 0:
-            pin(c, row)
+            hold(c, row)
             gens[i] = c.rows[row].gen
 
 
 @kernel
 def _lasting(c, first):  # type: ignore[no-untyped-def]
-    """Of a key's rows the one to keep: what lies below, whose copy in memory may go, else its primary, else -1."""
-    found = np.int64(-1)
+    """Of a key's rows the one to keep: its copy in an external tier, else its primary, else -1."""
+    lasting = np.int64(-1)
     row = np.int64(first)
     while row >= 0:
         state = c.rows[row].state
-        if c.rows[row].pins < PINS_MAX and (state == EXTERNAL or (state == READY and found < 0)):
-            found = row
+        if c.rows[row].holds < HOLDS_MAX and (state == EXTERNAL or (state == READY and lasting < 0)):
+            lasting = row
         row = np.int64(c.rows[row].same)
-    return found
+    return lasting
 
 
 @kernel(C, ROWS, ROWS)
 def copies(c, firsts, out):  # type: ignore[no-untyped-def]
-    """Rows of keys, to out as far as it goes. Returns how many there are."""
+    """Write all rows of the keys to out, as many as it has room for. Returns how many there are."""
     n = 0
     for first in firsts:
         row = np.int64(first)
@@ -378,7 +398,8 @@ def copies(c, firsts, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def _is_sole_copy(c, row, tier):  # type: ignore[no-untyped-def]
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    """Whether a key has no copy on a node that stays, nor in the external tier of that index."""
+    other = first_of(c, row)
     while other >= 0:
         state = c.rows[other].state
         if (present(state) and stays(c, other)) or (state == EXTERNAL and node_of(c, other) == tier):
@@ -389,14 +410,14 @@ def _is_sole_copy(c, row, tier):  # type: ignore[no-untyped-def]
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)
 def release(c, source, source_gens, staged, staged_gens):  # type: ignore[no-untyped-def]
-    """End a hold, last block first. A row whose generation changed was taken away meanwhile."""
+    """End a lease or reservation, last block first. A row whose generation changed is somebody else's by now."""
     warm = warm_neighbours(c, source)
     for j in range(len(source)):
         i = len(source) - 1 - j
         row = np.int64(source[i])
         _release_row(c, row, source_gens[i])
         if row >= 0 and c.rows[row].state == REPLICA and c.rows[row].gen == source_gens[i]:
-            touch_primary(c, row)  # reading a replica keeps the key, and age is judged by the primary
+            touch_primary(c, row)  # a read of a replica is a use of the key, whose age is its primary's
         if i < len(staged):
             _release_row(c, np.int64(staged[i]), staged_gens[i])
     return warm
@@ -404,10 +425,10 @@ def release(c, source, source_gens, staged, staged_gens):  # type: ignore[no-unt
 
 @kernel
 def touch_primary(c, row):  # type: ignore[no-untyped-def]
-    """Touch the primary of a replica's key, unless somebody holds it: then that is done when it is let go."""
-    other = (c.table[probe(c, c.rows[row].k0, c.rows[row].k1)] & 0xFFFFFFFF) - 1
+    """Touch the primary of a replica's key, unless somebody holds it: then the end of that hold touches it."""
+    other = first_of(c, row)
     while other >= 0:
-        if c.rows[other].state == READY and c.rows[other].pins == 0:
+        if c.rows[other].state == READY and c.rows[other].holds == 0:
             touch(c, other)
         other = np.int64(c.rows[other].same)
 
@@ -415,17 +436,20 @@ def touch_primary(c, row):  # type: ignore[no-untyped-def]
 @kernel
 def _release_row(c, row, gen):  # type: ignore[no-untyped-def]
     if row >= 0 and c.rows[row].gen == gen and c.rows[row].state != QUARANTINED:
-        unpin(c, row)
+        unhold(c, row)
 
 
 @kernel(C, ROWS, ROWS)
 def abandon(c, rows, gens):  # type: ignore[no-untyped-def]
-    """Their holder is gone and may still write: rows it alone held that are not finished, or were forgotten before
-    they were, go to quarantine. Nobody who holds a row of a tier writes there, and nobody would sweep it."""
+    """Quarantine the rows of a client that vanished in which it may still write: those that only it held, and that are
+    unfinished, or were forgotten before they were finished.
+
+    A row of an external tier is not: no client writes there, and no node store would sweep it.
+    """
     for i in range(len(rows)):
         row = np.int64(rows[i])
-        if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].pins == 1:
+        if row >= 0 and c.rows[row].gen == gens[i] and c.rows[row].holds == 1:
             if unfinished(c.rows[row].state):
                 quarantine(c, row)
-            elif c.rows[row].state == DROPPED and not node_of(c, row) & 1:
+            elif c.rows[row].state == DROPPED and not is_tier_row(c, row):
                 suspend(c, row)

@@ -1,4 +1,7 @@
-"""The rows of whole slabs, and what node stores say about them."""
+"""The rows of whole slabs: opened, closed, emptied, counted; and what node stores report of single slots.
+
+Also how rows become locations for messages (`describe`) and back (`rows_of`).
+"""
 
 import numpy as np
 
@@ -11,10 +14,10 @@ from raykv.directory.kernels.index import (
     FREE,
     INT,
     KEYS,
+    LOCATIONS,
+    LOCATIONS_OUT,
     NODE_MASK,
     PAGE_BITS,
-    PLACES,
-    PLACES_OUT,
     QUARANTINED,
     READY,
     REPLICA,
@@ -24,11 +27,11 @@ from raykv.directory.kernels.index import (
     forget,
     free,
     insert,
-    kept,
     list_of,
     prefetch,
     prefetch_entry,
     size_class_of,
+    stored,
     suspend,
     taken,
     touch,
@@ -36,14 +39,15 @@ from raykv.directory.kernels.index import (
     unlink,
     withdraw,
 )
+from raykv.protocol import FINISHED, STILL_WRITTEN
 from raykv.system.jit import kernel
 
-AHEAD = 16  # rows that cache lines are asked for before their turn: about as many misses as a core keeps in flight
+AHEAD = 16  # rows that are prefetched: about as many cache misses as a core keeps in flight
 
 
 @kernel(C, INT, INT)
 def open_rows(c, base, slots):  # type: ignore[no-untyped-def]
-    """The rows of a new slab, free; slot 0 is taken first."""
+    """Free the rows of a new slab, so that slot 0 is taken first."""
     for j in range(slots):
         row = base + slots - 1 - j
         c.rows[row].gen = 0
@@ -52,17 +56,17 @@ def open_rows(c, base, slots):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, INT)
 def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
-    """Take a slab's rows out of everything, held or not. Holders find another generation."""
+    """Take a slab's rows out of everything, held or not. Their holders find another generation."""
     for row in range(base, base + slots):
         ahead = row + AHEAD
-        if ahead < base + slots and kept(c.rows[ahead].state):
+        if ahead < base + slots and stored(c.rows[ahead].state):
             prefetch_entry(c, ahead)
             prefetch(c.rows, max(0, np.int64(c.rows[ahead].prev)))
             prefetch(c.rows, max(0, np.int64(c.rows[ahead].next)))
         state = c.rows[row].state
         if state == FREE:
             unlink(c, list_of(c, row, FREE), row)
-        elif kept(state):
+        elif stored(state):
             forget(c, row)
         elif unfinished(state):
             withdraw(c, row)
@@ -71,17 +75,17 @@ def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
         elif state == QUARANTINED:
             c.size_classes[size_class_of(c, row)].quarantined -= 1
         c.rows[row].state = CLOSED
-        c.rows[row].pins = 0
+        c.rows[row].holds = 0
         c.rows[row].gen = 0
 
 
 @kernel(C, INT, INT)
 def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
-    """Forget a slab's blocks; what is held stays held until it is let go. Slot 0 is taken first again."""
+    """Forget a slab's blocks; a slot that is held is free only once it is released. Slot 0 is taken first again."""
     for j in range(slots):
         row = base + slots - 1 - j
         state = c.rows[row].state
-        if kept(state):
+        if stored(state):
             forget(c, row)
         elif unfinished(state):
             withdraw(c, row)
@@ -94,7 +98,8 @@ def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
 
 @kernel
 def _drop_or_free(c, row):  # type: ignore[no-untyped-def]
-    if c.rows[row].pins == 0:
+    """Free a forgotten row, now or when its last hold ends."""
+    if c.rows[row].holds == 0:
         free(c, row)
     else:
         c.rows[row].state = DROPPED
@@ -102,14 +107,14 @@ def _drop_or_free(c, row):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, INT)
 def retire(c, base, slots):  # type: ignore[no-untyped-def]
-    """Close the rows of a slab that nobody holds: a slab that is never all unheld at once is emptied so, too.
+    """Close the rows of a slab that nobody holds. Repeated, it empties a slab of which some row is always held.
 
     Returns how many rows are left.
     """
     left = 0
     for row in range(base, base + slots):
         state = c.rows[row].state
-        if c.rows[row].pins > 0 or state == QUARANTINED:
+        if c.rows[row].holds > 0 or state == QUARANTINED:
             left += 1
         elif state != CLOSED:
             if state == FREE:
@@ -123,7 +128,7 @@ def retire(c, base, slots):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, INT)
 def reopen(c, base, slots):  # type: ignore[no-untyped-def]
-    """Undo `retire`: the rows are free."""
+    """Undo `retire`: free the closed rows."""
     for row in range(base, base + slots):
         if c.rows[row].state == CLOSED:
             free(c, row)
@@ -131,21 +136,21 @@ def reopen(c, base, slots):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, INT, ROWS)
 def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
-    """counts[state] of a slab's rows. Returns (tick of its newest block or -1, whether one is held)."""
+    """Add a slab's rows to counts[state]. Returns (tick of its newest block or -1, whether any row is held)."""
     newest, held = np.int64(-1), False
     for row in range(base, base + slots):
         state = c.rows[row].state
         counts[state] += 1
-        held |= c.rows[row].pins > 0 or state == QUARANTINED
+        held |= c.rows[row].holds > 0 or state == QUARANTINED
         held |= state == DEMOTING
-        if kept(state):
+        if stored(state):
             newest = max(newest, c.rows[row].last)
     return newest, held
 
 
 @kernel(C, ROWS, KEYS, ROWS)
 def adopt(c, rows, keys, gens):  # type: ignore[no-untyped-def]
-    """Blocks found in free slots of a node that has no others, oldest first. The first copy of a key is primary."""
+    """Take up blocks found in free slots of a node that joined, oldest first. The first copy of a key is primary."""
     c.state[CLOCK] = max(c.state[CLOCK], len(rows))
     floor = c.state[CLOCK] - len(rows)
     for i in range(len(rows)):
@@ -154,16 +159,17 @@ def adopt(c, rows, keys, gens):  # type: ignore[no-untyped-def]
             continue
         unlink(c, list_of(c, row, FREE), row)
         _enter(c, row, keys[i, 0], keys[i, 1], gens[i])
-        c.rows[row].last = floor + i + 1  # nodes are adopted one by one: their ages must interleave
+        c.rows[row].last = floor + i + 1  # ages of nodes that are adopted one by one must interleave
         c.state[CLOCK] -= 1
 
 
 @kernel
 def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
+    """Make a row that is in no list the newest copy of a key."""
     c.rows[row].k0 = k0
     c.rows[row].k1 = k1
     c.rows[row].gen = gen
-    c.rows[row].pins = 0
+    c.rows[row].holds = 0
     c.rows[row].uses = 0
     c.rows[row].state = REPLICA if taken(c, k0, k1) else READY
     insert(c, row)
@@ -172,7 +178,7 @@ def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
 
 @kernel(C, ROWS, ROWS)
 def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
-    """Free slots in which somebody was found writing: quarantine, until a sweep."""
+    """Quarantine free slots in which somebody was found writing."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row >= 0 and c.rows[row].state == FREE:
@@ -182,14 +188,19 @@ def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, ROWS, FLAGS, KEYS, ROWS, INT)
-def settle(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no-untyped-def]
-    """What a sweep found of QUARANTINED rows: 0 still written, 1 freed, 2 finished as keys[i], found_gens[i]."""
+def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no-untyped-def]
+    """Free QUARANTINED rows that were FREED; take up those that were FINISHED, with keys[i] and found_gens[i].
+
+    floor: generation up to which all blocks were cleared.
+    """
     for i in range(len(rows)):
         row = np.int64(rows[i])
-        if row < 0 or c.rows[row].state != QUARANTINED or c.rows[row].gen != gens[i] or verdicts[i] == 0:
+        if row < 0 or c.rows[row].state != QUARANTINED or c.rows[row].gen != gens[i]:
+            continue
+        if verdicts[i] == STILL_WRITTEN:
             continue
         c.size_classes[size_class_of(c, row)].quarantined -= 1
-        if verdicts[i] == 2 and found_gens[i] > floor and not taken(c, keys[i, 0], keys[i, 1]):
+        if verdicts[i] == FINISHED and found_gens[i] > floor and not taken(c, keys[i, 0], keys[i, 1]):
             _enter(c, row, keys[i, 0], keys[i, 1], found_gens[i])
         else:
             free(c, row)
@@ -197,11 +208,11 @@ def settle(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no
 
 @kernel(C, ROWS, ROWS)
 def drop(c, rows, gens):  # type: ignore[no-untyped-def]
-    """Forget blocks that were found altered. Returns how many were still there."""
+    """Forget blocks that were found corrupt. Returns how many were still stored."""
     dropped = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
-        if row >= 0 and c.rows[row].gen == gens[i] and kept(c.rows[row].state):
+        if row >= 0 and c.rows[row].gen == gens[i] and stored(c.rows[row].state):
             forget(c, row)
             _drop_or_free(c, row)
             dropped += 1
@@ -210,13 +221,13 @@ def drop(c, rows, gens):  # type: ignore[no-untyped-def]
 
 @kernel(C, ROWS)
 def forget_rows(c, rows):  # type: ignore[no-untyped-def]
-    """Forget blocks that are there, or on their way to a tier; a held one keeps its slot until it is released.
+    """Forget blocks that are stored or being demoted; a slot that is held is free only once it is released.
 
     Returns how many of the rows were forgotten.
     """
     count = 0
     for row in rows:
-        if kept(c.rows[row].state):
+        if stored(c.rows[row].state):
             forget(c, row)
         elif c.rows[row].state == DEMOTING:
             delete(c, row)
@@ -229,7 +240,7 @@ def forget_rows(c, rows):  # type: ignore[no-untyped-def]
 
 @kernel(C, INT, INT, INT, ROWS, INT)
 def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
-    """Append the slab's rows that are in `state` to out[count:]; returns the new count."""
+    """Append the slab's rows that are in `state` to out[count:]. Returns the new count."""
     for row in range(base, base + slots):
         if c.rows[row].state == state and count < len(out):
             out[count] = row
@@ -237,9 +248,9 @@ def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
     return count
 
 
-@kernel(C, ROWS, INT, ROWS, PLACES_OUT)
+@kernel(C, ROWS, INT, ROWS, LOCATIONS_OUT)
 def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
-    """gens[i], out[i] = generation and LOCATION of rows[i]; slab_gen 0 where that is negative."""
+    """gens[i], out[i] = generation and LOCATION of rows[i]; both 0 where rows[i] is negative."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if row < 0:
@@ -256,9 +267,9 @@ def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
         out[i].gen = c.rows[row].gen
 
 
-@kernel(C, PLACES, ROWS)
+@kernel(C, LOCATIONS, ROWS)
 def rows_of(c, locations, rows):  # type: ignore[no-untyped-def]
-    """rows[i] = the row of places[i], or -1 where that slab is not, or no longer, what the place says."""
+    """rows[i] = the row of locations[i], or -1 where the slab is gone or was formatted anew."""
     for i in range(len(locations)):
         rows[i] = -1
         node, number = np.int64(locations[i].node) & NODE_MASK, np.int64(locations[i].slab)

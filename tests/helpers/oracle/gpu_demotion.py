@@ -4,19 +4,18 @@ import math
 from collections.abc import Callable
 
 from helpers.oracle.slots import Node, Row, SizeClass, pack, unpack
-from helpers.oracle.tiers import Tiers
+from helpers.oracle.tiers import KEYS_PER_CALL, Tiers
 from raykv.protocol import GpuDemotionReport, GpuDemotions
 
 SHARE = 0.25
 BYTES_PER_CALL = 6 * 4096
-KEYS_PER_CALL = 5
 NOTHING = GpuDemotions(b"", b"", b"")
 
 
 class GpuDemotion(Tiers):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch, share, min_hits)
-        self.cooling: dict[str, list[tuple[Row, int]]] = {}  # by GPU, where its last answer's blocks go
+        self.under_way: dict[str, list[tuple[Row, int]]] = {}  # by GPU, where its last answer's blocks go
         self.counters: dict[str, int] = {}
 
     def size_class(self, node: Node, stride: int) -> SizeClass | None:
@@ -47,19 +46,19 @@ class GpuDemotion(Tiers):
         host = self.nodes.get(node.host) if node and node.on_gpu else None
         if node is None or host is None or len(unpack(locations)) != len(stored):
             return NOTHING
-        self.settle_cooled(name, [location for location, done in zip(unpack(locations), stored, strict=True) if done])
-        self.settle_pins()
+        self.gpu_demoted(name, [location for location, done in zip(unpack(locations), stored, strict=True) if done])
+        self.repair_pins()
         if not self.answers(node) or not self.stores(host):
             return NOTHING
         source, chosen = b"", []
         for size_class in list(node.size_classes.values()):
-            pairs = [] if node.spare else self.choose_cold(size_class, host)
+            pairs = [] if node.spare else self.choose_on_gpu(size_class, host)
             source += pack([(row, row.gen) for row, _ in pairs], size_class.stride)
             chosen += [(location, location.gen) for _, location in pairs]
-        self.cooling[name] = chosen
+        self.under_way[name] = chosen
         return GpuDemotions(source, b"".join(row.key for row, _ in chosen), pack([*chosen], 0))
 
-    def choose_cold(self, size_class: SizeClass, host: Node) -> list[tuple[Row, Row]]:
+    def choose_on_gpu(self, size_class: SizeClass, host: Node) -> list[tuple[Row, Row]]:
         """(block, its place in memory) of a GPU's oldest, until a quarter of its slots can be had for nothing."""
         want = math.ceil(len(size_class.rows) * SHARE) - max(0, self.room(size_class))
         want = min(want, max(1, BYTES_PER_CALL // size_class.stride), KEYS_PER_CALL)
@@ -69,9 +68,9 @@ class GpuDemotion(Tiers):
         while host.spare and self.room(there) < want:
             self.open(host, host.spare[-1], there, self.next_gen())
         self.reclaim(host, there, self.room, want)
-        unheld = sorted((row for row in size_class.of("ready") if not row.pins), key=lambda row: row.last)
+        unheld = sorted((row for row in size_class.of("ready") if not row.holds), key=lambda row: row.last)
         pairs: list[tuple[Row, Row]] = []
-        for row in [row for row in unheld if not self.goes_to_memory(row.key)][:want]:
+        for row in [row for row in unheld if not self.being_demoted_to_memory(row.key)][:want]:
             if self.room(there) <= 0 and not self.oldest(there):
                 break
             location = self.take(there) if self.room(there) > 0 else self.evict(there)
@@ -80,18 +79,18 @@ class GpuDemotion(Tiers):
             pairs.append((row, location))
         return pairs
 
-    def goes_to_memory(self, key: bytes) -> bool:
+    def being_demoted_to_memory(self, key: bytes) -> bool:
         return any(row.state == "demoting" and row.slab.node % 2 == 0 for row in self.table[key])
 
-    def settle_cooled(self, name: str, stored: list[tuple[int, ...]]) -> None:
+    def gpu_demoted(self, name: str, stored: list[tuple[int, ...]]) -> None:
         """What of a GPU's last answer was stored is in memory for good; the rest is to be swept."""
         done = {(row, location[5]) for location in stored if (row := self.row_of(location))}
         new = []
-        for row, gen in self.cooling.pop(name, []):
+        for row, gen in self.under_way.pop(name, []):
             if row.gen != gen:
                 continue  # its slab was closed
             if row.state == "demoting" and (row, gen) in done:
-                row.state, row.pins = "replica" if self.has_lasting(row) else "ready", 0
+                row.state, row.holds = "replica" if self.has_primary(row) else "ready", 0
                 self.touch(row)
                 self.counters["gpu_demoted"] += 1
                 new.append(row)
@@ -99,9 +98,9 @@ class GpuDemotion(Tiers):
                 self.quarantined(row)
         for row in reversed([row for row in new if row.state == "ready"]):
             for other in [r for r in self.table[row.key] if r.state == "ready" and r is not row]:
-                self.step_back(other)
+                self.make_replica(other)
 
-    def step_back(self, row: Row) -> None:
+    def make_replica(self, row: Row) -> None:
         """It is a replica from now on, and the next of its size class to be taken."""
         first = min((r.last for r in self.replicas(row.slab.size_class)), default=row.last + 1)
         row.state, row.aged, row.passed = "replica", False, False

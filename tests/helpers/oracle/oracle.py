@@ -12,10 +12,10 @@ from typing import Any
 
 from helpers.oracle.gpu_demotion import GpuDemotion
 from helpers.oracle.slots import (
-    KEPT,
-    LIVE,
-    PINS_MAX,
+    HOLDS_MAX,
+    IN_TABLE,
     PRESENT,
+    STORED,
     USES_MAX,
     Client,
     Lease,
@@ -69,7 +69,7 @@ class Oracle(GpuDemotion):
         self.floor = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.stamped: set[bytes] = set()
-        self.leavers: set[str] = set()
+        self.leaving: set[str] = set()
         self.lacking: dict[SizeClass, int] = {}
         self.next_check = 0.0
 
@@ -77,7 +77,7 @@ class Oracle(GpuDemotion):
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
         """(the copy to read: the node's own, else the primary, else any, else below; the one being staged there)."""
-        offered = [r for r in self.table.get(key, ()) if r.slab.size_class.offered and r.pins < PINS_MAX]
+        offered = [r for r in self.table.get(key, ()) if r.slab.size_class.offered and r.holds < HOLDS_MAX]
         present = [r for r in offered if r.state in PRESENT]
         here = [r for r in present if r.slab.node == node]
         if here:
@@ -98,7 +98,7 @@ class Oracle(GpuDemotion):
         if reader and size_class:
             need = min(self.unstaged(wanted, reader.index), size_class.window - len(size_class.of("staging")))
             if need > 0:
-                self.give_slots(reader, size_class, need)
+                self.provide_slots(reader, size_class, need)
         here = reader.index if reader else -1
         hold = Lease(call.seq, False, here, size_class, [], [], [], set())
         for key in wanted:
@@ -119,8 +119,8 @@ class Oracle(GpuDemotion):
             covered = min(hold.unstaged, default=len(hold.keys))
         if not any(hold.staged[:covered]):  # no staging at all: a shorter hit, never a wait
             for i in reversed(range(covered, len(hold.keys))):
-                self.let_go_row(hold.source[i])
-                self.let_go_row(hold.staged[i])
+                self.end_hold(hold.source[i])
+                self.end_hold(hold.staged[i])
             del hold.keys[covered:], hold.source[covered:], hold.staged[covered:]
             hold.unstaged.clear()
         remote = sum(item is not None and item[0].slab.node != here for item in hold.source)
@@ -156,10 +156,10 @@ class Oracle(GpuDemotion):
             if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
                 continue
             copies = self.table[hold.keys[i]]
-            primaries = [r for r in copies if r.state == "ready" and r.pins < PINS_MAX and r.slab.size_class.offered]
+            primaries = [r for r in copies if r.state == "ready" and r.holds < HOLDS_MAX and r.slab.size_class.offered]
             if primaries and primaries[0].slab.node != hold.node:
                 hold.source[i] = self.hold(primaries[0])
-                self.let_go_row(item)
+                self.end_hold(item)
                 hold.unstaged.add(i)
                 moved = True
         return moved
@@ -180,13 +180,13 @@ class Oracle(GpuDemotion):
         if hold is None or hold.writes or not 0 <= start <= len(hold.keys):
             return Matched(self.epoch, b"", b"")
         for i in reversed(range(start)):
-            self.let_go_read(hold.staged[i])
+            self.end_read(hold.staged[i])
             hold.staged[i] = None
             hold.unstaged.discard(i)
         end = start
         while end < len(hold.keys):
             item = hold.source[end]
-            if item is None or item[0].gen != item[1] or item[0].state not in KEPT:
+            if item is None or item[0].gen != item[1] or item[0].state not in STORED:
                 break
             if end not in hold.unstaged:
                 held = hold.staged[end]
@@ -207,7 +207,7 @@ class Oracle(GpuDemotion):
         counts: Counter[str] = Counter()
         hosts = {node.index: node.host for node in self.nodes.values()}
         for key in split(keys):
-            copies = [r for r in self.table.get(key, ()) if r.state in KEPT and r.slab.size_class.offered]
+            copies = [r for r in self.table.get(key, ()) if r.state in STORED and r.slab.size_class.offered]
             if not copies:
                 break
             counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
@@ -230,7 +230,7 @@ class Oracle(GpuDemotion):
         self.provision(writer, size_class, sum(not self.taken(key) for key in wanted[start:]))
         hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set())
         for key in wanted:
-            copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.pins < PINS_MAX]
+            copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.holds < HOLDS_MAX]
             hold.source.append(self.hold(copies[0]) if copies else None)
         covered, granted, away = len(wanted), [], False
         for i in range(start, len(wanted)):
@@ -287,7 +287,7 @@ class Oracle(GpuDemotion):
         """The key whose primary is the size class's oldest goes, but for copies that somebody holds."""
         row = self.oldest(size_class)
         assert row is not None
-        for other in [r for r in self.table[row.key] if r.state == "replica" and r.pins == 0]:
+        for other in [r for r in self.table[row.key] if r.state == "replica" and r.holds == 0]:
             self.drop(other)
         self.take_out(row)
         self.evicted[size_class] += 1
@@ -321,7 +321,7 @@ class Oracle(GpuDemotion):
     def pin_keys(self, keys: list[bytes]) -> int:
         """Hold the copies that are to stay: what lies below, else the primary."""
         for key in keys:
-            copies = [row for row in self.table.get(key, ()) if row.pins < PINS_MAX]
+            copies = [row for row in self.table.get(key, ()) if row.holds < HOLDS_MAX]
             lasting = [row for row in copies if row.state == "ready"][:1]
             lasting += [row for row in copies if row.state == "external"]
             if key not in self.pins and lasting:
@@ -331,20 +331,20 @@ class Oracle(GpuDemotion):
     def unpin_keys(self, keys: list[bytes]) -> int:
         held = [self.pins.pop(key) for key in keys if key in self.pins]
         for item in reversed(held):
-            self.let_go_read(item)
+            self.end_read(item)
         return len(held)
 
     def renew_pins(self, keys: list[bytes]) -> None:
         before = {key: self.pins.pop(key) for key in keys if key in self.pins}
         self.pin_keys(list(before))
         for item in reversed(before.values()):
-            self.let_go_read(item)
+            self.end_read(item)
 
     def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         self.on_call(call, now)
         return Counted(self.epoch, self.unpin_keys(split(keys)))
 
-    def settle_pins(self) -> None:
+    def repair_pins(self) -> None:
         """Pins of what is gone are of another copy from now on, if there is one."""
         moved = [k for k, (row, gen) in self.pins.items() if row.gen != gen or row.state in ("dropped", "replica")]
         self.renew_pins(moved)
@@ -362,7 +362,7 @@ class Oracle(GpuDemotion):
             for row in list(self.table.get(key, ())):
                 if row.state == "external":
                     self.tier_at(row).to_delete.setdefault(key)
-                if row.state in KEPT or row.state == "demoting":
+                if row.state in STORED or row.state == "demoting":
                     self.drop(row)
                     count += 1
         return count
@@ -401,36 +401,36 @@ class Oracle(GpuDemotion):
             row = self.row_of(location)
             if row and row.gen == location[5] and row.state == "staging":
                 row.state = "replica"
-                if not self.has_lasting(row):
+                if not self.has_primary(row):
                     self.succeed(row)
                     promoted[row.slab.size_class] += 1
         if call.pulled:  # else windows are seen to when what is held was let go
             self.restore_windows(promoted)
         if promoted:
-            self.settle_pins()
+            self.repair_pins()
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
             self.end(client, i)
-        self.settle_windows()
+        self.restore_lacking()
         altered = [(location[5], self.row_of(location)) for location in unpack(call.corrupt)]
         for gen, row in altered:
             if row and row.gen == gen and row.state == "external":
                 self.tier_at(row).to_delete.setdefault(row.key)
         for gen, row in altered:
-            if row and row.gen == gen and row.state in KEPT:
+            if row and row.gen == gen and row.state in STORED:
                 self.drop(row)
                 self.counters["corrupt"] += 1
         if altered:
-            self.settle_pins()
+            self.repair_pins()
         return client
 
     def restore_windows(self, promoted: Counter[SizeClass]) -> None:
         """So many primaries have slots that were for staging: spare slabs make up for it, else as many others go."""
         for size_class in [size_class for size_class in self.evicted if promoted[size_class]]:
             self.lacking[size_class] = self.lacking.get(size_class, 0) + promoted[size_class]
-        self.settle_windows()
+        self.restore_lacking()
 
-    def settle_windows(self) -> None:
+    def restore_lacking(self) -> None:
         """What is held can't go: later, then."""
         for size_class, slots in list(self.lacking.items()):
             node = self.by_index[size_class.node]
@@ -450,8 +450,8 @@ class Oracle(GpuDemotion):
 
     def release(self, hold: Lease) -> None:
         for source, staged in zip(reversed(hold.source), reversed(hold.staged), strict=True):
-            self.let_go_read(source)
-            self.let_go_row(staged)
+            self.end_read(source)
+            self.end_hold(staged)
 
     def check(self, now: float) -> None:
         if now < self.next_check:
@@ -464,7 +464,7 @@ class Oracle(GpuDemotion):
             gone = self.clients.pop(i)
             for hold in gone.holds.values():
                 for item in hold.source + hold.staged:
-                    self.abandon_row(item)
+                    self.abandon(item)
                 self.release(hold)
             if gone.swapped:
                 self.forget_keys(list(gone.swapped))
@@ -486,7 +486,7 @@ class Oracle(GpuDemotion):
         if window is None:
             window = min(max(capacity // 50, 256 << 20), capacity // 8)
         node = Node(name, self.new_index(tier=False), nonce, slab_bytes, window, now, slab_count)
-        node.leaving = node.host in self.leavers
+        node.leaving = node.host in self.leaving
         self.nodes[name] = self.by_index[node.index] = node
         return Joined(node.index, self.epoch)
 
@@ -501,7 +501,7 @@ class Oracle(GpuDemotion):
         if node.state == "joining":
             depths = struct.unpack(f"<{len(positions) // 4}I", positions)
             ages = struct.unpack(f"<{len(stamps) // 4}I", stamps)
-            self.open_found(node, unpack(locations) + unpack(writing))
+            self.open_slabs_of(node, unpack(locations) + unpack(writing))
             for location in unpack(writing):
                 row = self.row_of(location)
                 if row and row.state == "free":
@@ -523,7 +523,7 @@ class Oracle(GpuDemotion):
                 row = self.row_of(location)
                 if row and row.state in PRESENT and (location[5], key) != (row.gen, row.key) and location[5] >= row.gen:
                     self.drop(row)
-            self.settle_pins()
+            self.repair_pins()
         joined = node.state == "joining"
         self.offer(node, offered)
         self.set_state(node, "alive")
@@ -531,9 +531,9 @@ class Oracle(GpuDemotion):
             if other.leaving or (other.on_gpu and other.host == name):
                 self.promote_replicas(other)
         if joined and not node.leaving:
-            self.make_windows(node)
+            self.empty_windows(node)
 
-    def make_windows(self, node: Node) -> None:
+    def empty_windows(self, node: Node) -> None:
         """As many blocks go as the windows lack, where there are more slots than a window's."""
         slots = Counter(slab.size_class for slab in node.slabs.values() for _ in slab.rows)
         promoted = Counter(
@@ -549,7 +549,7 @@ class Oracle(GpuDemotion):
         node.spare = [n for n in reversed(range(node.offered, offered)) if n not in node.slabs] + node.spare
         node.offered = max(node.offered, offered)
 
-    def open_found(self, node: Node, locations: list[tuple[int, ...]]) -> None:
+    def open_slabs_of(self, node: Node, locations: list[tuple[int, ...]]) -> None:
         for number in sorted({location[1] for location in locations}):
             first = next(location for location in locations if location[1] == number)
             size_class = self.size_class(node, -(-first[3] // 4096) * 4096)
@@ -586,7 +586,7 @@ class Oracle(GpuDemotion):
 
     def remove_node(self, name: str, now: float) -> int:
         self.check(now)
-        self.leavers.discard(name)
+        self.leaving.discard(name)
         return sum([self.remove(node.name) for node in self.of_host(name)])
 
     def of_host(self, name: str) -> list[Node]:
@@ -606,13 +606,13 @@ class Oracle(GpuDemotion):
             self.lacking.pop(size_class, None)
         del self.by_index[node.index]
         self.leave_tiers(name)
-        self.settle_cooled(name, [])
-        self.settle_pins()
+        self.gpu_demoted(name, [])
+        self.repair_pins()
         return slots
 
     def leave(self, name: str, now: float) -> None:
         self.check(now)
-        self.leavers.add(name)
+        self.leaving.add(name)
         for node in self.of_host(name):
             if not node.leaving:
                 node.leaving = True
@@ -655,14 +655,14 @@ class Oracle(GpuDemotion):
                 self.succeed(heirs[0])
                 promoted[heirs[0].slab.size_class] += 1
         self.restore_windows(promoted)
-        self.settle_pins()
+        self.repair_pins()
 
     def set_state(self, node: Node, state: str) -> None:
         node.state = state
         for size_class in node.size_classes.values():
             size_class.offered, size_class.leaving = state == "alive", state == "alive" and node.leaving
         if node in self.nodes.values():
-            self.judge_tiers()
+            self.offer_tiers()
 
     # ------------------------------------------------------------------ slabs
 
@@ -690,7 +690,7 @@ class Oracle(GpuDemotion):
         """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
         if need == 0 or self.room(size_class) >= need:
             return
-        self.give_slots(writer, size_class, 1)
+        self.provide_slots(writer, size_class, 1)
         others = [n for n in self.nodes.values() if n is not writer and n.spare and self.stores(n)]
         others.sort(key=lambda n: n.name != writer.host)
         for node in [writer, *others]:
@@ -704,7 +704,7 @@ class Oracle(GpuDemotion):
                 return
         self.reclaim(writer, size_class, self.room, max(0, self.room(size_class)) + need)
 
-    def give_slots(self, node: Node, size_class: SizeClass, need: int) -> None:
+    def provide_slots(self, node: Node, size_class: SizeClass, need: int) -> None:
         """Slabs for a size that could not stage so much."""
         while self.takeable(size_class) < need and node.spare:
             self.open(node, node.spare[-1], size_class, self.next_gen())
@@ -722,7 +722,7 @@ class Oracle(GpuDemotion):
             ages = [
                 (max((r.last for r in slab.rows if r.state in PRESENT), default=-1), slab)
                 for slab in node.slabs.values()
-                if slab.size_class is not size_class and not any(r.pins or r.state == "quarantined" for r in slab.rows)
+                if slab.size_class is not size_class and not any(r.holds or r.state == "quarantined" for r in slab.rows)
             ]
             if not ages:
                 return
@@ -748,10 +748,10 @@ class Oracle(GpuDemotion):
         for node in self.nodes.values():
             for slab in node.slabs.values():
                 for row in reversed(slab.rows):
-                    if row.state in LIVE:
+                    if row.state in IN_TABLE:
                         self.drop(row)
         self.clear_tiers()
-        self.settle_pins()
+        self.repair_pins()
         return keys
 
     def stats(self, now: float) -> dict[str, Any]:

@@ -4,10 +4,10 @@ import struct
 from dataclasses import dataclass, field
 
 PRESENT = ("ready", "replica")
-KEPT = (*PRESENT, "external")
-LIVE = (*KEPT, "writing", "staging", "demoting")  # in the table
+STORED = (*PRESENT, "external")
+IN_TABLE = (*STORED, "writing", "staging", "demoting")
 USES_MAX = 255
-PINS_MAX = 65535
+HOLDS_MAX = 65535
 LOCATION = struct.Struct("<IIIIQQ")
 
 
@@ -21,7 +21,7 @@ class Row:
     key: bytes = b""
     gen: int = 0
     last: int = 0
-    pins: int = 0
+    holds: int = 0
     uses: int = 0  # matches since it was stored
     aged: bool = False  # it was let go since it was stored, or became primary: `last` tells its age
     passed: bool = False  # looked at for what goes down, and not used since
@@ -57,7 +57,7 @@ class SizeClass:
     def line(self) -> list[Row]:
         """Primaries by age, the next victim first; those held that would be before it are out of turn."""
         rows = sorted((row for row in self.of("ready") if row.aged), key=lambda row: row.last)
-        return rows[next((i for i, row in enumerate(rows) if not row.pins), len(rows)) :]
+        return rows[next((i for i, row in enumerate(rows) if not row.holds), len(rows)) :]
 
 
 @dataclass(eq=False)
@@ -186,12 +186,12 @@ class Slots:
     def enter(self, row: Row, key: bytes, gen: int) -> None:
         """A block that was found in a slot: the first copy of a key is primary."""
         row.state = "replica" if self.taken(key) else "ready"
-        row.key, row.gen, row.pins, row.uses = key, gen, 0, 0
+        row.key, row.gen, row.holds, row.uses = key, gen, 0, 0
         self.table.setdefault(key, []).append(row)
         self.touch(row)
 
     def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
-        row.key, row.gen, row.state, row.pins = key, self.next_gen(), state, 1
+        row.key, row.gen, row.state, row.holds = key, self.next_gen(), state, 1
         row.uses, row.aged, row.passed = 0, False, False
         self.table.setdefault(key, []).append(row)
         return row, row.gen
@@ -216,10 +216,10 @@ class Slots:
     def set_role(self, row: Row, state: str) -> None:
         """A replica is the primary from now on, or the other way round: as one, it is as old as when it is let go."""
         row.state, row.aged, row.passed = state, False, False
-        if not row.pins:
+        if not row.holds:
             self.touch(row)
 
-    def has_lasting(self, row: Row) -> bool:
+    def has_primary(self, row: Row) -> bool:
         """Whether a key has a primary, or is to have, that is not sooner gone than this copy of it."""
         primaries = [r for r in self.table[row.key] if r.state == "ready" and (row.fleeting or not r.fleeting)]
         return bool(primaries) or any(r.state == "writing" for r in self.table[row.key])
@@ -233,51 +233,51 @@ class Slots:
                 self.set_role(other, "replica")
 
     def free(self, row: Row) -> None:
-        row.state, row.pins = "free", 0
+        row.state, row.holds = "free", 0
         row.slab.size_class.free.append(row)
 
     def quarantined(self, row: Row) -> None:
-        if row.state in LIVE:
+        if row.state in IN_TABLE:
             self.take_out(row)
-        row.state, row.pins = "quarantined", 0
+        row.state, row.holds = "quarantined", 0
 
     def drop(self, row: Row) -> None:
         """Forget a block; its slot is free once nobody holds it."""
         self.take_out(row)
-        if row.pins:
+        if row.holds:
             row.state = "dropped"
         else:
             self.free(row)
 
     def hold(self, row: Row) -> tuple[Row, int]:
-        row.pins += 1
+        row.holds += 1
         if row.state == "replica":
             row.aged = False  # as a primary, it is as old as when it is let go
         return row, row.gen
 
-    def let_go_row(self, item: tuple[Row, int] | None) -> None:
+    def end_hold(self, item: tuple[Row, int] | None) -> None:
         if item is None or item[0].gen != item[1] or item[0].state == "quarantined":
             return
         row = item[0]
-        row.pins -= 1
-        if row.pins == 0 and row.state in KEPT:
+        row.holds -= 1
+        if row.holds == 0 and row.state in STORED:
             self.touch(row)
-        elif row.pins == 0:
-            if row.state in LIVE:
+        elif row.holds == 0:
+            if row.state in IN_TABLE:
                 self.take_out(row)
             self.free(row)
 
-    def let_go_read(self, item: tuple[Row, int] | None) -> None:
+    def end_read(self, item: tuple[Row, int] | None) -> None:
         """Reading a replica keeps the key: its primary is touched too, or will be by who holds that."""
-        self.let_go_row(item)
+        self.end_hold(item)
         if item and item[0].gen == item[1] and item[0].state == "replica":
             for row in self.table[item[0].key]:
-                if row.state == "ready" and not row.pins:
+                if row.state == "ready" and not row.holds:
                     self.touch(row)
 
-    def abandon_row(self, item: tuple[Row, int] | None) -> None:
+    def abandon(self, item: tuple[Row, int] | None) -> None:
         """Its only holder is gone, and may still write; but nobody ever wrote to a tier's."""
-        if item is None or item[0].gen != item[1] or item[0].pins != 1 or item[0].slab.node % 2:
+        if item is None or item[0].gen != item[1] or item[0].holds != 1 or item[0].slab.node % 2:
             return
         if item[0].state in ("writing", "staging", "dropped"):
             self.quarantined(item[0])
@@ -288,7 +288,7 @@ class Slots:
     # ------------------------------------------------------------------ one size class
 
     def replicas(self, size_class: SizeClass) -> list[Row]:
-        return [row for row in size_class.of("replica") if row.pins == 0]
+        return [row for row in size_class.of("replica") if row.holds == 0]
 
     def takeable(self, size_class: SizeClass) -> int:
         return len(size_class.free) + len(self.replicas(size_class))
@@ -313,4 +313,4 @@ class Slots:
         return self.grant(self.take(size_class), key, "staging")
 
     def oldest(self, size_class: SizeClass, state: str = "ready") -> Row | None:
-        return min((r for r in size_class.of(state) if r.pins == 0), key=lambda r: r.last, default=None)
+        return min((r for r in size_class.of(state) if r.holds == 0), key=lambda r: r.last, default=None)

@@ -5,11 +5,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from helpers.oracle.slots import LIVE, PRESENT, Node, Row, SizeClass, Slab, Slots, Tier, pack, split, unpack
+from helpers.oracle.slots import IN_TABLE, PRESENT, Node, Row, SizeClass, Slab, Slots, Tier, pack, split, unpack
 from raykv.protocol import DemotionReport, Demotions, ExistingBlocks, TierReply, TierReport
 
 # In worlds all is small: a tier's slab holds 3, 2 or 1 blocks of `world.SIZES`.
-SLAB_BELOW = 6 * 4096
+TIER_SLAB = 6 * 4096
 BATCH_BYTES = 5 * 4096
 KEYS_PER_CALL = 4
 CHANCES = 8
@@ -30,7 +30,7 @@ class Tiers(Slots):
     def check(self, now: float) -> None:
         raise NotImplementedError
 
-    def settle_pins(self) -> None:
+    def repair_pins(self) -> None:
         raise NotImplementedError
 
     def renew_pins(self, keys: list[bytes]) -> None:
@@ -49,9 +49,9 @@ class Tiers(Slots):
         for row in slab.rows:
             if row.state == "free":
                 slab.size_class.free.remove(row)
-            elif row.state in LIVE:
+            elif row.state in IN_TABLE:
                 self.take_out(row)
-            row.state, row.gen, row.pins = "closed", 0, 0
+            row.state, row.gen, row.holds = "closed", 0, 0
             slab.size_class.rows.remove(row)
 
     def tier_of(self, node: str) -> Tier | None:
@@ -77,20 +77,20 @@ class Tiers(Slots):
             tier.content = lost
             self.empty(tier)
         if lost:
-            self.settle_pins()
+            self.repair_pins()
         whose = "" if shared else name
         if whose not in self.tiers:
-            spare = list(range(max(1, capacity // SLAB_BELOW)))[::-1]
-            tier = Tier(self.new_index(tier=True), capacity, SLAB_BELOW, None if shared else name, spare)
+            spare = list(range(max(1, capacity // TIER_SLAB)))[::-1]
+            tier = Tier(self.new_index(tier=True), capacity, TIER_SLAB, None if shared else name, spare)
             self.tiers[whose] = self.by_index[tier.index] = tier
         tier = self.tiers[whose]
         (tier.unreached.discard if reached else tier.unreached.add)(name)
-        self.judge_tiers()
+        self.offer_tiers()
         if reached and tier.lister is None:
             tier.lister = name
         return TierReply(tier.index, tier.lister == name and not tier.listed)
 
-    def judge_tiers(self) -> None:
+    def offer_tiers(self) -> None:
         """Readers are sent to a tier that all reach, and whose owner answers."""
         for tier in self.tiers.values():
             tier.suspect = tier.owner is not None and self.nodes[tier.owner].state == "suspect"
@@ -101,14 +101,14 @@ class Tiers(Slots):
         """A node is gone: so is what it was doing, and what only it could read."""
         for name, tier in list(self.tiers.items()):
             tier.unreached.discard(node)
-            self.give_up(tier, node)
-            self.still_doomed(tier, node, -1)
+            self.cancel(tier, node)
+            self.reschedule_delete(tier, node, -1)
             if tier.lister == node:
                 tier.lister = None
             if tier.owner == node:
                 self.empty(tier)
                 del self.tiers[name], self.by_index[tier.index]
-        self.judge_tiers()
+        self.offer_tiers()
 
     def empty(self, tier: Tier) -> None:
         """Its bytes are gone."""
@@ -132,7 +132,7 @@ class Tiers(Slots):
             for slab in tier.slabs.values():
                 self.schedule_delete(tier, slab)
                 for row in reversed(slab.rows):
-                    if row.state in LIVE:
+                    if row.state in IN_TABLE:
                         self.drop(row)
 
     def schedule_delete(self, tier: Tier, slab: Slab) -> None:
@@ -153,22 +153,22 @@ class Tiers(Slots):
         blocks = list(zip(split(keys), struct.unpack(f"<{len(sizes) // 8}q", sizes), strict=True))
         for size in sorted({size for _, size in blocks}):
             mine = [key for key, s in blocks if s == size]
-            size_class = None if tier.cleared else self.shelf_below(tier, -(-size // 4096) * 4096)
+            size_class = None if tier.cleared else self.tier_class(tier, -(-size // 4096) * 4096)
             if size_class:
-                self.slots_below(tier, size_class, len(mine))
+                self.provide_tier_slots(tier, size_class, len(mine))
             for key in mine:
-                if size_class and size_class.free and not self.lies_in(tier, key):
+                if size_class and size_class.free and not self.in_tier(tier, key):
                     row, _ = self.grant(size_class.free.pop(), key, "external")
-                    row.pins = 0
+                    row.holds = 0
                     self.touch(row)
             for key in mine:
-                if self.lies_in(tier, key):
+                if self.in_tier(tier, key):
                     tier.to_delete.pop(key, None)
             for key in mine:
-                if not self.lies_in(tier, key):
+                if not self.in_tier(tier, key):
                     tier.to_delete.setdefault(key)
 
-    def lies_in(self, tier: Tier, key: bytes) -> bool:
+    def in_tier(self, tier: Tier, key: bytes) -> bool:
         return any(
             row.state in ("external", "demoting") and row.slab.node == tier.index for row in self.table.get(key, ())
         )
@@ -181,17 +181,17 @@ class Tiers(Slots):
         node, tier = self.nodes.get(name), self.tier_of(name)
         if node is None or node.state == "joining" or not len(locations) // 32 == len(keys) // 16 == len(stored):
             return NOTHING
-        if tier and (self.settle_sunk(tier, name, locations, keys, stored) or not all(stored)):
+        if tier and (self.demoted(tier, name, locations, keys, stored) or not all(stored)):
             self.refresh(list(node.size_classes.values()))
         if tier:
-            self.still_doomed(tier, name, seen)
+            self.reschedule_delete(tier, name, seen)
         self.renew_pins([key for key, done in zip(split(keys), stored, strict=True) if done])
         if tier is None or tier.down or not tier.listed:
             return NOTHING
         share, held = self.share, [row for row, _ in self.pins.values()]
         if whole and share > 0:
             share = 1.0
-            rows = [row for slab in node.slabs.values() for row in slab.rows if row.state == "ready" and row.pins]
+            rows = [row for slab in node.slabs.values() for row in slab.rows if row.state == "ready" and row.holds]
             held += [row for row in rows if row.uses >= self.min_hits]
         elif node.spare and share < 1:  # room enough
             share = 0.0
@@ -204,7 +204,7 @@ class Tiers(Slots):
         tier.demoting[name] = chosen
         return self.answer(tier, name, source, chosen)
 
-    def settle_sunk(self, tier: Tier, node: str, locations: bytes, keys: bytes, stored: bytes) -> bool:
+    def demoted(self, tier: Tier, node: str, locations: bytes, keys: bytes, stored: bytes) -> bool:
         """Returns whether anything was given up that the node didn't speak of."""
         unwanted = []
         for location, key, done in zip(unpack(locations), split(keys), stored, strict=True):
@@ -220,23 +220,23 @@ class Tiers(Slots):
             elif row.state == "demoting":
                 self.drop(row)
                 unwanted.append(key)  # nobody knows what lies there
-        given_up = self.give_up(tier, node)
-        self.doom_keys(tier, unwanted)
+        given_up = self.cancel(tier, node)
+        self.schedule_delete_keys(tier, unwanted)
         return given_up
 
-    def still_doomed(self, tier: Tier, node: str, seen: int) -> None:
+    def reschedule_delete(self, tier: Tier, node: str, seen: int) -> None:
         """A node was told to delete keys, and has not if `seen` is another answer's number."""
         number, keys = tier.deleting.pop(node, (seen, []))
         if number != seen:
-            self.doom_keys(tier, keys)
+            self.schedule_delete_keys(tier, keys)
 
-    def doom_keys(self, tier: Tier, keys: list[bytes]) -> None:
+    def schedule_delete_keys(self, tier: Tier, keys: list[bytes]) -> None:
         """Delete what is not wanted there by now."""
         for key in keys:
-            if not self.lies_in(tier, key):
+            if not self.in_tier(tier, key):
                 tier.to_delete.setdefault(key)
 
-    def give_up(self, tier: Tier, node: str) -> bool:
+    def cancel(self, tier: Tier, node: str) -> bool:
         late = [row for row, gen in tier.demoting.pop(node, []) if row.gen == gen and row.state == "demoting"]
         for row in late:
             self.drop(row)
@@ -247,42 +247,42 @@ class Tiers(Slots):
         self, tier: Tier, size_class: SizeClass, share: float, left: int, held: list[Row]
     ) -> list[tuple[Row, Row]]:
         """(block, its place in the tier) of the oldest that are not below, until enough can be had for nothing."""
-        there = self.shelf_below(tier, size_class.stride)
+        there = self.tier_class(tier, size_class.stride)
         most = min(left // size_class.stride, KEYS_PER_CALL)
         if left == BATCH_BYTES:
             most = max(1, most)  # one at least, however large
-        short = self.short(size_class, share)
+        short = self.shortfall(size_class, share)
         if there is None or most <= 0 or short <= 0:
             return []
-        self.slots_below(tier, there, min(most, short))
+        self.provide_tier_slots(tier, there, min(most, short))
         pairs: list[tuple[Row, Row]] = []
         for row in [row for row in size_class.line() if not row.passed]:
-            if len(pairs) == most or self.short(size_class, share) <= 0:
+            if len(pairs) == most or self.shortfall(size_class, share) <= 0:
                 return pairs
-            if share < 1 and row.pins:
+            if share < 1 and row.holds:
                 row.aged = False  # until it is let go
                 continue
-            wanted = row.uses >= self.min_hits and not any(self.lies_in(t, row.key) for t in self.tiers.values())
-            if wanted and not self.send(row, tier, there, pairs):
+            wanted = row.uses >= self.min_hits and not any(self.in_tier(t, row.key) for t in self.tiers.values())
+            if wanted and not self.start_demotion(row, tier, there, pairs):
                 return pairs
             row.passed = True
-        most = min(most, len(pairs) + max(0, self.short(size_class, share)))
+        most = min(most, len(pairs) + max(0, self.shortfall(size_class, share)))
         for row in held:  # nothing else is left
             wanted = row.slab.size_class is size_class and row.state == "ready"
-            if len(pairs) < most and wanted and not any(self.lies_in(t, row.key) for t in self.tiers.values()):
-                self.send(row, tier, there, pairs)
+            if len(pairs) < most and wanted and not any(self.in_tier(t, row.key) for t in self.tiers.values()):
+                self.start_demotion(row, tier, there, pairs)
         return pairs
 
-    def send(self, row: Row, tier: Tier, there: SizeClass, pairs: list[tuple[Row, Row]]) -> bool:
+    def start_demotion(self, row: Row, tier: Tier, there: SizeClass, pairs: list[tuple[Row, Row]]) -> bool:
         """False: there is no place for it."""
         location = self.take_tier_slot(tier, there)
         if location is not None:
             self.grant(location, row.key, "demoting")
-            location.pins = 0
+            location.holds = 0
             pairs.append((row, location))
         return location is not None
 
-    def short(self, size_class: SizeClass, share: float) -> int:
+    def shortfall(self, size_class: SizeClass, share: float) -> int:
         """How many more should be free to store in, or safe to evict."""
         return (
             math.ceil(len(size_class.rows) * share)
@@ -319,7 +319,7 @@ class Tiers(Slots):
 
     # ------------------------------------------------------------------ slabs
 
-    def shelf_below(self, tier: Tier, stride: int) -> SizeClass | None:
+    def tier_class(self, tier: Tier, stride: int) -> SizeClass | None:
         """For blocks of `stride` bytes, which take a page more there."""
         if not 0 < stride <= tier.slab_bytes - 4096:
             return None
@@ -328,25 +328,25 @@ class Tiers(Slots):
             self.evicted[size_class] = 0
         return tier.size_classes[stride]
 
-    def slots_below(self, tier: Tier, size_class: SizeClass, need: int) -> None:
+    def provide_tier_slots(self, tier: Tier, size_class: SizeClass, need: int) -> None:
         """Spare slabs; for a size that has none, the slab of another that was used longest ago."""
         while self.takeable(size_class) < need and tier.spare:
-            self.open_below(tier, tier.spare.pop(), size_class)
+            self.open_tier_slab(tier, tier.spare.pop(), size_class)
         if any(slab.size_class is size_class for slab in tier.slabs.values()):
             return
         idle = [
             (max((row.last for row in slab.rows if row.state == "external"), default=-1), number)
             for number, slab in tier.slabs.items()
-            if not any(row.pins or row.state == "demoting" for row in slab.rows)
+            if not any(row.holds or row.state == "demoting" for row in slab.rows)
         ]
         if idle:
             number = min(idle)[1]
             slab = tier.slabs.pop(number)
             self.schedule_delete(tier, slab)
             self.close(slab)
-            self.open_below(tier, number, size_class)
+            self.open_tier_slab(tier, number, size_class)
 
-    def open_below(self, tier: Tier, number: int, size_class: SizeClass) -> None:
+    def open_tier_slab(self, tier: Tier, number: int, size_class: SizeClass) -> None:
         slab = tier.slabs[number] = Slab(tier.index, number, size_class, self.next_gen())
         slab.rows = [Row(slab, slot) for slot in range(tier.slab_bytes // size_class.stride)]
         size_class.rows += slab.rows

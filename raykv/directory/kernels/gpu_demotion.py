@@ -1,0 +1,109 @@
+"""Demotion from a GPU to the memory of its node.
+
+A block that was copied there is a primary in memory from then on, and a replica on the GPU, whose eviction loses
+nothing. While it is copied, its row in memory is DEMOTING and held, so that nobody evicts or reads it.
+"""
+
+import numpy as np
+
+from raykv.directory.kernels.demotion import start_demotion
+from raykv.directory.kernels.eviction import evict, oldest
+from raykv.directory.kernels.index import (
+    DEMOTING,
+    DROPPED,
+    INT,
+    MASK,
+    READY,
+    REPLICA,
+    ROWS,
+    C,
+    delete,
+    first_of,
+    link_old,
+    list_of,
+    listed,
+    suspend,
+    touch,
+    unlink,
+)
+from raykv.directory.kernels.leases import has_primary
+from raykv.directory.kernels.slots import room, take
+from raykv.system.jit import kernel
+
+
+@kernel(C, INT, INT, INT, ROWS, ROWS)
+def demote_gpu(c, size_class, host_class, want, source, target):  # type: ignore[no-untyped-def]
+    """Demote a GPU's oldest primaries that nobody holds, `want` at most.
+
+    Each takes a slot of the node's memory (`host_class`): one that costs nothing, else that of the oldest block there.
+    source[i], target[i], out: the row on the GPU, which is not held for that (the copier checks its generation), and
+    the DEMOTING row in memory. Returns how many.
+    """
+    n, row = 0, oldest(c, size_class)
+    while row >= 0 and n < want:
+        younger = np.int64(c.rows[row].prev)
+        if c.rows[row].holds == 0 and not _being_demoted(c, row):
+            if room(c, host_class) > 0:
+                target_row = take(c, host_class)
+            elif oldest(c, host_class) >= 0:
+                target_row = evict(c, host_class)
+            else:
+                break
+            start_demotion(c, row, target_row, source, target, n)
+            c.rows[target_row].uses = c.rows[row].uses
+            n += 1
+        row = younger
+    return n
+
+
+@kernel
+def _being_demoted(c, row):  # type: ignore[no-untyped-def]
+    """Whether a row's key is being copied to memory, maybe from another GPU."""
+    other = first_of(c, row)
+    while other >= 0:
+        if c.rows[other].state == DEMOTING and c.rows[other].holds > 0:
+            return True
+        other = np.int64(c.rows[other].same)
+    return False
+
+
+@kernel(C, ROWS, MASK)
+def gpu_demoted(c, rows, stored):  # type: ignore[no-untyped-def]
+    """Make DEMOTING rows that were stored primaries, and their copies on GPUs replicas that are evicted first.
+
+    The others are quarantined, since somebody may still write there. Returns how many were stored.
+    """
+    count = 0
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        if row < 0:
+            continue
+        if c.rows[row].state == DROPPED:
+            suspend(c, row)
+        elif not stored[i]:
+            delete(c, row)
+            suspend(c, row)
+        else:
+            c.rows[row].state = REPLICA if has_primary(c, row) else READY
+            c.rows[row].holds = 0
+            touch(c, row)
+            count += 1
+    for i in range(len(rows)):  # youngest first, so that the oldest is the first victim
+        row = np.int64(rows[len(rows) - 1 - i])
+        if row >= 0 and c.rows[row].state == READY:
+            _make_replicas(c, row)
+    return count
+
+
+@kernel
+def _make_replicas(c, row):  # type: ignore[no-untyped-def]
+    """Make the other primaries of a new primary's key replicas, the oldest of their size class."""
+    other = first_of(c, row)
+    while other >= 0:
+        if other != row and c.rows[other].state == READY:
+            if listed(c, other):
+                unlink(c, list_of(c, other, READY), other)
+            c.rows[other].state = REPLICA
+            if c.rows[other].holds == 0:
+                link_old(c, list_of(c, other, REPLICA), other)
+        other = np.int64(c.rows[other].same)

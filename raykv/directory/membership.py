@@ -1,0 +1,308 @@
+"""Who is in a pool: node stores that join, report, leave or die, and clients that call, disconnect or vanish.
+
+Membership is the part of the Directory that follows them. It owns the parts of the state: the slabs (allocator.py), the
+external tiers (tier_catalog.py), the clients' leases (clients.py) and the pins (pins.py); and it repairs what refers to
+slots of a node that is gone.
+"""
+
+import itertools
+
+import numpy as np
+
+from raykv.config import SUSPECT_AFTER_S
+from raykv.directory.allocator import Allocator, Node, staging_window
+from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
+from raykv.directory.clients import Client, Clients
+from raykv.directory.demotion import GpuDemotion
+from raykv.directory.kernels import index, leases, slabs
+from raykv.directory.kernels.index import EPOCH, NODE_BITS
+from raykv.directory.pins import Pins
+from raykv.directory.size_classes import SizeClasses
+from raykv.directory.tier_catalog import TierCatalog
+from raykv.protocol import (
+    LOCATION,
+    ArenaDescription,
+    Heartbeat,
+    Inventory,
+    Joined,
+    SlabReport,
+    SlabTarget,
+    SoleCopies,
+    SweepResult,
+)
+
+SOLE_COPIES_PER_CALL = 4096  # of each size
+CHECK_EVERY_S = 0.5
+
+
+class Membership:
+    """The nodes and clients of a pool. `name` is a node's, or that of one of its GPUs (see `protocol.host_of`)."""
+
+    def __init__(self, epoch: int, client_ttl: float, share: float, min_hits: int) -> None:
+        self.floor = 0  # generation up to which all blocks were cleared
+        self._size_classes = SizeClasses(epoch)
+        self._allocator = Allocator(self._size_classes)
+        self._tier_catalog = TierCatalog(self._size_classes, share, min_hits)
+        self._gpu_demotion = GpuDemotion(self._size_classes, self._allocator)
+        self.nodes = self._allocator.nodes
+        self.clients = Clients(self._size_classes, client_ttl)
+        self.pins = Pins(self._size_classes)
+        self._indices = itertools.count()
+        self._leaving: set[str] = set()  # nodes that are about to leave, joined or not
+        self._stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
+        self._next_check = 0.0
+
+    @property
+    def epoch(self) -> int:
+        return int(self._c.state[EPOCH])
+
+    @property
+    def _c(self) -> index.Columns:
+        return self._size_classes.c
+
+    # ------------------------------------------------------------------ joining
+
+    def join(self, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
+        """A node store started. Nothing is offered or granted there until `adopt`.
+
+        window: bytes of its staging window; None: see `staging_window`.
+        """
+        self._check(now)
+        if arena.epoch > self.epoch or (arena.epoch == self.epoch and arena.nonce not in self._stamped):
+            self._c.state[EPOCH] = arena.epoch + 1
+        self._stamped.add(arena.nonce)
+        known = self.nodes.get(name)
+        if known and known.nonce == arena.nonce:
+            known.last_heartbeat = now
+            return Joined(known.index, self.epoch)
+        self._remove(name)
+        window = staging_window(arena.slab_bytes * arena.slab_count) if window is None else window
+        node = Node(
+            name, self._new_index(tier=False), arena.nonce, arena.slab_bytes, window, now, limit=arena.slab_count
+        )
+        node.leaving = node.host in self._leaving
+        self.nodes[name] = node
+        return Joined(node.index, self.epoch)
+
+    def _new_index(self, tier: bool) -> int:
+        """An index of a node or tier (see `protocol.is_tier`) that no other has, nor one of another directory's."""
+        return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
+
+    def adopt(self, name: str, found: Inventory, now: float, offered: int = 0) -> None:
+        """Take up what a node store found in its arena. Where the node's rows are known, headers can only veto them.
+
+        offered: slabs that are allocated there. Without it, blocks would be evicted until the next heartbeat.
+        """
+        self._check(now)
+        node = self.nodes.get(name)
+        if node is None:
+            return
+        node.last_heartbeat = now
+        joined = node.state == "joining"
+        if joined:
+            self._take_up(node, found)
+        else:
+            self._veto(found)
+        self._allocator.offer(node, offered)
+        self._set_state(node, "alive")
+        for other in self.nodes.values():
+            if other.leaving or (other.on_gpu and other.host == name):
+                self._promote_replicas(other)  # before anybody may evict the copies here
+        if joined and not node.leaving:
+            self._allocator.empty_windows(node)
+
+    def _take_up(self, node: Node, found: Inventory) -> None:
+        """Make rows of the blocks in the arena of a node that joins, oldest first, children before parents."""
+        locations, keys = np.frombuffer(found.locations, LOCATION), key_array(found.keys)
+        writing = np.frombuffer(found.writing, LOCATION)
+        self._allocator.open_slabs_of(node, np.concatenate([locations, writing]))
+        slabs.set_aside(self._c, *self._size_classes.rows_of(writing))
+        positions = np.frombuffer(found.positions, np.uint32).astype(np.int64)
+        order = np.lexsort((-positions, np.frombuffer(found.stamps, np.uint32)))
+        order = order[locations["gen"][order] > self.floor]
+        rows, gens = self._size_classes.rows_of(locations[order])
+        known = rows >= 0
+        slabs.adopt(self._c, rows[known], keys[order][known], gens[known])
+
+    def _veto(self, found: Inventory) -> None:
+        """Drop blocks whose header tells of another block that is as new, or newer."""
+        rows, gens = self._size_classes.rows_of(np.frombuffer(found.locations, LOCATION))
+        keys, known = key_array(found.keys), self._c.rows[rows]
+        other = (known["gen"] != gens) | (known["k0"] != keys[:, 0]) | (known["k1"] != keys[:, 1])
+        vetoed = (rows >= 0) & other & (gens >= known["gen"])
+        slabs.drop(self._c, rows[vetoed], known["gen"][vetoed])
+        self.pins.repair()
+
+    # ------------------------------------------------------------------ heartbeats
+
+    def heartbeat(self, name: str, offered: int, now: float) -> Heartbeat | None:
+        """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and must `join` again."""
+        self._check(now)
+        node = self.nodes.get(name)
+        if node is None or node.state == "joining":
+            return None
+        node.last_heartbeat = now
+        self._allocator.offer(node, offered)
+        if node.state == "suspect":
+            self._set_state(node, "alive")
+        return Heartbeat(self.epoch, self.floor, self._allocator.quarantined(node).tobytes())
+
+    def sweep_result(self, result: SweepResult, now: float) -> None:
+        """What a node store found in quarantined slots."""
+        self._check(now)
+        rows, gens = self._size_classes.rows_of(np.frombuffer(result.locations, LOCATION))
+        verdicts, keys = np.frombuffer(result.verdicts, np.uint8), key_array(result.keys)
+        found_gens = np.frombuffer(result.generations, np.uint64).astype(np.int64)
+        if len(rows) == len(verdicts) == len(keys) == len(found_gens):
+            slabs.sweep_result(self._c, rows, gens, verdicts, keys, found_gens, self.floor)
+
+    def set_slab_target(self, name: str, report: SlabReport, now: float) -> SlabTarget:
+        """A node store is to have `report.limit` slabs. Called before every `adopt` and `heartbeat`.
+
+        Slabs that it says were given back are gone, whatever was agreed before. Of those that it has too many, slabs in
+        which nobody holds a slot are to be given back at once, oldest first, the others as holds end.
+        """
+        self._check(now)
+        node = self.nodes.get(name)
+        if node is None:
+            return SlabTarget(0, b"")
+        if report.limit != node.limit:
+            node.limit, node.window_bytes = report.limit, staging_window(node.slab_bytes * report.limit)
+        for stride, size_class in node.size_classes.items():
+            self._size_classes.resize_window(size_class, max(1, node.window_bytes // stride))
+        given_back = set(np.frombuffer(report.given_back, np.int32).tolist())
+        if given_back != node.withdrawn:
+            self._set_withdrawn(node, given_back)
+        numbers = self._allocator.withdraw(node, self.pins.rows()) if node.state != "joining" else []
+        return SlabTarget(self._size_classes.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes())
+
+    def _set_withdrawn(self, node: Node, given_back: set[int]) -> None:
+        """What a node has given back is not what was agreed: an answer was lost or late, or it took slabs up again."""
+        kept = sorted(node.withdrawn - given_back, reverse=True)
+        lost = [number for number in given_back if number in node.slabs]
+        for number in lost:
+            self._size_classes.close(node.index, node.slabs.pop(number))
+        node.spare[:] = [*kept, *(number for number in node.spare if number not in given_back)]
+        node.withdrawn = given_back
+        if lost:
+            self._invalidate()
+
+    def _check(self, now: float) -> None:
+        """Suspect nodes that are silent, and expire clients that are; twice a second."""
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_EVERY_S
+        for node in self.nodes.values():
+            if node.state == "alive" and now - node.last_heartbeat > SUSPECT_AFTER_S:
+                self._set_state(node, "suspect")
+        for client in self.clients.expired(now):
+            self._forget_swapped(self.clients.expire(client))
+
+    def _set_state(self, node: Node, state: str) -> None:
+        node.state = state
+        for stride, size_class in node.size_classes.items():
+            self._size_classes.offer(size_class, stride, node.offered_to)
+        self._tier_catalog.set_suspect(node.name, state == "suspect")
+
+    # ------------------------------------------------------------------ leaving
+
+    def leave(self, name: str, now: float) -> None:
+        """A node is about to leave: nothing new is stored there, and `sole_copies` are what it takes along.
+
+        A new directory must be told before any node joins.
+        """
+        self._check(now)
+        self._leaving.add(name)
+        for node in self._of_host(name):
+            if not node.leaving:  # it is said every second
+                node.leaving = True
+                self._set_state(node, node.state)
+                self._promote_replicas(node)
+
+    def sole_copies(self, name: str, now: float) -> SoleCopies | None:
+        """Blocks that would be lost with a node. None: what the node has is not known here."""
+        self._check(now)
+        nodes, shared = self._of_host(name), self._tier_catalog.tiers.get("")
+        if name not in self.nodes or any(node.state == "joining" for node in nodes):
+            return None
+        for node in nodes:
+            if node.leaving:
+                self._promote_replicas(node)
+        tier = shared.index if shared and not shared.unreached else -1
+        locations, keys, total = [], [], 0
+        for node in nodes:
+            for stride, size_class in node.size_classes.items():
+                rows = np.empty(SOLE_COPIES_PER_CALL, np.int64)
+                n = leases.sole_copies(self._c, size_class, tier, rows, 0)
+                for record in node.slabs.values():
+                    if self._c.slabs[record]["size_class"] == size_class:
+                        n = leases.held_sole_copies(self._c, *self._size_classes.span(record), tier, rows, n)
+                locations.append(self._size_classes.describe(rows[:n], stride)[1].tobytes())
+                keys.append(self._size_classes.keys_of(rows[:n]))
+            spans = map(self._size_classes.span, node.slabs.values())
+            total += sum(int(leases.count_sole_copies(self._c, base, slots, tier)) for base, slots in spans)
+        return SoleCopies(b"".join(locations), b"".join(keys), total)
+
+    def _promote_replicas(self, node: Node) -> None:
+        self._allocator.promote_replicas(node)
+        self.pins.repair()
+
+    def remove_node(self, name: str, now: float) -> int:
+        """Ray says that a node is dead: its rows go. Returns how many slots it had."""
+        self._check(now)
+        self._leaving.discard(name)
+        return sum(self._remove(node.name) for node in self._of_host(name))
+
+    def _of_host(self, name: str) -> list[Node]:
+        """A node's memory and that of its GPUs, or that of one GPU."""
+        return [node for node in self.nodes.values() if name in (node.name, node.host)]
+
+    def _remove(self, name: str) -> int:
+        node = self.nodes.pop(name, None)
+        if node is None:
+            return 0
+        self._set_state(node, "dead")
+        slots = sum(self._size_classes.span(record)[1] for record in node.slabs.values())
+        for record in node.slabs.values():
+            self._size_classes.close(node.index, record)
+        for stride, size_class in node.size_classes.items():
+            self._size_classes.remove(size_class, stride)
+            self._allocator.lacking.pop(size_class, None)
+        self._tier_catalog.leave(name)
+        self._gpu_demotion.cancel(name)
+        self._invalidate()  # the node may come back with the same generations in the same rows
+        return slots
+
+    def _invalidate(self) -> None:
+        """Slabs were closed: nobody holds rows there."""
+        self.clients.invalidate()
+        self._gpu_demotion.invalidate()
+        self.pins.repair()
+
+    # ------------------------------------------------------------------ clients
+
+    def disconnect(self, client: int, now: float) -> None:
+        """A client leaves in order: it writes nothing any more."""
+        self._check(now)
+        if gone := self.clients.disconnect(client):
+            self._forget_swapped(gone)
+
+    def _forget_swapped(self, gone: Client) -> None:
+        if gone.swapped:
+            self._forget(b"".join(gone.swapped))
+
+    def _forget(self, keys: bytes) -> int:
+        """Drop blocks and their pins. Returns how many copies there were."""
+        self.pins.unpin(split_keys(keys))
+        firsts = self._find(keys)[1]
+        rows = np.empty(leases.copies(self._c, firsts, np.empty(0, np.int64)), np.int64)
+        leases.copies(self._c, firsts, rows)
+        self._tier_catalog.schedule_delete(rows, self._c.rows["gen"][rows])
+        return int(slabs.forget_rows(self._c, rows))
+
+    def _find(self, keys: bytes) -> tuple[KeyArray, RowArray]:
+        """(keys, first row of each, or -1)."""
+        found = key_array(keys)
+        firsts = np.empty(len(found), np.int64)
+        index.find(self._c, found, firsts)
+        return found, firsts
