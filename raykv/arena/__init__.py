@@ -1,1 +1,1 @@
-"""The bytes of one node."""
+"""The bytes of one node: blocks, slots, headers, copies and checksums."""

@@ -283,7 +283,7 @@ class Arena(Mapping):
         """Locations of all slots of a slab, and the columns of `header.collect`."""
         entry, first = header.TABLE + 2 * slab, slab * (self.slab_bytes // ALIGN)
         while True:
-            # Locks come first: who takes one after this sees the epoch that was raised before it, and is refused.
+            # Locks first: a writer that takes one after this sees the epoch that was raised before, and is refused.
             busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
             slab_gen, stride = header.load(words, entry), int(words[entry + 1])
             slots = self.slab_bytes // stride if slab_gen > 0 and stride >= ALIGN else 0

@@ -1,4 +1,7 @@
-"""Copies between slots and callers' memory, with or without a checksum, over a few threads."""
+"""Copies between slots and callers' memory, with or without a checksum, over a few threads.
+
+A block is one or more parts (one for each layer, in an engine's paged memory) that lie one after the other in its slot.
+"""
 
 import os
 import threading
@@ -13,20 +16,20 @@ from raykv.arena import checksum
 from raykv.arena.buffers import Rows
 
 Bytes = NDArray[np.uint8]
-Copies = NDArray[np.int64]  # (blocks, parts, 3): addresses to and from, and length
+Copies = NDArray[np.int64]  # (blocks, parts, 3): target address, source address, bytes
 T = TypeVar("T")
 
-TILE = 64 << 10  # stays in a core's cache between copy and checksum
-SEGMENT = 2 << 20  # what a thread takes at a time of a plain copy
-SPLIT = 8 << 20  # copies from here on are shared between threads
+TILE = 64 << 10  # bytes that stay in a core's cache between copy and checksum
+SEGMENT = 2 << 20  # bytes that a thread takes at a time of a plain copy
+SPLIT = 8 << 20  # from so many bytes on, copies are shared between threads
 THREADS = min(4, len(os.sched_getaffinity(0)))
 
 _executor: ThreadPoolExecutor | None = None
-_mutex = threading.Lock()
+_mutex = threading.Lock()  # guards `_executor`; nothing else is locked meanwhile
 
 
 def copies(rows: Rows, slots: NDArray[np.int64], out: bool) -> Copies:
-    """Copies of blocks between the addresses of their slots and rows: out of the slots, or into them."""
+    """The table of copies between rows and the addresses of their slots. out: from the slots to the rows."""
     ends = np.cumsum(rows.lengths)
     table = np.empty((*rows.addresses.shape, 3), np.int64)
     table[..., 0 if out else 1] = rows.addresses
@@ -36,12 +39,12 @@ def copies(rows: Rows, slots: NDArray[np.int64], out: bool) -> Copies:
 
 
 def copy(table: Copies) -> None:
-    """Do the copies. Their memory must stay as it is until this returns."""
+    """Do the copies. Nobody may change or free the memory until this returns."""
     _run(checksum.copy, _segments(table), table)
 
 
 def copy_summed(table: Copies) -> list[int]:
-    """As `copy`; xxh3_64 of what arrived, by block."""
+    """As `copy`. Returns the xxh3_64 of each block that was copied."""
     return _run(_copy_summed, list(table), table)
 
 
@@ -62,18 +65,18 @@ def _copy_summed(block: NDArray[np.int64]) -> int:
 
 
 def _segments(table: Copies) -> list[NDArray[np.int64]]:
-    """The same copies in shares for threads: blocks, or where a part is longer than SEGMENT as many pieces of it."""
+    """The same copies in shares for threads: blocks, or pieces of SEGMENT bytes where a part is longer."""
     if not table.size or table[0, :, 2].max() <= SEGMENT:
         return list(table)
     return [
-        np.array([[to + at, of + at, min(SEGMENT, length - at)]], np.int64)
-        for to, of, length in table.reshape(-1, 3).tolist()
-        for at in range(0, length, SEGMENT)
+        np.array([[target + done, source + done, min(SEGMENT, length - done)]], np.int64)
+        for target, source, length in table.reshape(-1, 3).tolist()
+        for done in range(0, length, SEGMENT)
     ]
 
 
 def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copies) -> list[T]:
-    """`function` of every item, over several threads if the table's copies are big enough to gain by it."""
+    """`function` of every item, over several threads if the copies are big enough to gain by it."""
     threads = min(THREADS, len(items)) if table[..., 2].sum() >= SPLIT else 1
     if threads <= 1:
         return [function(item) for item in items]

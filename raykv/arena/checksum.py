@@ -1,7 +1,7 @@
-"""memcpy and XXH3 of C, called from kernels: a whole block is copied and summed without the GIL.
+"""memcpy and XXH3 in C, called from kernels: a whole block is copied and its checksum computed without the GIL.
 
-An engine's Python is busy while its blocks are copied: taking the GIL back between two tiles, or two layers of a
-block, costs as much as copying 100 KiB.
+An engine's Python is busy while its blocks are copied: taking the GIL again between two tiles, or two layers of a
+block, costs as much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.system.jit import kernel
 
-Copies = NDArray[np.int64]  # (n, 3): addresses to and from, and length
+Copies = NDArray[np.int64]  # (n, 3): target address, source address, bytes
 PAGE = 4096
 _WORD = ir.IntType(64)
 COPIES = types.Array(types.int64, 2, "C", readonly=True)  # types of arguments of kernels
@@ -27,7 +27,7 @@ FUNCTIONS = types.Array(types.int64, 1, "C")
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:
-    """Of the first of these functions that there is."""
+    """Address of the first of these functions that the library has."""
     for name in names:
         if hasattr(library, name):
             return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
@@ -35,12 +35,12 @@ def _address(library: ctypes.CDLL, *names: str) -> int:
 
 
 def _functions() -> NDArray[np.int64]:
-    """Addresses of memcpy and of XXH3's streaming functions: those that python-xxhash itself calls."""
+    """Addresses of memcpy and of XXH3's streaming functions, which python-xxhash itself calls."""
     xxhash = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     names = [
         ["XXH3_createState"],
         ["XXH3_64bits_reset"],
-        ["XXH3_64bits_update_dispatch", "XXH3_64bits_update"],  # x86: what this processor's vectors can do
+        ["XXH3_64bits_update_dispatch", "XXH3_64bits_update"],  # x86: chooses by the processor's vector instructions
         ["XXH3_64bits_digest"],
         ["XXH3_freeState"],
     ]
@@ -79,13 +79,13 @@ def _prefetch(typing_context: Any, address: Any) -> Any:
 
 
 @kernel
-def _memcpy(to: int, of: int, length: int, function: int) -> None:
-    """Page by page, the first lines of pages to come on their way: hardware prefetch stops at the end of a page."""
-    for at in range(0, length, PAGE):
+def _memcpy(target: int, source: int, length: int, function: int) -> None:
+    """Copy page by page, and prefetch the start of later pages: the processor's prefetch stops at a page's end."""
+    for done in range(0, length, PAGE):
         for line in range(0, 512, 64):
-            _prefetch(of + at + 2 * PAGE + line)
-        _prefetch(to + at + 2 * PAGE)
-        _call(function, to + at, of + at, min(PAGE, length - at))
+            _prefetch(source + done + 2 * PAGE + line)
+        _prefetch(target + done + 2 * PAGE)
+        _call(function, target + done, source + done, min(PAGE, length - done))
 
 
 @kernel(COPIES, FUNCTIONS)
@@ -99,12 +99,12 @@ def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64]) -> int:
     state = _call(functions[_CREATE], 0, 0, 0)
     _call(functions[_RESET], state, 0, 0)
     for i in range(len(table)):
-        to, of, length = table[i, 0], table[i, 1], table[i, 2]
-        for at in range(0, length, tile):
-            size = min(tile, length - at)
-            if to != of:
-                _memcpy(to + at, of + at, size, functions[_MEMCPY])
-            _call(functions[_UPDATE], state, to + at, size)
+        target, source, length = table[i, 0], table[i, 1], table[i, 2]
+        for done in range(0, length, tile):
+            size = min(tile, length - done)
+            if target != source:
+                _memcpy(target + done, source + done, size, functions[_MEMCPY])
+            _call(functions[_UPDATE], state, target + done, size)
     total = _call(functions[_DIGEST], state, 0, 0)
     _call(functions[_FREE], state, 0, 0)
     return total  # type: ignore[no-any-return]
@@ -116,14 +116,21 @@ def copy(table: Copies) -> None:
 
 
 def copy_summed(table: Copies, tile: int) -> int:
-    """As `copy`, `tile` bytes at a time; xxh3_64 of all that was copied, in order. What stays in place is summed."""
+    """As `copy`, `tile` bytes at a time. Returns xxh3_64 of all bytes in order.
+
+    Equal source and target: nothing is copied, the checksum is computed.
+    """
     return int(_copy_summed(table, tile, _FUNCTIONS)) & (1 << 64) - 1
 
 
 def judge(
     written: NDArray[np.bool_], payloads: Iterable[NDArray[np.uint8]], sums: NDArray[np.uint64]
 ) -> NDArray[np.uint8]:
-    """Verdicts of blocks that arrived. One that was not written is ALTERED if its bytes are not what they were."""
+    """Verdicts of n blocks that arrived.
+
+    written: (n,) what Arena.write returned. payloads: their bytes. sums: (n,) expected xxh3_64. A block that was not
+    written is ALTERED if its bytes have another checksum, else FAILED.
+    """
     return np.array(
         [
             PULLED if done else FAILED if xxh3_64_intdigest(payload.data) == total else ALTERED

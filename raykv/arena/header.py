@@ -2,8 +2,10 @@
 
 Every access goes through these kernels: atomic loads and stores and fences order them against the payload. A header is
 eight 8-byte words: word (generation << 2 | state), key (2), length, chain position, last-read stamp, checksum, unused.
-Kernels take the file as a flat int64 array and `shape` = (slab_bytes, first header, first payload byte), the header in
-words; places and keys come as (n, 4) and (n, 2) int64 views of LOCATION and key arrays.
+
+Arguments of the kernels: `words` is the file as a flat int64 array; `shape` = (slab_bytes, first header, first payload
+byte), of which the header counts in words; `locations` (n, 4) and `keys` (n, 2) are int64 views of LOCATION and key
+arrays; `header` (n,) is the first word of each slot's header, -1 where there is no such slot; `ok` is an (n,) mask.
 """
 
 import platform
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol import ALIGN
+from raykv.protocol import ALIGN, COUNTER_BITS, FINISHED, FREED
 from raykv.system.jit import kernel
 
 if platform.machine() not in ("x86_64", "aarch64") or platform.system() != "Linux":
@@ -31,7 +33,7 @@ FREE, WRITING, READY = 0, 1, 2
 MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint are two words each
 SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS = range(6, 14)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
-GIVEN_BACK = -1  # for a stride: the slab's memory is the machine's again
+GIVEN_BACK = -1  # for a stride: the slab's memory was, or is to be, discarded
 HEADER_WORDS = 8
 KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
 
@@ -70,7 +72,7 @@ def _store(typing_context: Any, words: Any, at: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _fence(typing_context: Any) -> Any:
-    """Nothing passes, non-temporal stores of a memcpy included."""
+    """No load or store passes it, not even the non-temporal stores of a memcpy."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -94,7 +96,7 @@ def store(words: Words, at: int, value: int) -> None:
 
 @kernel(WORDS, SHAPE, ROWS, WORDS, WORDS)
 def locate(words: Words, shape: Shape, locations: Words, header: Words, payload: Words) -> None:
-    """Fill the first word of each place's header and its first payload byte; -1 where the arena offers no such slot."""
+    """Fill `header`, and the offset of each slot in the file (`payload`)."""
     offered = _load(words, OFFERED)
     for i in range(len(locations)):
         slab, slot, size = locations[i, 0] >> 32, locations[i, 1] & 0xFFFFFFFF, locations[i, 1] >> 32
@@ -108,7 +110,7 @@ def locate(words: Words, shape: Shape, locations: Words, header: Words, payload:
 
 @kernel(WORDS, WORDS, ROWS, ROWS, ROWS_OUT, MASK)
 def check(words: Words, header: Words, locations: Words, keys: Words, claims: Words, ok: Mask) -> None:
-    """Before a copy: which places hold exactly that ready block, and the (checksum, position) their headers claim."""
+    """Before a copy: set `ok` where a slot holds exactly that ready block, and fill its (checksum, position)."""
     for i in range(len(locations)):
         h = header[i]
         ok[i] = (
@@ -124,7 +126,7 @@ def check(words: Words, header: Words, locations: Words, keys: Words, claims: Wo
 
 @kernel(WORDS, WORDS, ROWS, ROWS, MASK)
 def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask) -> None:
-    """After a copy: clears `ok` where the header is no longer what `check` saw, so the copy may be of another block."""
+    """After a copy: clear `ok` where the header has changed since `check`: the copy may be of another block."""
     _fence()
     for i in range(len(locations)):
         h = header[i]
@@ -145,7 +147,7 @@ def stamp(words: Words, header: Words, now: int, ok: Mask) -> None:
 
 @kernel(WORDS, WORDS, ROWS)
 def formatted(words: Words, header: Words, locations: Words) -> bool:
-    """Whether every place's slab has the format that the place was granted for, or a later one."""
+    """Whether every slab has the format that its grants were made for, or a later one."""
     for i in range(len(locations)):
         if header[i] >= 0 and _load(words, TABLE + 2 * (locations[i, 0] >> 32)) < locations[i, 2]:
             return False
@@ -161,7 +163,7 @@ def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
         h, generation = header[i], locations[i, 3]
         slab, size = locations[i, 0] >> 32, locations[i, 1] >> 32
         ok[i] = (
-            _load(words, EPOCH) <= generation >> 40
+            _load(words, EPOCH) <= generation >> COUNTER_BITS
             and _load(words, TABLE + 2 * slab) == locations[i, 2]
             and words[TABLE + 2 * slab + 1] == -(-size // ALIGN) * ALIGN
             and _load(words, h) >> 2 < generation
@@ -173,7 +175,7 @@ def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
 
 @kernel(WORDS, WORDS, ROWS, MASK)
 def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
-    """Under the slots' locks, after `begin`: what was there is gone, and the same grant may begin again."""
+    """Under the slots' locks, after `begin`: free the slot, whose old block is gone; the same grant may begin again."""
     for i in range(len(locations)):
         if ok[i]:
             _store(words, header[i], (locations[i, 3] - 1) << 2 | FREE)
@@ -203,17 +205,19 @@ def finish(
 
 @kernel(WORDS, WORDS, ROWS, MASK, FLAGS)
 def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDArray[np.uint8]) -> None:
-    """Under the slots' locks: 2 where the slot was written since the grant and not cleared, else 1: a late writer will
-    be refused."""
+    """Under the slots' locks: FINISHED where the slot was written since the grant and not cleared.
+
+    Else FREED: a late writer will be refused.
+    """
     floor = _load(words, FLOOR)
     for i in range(len(locations)):
         if ok[i]:
             word, generation, slab = _load(words, header[i]), locations[i, 3], locations[i, 0] >> 32
-            states[i] = 1
+            states[i] = FREED
             if _load(words, TABLE + 2 * slab) != locations[i, 2]:
                 continue  # a slab of another format holds nothing of this grant: its headers are not ours to touch
             if word & 3 == READY and word >> 2 >= generation and word >> 2 > floor:
-                states[i] = 2
+                states[i] = FINISHED
             elif word >> 2 <= generation:
                 _store(words, header[i], generation << 2 | FREE)
     _fence()
@@ -231,9 +235,9 @@ def identify(words: Words, header: Words, out: Words) -> None:
 
 @kernel(WORDS, SHAPE, INT, INT, INT)
 def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int) -> None:
-    """Under the lock of the slab's whole header range: forget its blocks and give it slots of `stride` bytes.
+    """Under the lock of all of the slab's headers: forget its blocks, and give it slots of `stride` bytes.
 
-    Or none: GIVEN_BACK.
+    stride: GIVEN_BACK: none.
     """
     smallest = words[TABLE + 2 * slab + 1]
     smallest = stride if smallest <= 0 else min(smallest, stride)

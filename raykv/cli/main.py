@@ -315,7 +315,7 @@ def _status(pool: Any, as_json: bool) -> None:
     for name, why in stats["failed"].items():
         console.print(f"node {_short(name)} has no store: {why}", markup=False, highlight=False)
     if stats["transports"]:
-        console.print(_lanes(stats["transports"]))
+        console.print(_transports(stats["transports"]))
     hits, lookups = stats["hits"], stats["lookups"]
     console.print(
         f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
@@ -330,9 +330,9 @@ def _short(name: str) -> str:
     return "/".join(part[:16] for part in name.split("/"))
 
 
-def _lanes(transports: list[dict[str, Any]]) -> Table:
+def _transports(transports: list[dict[str, Any]]) -> Table:
     table = Table("reader", "from", "by", "GB/s", "failed", title="between nodes")
-    for lane in transports:
-        failed = ", ".join(f"{name} {count}" for name, count in lane["failed"].items())
-        table.add_row(_short(lane["reader"]), _short(lane["from"]), lane["transport"], f"{lane['gbps']:.2f}", failed)
+    for route in transports:
+        failed = ", ".join(f"{name} {count}" for name, count in route["failed"].items())
+        table.add_row(_short(route["reader"]), _short(route["from"]), route["transport"], f"{lane['gbps']:.2f}", failed)
     return table

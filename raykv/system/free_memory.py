@@ -1,4 +1,4 @@
-"""How much shared memory this node can still afford."""
+"""How much shared memory this node can still afford: what /dev/shm, memory and cgroups leave, minus object stores."""
 
 import os
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number about this big
 
 
 @dataclass(frozen=True)
-class Room:
-    """Bytes, by what bounds them. `free` is what an arena may take."""
+class FreeMemory:
+    """Free bytes, by what limits them. `free` is what an arena may take."""
 
     shm_free: int  # of the /dev/shm file system
     memory_free: int  # of the machine: /dev/shm may be bigger than that
     cgroup_free: int | None  # of the tightest memory limit on this process; None: no limit
-    plasma_unfilled: int  # what local raylets' object stores may still take of the same memory
+    plasma_unfilled: int  # that local raylets' object stores may still take of the same memory
 
     @property
     def free(self) -> int:
@@ -27,10 +27,10 @@ class Room:
         return max(0, min(bounds) - self.plasma_unfilled)
 
 
-def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", shm: str = "/dev/shm") -> Room:
-    """What is free now. The paths are where the kernel shows its state."""
+def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", shm: str = "/dev/shm") -> FreeMemory:
+    """What is free now. proc, cgroup, shm: where the kernel shows its state."""
     stats = os.statvfs(shm)
-    return Room(
+    return FreeMemory(
         shm_free=stats.f_bavail * stats.f_frsize,
         memory_free=_meminfo(Path(proc), "MemAvailable"),
         cgroup_free=min((left for _, left in _limits(Path(proc), Path(cgroup))), default=None),
@@ -40,20 +40,21 @@ def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", shm: str = "
 
 def check(asked: int) -> None:
     """CapacityError if `asked` bytes are more than what is free."""
-    room = free_bytes()
-    if asked > room.free:
-        raise CapacityError(refusal(asked, room))
+    found = free_bytes()
+    if asked > found.free:
+        raise CapacityError(refusal(asked, found))
 
 
-def refusal(asked: int, room: Room, nodes: int = 1) -> str:
-    """What to say to who asked for too much, for so many Ray nodes of one machine."""
-    limit = "none" if room.cgroup_free is None else f"{_gib(room.cgroup_free)} left"
+def refusal(asked: int, found: FreeMemory, nodes: int = 1) -> str:
+    """The message of a CapacityError: `asked` bytes, for so many Ray nodes of one machine, are too much."""
+    limit = "none" if found.cgroup_free is None else f"{_gib(found.cgroup_free)} left"
     whom = f" for {nodes} Ray nodes of one machine" if nodes > 1 else ""
     return (
-        f"asked for {_gib(asked)} of shared memory ({asked} bytes){whom}, {_gib(room.free)} are free: "
-        f"/dev/shm {_gib(room.shm_free)} free, memory {_gib(room.memory_free)} available, cgroup limit {limit}, minus "
-        f"{_gib(room.plasma_unfilled)} that local raylets' object stores may still fill. Lower cpu_memory, start Ray "
-        f"with a smaller object_store_memory, or enlarge /dev/shm (in Kubernetes: emptyDir sizeLimit and memory limit)"
+        f"asked for {_gib(asked)} of shared memory ({asked} bytes){whom}, {_gib(found.free)} are free: "
+        f"/dev/shm {_gib(found.shm_free)} free, memory {_gib(found.memory_free)} available, cgroup limit {limit}, "
+        f"minus {_gib(found.plasma_unfilled)} that local raylets' object stores may still fill. Lower cpu_memory, "
+        f"start Ray with a smaller object_store_memory, or enlarge /dev/shm (in Kubernetes: emptyDir sizeLimit and "
+        f"memory limit)"
     )
 
 
@@ -75,7 +76,7 @@ def _meminfo(proc: Path, name: str) -> int:
 
 
 def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, left of it) of each cgroup from this process's up. Page cache that is inactive is dropped first: free."""
+    """(limit, bytes left) of this process's cgroup and each above it. Inactive page cache counts as left."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -91,7 +92,7 @@ def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _upwards(tree: Path, path: str) -> Iterator[Path]:
-    """The cgroup's folder and those above it. A container may see only the root, and that is its own then."""
+    """The cgroup's folder and those above it. A container may see only its own, as the root."""
     folder = tree / path.lstrip("/")
     while folder != tree and tree in folder.parents:
         yield folder
@@ -124,19 +125,19 @@ def _raylets(proc: Path) -> Iterator[Path]:
 
 
 def _unfilled(process: Path, shm: str) -> int:
-    """What a raylet's object store may still take of `shm`."""
+    """Bytes that a raylet's object store may still take of `shm`."""
     try:
         words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return 0
     options = dict(word.lstrip("-").split("=", 1) for word in words if word.startswith("--") and "=" in word)
     if not options.get("plasma_directory", shm).startswith(shm):
-        return 0  # it lies on a disk
+        return 0  # the object store is on a disk
     return max(0, int(options.get("object_store_memory", 0)) - _filled(process, shm))
 
 
 def _filled(process: Path, shm: str) -> int:
-    """What the store has taken: its files are unlinked, only its descriptors show them. 0 where we may not look."""
+    """Bytes that an object store has taken, by its descriptors, since its files are unlinked. 0 if it is not ours."""
     blocks: dict[tuple[int, int], int] = {}
     try:
         for name in os.listdir(process / "fd"):

@@ -1,4 +1,9 @@
-"""An external tier as a node store uses it: records that verify themselves, deadlines, and back-off where it fails."""
+"""An external tier as a node store uses it: records that verify themselves, deadlines, and back-off where it fails.
+
+A record is a block's head (magic, content, key, checksum, length, position) and its body. The content is 8 bytes that
+name everything stored since the tier was last cleared; a marker record says what it is now, and which pool and secret
+it belongs to. Records of another content are void.
+"""
 
 import hashlib
 import logging
@@ -10,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,48 +29,61 @@ T = TypeVar("T")
 
 HEAD = struct.Struct("<8s8s16sQII")  # magic and version, content, key, xxh3_64, length, position in its chain
 MAGIC = b"raykv\0t1"
-CALL_S = 2.0  # that a call without blocks may take
-PIECE_BYTES = 16 << 20  # asked of a tier at a time, while the caller has as many
-BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is out of order
-CHECK_S = 10.0  # between probes of one that is not
-READERS = 4
+CALL_S = 2.0  # deadline of a call without blocks
+PIECE_BYTES = 16 << 20  # read at a time, while the caller uses as many
+BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
+CHECK_S = 10.0  # between probes of a tier that is up
+READERS = 4  # threads
 Keys = NDArray[np.uint8]
 
 
-class GuardedTier:
-    """A tier that never keeps anybody waiting past a deadline, and never raises. Thread-safe.
+class LoadedPiece(NamedTuple):
+    """A piece of the blocks that `load` was asked for."""
 
-    A tier that failed, or did not answer in time, is not asked until a `probe` was answered. It may be out of order
-    from the beginning: then it is opened when it is found to be there.
+    which: slice  # of the keys
+    blocks: NDArray[np.uint8]  # (n, block_bytes): valid until the next piece is asked for; unverified
+    checksums: NDArray[np.uint64]  # (n,) xxh3_64 that each had when it was stored
+    positions: NDArray[np.uint32]  # (n,) in their chains
+    there: NDArray[np.bool_]  # (n,) whether the tier has it
+
+
+class GuardedTier:
+    """A tier behind deadlines: its methods never raise, and never wait longer than a deadline. Thread-safe.
+
+    A tier that failed, or did not answer in time, is down: no call reaches it until a `probe` succeeds. It may be down
+    from the beginning; then a `probe` opens it.
     """
 
     def __init__(self, make: Callable[[], Tier], fingerprint: bytes) -> None:
         """make: opens the tier. fingerprint: of pool and secret (16 bytes)."""
-        self.faults: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()  # what went wrong, by kind
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
-        self._content = self._marked = bytes(CONTENT_BYTES)  # what it is called, and what the tier was seen to say
+        self._content = self._marked = bytes(CONTENT_BYTES)  # its name, and the name in the tier's marker
         self._up, self._failures, self._retry_at = False, 0, 0.0
-        self._lock = threading.Lock()
-        self._buffers: list[mmap.mmap] = []
-        self._began: WeakKeyDictionary[Future[Any], list[float]] = WeakKeyDictionary()  # when a call did, if it did
-        self._stores: set[Future[Sequence[bool]]] = set()
+        self._lock = threading.Lock()  # guards `_up`, `_failures`, `_retry_at` in `_fail`, and `_buffers`; innermost
+        self._buffers: list[mmap.mmap] = []  # free ones
+        self._began: WeakKeyDictionary[Future[Any], list[float]] = (
+            WeakKeyDictionary()
+        )  # [start] of a call; []: it waits
+        self._stores: set[Future[Sequence[bool]]] = set()  # under way
         self._reads = ThreadPoolExecutor(READERS, thread_name_prefix="raykv-tier-read")
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="raykv-tier-write")
-        self._probing: Future[bool] | None = None
+        self._probing: Future[bool] | None = None  # of a tier that is down
 
     @property
     def up(self) -> bool:
+        """Whether calls reach the tier."""
         return self._up
 
     @property
     def content(self) -> bytes:
-        """What is there is called so."""
+        """Name of what is stored there (CONTENT_BYTES)."""
         return self._content
 
     @property
     def storing(self) -> bool:
-        """Whether a `store` is under way, though it may have returned: it reads its blocks' memory."""
+        """Whether a `store` still reads its blocks' memory. It may have returned, past its deadline."""
         return bool(self._stores)
 
     @property
@@ -80,13 +98,13 @@ class GuardedTier:
         return self._opened
 
     def check(self) -> None:
-        """Raises where it can't be opened, and ValueError if another secret, pool or version wrote what lies there."""
+        """Raise where the tier can't be opened; ValueError if another secret, pool or version wrote what is there."""
         self._read_marker()
 
     def open(self, seed: bytes) -> bool:
-        """Mark a tier as this pool's. Returns whether it is up; else `probe` says when it is.
+        """Mark the tier as this pool's. Returns whether it is up; if not, `probe` tells when it is.
 
-        seed: what its content is named after where nothing is there yet; equal for all stores of a shared one.
+        seed: names the content of an empty tier; all stores of a shared tier give the same.
         """
         self._content = self._marked = seed
         self.probe()
@@ -97,10 +115,14 @@ class GuardedTier:
     def store(
         self, keys: Keys, sums: NDArray[np.uint64], positions: NDArray[np.uint32], bodies: Sequence[memoryview]
     ) -> NDArray[np.bool_]:
-        """Which of the blocks are stored now. Their memory may be read until this returns, or later if that is late."""
+        """Store n blocks. Returns (n,) which are stored now.
+
+        keys: (n, 16). sums: (n,) xxh3_64. positions: (n,) in their chains. bodies: if this returns past the deadline,
+        they may still be read afterwards; see `storing`.
+        """
         blocks = [
-            Block(key, self._head(key, int(total), len(body), int(position)), body)
-            for key, total, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
+            Block(key, self._head(key, int(checksum), len(body), int(position)), body)
+            for key, checksum, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
         ]
         size = sum(map(len, bodies))
         asked = self._ask(self._writes, lambda: _each(len(blocks), self._tier.put_many, blocks))
@@ -113,52 +135,48 @@ class GuardedTier:
             self.faults["refused"] += int((~stored).sum())
         return stored
 
-    def load(
-        self, keys: Keys, block_bytes: int
-    ) -> Iterator[tuple[slice, NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.bool_]]]:
-        """Blocks of one size, a piece at a time: (which keys, bytes, checksums, positions, which of them are there).
-
-        The bytes are good until the next piece is asked for, and must be verified. Ends early where the tier fails.
-        """
+    def load(self, keys: Keys, block_bytes: int) -> Iterator[LoadedPiece]:
+        """Read blocks of one size, a piece at a time. Ends early where the tier fails."""
         step = max(1, PIECE_BYTES // block_bytes)
-        parts = [slice(at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
-        reading = deque(self._begin(keys[part], block_bytes) for part in parts[:1])
-        for part, after in zip(parts, [*parts[1:], None], strict=True):
-            if after is not None:  # it is read while the caller has this one
-                reading.append(self._begin(keys[after], block_bytes))
-            asked, with_room = reading.popleft()
+        parts = [slice(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
+        reading = deque(self._begin_load(keys[part], block_bytes) for part in parts[:1])
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            if following is not None:  # it is read while the caller uses this one
+                reading.append(self._begin_load(keys[following], block_bytes))
+            asked, buffer = reading.popleft()
             heads = self._answer(asked, data_deadline((part.stop - part.start) * block_bytes), "load")
             if heads is None:  # a late call may still write into the buffer: it is not used again
                 for ahead, _ in reading:
                     if ahead:
                         ahead.cancel()
                 return
-            names = _split(keys[part])
-            found = [self._read_head(head, key, block_bytes) for head, key in zip(heads, names, strict=True)]
-            sums = np.array([total for total, _, _ in found], np.uint64)
+            found = [
+                self._read_head(head, key, block_bytes) for head, key in zip(heads, _split(keys[part]), strict=True)
+            ]
+            checksums = np.array([checksum for checksum, _, _ in found], np.uint64)
             positions = np.array([position for _, position, _ in found], np.uint32)
             there = np.array([ok for _, _, ok in found], np.bool_)
             self.faults["missing"] += int((~there).sum())
-            yield part, _rows(with_room, len(found), block_bytes), sums, positions, there
-            self._give_back(with_room)
+            yield LoadedPiece(part, _rows(buffer, len(found), block_bytes), checksums, positions, there)
+            self._free_buffer(buffer)
 
-    def _begin(self, keys: Keys, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
-        """Ask for a piece, and for what buffer."""
-        with_room, names = self._buffer(len(keys), block_bytes), _split(keys)
-        out = [row.data for row in _rows(with_room, len(keys), block_bytes)]
-        return self._ask(self._reads, lambda: _each(len(names), self._tier.get_many, names, out)), with_room
+    def _begin_load(self, keys: Keys, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
+        """Ask for a piece. Returns the call, and the buffer that it reads into."""
+        buffer, block_keys = self._take_buffer(len(keys), block_bytes), _split(keys)
+        out = [row.data for row in _rows(buffer, len(keys), block_bytes)]
+        return self._ask(self._reads, lambda: _each(len(block_keys), self._tier.get_many, block_keys, out)), buffer
 
     def delete(self, keys: Sequence[bytes]) -> bool:
-        """Returns whether none of the keys is there any more."""
+        """Delete blocks. Returns whether none of the keys is there any more."""
         if not keys:
             return True
-        delete = partial(_done, self._tier.delete_many, keys)
+        delete = partial(_then_true, self._tier.delete_many, keys)
         return bool(self._call(self._writes, delete, CALL_S + len(keys) / 1e3, "delete"))
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        """Batches of (key, block_bytes) of what lies there, oldest first. Ends early where the tier fails: `up` tells.
+        """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early where the tier fails; see `up`.
 
-        Takes as long as the tier takes.
+        This has no deadline.
         """
         try:
             yield from self._tier.scan() if self._up else ()
@@ -166,11 +184,15 @@ class GuardedTier:
             self._fail("scan", error)
 
     def clear(self, content: bytes) -> None:
-        """Forget all that lies there, now and after any restart. content: CONTENT_BYTES, equal for all of a tier."""
+        """Forget all blocks there, now and after any restart.
+
+        content: the new name (CONTENT_BYTES); all stores of a shared tier give the same.
+        """
         self._content = content
-        self._call(self._writes, self._mark_cleared, CALL_S, "clear")  # else by the next probe
+        self._call(self._writes, self._mark_cleared, CALL_S, "clear")  # if it fails, the next probe does it
 
     def close(self) -> None:
+        """Cancel what waits, and close the tier."""
         self._reads.shutdown(wait=False, cancel_futures=True)
         self._writes.shutdown(wait=False, cancel_futures=True)
         if self._opened:
@@ -179,9 +201,9 @@ class GuardedTier:
     # ------------------------------------------------------------------ health
 
     def probe(self) -> bool | None:
-        """Where it is time, see whether a tier that is out of order is back, and that another still has its content.
+        """If it is time, check whether a tier that is down is back, or whether one that is up still has its content.
 
-        None: nothing new. True: it is up again, with all that lay there. False: it is up, and that is gone.
+        None: nothing new. True: it is up again, with its content. False: it is up, and its content is gone.
         """
         if time.monotonic() < self._retry_at:
             return None
@@ -192,7 +214,7 @@ class GuardedTier:
             self._probing = self._writes.submit(self._take_content)
         try:
             same = self._probing.result(CALL_S)
-        except TimeoutError:  # as stuck as it was
+        except TimeoutError:  # the probe is still waiting for the tier
             return None
         except Exception as error:
             self._probing = None
@@ -200,13 +222,13 @@ class GuardedTier:
             return None
         self._probing = None
         if self.faults:
-            log.warning("external tier: it is back%s", "" if same else ", and empty")
+            log.warning("external tier: it is up again%s", "" if same else ", and empty")
         self._retry_at = time.monotonic() + CHECK_S
         self._up, self._failures = True, 0
         return same
 
     def _call(self, threads: ThreadPoolExecutor, call: Callable[[], T], deadline: float, what: str) -> T | None:
-        """The call's answer, or None where the tier is, or turns out to be, out of order."""
+        """The call's answer. None if the tier is down, or fails, or is late."""
         return self._answer(self._ask(threads, call), deadline, what)
 
     def _ask(self, threads: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T] | None:
@@ -229,17 +251,19 @@ class GuardedTier:
         try:
             return asked.result(deadline)
         except Exception as error:
-            asked.cancel()  # one that waits behind others is not to begin when nobody wants it any more
+            asked.cancel()  # a call that still waits for a thread must not begin: nobody wants its answer
             began = self._began[asked]
             late = time.monotonic() - deadline / 2
-            if began and (asked.done() or began[0] <= late):  # else those before it tell whether the tier is in order
+            if began and (asked.done() or began[0] <= late):  # else it waited for earlier calls, which tell
                 self._fail(what, error)
         return None
 
     def _fail(self, what: str, error: BaseException) -> None:
         with self._lock:
             if self._up or not self._failures:
-                log.warning("external tier: %s: %s; it is left alone for a while", what, type(error).__name__)
+                log.warning(
+                    "external tier is down: %s failed (%s); it is probed until it is back", what, type(error).__name__
+                )
                 log.debug("external tier: %r", error)
             self.faults[what] += 1
             self._up = False
@@ -249,13 +273,13 @@ class GuardedTier:
     # ------------------------------------------------------------------ records
 
     def _take_content(self) -> bool:
-        """Learn, or say, what this tier's content is. Returns whether it is what it was."""
+        """Read the content's name from the tier's marker, or write a marker. Returns whether the name is as before."""
         head = self._read_marker()
         found = head[8:16] if head is not None else None
         same = found in (self._marked, self._content)
-        if self._content != self._marked:  # cleared while it was out of order
+        if self._content != self._marked:  # it was cleared while the tier was down
             self._mark_cleared()
-        elif found is None:  # all stores of a shared tier call it the same, whichever comes first
+        elif found is None:  # whichever store of a shared tier is first, they derive the same name
             self._content = hashlib.sha256(b"raykv content\0" + self._content).digest()[:CONTENT_BYTES]
             self._mark()
         else:
@@ -263,6 +287,7 @@ class GuardedTier:
         return same
 
     def _mark(self) -> None:
+        """Write the marker."""
         content = self._content
         head = HEAD.pack(MAGIC, content, self._fingerprint, 0, 0, 0).ljust(HEAD_BYTES, b"\0")
         if not all(_each(1, self._tier.put_many, [Block(MARKER, head, memoryview(b""))])):
@@ -270,7 +295,7 @@ class GuardedTier:
         self._marked = content
 
     def _mark_cleared(self) -> None:
-        """All that is there is void: some of it goes now, where there is no room else."""
+        """Write a marker of a new content. If there is no room for it, delete some blocks, which are void now."""
         try:
             self._mark()
         except OSError:
@@ -278,28 +303,29 @@ class GuardedTier:
             self._mark()
 
     def _read_marker(self) -> bytes | None:
+        """The marker's head; None: there is none. ValueError if it is another pool's."""
         (head,) = _each(1, self._tier.get_many, [MARKER], [memoryview(bytearray(0))])
         if head is not None and (head[:8] != MAGIC or head[16:32] != self._fingerprint):
             raise ValueError(
-                "what lies there was written by another pool, with another secret or by another version of raykv; it "
+                "what is there was written by another pool, with another secret or by another version of raykv. It "
                 "was left as it is: give that secret and pool name, or another path or database"
             )
         return head
 
-    def _head(self, key: bytes, total: int, length: int, position: int) -> bytes:
-        return HEAD.pack(MAGIC, self._content, key, total, length, position).ljust(HEAD_BYTES, b"\0")
+    def _head(self, key: bytes, checksum: int, length: int, position: int) -> bytes:
+        return HEAD.pack(MAGIC, self._content, key, checksum, length, position).ljust(HEAD_BYTES, b"\0")
 
     def _read_head(self, head: bytes | None, key: bytes, length: int) -> tuple[int, int, bool]:
         """(checksum, position, whether this is the head of that block)."""
         if not isinstance(head, bytes) or len(head) < HEAD.size:
             return 0, 0, False
-        magic, content, name, total, size, position = HEAD.unpack_from(head)
-        return total, position, (magic, content, name, size) == (MAGIC, self._content, key, length)
+        magic, content, found_key, checksum, size, position = HEAD.unpack_from(head)
+        return checksum, position, (magic, content, found_key, size) == (MAGIC, self._content, key, length)
 
     # ------------------------------------------------------------------ buffers
 
-    def _buffer(self, blocks: int, block_bytes: int) -> mmap.mmap:
-        """Page-aligned memory, faulted in where it was used before: for direct I/O."""
+    def _take_buffer(self, blocks: int, block_bytes: int) -> mmap.mmap:
+        """Page-aligned memory, for direct I/O; used before if possible, so that its pages are there."""
         size = -(-blocks * block_bytes // ALIGN) * ALIGN
         with self._lock:
             for i, buffer in enumerate(self._buffers):
@@ -307,21 +333,21 @@ class GuardedTier:
                     return self._buffers.pop(i)
         return mmap.mmap(-1, size)
 
-    def _give_back(self, buffer: mmap.mmap) -> None:
+    def _free_buffer(self, buffer: mmap.mmap) -> None:
         with self._lock:
             if len(self._buffers) < READERS:
                 self._buffers.append(buffer)
 
 
 def _each(count: int, call: Callable[..., Sequence[T]], *args: object) -> Sequence[T]:
-    """The answer of a tier that anybody may have written: one for each block."""
+    """Call a tier, which a user may have written. TypeError unless there is one answer for each block."""
     answers = call(*args)
     if len(answers) != count:
-        raise TypeError(f"{len(answers)} answers of the tier for {count} blocks")
+        raise TypeError(f"the tier gave {len(answers)} answers for {count} blocks")
     return answers
 
 
-def _done(call: Callable[..., None], *args: object) -> bool:
+def _then_true(call: Callable[..., None], *args: object) -> bool:
     call(*args)
     return True
 

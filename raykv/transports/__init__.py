@@ -1,1 +1,1 @@
-"""How blocks cross nodes: transports, and lanes, which choose among them."""
+"""How blocks cross nodes: transports, and the selector that chooses between them."""

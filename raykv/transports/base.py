@@ -1,4 +1,8 @@
-"""How blocks get from the memory of one node store into that of another."""
+"""What a transport is: one way to copy blocks from the memory of another node's store into that of this one.
+
+A transport has a reading end (`pull`) and a serving end (`offer`, `serve`); every node store has both. To add one,
+write a Transport and list it in `raykv.transports.selector.open_transports`. TransportSelector chooses between them.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,60 +17,61 @@ from raykv.protocol import seconds_left
 
 
 class Peer(NamedTuple):
-    """Memory of another node that is read from."""
+    """Memory of another node, or its external tier, to read from."""
 
-    name: str  # as the directory has it: see `raykv.protocol.host_of`
-    store: Any  # the actor
-    external: bool = False  # its external tier, which is waited for, and not by what comes from memory
+    name: str  # of the memory in the directory: see `raykv.protocol.host_of`
+    store: Any  # handle of the node store's actor
+    external: bool = False  # its external tier, whose reads are slow: they have threads of their own in the store
 
 
 class PullRequest(NamedTuple):
-    """Blocks of a peer, and slots of an arena for them."""
+    """Blocks of a peer to copy into slots of an arena."""
 
-    source: NDArray[np.void]  # (n,) LOCATION there
+    source: NDArray[np.void]  # (n,) LOCATION in the peer's memory
     keys: NDArray[np.uint8]  # (n, 16)
     arena: Arena
-    target: NDArray[np.void]  # (n,) LOCATION here
-    end: float  # time.monotonic() until which they are waited for
+    target: NDArray[np.void]  # (n,) LOCATION in `arena`
+    end: float  # time.monotonic() until which the pull may take
 
 
 class Transport:
-    """One way to read from peers. Thread-safe; of one peer there is one pull at a time."""
+    """One way to read from peers. Thread-safe. At any time there is at most one pull from the same peer."""
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # in PoolConfig, stats and offers
 
     def offer(self) -> Any:
-        """What peers need to read from here by it; another one with every process. None: they can't."""
+        """What peers need to read from here; a restarted process has another one. None: they can't read from here."""
         return None
 
     def serve(self, *args: Any) -> Any:
-        """What the `pull` of a peer asks of this node, by `NodeStore.serve`."""
-        raise ValueError(f"{self.name} is not asked for anything")
+        """Answer a question of a peer's `pull`, which comes through `NodeStore.serve`."""
+        raise ValueError(f"transport {self.name} answers no questions of peers")
 
-    def pull(self, peer: Peer, offer: Any, wanted: PullRequest) -> NDArray[np.uint8]:
-        """Copy blocks of a peer, which offers that; (n,) verdicts FAILED, PULLED, or ALTERED there.
+    def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
+        """Copy blocks of a peer.
 
-        Raises TimeoutError at their `end`; what is written from then on is under the slots' locks. OSError or RayError
-        where the peer can't be read by it: another transport may.
+        offer: the peer's. Returns (n,) verdicts FAILED, PULLED, or ALTERED (the peer no longer has that block).
+        Raises TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. Raises
+        OSError or RayError where this transport can't read from the peer: another one may.
         """
         raise NotImplementedError
 
     def withdraw(self, slab: int) -> None:
-        """The memory of one of this arena's slabs is about to go."""
+        """Stop reading from and serving a slab of this node's arena: its memory is about to go."""
 
     def close(self) -> None:
-        """Nobody reads by it any more."""
+        """Stop serving. Nothing is pulled any more."""
 
 
 def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
-    """What the `serve` of a peer's transport answers. TimeoutError at the time `end`."""
+    """Ask the `serve` of a peer's transport. TimeoutError at the time `end`."""
     answer = peer.store.serve.remote(peer.name, transport, *args)
     return ray.get(answer, timeout=seconds_left(end))
 
 
 @contextlib.contextmanager
 def translated(library: str) -> Iterator[None]:
-    """Whatever a library raises, which has no exceptions in common, is a ConnectionError."""
+    """Raise every error of a library, whose exceptions have no base class, as a ConnectionError."""
     try:
         yield
     except ConnectionError:

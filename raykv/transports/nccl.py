@@ -1,9 +1,9 @@
 """Blocks cross nodes by NCCL, out of one GPU's slots and into another's, packed on neither side.
 
-A reader asks the peer's actor to send; it answers what the headers say, and both post what is there. A slot may be
-written anew while it is sent, and nothing on a GPU computes a sum: so the reader, who has the bytes by then, asks a
-second time what the headers say, and drops what they no longer do. That is two calls a pull, both of which return at
-once.
+A pull makes two calls to the peer's actor; both return at once. The first asks the peer to send: it answers what the
+headers say, and both ends post the blocks that are there. A slot may be overwritten while it is sent, and nothing
+computes checksums on a GPU. So the reader, when it has the bytes, asks again what the headers say, and drops the blocks
+that are no longer there.
 """
 
 import secrets
@@ -23,28 +23,29 @@ from raykv.arena.gpu import device
 from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline, seconds_left
 from raykv.transports.base import Peer, PullRequest, Transport, ask
 from raykv.transports.nccl_pair import READER, SENDER, Pair, new_unique, why_not
-from raykv.transports.tcp import CLAIM
+from raykv.transports.tcp import CLAIM, claims_of
 
-Offer = tuple[str, str]  # what it is called, for good; a token, which is new with every process
+Offer = tuple[str, str]  # a name, which stays; a token, which is new with every process
 
 
 class Nccl(Transport):
-    """Reads out of the GPUs of other nodes, and has them read from one here.
+    """Reads from GPUs of other nodes, and lets them read from one here.
 
-    To read from a peer and to be read by it are two pairs: in one, two that both receive first would wait for good.
+    Each direction between two nodes is a Pair of its own: in a common one, two ends that both receive first would wait
+    for ever.
     """
 
     name = "nccl"
 
     def __init__(self, arena: Arena, gpu: device.Device) -> None:
-        """gpu: whose memory the arena's slots are. ImportError without NCCL."""
+        """gpu: the GPU that has the arena's slots. ImportError without NCCL."""
         if why := why_not():
             raise ImportError(why)
         self._arena, self._ordinal = arena, gpu.ordinal
         self._name, self._token = f"{gpu.uuid}{arena.path}", secrets.token_hex(8)
-        self._reading: dict[str, tuple[str, Pair]] = {}  # the peer's token, and the pair, by its name
+        self._reading: dict[str, tuple[str, Pair]] = {}  # by the peer's name: its token, and the pair
         self._sending: dict[str, Pair] = {}  # by the reader's name
-        self._mutex = threading.Lock()
+        self._mutex = threading.Lock()  # guards `_sending`; SlotLocks are not taken meanwhile
 
     def offer(self) -> Offer:
         return self._name, self._token
@@ -52,14 +53,14 @@ class Nccl(Transport):
     # ------------------------------------------------------------------ for peers
 
     def serve(self, token: str, what: str, *args: Any) -> bytes:
-        """Of a reader who knows this process's token: `join` a pair, `send` by it, or say again what is `claimed`."""
+        """Answer a reader with this process's token: "join" a pair, "send" by it, or tell "headers" of blocks."""
         if token != self._token:
-            raise ValueError(f"{self._name} is another process's by now: ask for its offer again")
-        answers: dict[str, Callable[..., bytes]] = {"join": self._join, "send": self._send, "claimed": self._claimed}
+            raise ValueError(f"{self._name} belongs to another process now: ask for the offer again")
+        answers: dict[str, Callable[..., bytes]] = {"join": self._join, "send": self._send, "headers": self._claims}
         return answers[what](*args)
 
     def _join(self, reader: str, unique: bytes) -> bytes:
-        """A reader that comes with another pair has given up the one before."""
+        """Make this end of a pair. A reader that joins again has given up its earlier pair."""
         with self._mutex:
             if reader in self._sending:
                 self._sending[reader].drop()
@@ -67,65 +68,68 @@ class Nccl(Transport):
         return b""
 
     def _send(self, reader: str, unique: bytes, locations: bytes, keys: bytes) -> bytes:
-        """As `claimed`. What is there is sent, from now on until it is all received, or should long have been."""
-        at = np.frombuffer(locations, LOCATION)
-        with self._mutex:  # `withdraw` waits for what was shown as there
+        """As `_claims`, and begin to send the blocks that are there."""
+        source = np.frombuffer(locations, LOCATION)
+        with self._mutex:  # so that `withdraw` waits for every block whose send was promised
             pair = self._sending.get(reader)
             if pair is None or pair.unique != unique:
                 raise ConnectionError(f"{self._name} has no such pair with {reader}")
-            claims = np.frombuffer(self._claimed(locations, keys), CLAIM)
-            there, size = at[claims["there"]], int(at["bytes"][0])
+            claims = np.frombuffer(self._claims(locations, keys), CLAIM)
+            there, size = source[claims["there"]], int(source["bytes"][0])
             end = time.monotonic() + data_deadline(size * len(there))
             pair.do(partial(pair.move, self._arena.addresses(there), size, end))
         return claims.tobytes()
 
-    def _claimed(self, locations: bytes, keys: bytes) -> bytes:
+    def _claims(self, locations: bytes, keys: bytes) -> bytes:
         """(n,) CLAIM: what the headers of n LOCATIONs say now."""
-        at, names = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-        claims = np.zeros(len(at), CLAIM)
-        claims["sum"], claims["position"], claims["there"] = self._arena.read_headers(at, names)
-        return claims.tobytes()
+        source, source_keys = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        return claims_of(self._arena.read_headers(source, source_keys)).tobytes()
 
     def withdraw(self, slab: int) -> None:
-        """Waits for what is being sent, which its own deadline ends. TimeoutError past what a slab may take."""
+        """Wait until no block is being sent: each send has a deadline. TimeoutError after the time a slab may take."""
         with self._mutex:
             pairs = list(self._sending.values())
         for pair in pairs:
-            if not pair.ready.done():  # nothing moves there; nor will it, from a slab that is gone
+            if not pair.ready.done():  # nothing moves there, and nothing must begin to, from a slab that is gone
                 pair.drop()
-        sent = wait([pair.settled() for pair in pairs if pair.ready.done()], data_deadline(self._arena.slab_bytes))
+        sent = wait([pair.idle() for pair in pairs if pair.ready.done()], data_deadline(self._arena.slab_bytes))
         if sent.not_done:
-            raise TimeoutError(f"{self._name} still sends to {len(sent.not_done)} readers: slab {slab} can't go yet")
+            raise TimeoutError(
+                f"{self._name} still sends to {len(sent.not_done)} readers: slab {slab} can't be discarded yet"
+            )
 
     def close(self) -> None:
-        """Abort all, and wait until nothing moves: the GPU's memory may go next."""
+        """Abort all transfers, and wait until nothing moves: the GPU's memory may go next."""
         with self._mutex:
             pairs = [*self._sending.values(), *(pair for _, pair in self._reading.values())]
-        ends = [(pair.ready.done(), pair.drop()) for pair in pairs]
-        wait([end for connected, end in ends if connected], data_deadline(0))
+        drops = [(pair.ready.done(), pair.drop()) for pair in pairs]
+        wait([dropped for connected, dropped in drops if connected], data_deadline(0))
 
     # ------------------------------------------------------------------ from peers
 
-    def pull(self, peer: Peer, offer: Offer, wanted: PullRequest) -> NDArray[np.uint8]:
-        """As Transport's. ConnectionError when half of the time is gone: by then it is another transport's turn."""
-        source, keys, arena, target, end = wanted
+    def pull(self, peer: Peer, offer: Offer, request: PullRequest) -> NDArray[np.uint8]:
+        """As Transport's. ConnectionError when half of the time is gone: the rest is for another transport."""
+        source, keys, arena, target, end = request
         stop = time.monotonic() + (end - time.monotonic()) / 2
         pair = self._pair_with(peer, offer, stop)
         ask = partial(_ask, peer, stop, offer[1])
         try:
             claims = np.frombuffer(ask("send", self._name, pair.unique, source.tobytes(), keys.tobytes()), CLAIM)
             there = claims["there"]
-            again = partial(ask, "claimed", source[there].tobytes(), keys[there].tobytes())
-            arrival = Arrival(pair, claims[there], int(source["bytes"][0]), stop, again)
+            recheck = partial(ask, "headers", source[there].tobytes(), keys[there].tobytes())
+            incoming = IncomingBlocks(pair, claims[there], int(source["bytes"][0]), stop, recheck)
             verdicts = np.full(len(source), ALTERED, np.uint8)
-            verdicts[there] = _result(pair.do(partial(arrival.write, arena, target[there], keys[there])), end)
+            verdicts[there] = _result(pair.do(partial(incoming.write, arena, target[there], keys[there])), end)
             return verdicts
-        except BaseException:  # what only one side has posted must not meet what the other posts next
+        except BaseException:  # a send of this pull must not meet a receive of the next one
             pair.drop()
             raise
 
     def _pair_with(self, peer: Peer, offer: Offer, stop: float) -> Pair:
-        """Made if there is none. One that takes longer goes on: it serves the next pull, or is given up by that."""
+        """The pair with a peer, made if there is none. ConnectionError if it is not connected by `stop`.
+
+        It goes on connecting then: the next pull uses it, or gives it up.
+        """
         name, token = offer
         before, pair = self._reading.get(name, ("", None))
         if pair is None or before != token or not pair.usable:
@@ -141,33 +145,36 @@ class Nccl(Transport):
         return pair
 
 
-class Arrival(NamedTuple):
-    """Blocks on their way, all of which are received: the peer has posted them."""
+class IncomingBlocks(NamedTuple):
+    """Blocks that the peer has posted. All of them must be received."""
 
     pair: Pair
-    claims: NDArray[np.void]  # (n,) CLAIM: what their headers said before they were sent
+    claims: NDArray[np.void]  # (n,) CLAIM: what the headers said before the blocks were sent
     size: int  # bytes of each
-    stop: float
-    again: Callable[[], bytes]  # asks what their headers say
+    stop: float  # time.monotonic()
+    recheck: Callable[[], bytes]  # asks the peer for CLAIMs again
 
     def write(self, arena: Arena, target: NDArray[np.void], keys: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """In a task of the pair. It keeps the slots' locks until nothing moves any more. Returns (n,) verdicts."""
-        same = np.ones(len(target), np.bool_)
+        """Receive the blocks into slots. Returns (n,) verdicts. A task of the pair.
+
+        It keeps the slots' locks until nothing moves any more.
+        """
+        unchanged = np.ones(len(target), np.bool_)
 
         def fill(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
             addresses = np.zeros(len(target), np.int64)
             addresses[which] = slots
             self.pair.move(addresses, self.size, self.stop)
-            same[:] = np.frombuffer(self.again(), CLAIM)["there"]
-            sums: list[int] = np.where(same, self.claims["sum"], ~self.claims["sum"])[which].tolist()
-            return sums
+            unchanged[:] = np.frombuffer(self.recheck(), CLAIM)["there"]
+            checksums: list[int] = np.where(unchanged, self.claims["sum"], ~self.claims["sum"])[which].tolist()
+            return checksums
 
         written = arena.fill(target, keys, fill, self.claims["position"], self.claims["sum"])
-        return np.where(written, PULLED, np.where(same, FAILED, ALTERED)).astype(np.uint8)
+        return np.where(written, PULLED, np.where(unchanged, FAILED, ALTERED)).astype(np.uint8)
 
 
 def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
-    """What the peer serves. ConnectionError, not TimeoutError, past `stop`: there is time left for another way."""
+    """Ask the peer. ConnectionError, not TimeoutError, past `stop`: there is time left for another transport."""
     try:
         answer: bytes = ask(peer, stop, Nccl.name, *args)
     except GetTimeoutError as error:
@@ -176,8 +183,8 @@ def _ask(peer: Peer, stop: float, *args: Any) -> bytes:
 
 
 def _result(job: "Future[NDArray[np.uint8]]", end: float) -> NDArray[np.uint8]:
-    """TimeoutError where even the abort does not come to an end in time."""
+    """Wait for a task. TimeoutError where not even its abort ends in time."""
     try:
         return job.result(seconds_left(end))
     except TimeoutError as error:
-        raise TimeoutError("NCCL does not let go: the slots stay locked until it does") from error
+        raise TimeoutError("NCCL does not end the transfer: the slots stay locked until it does") from error

@@ -1,8 +1,8 @@
 """Blocks cross nodes by NIXL: one-sided reads out of a peer's arena straight into ours, no copy on either side.
 
-UCX carries them: RDMA where there is a card for it, else shared memory or TCP. A reader asks the peer's actor once a
-pull what its headers say, and where the slots are; the bytes come without anybody there. NIXL's metadata crosses in
-that answer, so that only who is in the Ray cluster can have it.
+UCX carries them: over RDMA where there is a card, else over shared memory or TCP. In every pull the reader asks the
+peer's actor once what its headers say and where the slots are; then the bytes come without the peer's processor. NIXL's
+metadata travels in that answer, so that only processes of the Ray cluster can have it.
 https://github.com/ai-dynamo/nixl, version 1.5.
 """
 
@@ -26,8 +26,9 @@ from raykv.transports.base import Peer, PullRequest, Transport, ask, translated
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
-LATE_S = 1.0  # for what is yet under way of a transfer that failed: neither its release nor `_forget` stops that
-SHOWN = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])  # of a block, to a peer
+LATE_S = 1.0  # for requests of a failed transfer that are under way: neither its release nor `_forget` stops them
+# What a peer is told of a block: as CLAIM in `raykv.transports.tcp`, and the slot's address.
+BLOCK_INFO = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])
 Addresses = NDArray[np.int64]
 
 
@@ -41,35 +42,36 @@ def why_not() -> str:
 
 
 def has_rdma() -> bool:
+    """Whether this machine has an RDMA card."""
     return os.path.isdir(RDMA) and bool(os.listdir(RDMA))
 
 
 @dataclass
-class Known:
-    """A peer's agent, as this one knows it."""
+class RemoteAgent:
+    """A peer's NIXL agent, as this process knows it."""
 
     version: int = -1  # of its metadata
-    agent: str = ""
+    name: str = ""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="raykv-nixl"))
-    busy: bool = False  # a transfer whose caller has left may still be under way
+    busy: bool = False  # a transfer is under way; its caller may have given up
 
 
 class Nixl(Transport):
-    """Reads out of peers' arenas, and has them read from ours."""
+    """Reads from peers' arenas, and lets peers read from ours."""
 
     name = "nixl"
 
     def __init__(self, arena: Arena) -> None:
-        """ImportError without NIXL."""
+        """arena: of host memory; it is read into and from. ImportError without NIXL."""
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         config = nixl_agent_config(backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
         self._agent: Any = nixl_agent(f"raykv-{secrets.token_hex(8)}", config)
         self._arena = arena
-        self._registered: dict[int, Any] = {}  # by slab
-        self._version = 0
-        self._known: defaultdict[str, Known] = defaultdict(Known)
-        self._mutex = threading.Lock()
+        self._registered: dict[int, Any] = {}  # what NIXL calls it, by slab
+        self._version = 0  # of this agent's metadata, which changes with `_registered`
+        self._remote: defaultdict[str, RemoteAgent] = defaultdict(RemoteAgent)  # by offer
+        self._mutex = threading.Lock()  # guards `_registered` and `_version`; nothing else is locked meanwhile
 
     def offer(self) -> str:
         """The agent's name."""
@@ -78,23 +80,24 @@ class Nixl(Transport):
     # ------------------------------------------------------------------ for peers
 
     def serve(self, agent: str, locations: bytes, keys: bytes, version: int) -> tuple[bytes, int, bytes]:
-        """What is SHOWN of blocks, and the version of this agent's metadata.
+        """BLOCK_INFO of blocks, the version of this agent's metadata, and the metadata if the peer has another version.
 
-        With the metadata itself where the peer knows another version of it. ValueError if it means another agent.
+        agent: the offer that the peer has. ValueError if it is not this process's.
         """
         if agent != self.offer():
-            raise ValueError(f"{agent} was another process's: ask for its offer again")
-        at, names = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-        shown = np.zeros(len(at), SHOWN)
-        shown["sum"], shown["position"], shown["there"] = self._arena.read_headers(at, names)
-        shown["address"] = self._arena.addresses(at)
-        self._register(at[shown["there"]])
+            raise ValueError(f"NIXL agent {agent} was another process's: ask for the offer again")
+        source, source_keys = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        headers = self._arena.read_headers(source, source_keys)
+        info = np.zeros(len(source), BLOCK_INFO)
+        info["there"], info["position"], info["sum"] = headers.there, headers.positions, headers.checksums
+        info["address"] = self._arena.addresses(source)
+        self._register(source[headers.there])
         with self._mutex:
             metadata = self._agent.get_agent_metadata() if version != self._version else b""
-            return shown.tobytes(), self._version, metadata
+            return info.tobytes(), self._version, metadata
 
     def withdraw(self, slab: int) -> None:
-        """A slab's memory is about to go."""
+        """Deregister a slab: its memory is about to go."""
         with self._mutex:
             if slab in self._registered:
                 self._agent.deregister_memory(self._registered.pop(slab))
@@ -102,16 +105,17 @@ class Nixl(Transport):
 
     # ------------------------------------------------------------------ from peers
 
-    def pull(self, peer: Peer, offer: str, wanted: PullRequest) -> NDArray[np.uint8]:
-        source, keys, arena, target, end = wanted
-        known = self._known[offer]
-        if known.busy:
-            raise ConnectionError("an earlier transfer has not ended")
-        data, version, metadata = ask(peer, end, self.name, offer, source.tobytes(), keys.tobytes(), known.version)
-        shown = np.frombuffer(data, SHOWN)
-        there = np.flatnonzero(shown["there"])
-        known.busy = True
-        job = known.thread.submit(self._read, known, version, metadata, shown[there], keys[there], arena, target[there])
+    def pull(self, peer: Peer, offer: str, request: PullRequest) -> NDArray[np.uint8]:
+        source, keys, arena, target, end = request
+        remote = self._remote[offer]
+        if remote.busy:
+            raise ConnectionError("NIXL: an earlier transfer has not ended")
+        data, version, metadata = ask(peer, end, self.name, offer, source.tobytes(), keys.tobytes(), remote.version)
+        info = np.frombuffer(data, BLOCK_INFO)
+        there = np.flatnonzero(info["there"])
+        found = PullRequest(source[there], keys[there], arena, target[there], end)
+        remote.busy = True
+        job = remote.thread.submit(self._read, remote, version, metadata, info[there], found)
         verdicts = np.full(len(source), ALTERED, np.uint8)
         try:
             verdicts[there] = job.result(seconds_left(end))
@@ -121,53 +125,52 @@ class Nixl(Transport):
         return verdicts
 
     def _forget(self, offer: str) -> None:
-        """A peer that may never come back; what is still there is learned anew."""
-        known = self._known.pop(offer)
-        known.thread.shutdown(wait=False)
+        """Drop a peer's agent: the peer may never come back. If it does, its metadata is loaded again."""
+        remote = self._remote.pop(offer)
+        remote.thread.shutdown(wait=False)
         with contextlib.suppress(ConnectionError), translated("NIXL"):
-            self._agent.remove_remote_agent(known.agent)
+            self._agent.remove_remote_agent(remote.name)
 
     def _read(
         self,
-        known: Known,
+        remote: RemoteAgent,
         version: int,
         metadata: bytes,
-        shown: NDArray[np.void],
-        keys: NDArray[np.uint8],
-        arena: Arena,
-        target: NDArray[np.void],
+        info: NDArray[np.void],
+        found: PullRequest,
     ) -> NDArray[np.uint8]:
-        """In the thread of the peer, which stays with a transfer until it has ended, and keeps the slots' locks.
+        """Transfer blocks, and return their verdicts. info: their BLOCK_INFO.
 
-        What NIXL was asked for arrives whenever the peer goes on, even if it was released.
+        Runs in the peer's own thread, which stays with a transfer until it has ended, and keeps the slots' locks: NIXL
+        goes on writing when the peer continues, even after the transfer was released.
         """
         try:
-            self._learn(known, version, metadata)
-            self._register(target)
-            altered = np.zeros(len(target), np.bool_)
+            self._load_metadata(remote, version, metadata)
+            self._register(found.target)
+            altered = np.zeros(len(info), np.bool_)
 
             def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
-                size = int(target["bytes"][0])
-                self._transfer(known.agent, shown["address"][which], slots, size)
-                sums = block_copy.sums(slots, size)
-                altered[which] = np.array(sums, np.uint64) != shown["sum"][which]
-                return sums
+                size = int(found.target["bytes"][0])
+                self._transfer(remote.name, info["address"][which], slots, size)
+                checksums = block_copy.sums(slots, size)
+                altered[which] = np.array(checksums, np.uint64) != info["sum"][which]
+                return checksums
 
-            written = arena.fill(target, keys, fill, shown["position"], shown["sum"])
+            written = found.arena.fill(found.target, found.keys, fill, info["position"], info["sum"])
             return np.where(written, PULLED, np.where(altered, ALTERED, FAILED)).astype(np.uint8)
         finally:
-            known.busy = False
+            remote.busy = False
 
-    def _learn(self, known: Known, version: int, metadata: bytes) -> None:
+    def _load_metadata(self, remote: RemoteAgent, version: int, metadata: bytes) -> None:
         if metadata:
             with translated("NIXL"):
-                if known.agent:
-                    self._agent.remove_remote_agent(known.agent)
-                known.agent = self._agent.add_remote_agent(metadata)
-            known.version = version
+                if remote.name:
+                    self._agent.remove_remote_agent(remote.name)
+                remote.name = self._agent.add_remote_agent(metadata)
+            remote.version = version
 
     def _register(self, locations: NDArray[np.void]) -> None:
-        """Slab by slab: RDMA page-locks what is registered."""
+        """Register the slabs of these locations, one by one: RDMA page-locks what is registered."""
         for slab in np.unique(locations["slab"]).tolist():
             with self._mutex:
                 if slab not in self._registered:
@@ -188,14 +191,14 @@ class Nixl(Transport):
                     time.sleep(POLL_S)
                     state = self._agent.check_xfer_state(handle)
             finally:
-                if state != "DONE":  # one of its requests failed: the others may go on
+                if state != "DONE":  # one of its requests failed: others may still be under way
                     time.sleep(LATE_S)
                 self._agent.release_xfer_handle(handle)
         if state != "DONE":
             raise ConnectionError(f"NIXL: the transfer ended as {state}")
 
     def _list(self, addresses: Addresses, size: int) -> Any:
-        """A list of descriptors: (address, length, device)."""
+        """NIXL's list of descriptors: (address, length, device)."""
         table = np.zeros((len(addresses), 3), np.uint64)
         table[:, 0], table[:, 1] = addresses, size
         return self._agent.get_xfer_descs(table, "DRAM")

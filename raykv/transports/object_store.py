@@ -1,4 +1,4 @@
-"""Blocks cross nodes as Ray objects."""
+"""Blocks cross nodes as Ray objects. The slowest transport, and the one that works wherever Ray does."""
 
 from typing import Any
 
@@ -9,32 +9,32 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.arena.buffers import rows_within
 from raykv.arena.checksum import judge
-from raykv.protocol import ALTERED, seconds_left
+from raykv.protocol import ALTERED, BlocksRead, seconds_left
 from raykv.transports.base import Peer, PullRequest, Transport
 
 
 class ObjectStore(Transport):
-    """A peer's blocks are what its `read` returns: one copy into Ray's object store there, one out of it here."""
+    """Calls `NodeStore.read` of the peer: one copy into Ray's object store there, one out of it here."""
 
     name = "object_store"
 
-    def pull(self, peer: Peer, offer: Any, wanted: PullRequest) -> NDArray[np.uint8]:
-        source, keys, arena, target, end = wanted
+    def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
+        source, keys, arena, target, end = request
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
         source, keys, target = source[order], keys[order], target[order]
-        read = peer.store.read.options(concurrency_group="lift") if peer.external else peer.store.read
-        answer = read.remote(source.tobytes(), keys.tobytes())
-        # Not by `get`: one that waits keeps the lock of Ray's store client, and who lets go of an object meanwhile
-        # waits for that lock with the GIL in his.
+        method = peer.store.read.options(concurrency_group="lift") if peer.external else peer.store.read
+        answer = method.remote(source.tobytes(), keys.tobytes())
+        # `wait` first: a `get` that waits keeps the lock of Ray's store client, and a thread that frees an object
+        # meanwhile would wait for that lock while it has the GIL.
         if not ray.wait([answer], timeout=seconds_left(end))[0]:
             raise GetTimeoutError(f"{len(source)} blocks did not arrive in time")
-        mask, sums, positions, runs = ray.get(answer, timeout=seconds_left(end))
-        ok = np.frombuffer(mask, np.bool_)
-        expected = np.frombuffer(sums, np.uint64)[ok]
+        read = BlocksRead(*ray.get(answer, timeout=seconds_left(end)))
+        there = np.frombuffer(read.mask, np.bool_)
+        checksums = np.frombuffer(read.checksums, np.uint64)[there]
+        positions = np.frombuffer(read.positions, np.uint32)[there]
         size = int(source["bytes"][0])
-        where = np.frombuffer(positions, np.uint32)[ok]
-        written = arena.write(target[ok], keys[ok], rows_within(runs, size), where, expected)
-        payloads = (block for run in runs for block in run.reshape(-1, size))
-        verdicts = np.full(len(ok), ALTERED, np.uint8)
-        verdicts[order[ok]] = judge(written, payloads, expected)
+        written = arena.write(target[there], keys[there], rows_within(read.runs, size), positions, checksums)
+        payloads = (block for run in read.runs for block in run.reshape(-1, size))
+        verdicts = np.full(len(there), ALTERED, np.uint8)
+        verdicts[order[there]] = judge(written, payloads, checksums)
         return verdicts

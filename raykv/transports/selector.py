@@ -1,4 +1,4 @@
-"""Which transport is used from which node: the best that both have, the next one while that fails."""
+"""Which transport reads from which node: the best that both have, and the next one while that fails."""
 
 import logging
 import os
@@ -25,39 +25,41 @@ from raykv.transports.object_store import ObjectStore
 from raykv.transports.tcp import Tcp
 
 log = logging.getLogger("raykv")
-OFFERS_S = 1.0  # for a peer to say what it offers
-RETRY_S = 60.0  # what failed is tried again after so long, or when the peer offers another
+OFFERS_S = 1.0  # for a peer to answer what it offers
+RETRY_S = 60.0  # until a transport that failed is tried again; at once if the peer has another offer
 
 
 @dataclass
 class RouteStats:
     """One transport from one peer."""
 
-    failed: int = 0
-    failed_offer: Any = None
-    retry_at: float = 0.0
+    failures: int = 0
+    failed_offer: Any = None  # of the peer, with the last failure
+    retry_at: float = 0.0  # time.monotonic() until which the transport is not used; 0: it has not failed
     bytes: int = 0
     seconds: float = 0.0
 
 
 @dataclass
 class PeerState:
-    """From one peer. A pull has it for itself: two at a time would both arrive late."""
+    """What is known of one peer."""
 
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    offers: dict[str, Any] | None = None
-    ways: dict[str, RouteStats] = field(default_factory=dict)
-    last: str = ""  # the transport that was used last
+    # Held during a pull, and guards the other fields: of two pulls at a time both would be late. Taken before the
+    # locks of the transport and of the slots.
+    pulling: threading.Lock = field(default_factory=threading.Lock)
+    offers: dict[str, Any] | None = None  # by transport; None: to be asked for
+    routes: dict[str, RouteStats] = field(default_factory=dict)  # by transport
+    last_used: str = ""  # transport
 
 
 class TransportSelector:
-    """Pulls from peers, each by the first of the transports that it offers and that has not just failed."""
+    """Pulls from each peer by the first transport that the peer offers and that has not just failed. Thread-safe."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        """transports: best first; what lies below a peer's memory comes by the last, which is tried whatever failed."""
+        """transports: best first. The last one is tried whatever failed, and reads from peers' external tiers."""
         self._transports = transports
-        self._lanes: dict[Peer, PeerState] = {}
-        self._mutex = threading.Lock()
+        self._states: dict[Peer, PeerState] = {}
+        self._mutex = threading.Lock()  # guards `_states`; nothing else is locked meanwhile
 
     def offers(self) -> dict[str, Any]:
         """What peers need to read from here, by transport."""
@@ -65,114 +67,127 @@ class TransportSelector:
         return {name: offer for name, offer in offers.items() if offer is not None}
 
     def serve(self, name: str, *args: Any) -> Any:
-        """What a peer's transport of that name asks for. ValueError where there is none."""
+        """Answer a question of a peer's transport of that name. ValueError if there is none here."""
         for transport in self._transports:
             if transport.name == name:
                 return transport.serve(*args)
-        raise ValueError(f"this node does not offer {name}")
+        raise ValueError(f"this node does not offer transport {name}")
 
     def withdraw(self, slab: int) -> None:
-        """The memory of a slab is about to go."""
+        """Stop reading from and serving a slab: its memory is about to go."""
         for transport in self._transports:
             transport.withdraw(slab)
 
     def pull(
         self, peer: Peer, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
     ) -> NDArray[np.uint8]:
-        """Copy blocks (n LOCATIONs) of a peer into slots of `arena`; verdicts FAILED, PULLED, or ALTERED there.
+        """Copy blocks of a peer into slots of `arena`.
 
-        Raises TimeoutError or RayError if the peer does not answer in time.
+        source, target: (n,) LOCATION. keys: (n, 16). Returns (n,) verdicts FAILED, PULLED, or ALTERED.
+        Raises TimeoutError or RayError if the peer does not answer in time; ConnectionError if no transport works.
         """
         with self._mutex:
-            lane = self._lanes.setdefault(peer, PeerState())
+            state = self._states.setdefault(peer, PeerState())
         seconds = data_deadline(int(source["bytes"].sum()))
-        wanted = PullRequest(source, keys, arena, target, time.monotonic() + seconds)
-        if not lane.turn.acquire(timeout=seconds):
-            raise TimeoutError(f"the blocks before these took {seconds:.1f} s")
-        broken_off = False
+        request = PullRequest(source, keys, arena, target, time.monotonic() + seconds)
+        if not state.pulling.acquire(timeout=seconds):
+            raise TimeoutError(f"earlier pulls from that node took {seconds:.1f} s")
+        interrupted = False
         try:
-            for transport, offer in self._usable(lane, peer):
+            for transport, offer in self._usable(state, peer):
                 begin = time.monotonic()
                 try:
-                    verdicts = transport.pull(peer, offer, wanted)
+                    verdicts = transport.pull(peer, offer, request)
                 except (OSError, RayError) as error:
                     late = isinstance(error, TimeoutError)
-                    if not late or wanted.end - begin > seconds / 2:  # else those before it are to blame
-                        _failed(lane, transport.name, offer, peer, error)
+                    if not late or request.end - begin > seconds / 2:  # else the time before it is to blame
+                        _note_failure(state, transport.name, offer, peer, error)
                     if late:
                         raise
-                    broken_off = True
+                    interrupted = True
                     continue
-                _done(lane, transport.name, int(source["bytes"][verdicts == PULLED].sum()), time.monotonic() - begin)
-                if broken_off:  # another way failed: what came by it is ready, and not written again
-                    verdicts[(verdicts == FAILED) & arena.read_headers(target, keys)[2]] = PULLED
+                pulled = int(source["bytes"][verdicts == PULLED].sum())
+                _note_success(state, transport.name, pulled, time.monotonic() - begin)
+                if interrupted:  # what the failed transport had written is ready, and was not written again
+                    verdicts[(verdicts == FAILED) & arena.read_headers(target, keys).there] = PULLED
                 return verdicts
         finally:
-            lane.turn.release()
-        raise ConnectionError(f"nothing reads from node {host_of(peer.name)[:8]}")
+            state.pulling.release()
+        raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By the name of what is read from: the `transport` used last, its GB/s (1e9 bytes), how often which failed."""
+        """By peer: the `transport` used last, its GB/s (1e9 bytes) as `gbps`, and failures of each as `failed`."""
         with self._mutex:
-            lanes = [(peer.name, lane) for peer, lane in self._lanes.items() if lane.last and not peer.external]
+            states = [
+                (peer.name, state) for peer, state in self._states.items() if state.last_used and not peer.external
+            ]
         return {
             name: {
-                "transport": lane.last,
-                "gbps": lane.ways[lane.last].bytes / max(1e-9, lane.ways[lane.last].seconds) / 1e9,
-                "failed": {by: way.failed for by, way in dict(lane.ways).items() if way.failed},  # a pull may add one
+                "transport": state.last_used,
+                "gbps": state.routes[state.last_used].bytes / max(1e-9, state.routes[state.last_used].seconds) / 1e9,
+                # a copy: a pull may add a route meanwhile
+                "failed": {by: route.failures for by, route in dict(state.routes).items() if route.failures},
             }
-            for name, lane in lanes
+            for name, state in states
         }
 
     def close(self) -> None:
+        """Stop serving. Nothing is pulled any more."""
         for transport in self._transports:
             transport.close()
 
-    def _usable(self, lane: PeerState, peer: Peer) -> list[tuple[Transport, Any]]:
-        """The transports to try, and what the peer offers for each."""
+    def _usable(self, state: PeerState, peer: Peer) -> list[tuple[Transport, Any]]:
+        """The transports to try, each with the peer's offer."""
         last = self._transports[-1]
         if peer.external or last is self._transports[0]:
             return [(last, None)]
         now = time.monotonic()
-        if lane.offers is None or any(0.0 < way.retry_at <= now for way in lane.ways.values()):
-            lane.offers = ray.get(peer.store.offers.remote(peer.name), timeout=OFFERS_S)
-            for way in lane.ways.values():
-                way.retry_at = way.retry_at if way.retry_at > now else 0.0  # asked for once, not with every pull
+        if state.offers is None or any(0.0 < route.retry_at <= now for route in state.routes.values()):
+            state.offers = ray.get(peer.store.offers.remote(peer.name), timeout=OFFERS_S)
+            for route in state.routes.values():
+                route.retry_at = route.retry_at if route.retry_at > now else 0.0  # offers are asked for once
         usable = []
         for transport in self._transports[:-1]:
-            way, offer = lane.ways.setdefault(transport.name, RouteStats()), lane.offers.get(transport.name)
-            if offer is not None and (now >= way.retry_at or offer != way.failed_offer):
+            route, offer = state.routes.setdefault(transport.name, RouteStats()), state.offers.get(transport.name)
+            if offer is not None and (now >= route.retry_at or offer != route.failed_offer):
                 usable.append((transport, offer))
         return [*usable, (last, None)]
 
 
 def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
-    """The transports of a pool whose PoolConfig says `chosen`, as far as this node has them."""
-    # With RAY_USE_TLS whoever runs Ray wants what crosses nodes encrypted: Ray does that, the others do not.
+    """The transports that this node has for the memory `arena`.
+
+    chosen: `transport` of PoolConfig. host: address of this node that peers reach.
+    """
+    # With RAY_USE_TLS everything that crosses nodes must be encrypted. Ray encrypts; the other transports do not.
     if chosen == "object_store" or os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false"):
         return TransportSelector([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
     try:
-        if isinstance(arena, GpuArena):  # NIXL goes by addresses, of host memory
+        if isinstance(arena, GpuArena):  # NIXL here reads host memory only
             transports[:0] = [Nccl(arena, device(arena.gpu))] if chosen == "auto" and not nccl_pair.why_not() else []
         elif (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
             transports.insert(0, Nixl(arena))
-    except Exception as error:  # whatever NCCL or UCX find wrong with this machine
-        log.warning("%s goes by TCP: %r", arena.path, error)
+    except Exception as error:  # NCCL and UCX raise whatever they find wrong with this machine
+        log.warning("%s is read by TCP: %r", arena.path, error)
     return TransportSelector(transports)
 
 
-def _failed(lane: PeerState, name: str, offer: Any, peer: Peer, error: Exception) -> None:
-    way = lane.ways.setdefault(name, RouteStats())
-    way.failed += 1
-    way.failed_offer, way.retry_at, lane.offers = offer, time.monotonic() + RETRY_S, None
+def _note_failure(state: PeerState, name: str, offer: Any, peer: Peer, error: Exception) -> None:
+    route = state.routes.setdefault(name, RouteStats())
+    route.failures += 1
+    route.failed_offer, route.retry_at, state.offers = offer, time.monotonic() + RETRY_S, None
     log.warning(
-        "node %s by %s: %r; another way for %.0f s, or until it restarts", host_of(peer.name)[:8], name, error, RETRY_S
+        "node %s can't be read by %s: %r; it is read by another transport for %.0f s, or until it restarts",
+        host_of(peer.name)[:8],
+        name,
+        error,
+        RETRY_S,
     )
 
 
-def _done(lane: PeerState, name: str, size: int, seconds: float) -> None:
-    lane.last, way = name, lane.ways.setdefault(name, RouteStats())
-    way.retry_at = 0.0
-    way.bytes += size
-    way.seconds += seconds
+def _note_success(state: PeerState, name: str, size: int, seconds: float) -> None:
+    state.last_used, route = name, state.routes.setdefault(name, RouteStats())
+    route.retry_at = 0.0
+    route.bytes += size
+    route.seconds += seconds

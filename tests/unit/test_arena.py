@@ -76,7 +76,7 @@ def test_round_trip(arena: Arena, client: Arena, size: int) -> None:
     assert found.positions.tolist() == [8, 7, 9] and len(found.writing) == 0
 
 
-def test_pieces(arena: Arena) -> None:
+def test_blocks_in_several_parts(arena: Arena) -> None:
     """A block is gathered from, and scattered to, several places in memory; a piece may be empty or span tiles."""
     size = 1_400_000
     source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
@@ -126,7 +126,7 @@ def test_a_thread_that_fails_fails_the_copy_after_all_have_ended(monkeypatch: py
 
 
 @pytest.mark.parametrize("change", ["key", "gen", "bytes", "slot", "slab not offered", "slab absent", "slot absent"])
-def test_a_place_that_is_not_so_is_a_miss(arena: Arena, client: Arena, change: str) -> None:
+def test_a_wrong_location_is_a_miss(arena: Arena, client: Arena, change: str) -> None:
     assert put(arena, 0, 2)
     where, key, size = locations([0], [2]), key_of(2), 64 << 10
     if change == "key":
@@ -188,7 +188,9 @@ def test_block_overwritten_during_the_copy(arena: Arena, client: Arena, monkeypa
     assert client.read(locations([0, 1], [2, 3]), keys, out).tolist() == [True, False]
 
 
-def test_unreadable_from_the_first_byte_on(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_unreadable_while_it_is_written(
+    arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a slot is filled, neither its old block nor its new one is read."""
     assert put(arena, 0, 2)
     original, seen = block_copy.copy_summed, []
@@ -286,7 +288,7 @@ def test_sweep(arena: Arena) -> None:
     assert arena.sweep(locations([1], [9])).tolist() == [2] and get(arena, 1, 10), "swept twice: what came since stays"
 
 
-def test_what_was_cleared_while_it_was_written_is_swept_away(arena: Arena, client: Arena) -> None:
+def test_blocks_cleared_during_their_write_are_swept(arena: Arena, client: Arena) -> None:
     assert put(client, 0, 2) and put(client, 1, 4)
     arena.raise_floor(GEN + 3)
     assert arena.sweep(locations([0, 1], [2, 4])).tolist() == [1, 2]
@@ -349,7 +351,7 @@ def test_wrong_arrays_are_refused(arena: Arena) -> None:
     assert len(arena.read(np.zeros(0, LOCATION), np.zeros((0, 16), np.uint8), block[:0])) == 0
 
 
-def test_file(arena: Arena, path: str) -> None:
+def test_the_files_mode_and_layout(arena: Arena, path: str) -> None:
     info = os.stat(path)
     assert stat.S_IMODE(info.st_mode) == 0o600
     assert info.st_blocks * 512 < 2.1 * SLAB + (1 << 20), "what is not offered takes no memory"
@@ -368,7 +370,7 @@ def test_attach_to_something_else(arena: Arena, path: str) -> None:
 
 
 @pytest.mark.parametrize("flaw", ["fingerprint", "slabs", "slab_bytes", "truncated", "empty", "magic", "version"])
-def test_unfit_file_is_unlinked_and_never_changed(path: str, flaw: str) -> None:
+def test_a_file_that_does_not_match_is_unlinked_and_never_changed(path: str, flaw: str) -> None:
     arena = Arena.create(path, PRINT, SLAB, 1)
     arena.offer_next()
     assert put(arena, 0, 2, slab_gen=GEN + 1)
@@ -396,7 +398,7 @@ def test_unfit_file_is_unlinked_and_never_changed(path: str, flaw: str) -> None:
     client.close()
 
 
-def test_adopt_leaves_alone_what_is_not_ours(path: str, tmp_path: Path) -> None:
+def test_adopt_leaves_files_of_others_alone(path: str, tmp_path: Path) -> None:
     assert Arena.adopt(path, PRINT, SLAB, 1) is None
     target = tmp_path / "target"
     target.write_bytes(b"precious")

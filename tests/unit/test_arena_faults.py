@@ -208,7 +208,7 @@ def test_adoption_after_the_owner_died(path: str) -> None:
     arena.close(unlink=True)
 
 
-def test_living_owner_is_not_robbed(arena: Arena) -> None:
+def test_an_arena_with_a_living_owner_is_not_adopted(arena: Arena) -> None:
     put(arena, 0, 2)
     child = Child(arena, lambda client: Arena.adopt(client.path, PRINT, SLAB, 2) is None)
     assert child.result() is True

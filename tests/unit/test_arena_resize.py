@@ -67,7 +67,7 @@ def taken(path: str) -> int:
     return os.stat(path).st_blocks * 512
 
 
-def test_memory_is_given_back_and_taken_up_again(arena: Arena, client: Arena, path: str) -> None:
+def test_a_slab_is_given_back_discarded_and_offered_again(arena: Arena, client: Arena, path: str) -> None:
     assert put(client, 0, 2) and put(client, 0, 3, slab=1) and put(client, 0, 4, slab=2)
     before = taken(path)
     assert arena.give_back(1, NEWER) and taken(path) == before and arena.refilled() == [1]
@@ -85,7 +85,7 @@ def test_memory_is_given_back_and_taken_up_again(arena: Arena, client: Arena, pa
     assert arena.offer_next() and arena.offered == 4, "then those that never were offered"
 
 
-def test_any_slab_and_all_of_them(arena: Arena, client: Arena, path: str) -> None:
+def test_any_slab_and_all_slabs_can_be_given_back(arena: Arena, client: Arena, path: str) -> None:
     empty = taken(path) - 3 * (SLAB + SLAB // 64)
     assert all(shed(arena, slab) for slab in (0, 2, 1))
     assert arena.available == 0 and taken(path) == empty
@@ -93,7 +93,7 @@ def test_any_slab_and_all_of_them(arena: Arena, client: Arena, path: str) -> Non
     assert arena.offer_next() and arena.given_back() == [1, 2]
 
 
-def test_what_cannot_be_given_back(arena: Arena) -> None:
+def test_slabs_that_cannot_be_given_back(arena: Arena) -> None:
     assert put(arena, 0, 2)
     assert not arena.give_back(3, NEWER) and not arena.give_back(-1, NEWER), "not offered"
     assert not arena.give_back(0, GEN + 1), "grants of the format that it has may be out"
@@ -167,7 +167,9 @@ def test_reader_in_the_middle_of_a_copy(arena: Arena, client: Arena, monkeypatch
     assert not get(client, 0, 2000, slab=1, slab_gen=NEWER + 1)
 
 
-def test_headers_go_before_what_they_speak_of(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_cleared_before_the_payload_is_discarded(
+    arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who copies while the memory is not gone yet knows already that it is about to be."""
     sizes = {"size": 8 << 10, "slab": 1}
     slots = (0, 1, 77, SLAB // (8 << 10) - 1)
@@ -204,7 +206,7 @@ def test_reader_of_another_process_in_the_middle_of_a_copy(arena: Arena) -> None
     assert child.result() is False
 
 
-def test_a_store_that_comes_back_knows_what_was_given_back(arena: Arena, client: Arena, path: str) -> None:
+def test_a_restarted_store_knows_the_slabs_that_were_given_back(arena: Arena, client: Arena, path: str) -> None:
     assert put(client, 0, 2) and put(client, 0, 3, slab=1)
     assert shed(arena, 1)
     left = taken(path)
@@ -254,7 +256,7 @@ def test_a_slab_that_is_offered_again_keeps_its_memory(arena: Arena, client: Are
 
 
 @pytest.mark.parametrize("part", ["slots", "headers"])
-def test_what_is_read_too_late_has_memory_again(arena: Arena, client: Arena, path: str, part: str) -> None:
+def test_a_slab_that_is_read_after_its_discard_is_refilled(arena: Arena, client: Arena, path: str, part: str) -> None:
     assert shed(arena, 1) and shed(arena, 2)
     left = taken(path)
     words, data = client._memory
@@ -277,7 +279,7 @@ def test_an_arena_is_laid_out_for_more_than_it_asks_for() -> None:
         arena.close(unlink=True)
 
 
-def test_closed(arena: Arena) -> None:
+def test_a_closed_arena_offers_and_gives_back_nothing(arena: Arena) -> None:
     arena.close()
     assert (arena.available, arena.given_back()) == (0, [])
     assert not arena.give_back(0, NEWER) and not arena.offer_next()

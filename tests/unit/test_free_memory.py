@@ -60,9 +60,9 @@ def test_cgroup_v1_in_a_container_that_sees_only_its_own(proc: Path, tmp_path: P
 
 
 def test_free_is_the_least_of_all_minus_what_ray_may_fill() -> None:
-    assert free_memory.Room(shm_free=90, memory_free=80, cgroup_free=None, plasma_unfilled=30).free == 50
-    assert free_memory.Room(shm_free=90, memory_free=80, cgroup_free=70, plasma_unfilled=30).free == 40
-    assert free_memory.Room(shm_free=20, memory_free=80, cgroup_free=70, plasma_unfilled=30).free == 0
+    assert free_memory.FreeMemory(shm_free=90, memory_free=80, cgroup_free=None, plasma_unfilled=30).free == 50
+    assert free_memory.FreeMemory(shm_free=90, memory_free=80, cgroup_free=70, plasma_unfilled=30).free == 40
+    assert free_memory.FreeMemory(shm_free=20, memory_free=80, cgroup_free=70, plasma_unfilled=30).free == 0
 
 
 def test_raylet_with_its_store_on_disk(proc: Path) -> None:

@@ -157,7 +157,7 @@ def test_host_rows(cupy: Any, ours: GpuArena) -> None:
     assert ok.all() and (found == blocks).all()
 
 
-def test_bytes_that_were_altered(gpu: Device, ours: GpuArena) -> None:
+def test_altered_bytes_are_found_by_verify(gpu: Device, ours: GpuArena) -> None:
     at, keys, blocks = some(2)
     assert ours.write(at, keys, blocks).all()
     put(gpu, int(ours.addresses(at)[1]) + 5, ~blocks[1, 5:6])
@@ -209,7 +209,7 @@ def test_ready_is_what_was_copied(cupy: Any, arena: Arena, monkeypatch: pytest.M
     assert seen == [False] and has(arena, at, keys, blocks)
 
 
-def test_a_block_that_goes_while_it_is_read(cupy: Any, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_evicted_while_it_is_read_is_a_miss(cupy: Any, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     at, keys, blocks = some(2)
     assert arena.write(at, keys, blocks).all()
     new = granted(at, slab=1)[:1]
@@ -261,7 +261,9 @@ class DirectoryClient:
 @pytest.mark.parametrize(
     "lost, index, faults, blamed", [(True, 4, ["gpu"], 0), (False, 5, [], 0), (False, 4, ["read"], 2)]
 )
-def test_who_is_to_blame_for_a_miss(on_host: Any, lost: bool, index: int, faults: list[str], blamed: int) -> None:
+def test_verdicts_of_blocks_that_were_not_copied(
+    on_host: Any, lost: bool, index: int, faults: list[str], blamed: int
+) -> None:
     """The directory is told of blocks that are not there; of those that a reader can't reach, or that another arena
     has, it would be wrong."""
     host, directory = memory_arena(), DirectoryClient()
@@ -296,7 +298,7 @@ def pair(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("written", ["in memory", "on a GPU"])
-def test_across(cupy: Any, pair: tuple[Arena, Arena], size: int, written: str) -> None:
+def test_copy_between_gpu_and_host(cupy: Any, pair: tuple[Arena, Arena], size: int, written: str) -> None:
     source, target = pair
     at, keys, blocks = some(4, size)
     assert source.write(at, keys, on_gpu(cupy, blocks) if written == "on a GPU" else blocks, np.arange(7, 11)).all()
@@ -310,7 +312,7 @@ def test_across(cupy: Any, pair: tuple[Arena, Arena], size: int, written: str) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_from_gpu_to_gpu(on_host: Any, size: int) -> None:
+def test_copy_between_gpus(on_host: Any, size: int) -> None:
     first, second = (gpu_arena(devices.device(uuid)) for uuid in devices.visible())
     at, keys, blocks = some(3, size)
     assert copy_between(first, at, keys, second, granted(at)).tolist() == [ALTERED] * 3, "nothing is there"
@@ -325,14 +327,14 @@ def test_from_gpu_to_gpu(on_host: Any, size: int) -> None:
         arena.close(unlink=True)
 
 
-def test_what_was_altered_on_a_gpu_goes_no_further_down(gpu: Device, host: Arena, ours: GpuArena) -> None:
+def test_blocks_altered_on_a_gpu_are_not_demoted(gpu: Device, host: Arena, ours: GpuArena) -> None:
     at, keys, blocks = some(3)
     assert ours.write(at, keys, blocks).all()
     put(gpu, int(ours.addresses(at)[1]) + SIZE - 1, ~blocks[1, -1:])
     assert copy_between(ours, at, keys, host, granted(at)).tolist() == [PULLED, ALTERED, PULLED] and host.corrupt == 1
 
 
-def test_evicted_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_evicted_during_copy_between(pair: tuple[Arena, Arena], monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails, the rest of the batch does not, and its slot is good for another try."""
     source, target = pair
     at, keys, blocks = some(3)
@@ -345,7 +347,7 @@ def test_evicted_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.Monke
     assert has(target, granted(at)[1:2], key_of(9), blocks[2:])
 
 
-def test_a_target_that_is_not_ours(pair: tuple[Arena, Arena]) -> None:
+def test_copy_between_into_slots_that_are_not_granted(pair: tuple[Arena, Arena]) -> None:
     source, target = pair
     at, keys, blocks = some(3)
     assert source.write(at, keys, blocks).all() and target.write(granted(at)[:1], key_of(9), blocks[:1]).all()
@@ -356,7 +358,7 @@ def test_a_target_that_is_not_ours(pair: tuple[Arena, Arena]) -> None:
     other.close()
 
 
-def test_what_cools_is_not_used_by_that(pair: tuple[Arena, Arena]) -> None:
+def test_demotion_is_no_use_of_a_block(pair: tuple[Arena, Arena]) -> None:
     source, target = pair
     at, keys, blocks = some(2)
     assert source.write(at, keys, blocks).all()
@@ -368,7 +370,7 @@ def test_what_cools_is_not_used_by_that(pair: tuple[Arena, Arena]) -> None:
     assert all(header_of(source, slot)[header.STAMP] >= 1000 for slot in at["slot"])
 
 
-def test_closed_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_closed_during_copy_between(pair: tuple[Arena, Arena], monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that stops while it copies: no crash."""
     source, target = pair
     at, keys, blocks = some(2)
@@ -385,7 +387,7 @@ def test_closed_on_the_way(pair: tuple[Arena, Arena], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", ["host", "ours"])
-def test_served(request: pytest.FixtureRequest, cupy: Any, kind: str) -> None:
+def test_read_for_peer(request: pytest.FixtureRequest, cupy: Any, kind: str) -> None:
     arena: Arena = request.getfixturevalue(kind)
     at, keys, blocks = some(4)
     assert arena.write(at[:2], keys[:2], blocks[:2], np.array([3, 4])).all()
@@ -398,7 +400,7 @@ def test_served(request: pytest.FixtureRequest, cupy: Any, kind: str) -> None:
     assert not ok.any() and not sum(run.size for run in runs)
 
 
-def test_served_and_evicted(ours: GpuArena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_for_peer_of_blocks_that_are_evicted(ours: GpuArena, monkeypatch: pytest.MonkeyPatch) -> None:
     at, keys, blocks = some(3)
     assert ours.write(at, keys, blocks).all()
     meanwhile(monkeypatch, lambda: ours.write(granted(at, slab=1)[1:2], key_of(9), blocks[2:]))
@@ -447,7 +449,7 @@ def test_batches(lengths: list[int]) -> None:
         assert source - of[first][0] == start - first and start + length <= first + of[first][1]
 
 
-def test_big_blocks_through_the_bounce(cupy: Any, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_big_blocks_through_the_bounce_buffer(cupy: Any, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "_register", lambda *_: False)
     monkeypatch.setattr(host_copy, "BOUNCE_BYTES", 70_001)
     arena = memory_arena()
@@ -462,7 +464,7 @@ def registered_from() -> set[int]:
     return {address for address, _ in devices._registered}
 
 
-def test_pages_that_were_given_back(cupy: Any, gpu: Device, host: Arena) -> None:
+def test_discarded_pages_are_mapped_anew(cupy: Any, gpu: Device, host: Arena) -> None:
     """GPUs would go on with the old ones, which a client has registered: it maps the file anew."""
     client = Arena.attach(host.path, host.nonce)
     at, keys, blocks = some(3)
@@ -505,7 +507,7 @@ def test_the_owner_unregisters_slabs_that_it_discards(cupy: Any, gpu: Device, ho
 
 
 @pytest.mark.parametrize("kind", ["host", "ours"])
-def test_closed_while_it_copies(
+def test_a_close_during_a_copy(
     request: pytest.FixtureRequest, cupy: Any, gpu: Device, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is unregistered, or freed, when the copy is done."""
@@ -546,7 +548,7 @@ def test_a_forked_child_unregisters_nothing(on_host: Any) -> None:
 # ---------------------------------------------------------------------- a GPU's arena and its file
 
 
-def test_no_host_memory(cupy: Any, ours: GpuArena) -> None:
+def test_full_shm(cupy: Any, ours: GpuArena) -> None:
     """But for headers."""
     before = os.stat(ours.path).st_blocks
     at, keys, blocks = some(4)
@@ -567,7 +569,7 @@ def test_the_memory_goes_with_the_arena(on_host: Any) -> None:
         assert taken < SLAB, "what copies need stays"
 
 
-def test_no_room(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_gpu(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = devices.device(devices.visible()[0])
     before = gpu._memory()[0]
     with pytest.raises(CapacityError, match="lower gpu_memory"):
@@ -593,7 +595,7 @@ os._exit(0)
 """
 
 
-def test_files_of_stores(gpu: Device) -> None:
+def test_files_of_living_and_dead_stores(gpu: Device) -> None:
     """A living one's stay, a dead one's are taken over, or removed."""
     path = elsewhere(DEAD, POOL, gpu.uuid).stdout.strip()
     assert os.path.exists(path)
@@ -607,7 +609,7 @@ def test_files_of_stores(gpu: Device) -> None:
     assert remove_left_behind(POOL) == 1 and not os.path.exists(path)
 
 
-def test_a_file_that_is_another_by_now(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_store_replaced_is_not_removed(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another store was faster, and has one of that name."""
     gpu = devices.device(devices.visible()[0])
     path = elsewhere(DEAD, POOL, gpu.uuid).stdout.strip()

@@ -100,7 +100,7 @@ def test_a_table_of_many_pieces(gpu: Device, host_memory: Bytes) -> None:
     region.close()
 
 
-def test_no_room_for_a_big_table(on_host: Any) -> None:
+def test_a_big_table_that_cannot_be_allocated(on_host: Any) -> None:
     """The copy fails; others, whose tables fit what there is, do not."""
     gpu = devices.device(devices.visible()[0])
     region, bounce = gpu.allocate(MIB), gpu.bounce_buffer()
@@ -218,7 +218,7 @@ def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], bl
     assert (to == moved(layout, np.zeros(MIB, np.uint8), source)).all()
 
 
-def test_after(cupy: Any, gpu: Device, host_memory: Bytes) -> None:
+def test_a_copy_follows_a_stream(cupy: Any, gpu: Device, host_memory: Bytes) -> None:
     """A copy sees what the stream it comes after had to write, though nobody waited for that stream."""
     region, producer = gpu.allocate(MIB), cupy.cuda.Stream(non_blocking=True)
     put(gpu, region.address, np.zeros(MIB, np.uint8))
@@ -230,8 +230,8 @@ def test_after(cupy: Any, gpu: Device, host_memory: Bytes) -> None:
     region.close()
 
 
-def test_without_after_a_copy_may_come_first(on_host: Any) -> None:
-    """So that `test_after` means something; on a GPU that is a race."""
+def test_without_a_stream_a_copy_may_be_early(on_host: Any) -> None:
+    """So that `test_a_copy_follows_a_stream` means something; on a GPU that is a race."""
     gpu = devices.device(devices.visible()[0])
     array, bounce = on_host.asarray(np.zeros((1, 64), np.uint8)), gpu.bounce_buffer()
     bounce[:64] = 1
@@ -265,7 +265,7 @@ def test_another_process_opens_a_region(gpu: Device) -> None:
     region.close()
 
 
-def test_a_region_that_is_gone(on_host: Any) -> None:
+def test_open_of_a_region_that_was_freed(on_host: Any) -> None:
     gpu = devices.device(devices.visible()[0])
     region = gpu.allocate(100)
     region.close()
@@ -287,7 +287,7 @@ def test_a_region_whose_process_died(on_host: Any) -> None:
         gpu.open(handle, 100)
 
 
-def test_a_region_that_was_let_go(on_host: Any) -> None:
+def test_a_region_that_was_closed(on_host: Any) -> None:
     gpu = devices.device(devices.visible()[0])
     region = gpu.allocate(100)
     late = "gpu.copy(np.array([[region.address, bounce.ctypes.data, size]]))"
@@ -342,7 +342,7 @@ def test_register(on_host: Any, caplog: pytest.LogCaptureFixture) -> None:
         gpu.copy(table_of((address, address + 100, 10)))
 
 
-def test_bounce(gpu: Device) -> None:
+def test_bounce_buffer(gpu: Device) -> None:
     one, two = gpu.bounce_buffer(), gpu.bounce_buffer()
     assert one.shape == (BOUNCE_BYTES,) and one.dtype == np.uint8 and one.flags.writeable
     one[:], two[:] = 1, 2
@@ -460,7 +460,7 @@ def test_streams_of_rows(on_host: Any) -> None:
 
 
 @pytest.mark.parametrize("handles", [[2], ["own", 1]])
-def test_streams_that_are_waited_for_at_once(on_host: Any, handles: list[Any]) -> None:
+def test_several_streams_are_waited_for(on_host: Any, handles: list[Any]) -> None:
     """Another thread's copy could not wait for them."""
     gpu = devices.device(devices.visible()[0])
     array, bounce = on_host.zeros((2, 8), np.uint8), gpu.bounce_buffer()

@@ -172,7 +172,7 @@ def test_blocks_come_back_piece_by_piece_and_after_a_restart(
 
 
 @pytest.mark.parametrize("other", ["secret", "version"])
-def test_what_others_wrote_is_refused_and_left_as_it_is(
+def test_content_of_others_is_refused_and_left_as_it_is(
     tmp_path: Path, opened: Callable[..., GuardedTier], other: str
 ) -> None:
     tier, keys = opened(tmp_path), some_keys(3)
@@ -210,7 +210,7 @@ def test_a_tier_that_others_have_taken_over_is_left_to_them(opened: Callable[...
     stranger.close()
 
 
-def test_a_tier_that_is_not_there_at_first_is_opened_when_it_is(
+def test_a_tier_that_is_down_at_first_is_opened_later(
     tmp_path: Path, opened: Callable[..., GuardedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "BACK_OFF_S", (0.05,))
@@ -230,7 +230,7 @@ def test_a_tier_that_is_not_there_at_first_is_opened_when_it_is(
     tier.close()
 
 
-def test_what_was_cleared_is_never_read_again(tmp_path: Path, opened: Callable[..., GuardedTier]) -> None:
+def test_cleared_blocks_are_never_read_again(tmp_path: Path, opened: Callable[..., GuardedTier]) -> None:
     folder = tmp_path / "tier"
     tier, keys = opened(folder), some_keys(3)
     assert all(store(tier, keys))
@@ -245,7 +245,7 @@ def test_what_was_cleared_is_never_read_again(tmp_path: Path, opened: Callable[.
     assert load(again, keys) == [True, False, False]
 
 
-def test_what_is_cleared_while_the_tier_is_down_is_not_read_when_it_is_back(
+def test_blocks_cleared_while_the_tier_is_down_are_not_read_when_it_is_back(
     opened: Callable[..., GuardedTier], hasty: None
 ) -> None:
     moody, keys = Moody(), some_keys(2)
@@ -278,9 +278,7 @@ def test_a_tier_that_is_full_can_be_cleared(opened: Callable[..., GuardedTier]) 
 
 
 @pytest.mark.parametrize("what", ["another key's", "cut short", "longer", "of another length", "no head", "gone"])
-def test_a_record_that_is_not_the_blocks_is_a_miss(
-    tmp_path: Path, opened: Callable[..., GuardedTier], what: str
-) -> None:
+def test_a_record_of_another_block_is_a_miss(tmp_path: Path, opened: Callable[..., GuardedTier], what: str) -> None:
     tier, keys = opened(tmp_path), some_keys(3)
     assert all(store(tier, keys))
     path, other = (file_of(tmp_path, key.tobytes()) for key in keys[:2])
@@ -356,7 +354,7 @@ FAILING = [
 
 
 @pytest.mark.parametrize(("call", "failure"), FAILING)
-def test_a_tier_that_fails_is_left_alone_and_comes_back_by_itself(
+def test_a_tier_that_fails_is_down_until_a_probe_succeeds(
     opened: Callable[..., GuardedTier], hasty: None, call: str, failure: str
 ) -> None:
     moody, keys = Moody(), some_keys(2)
@@ -382,9 +380,7 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back_by_itself(
     assert all(store(tier, keys)) and load(tier, keys) == [True, True]
 
 
-def test_it_is_asked_ever_more_rarely(
-    opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probes_back_off(opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded, "BACK_OFF_S", (0.02, 0.2, 30.0))
     moody = Moody()
     tier = opened(moody)
@@ -397,7 +393,7 @@ def test_it_is_asked_ever_more_rarely(
     assert len(moody.calls) == calls
 
 
-def test_memory_that_a_late_call_has_is_not_used_again(opened: Callable[..., GuardedTier], hasty: None) -> None:
+def test_the_buffer_of_a_late_call_is_not_used_again(opened: Callable[..., GuardedTier], hasty: None) -> None:
     moody, keys = Moody(), some_keys(4)
     tier = opened(moody)
     assert all(store(tier, keys))
@@ -419,9 +415,7 @@ def test_memory_that_a_late_call_has_is_not_used_again(opened: Callable[..., Gua
         assert (rows == before).all() and (rows == payload(keys[2:], SIZE)).all()
 
 
-def test_a_tier_that_is_only_busy_is_not_out_of_order(
-    opened: Callable[..., GuardedTier], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_tier_is_not_down(opened: Callable[..., GuardedTier], monkeypatch: pytest.MonkeyPatch) -> None:
     tier, keys = opened(moody := Moody()), some_keys(guarded.READERS + 1)
     assert all(store(tier, keys))
     monkeypatch.setattr(guarded, "data_deadline", lambda size: 60.0)
@@ -436,7 +430,7 @@ def test_a_tier_that_is_only_busy_is_not_out_of_order(
     assert load(tier, keys[-1:]) == [True]
 
 
-def test_what_a_late_store_reads_is_known(opened: Callable[..., GuardedTier], hasty: None) -> None:
+def test_storing_tells_of_a_late_store(opened: Callable[..., GuardedTier], hasty: None) -> None:
     moody = Moody()
     tier = opened(moody)
     assert all(store(tier, some_keys(2)))
@@ -447,7 +441,7 @@ def test_what_a_late_store_reads_is_known(opened: Callable[..., GuardedTier], ha
     eventually(lambda: not tier.storing)
 
 
-def test_a_call_that_did_not_begin_in_time_never_does(opened: Callable[..., GuardedTier], hasty: None) -> None:
+def test_a_call_that_did_not_begin_in_time_is_cancelled(opened: Callable[..., GuardedTier], hasty: None) -> None:
     moody, keys = Moody(), some_keys(1)
     tier = opened(moody)
     moody.open.clear()
@@ -458,7 +452,7 @@ def test_a_call_that_did_not_begin_in_time_never_does(opened: Callable[..., Guar
     assert moody.calls.count("get") <= guarded.READERS + 3  # those, the one of `open`, and probes
 
 
-def test_a_tier_that_is_full_says_so_and_stays(opened: Callable[..., GuardedTier]) -> None:
+def test_a_full_tier_refuses_blocks_and_stays_up(opened: Callable[..., GuardedTier]) -> None:
     timid, keys = Timid(), some_keys(4)
     tier = opened(timid)
     assert store(tier, keys) == [True, True, False, False]
@@ -469,7 +463,7 @@ def test_a_tier_that_is_full_says_so_and_stays(opened: Callable[..., GuardedTier
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_a_tier_that_lost_its_content_says_so(
+def test_a_probe_notices_lost_content(
     opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
     """Whether calls failed meanwhile, or nobody asked while it was away."""
@@ -488,7 +482,7 @@ def test_a_tier_that_lost_its_content_says_so(
     assert all(store(tier, keys)) and load(tier, keys) == [True, True]
 
 
-def test_a_tier_that_stands_still_while_nobody_asks_is_noticed(
+def test_a_probe_notices_a_tier_that_hangs(
     opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "CHECK_S", 0.05)

@@ -239,7 +239,7 @@ def test_blocks_arrive_in_scattered_slots(nccl: Any, sender: Node, reader: Node)
     assert len(nccl.communicators) == 2, "one pair for all of them"
 
 
-def test_blocks_of_which_nobody_knows_the_sum(node: Callable[[int], Node]) -> None:
+def test_blocks_with_an_unknown_checksum(node: Callable[[int], Node]) -> None:
     sender, reader = node(1), node(0)
 
     def fill(which: NDArray[np.bool_], slots: NDArray[np.int64]) -> list[int]:
@@ -353,8 +353,8 @@ def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: No
     class Other(Transport):
         name = "other"
 
-        def pull(self, peer: Any, offer: Any, wanted: PullRequest) -> Verdicts:
-            _, names, arena, target, end = wanted
+        def pull(self, peer: Any, offer: Any, request: PullRequest) -> Verdicts:
+            _, names, arena, target, end = request
             assert time.monotonic() < end
             return np.where(arena.write(target, names, blocks()), PULLED, FAILED).astype(np.uint8)
 
@@ -363,12 +363,12 @@ def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: No
     assert way.pull(peer, locations(FROM), keys(), reader.arena, locations(TO)).tolist() == [PULLED] * 6
     assert way.stats()["a node"] | {"gbps": 0} == {"transport": "other", "gbps": 0, "failed": {"nccl": 1}}
     nccl.before_move = stalls(SENDER, -1)
-    way._lanes[peer].ways["nccl"].retry_at = time.monotonic()
+    way._states[peer].routes["nccl"].retry_at = time.monotonic()
     assert way.pull(peer, locations(FROM), keys(), reader.arena, locations(ELSEWHERE)).tolist() == [PULLED] * 6
     assert way.stats()["a node"]["transport"] == "nccl"
 
 
-@pytest.mark.parametrize("stuck", ["join", "send", "claimed"])
+@pytest.mark.parametrize("stuck", ["join", "send", "headers"])
 def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str) -> None:
     """What it was asked for does no harm when it comes to it."""
     go, late = threading.Event(), threading.Event()
@@ -413,7 +413,7 @@ def test_a_peer_that_connects_late(nccl: Any, sender: Node, reader: Node, step: 
     assert len(nccl.communicators) == 2
 
 
-def test_a_pair_that_hangs_is_given_up(nccl: Any, sender: Node, reader: Node) -> None:
+def test_a_pair_that_hangs_is_replaced(nccl: Any, sender: Node, reader: Node) -> None:
     go = threading.Event()
     nccl.before_connect = lambda *_: go.wait()
     with pytest.raises(ConnectionError, match="not connected"):
@@ -441,14 +441,14 @@ def test_a_peer_that_restarted(nccl: Any, sender: Node, reader: Node) -> None:
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
     assert nccl.communicators[0].aborted.wait(PATIENCE_S)
     before.close()
-    with pytest.raises(RayError, match="ask for its offer again"):
+    with pytest.raises(RayError, match="ask for the offer again"):
         reader.pull(sender.peer, before.offer())
     reader.start()  # and a reader: whoever sends to it makes do without the old pair
     assert reader.pull_from(sender, [11, 12, 13, 14, 15, 16]) == [PULLED] * 6
     assert all(each.aborted.wait(PATIENCE_S) for each in nccl.communicators[2:4])
 
 
-def test_a_block_that_is_written_anew_while_it_is_sent(nccl: Any, sender: Node, reader: Node) -> None:
+def test_a_block_overwritten_while_it_is_sent_is_altered(nccl: Any, sender: Node, reader: Node) -> None:
     def before_move(communicator: Any, number: int) -> None:
         if communicator.rank == SENDER and number == 4:
             assert w.put(sender.arena, FROM[1], 20) and w.put(sender.arena, FROM[5], 21), "one of which was sent"
@@ -474,7 +474,7 @@ def test_a_reader_that_dies(
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
 
 
-def test_a_slab_that_is_about_to_go(nccl: Any, sender: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_withdraw_waits_for_sends(nccl: Any, sender: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent from it is waited for, and who has not even connected is not: that pair is given up."""
     monkeypatch.setattr(transport, "data_deadline", lambda size: 1.0 if size == w.SLAB else PATIENCE_S)
     late, reader = ByHand(nccl, sender), ByHand(nccl, sender).connect()
@@ -490,7 +490,7 @@ def test_a_slab_that_is_about_to_go(nccl: Any, sender: Node, monkeypatch: pytest
     assert late.of_sender.aborted.wait(PATIENCE_S)
 
 
-def test_a_send_of_a_pair_that_was_given_up(nccl: Any, sender: Node) -> None:
+def test_a_send_by_a_pair_that_was_replaced(nccl: Any, sender: Node) -> None:
     reader = ByHand(nccl, sender).connect()
     reader.serve("join", reader.name, nccl.get_unique_id())
     with pytest.raises(ConnectionError, match="no such pair"):
@@ -500,7 +500,7 @@ def test_a_send_of_a_pair_that_was_given_up(nccl: Any, sender: Node) -> None:
 
 
 @pytest.mark.parametrize("closing", ["reader", "sender"])
-def test_close_in_the_middle(
+def test_close_during_a_transfer(
     nccl: Any, sender: Node, reader: Node, closing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "data_deadline", lambda size: 1000.0 if size else 1.0)
@@ -569,7 +569,7 @@ def child(nccl: Any) -> Iterator[Callable[[], Child]]:
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_a_process_that_is_killed_in_the_middle(
+def test_a_process_that_is_killed_during_a_transfer(
     nccl: Any, child: Callable[[], Child], reader: Node, silent: bool
 ) -> None:
     first, second = child(), child()

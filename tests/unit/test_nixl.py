@@ -111,7 +111,7 @@ def test_scattered_blocks_arrive(ours: Arena, theirs: Arena, peer: nixl_peer.Pee
         assert ours.read_headers(target, keys)[1].tolist() == list(range(30))
 
 
-def test_what_is_not_there_or_not_ours_to_write(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
+def test_blocks_that_are_gone_and_slots_that_are_not_granted(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     nixl = Nixl(ours)
     keys, blocks = some(1, 5)
     source = target = locations(np.arange(5))
@@ -209,7 +209,7 @@ def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.Mon
         newer_keys, newer_blocks = some(2, SLOTS)
         eventually(lambda: ours.write(newer, newer_keys, newer_blocks).all())
         monkeypatch.setattr(raykv.transports.nixl, "ask", answered)
-        eventually(lambda: not nixl._known[peer.offer].busy)
+        eventually(lambda: not nixl._remote[peer.offer].busy)
         assert has(ours, newer, newer_keys, newer_blocks), "nothing comes late"
         again = locations(np.arange(SLOTS), 0, 1)
         assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)
@@ -238,7 +238,7 @@ def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) ->
     assert sum(verdict.count(PULLED) for verdict in verdicts) == SLOTS
 
 
-def test_nothing_comes_after_an_error(ours: Arena, theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_after_an_error(ours: Arena, theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL says that a transfer failed with its first request that did, while others may be under way."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     nixl = Nixl(ours)
@@ -264,10 +264,10 @@ def test_nothing_comes_after_an_error(ours: Arena, theirs: Arena, monkeypatch: p
         assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)
 
 
-def test_an_offer_of_a_process_that_is_gone(ours: Arena, theirs: Arena) -> None:
+def test_an_offer_of_a_dead_process_is_refused(ours: Arena, theirs: Arena) -> None:
     keys, _ = some(1, 1)
     args = locations(np.arange(1)).tobytes(), keys.tobytes(), -1
     nixl = Nixl(theirs)
     assert nixl.serve(nixl.offer(), *args)[2]
-    with pytest.raises(ValueError, match="ask for its offer again"):
+    with pytest.raises(ValueError, match="ask for the offer again"):
         nixl.serve("raykv-of-before", *args)

@@ -59,7 +59,7 @@ def test_a_killed_server_raises_and_a_new_one_serves(server: RedisServer, tier: 
     assert put(tier) and there(tier)
 
 
-def test_a_server_that_stands_still_raises_in_time(server: RedisServer, tier: Tier) -> None:
+def test_a_server_that_hangs_raises_in_time(server: RedisServer, tier: Tier) -> None:
     assert put(tier)
     server.pause()
 
@@ -98,7 +98,7 @@ def test_a_server_that_may_not_be_written_raises(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_pools_and_databases_are_apart(server: RedisServer) -> None:
+def test_pools_and_databases_are_separate(server: RedisServer) -> None:
     tiers = [
         open_tier(dataclasses.replace(parse(server.url(database=database)), pool=pool))
         for database, pool in ((0, "a"), (0, "b"), (1, "a"))
@@ -158,7 +158,7 @@ def test_an_address_where_nothing_listens(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("url", ["redis:///0?capacity=1GiB", "redis://host/zero?capacity=1GiB"])
-def test_addresses_that_are_none(url: str) -> None:
+def test_addresses_that_are_not_valid(url: str) -> None:
     assert "host:6379" in refusal(url)
 
 

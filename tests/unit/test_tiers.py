@@ -167,7 +167,7 @@ def listed(tier: Tier) -> list[tuple[bytes, int]]:
     return list(chain(*tier.scan()))
 
 
-def test_what_is_put_comes_back(tier: Tier) -> None:
+def test_stored_blocks_are_read_back(tier: Tier) -> None:
     blocks = [block(key_at(i), length, i % 2) for i, length in enumerate(LENGTHS * 2)]
     assert there(tier, blocks) == [False] * len(blocks)
     assert tier.put_many(blocks) == [True] * len(blocks)
@@ -190,7 +190,7 @@ def test_answers_are_in_order_of_what_was_asked(tier: Tier) -> None:
     assert there(tier, mixed) == expected
 
 
-def test_a_batch_of_more_than_is_moved_at_a_time(tier: Tier) -> None:
+def test_a_batch_of_several_pieces(tier: Tier) -> None:
     blocks = [block(key_at(i), 3 * MIB) for i in range(25)]
     assert all(tier.put_many(blocks)) and all(there(tier, blocks))
 
@@ -203,7 +203,7 @@ def test_another_length_is_a_miss(tier: Tier) -> None:
     assert there(tier, [stored]) == [True]
 
 
-def test_deleted_is_gone_and_may_come_back(tier: Tier) -> None:
+def test_deleted_blocks_are_gone_and_can_be_stored_again(tier: Tier) -> None:
     blocks = [block(key_at(i), PAGE) for i in range(6)]
     assert all(tier.put_many(blocks))
     tier.delete_many([block.key for block in blocks[:3]] + [key_at(100)])
@@ -221,7 +221,7 @@ def test_the_marker_is_kept_but_not_listed(tier: Tier) -> None:
     assert listed(tier) == [(stored.key, PAGE)]
 
 
-def test_reopened_it_has_everything(opener: Opener) -> None:
+def test_a_reopened_tier_has_every_block(opener: Opener) -> None:
     blocks = [block(key_at(i), length) for i, length in enumerate(LENGTHS)]
     first = opener()
     assert all(first.put_many(blocks))
@@ -233,7 +233,7 @@ def test_reopened_it_has_everything(opener: Opener) -> None:
 
 
 @pytest.mark.parametrize("opener", ["file-shared", "redis", "s3"], indirect=True)
-def test_what_another_node_puts_and_deletes_is_seen(opener: Opener) -> None:
+def test_a_shared_tier_shows_what_another_node_stores_and_deletes(opener: Opener) -> None:
     here, there_too, stored = opener(), opener(), block(key_at(0), PAGE)
     assert here.shared and not listed(here) and not there(here, [stored])[0]
     there_too.put_many([stored])
@@ -268,7 +268,7 @@ steps = st.tuples(st.sampled_from(("put", "delete")), st.lists(st.sampled_from(r
 @pytest.mark.parametrize("opener", [kind for kind in KINDS if kind != "s3"], indirect=True)  # too slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(steps, max_size=6))
-def test_it_is_a_dictionary(tier: Tier, run: list[tuple[str, list[int]]]) -> None:
+def test_a_tier_behaves_as_a_dictionary(tier: Tier, run: list[tuple[str, list[int]]]) -> None:
     tier.delete_many([block.key for block in BLOCKS])
     model: set[int] = set()
     for step, which in run:
@@ -302,7 +302,7 @@ def one(tmp_path: Path) -> Iterator[tuple[FileTier, Block, Path]]:
     tier.close()
 
 
-def test_a_file_is_a_page_and_a_body_of_its_owner_alone(one: tuple[FileTier, Block, Path]) -> None:
+def test_a_file_is_a_page_and_a_body_with_mode_0600(one: tuple[FileTier, Block, Path]) -> None:
     _, stored, path = one
     assert path.read_bytes() == stored.head.ljust(PAGE, b"\0") + stored.body.tobytes()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -318,7 +318,7 @@ def test_a_file_of_another_length_is_a_miss(one: tuple[FileTier, Block, Path], l
     assert tier.put_many([stored]) == [True] == there(tier, [stored])
 
 
-def test_flipped_bytes_are_its_callers_to_notice(one: tuple[FileTier, Block, Path]) -> None:
+def test_flipped_bytes_are_returned_as_they_are(one: tuple[FileTier, Block, Path]) -> None:
     tier, stored, path = one
     with open(path, "r+b") as file:
         file.seek(PAGE + 5)
@@ -341,7 +341,7 @@ def test_reads_change_nothing(one: tuple[FileTier, Block, Path]) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_a_block_that_is_put_again_is_there_meanwhile(one: tuple[FileTier, Block, Path]) -> None:
+def test_a_block_is_readable_while_it_is_stored_again(one: tuple[FileTier, Block, Path]) -> None:
     tier, stored, _ = one
     with ThreadPoolExecutor(1) as threads:
         again = threads.submit(lambda: [tier.put_many([stored]) for _ in range(200)])
@@ -350,7 +350,7 @@ def test_a_block_that_is_put_again_is_there_meanwhile(one: tuple[FileTier, Block
         assert again.result() == [[True]] * 200
 
 
-def test_the_oldest_come_first(tmp_path: Path) -> None:
+def test_a_scan_lists_the_oldest_first(tmp_path: Path) -> None:
     tier, blocks = open_file(tmp_path), [block(key_at(i), PAGE) for i in range(20)]
     assert all(tier.put_many(blocks))
     for age, stored in enumerate(blocks):
@@ -359,7 +359,7 @@ def test_the_oldest_come_first(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_stores_on_one_path_keep_apart_and_find_theirs_again(tmp_path: Path) -> None:
+def test_stores_on_one_path_have_folders_of_their_own(tmp_path: Path) -> None:
     blocks = [block(key_at(i), PAGE) for i in range(2)]
     for _ in range(2):
         tiers = [open_file(tmp_path), open_file(tmp_path)]
@@ -391,7 +391,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_killed_store_had_is_taken_up(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_store_is_adopted(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, f"file://{tmp_path}?capacity=1MiB"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline() == b"ready\n"
@@ -406,7 +406,7 @@ def test_what_a_killed_store_had_is_taken_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_half_written_files_are_removed_when_nobody_can_be_at_it(tmp_path: Path, shared: bool) -> None:
+def test_half_written_files_are_removed_unless_the_folder_is_shared(tmp_path: Path, shared: bool) -> None:
     first, stored = open_file(tmp_path, shared), block(key_at(0), PAGE)
     assert first.put_many([stored]) == [True]
     first.close()
@@ -420,7 +420,7 @@ def test_half_written_files_are_removed_when_nobody_can_be_at_it(tmp_path: Path,
     again.close()
 
 
-def test_what_was_deleted_is_written_over(tmp_path: Path) -> None:
+def test_deleted_files_are_written_over(tmp_path: Path) -> None:
     """By blocks of any length. Nothing of it is listed or left behind; a shared folder keeps nothing."""
     for shared in (False, True):
         tier, folder = open_file(tmp_path, shared), tmp_path / ("shared" if shared else "0")
@@ -525,7 +525,7 @@ def test_more_capacity_than_the_disk_has(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["0"]  # it kept no lock
 
 
-def test_what_is_already_there_counts_as_room(tmp_path: Path) -> None:
+def test_blocks_that_are_there_count_as_free(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
         tier = open_file(tmp_path / "small", capacity="6MiB")
         assert all(tier.put_many([block(key_at(i), MIB) for i in range(5)]))
@@ -556,7 +556,7 @@ def test_capacities(text: str, capacity: int) -> None:
     assert parse(f"file:///data?capacity={text}").capacity == capacity
 
 
-def test_what_a_url_says() -> None:
+def test_the_parts_of_a_url() -> None:
     url = parse("redis://kv:pass%40word@host:7000/2?capacity=1GiB&shared=0")
     assert (url.scheme, url.text, url.shared, url.pool) == ("redis", "redis://host:7000/2", False, "default")
     assert (url.parts.hostname, url.parts.port, url.parts.path) == ("host", 7000, "/2")
@@ -633,7 +633,7 @@ def test_objects_that_can_not_be_written(s3: str, tmp_path: Path) -> None:
         assert "exists and may be written" in message and "s3cret" not in message
 
 
-def test_who_shares() -> None:
+def test_which_tiers_are_shared() -> None:
     pytest.importorskip("fsspec")
     assert not open_tier(parse("memory://x?capacity=1GiB")).shared
     assert open_tier(parse("memory://x?capacity=1GiB&shared=1")).shared

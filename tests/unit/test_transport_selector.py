@@ -23,7 +23,9 @@ MIB = 1 << 20
 SOURCE = np.zeros(4, LOCATION)
 SOURCE["bytes"] = MIB
 KEYS = np.zeros((4, 16), np.uint8)
-HERE: Any = SimpleNamespace(claims=lambda target, keys: (None, None, np.array([True, False, False, False])))
+HERE: Any = SimpleNamespace(
+    read_headers=lambda target, keys: SimpleNamespace(there=np.array([True, False, False, False]))
+)
 
 
 class Moody(Transport):
@@ -38,7 +40,7 @@ class Moody(Transport):
     def offer(self) -> str:
         return f"{self.name} here"
 
-    def pull(self, peer: Any, offer: Any, wanted: PullRequest) -> NDArray[np.uint8]:
+    def pull(self, peer: Any, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
         self.pulls += 1
         self.offered.append(offer)
         if self.error is not None:
@@ -59,7 +61,7 @@ class World:
         self.now, self.asked = 0.0, 0
         self.offers: dict[str, Any] | Exception = {"fast": 1, "middle": 1}
         self.fast, self.middle, self.last = (Moody(name) for name in ("fast", "middle", "last"))
-        self.lanes = TransportSelector([self.fast, self.middle, self.last])
+        self.selector = TransportSelector([self.fast, self.middle, self.last])
         self.peer = Peer("node", Store())
         monkeypatch.setattr(raykv.transports.selector.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
         monkeypatch.setattr(raykv.transports.selector.ray, "get", self.get)  # type: ignore[attr-defined]
@@ -73,7 +75,7 @@ class World:
     def pull(self, peer: Peer | None = None) -> str:
         """Which of the transports were asked, in order."""
         before = [transport.pulls for transport in (self.fast, self.middle, self.last)]
-        self.lanes.pull(peer or self.peer, SOURCE, KEYS, HERE, SOURCE)
+        self.selector.pull(peer or self.peer, SOURCE, KEYS, HERE, SOURCE)
         names = ("fast", "middle", "last")
         after = [transport.pulls for transport in (self.fast, self.middle, self.last)]
         return " ".join(name for name, a, b in zip(names, before, after, strict=True) if b > a)
@@ -84,23 +86,23 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_the_best_that_both_have(world: World) -> None:
+def test_the_best_common_transport_is_used(world: World) -> None:
     assert world.pull() == "fast" and world.pull() == "fast" and world.asked == 1
     world.offers = {"middle": 2}
     other = Peer("other", world.peer.store)
     assert world.pull(other) == "middle" and world.middle.offered == [2]
     world.offers = {}
     assert world.pull(Peer("third", world.peer.store)) == "last"
-    assert world.lanes.offers() == {"fast": "fast here", "middle": "middle here", "last": "last here"}
+    assert world.selector.offers() == {"fast": "fast here", "middle": "middle here", "last": "last here"}
 
 
-def test_what_lies_below_comes_by_the_last(world: World) -> None:
+def test_external_tiers_are_read_by_the_last_transport(world: World) -> None:
     assert world.pull(world.peer._replace(external=True)) == "last" and world.asked == 0
-    assert world.lanes.stats() == {}
+    assert world.selector.stats() == {}
 
 
 @pytest.mark.parametrize("error", [ConnectionError("gone"), RayActorError()])
-def test_what_fails_falls_back_and_is_tried_again(world: World, error: Exception) -> None:
+def test_a_transport_that_fails_is_replaced_and_tried_again_later(world: World, error: Exception) -> None:
     world.fast.error = error
     assert world.pull() == "fast middle"
     assert world.pull() == "middle"
@@ -108,13 +110,13 @@ def test_what_fails_falls_back_and_is_tried_again(world: World, error: Exception
     assert world.pull() == "middle"
     world.middle.error = ConnectionError("gone, too")
     assert world.pull() == "middle last" and world.pull() == "last"
-    assert world.lanes.stats()["node"]["failed"] == {"fast": 1, "middle": 1}
+    assert world.selector.stats()["node"]["failed"] == {"fast": 1, "middle": 1}
     world.now += RETRY_S / 2
     assert world.pull() == "fast last", "its time has come, and it fails again; the other's has not"
     world.fast.error = world.middle.error = None
     world.now += RETRY_S
     assert world.pull() == "fast" and world.pull() == "fast"
-    assert world.lanes.stats()["node"]["transport"] == "fast"
+    assert world.selector.stats()["node"]["transport"] == "fast"
 
 
 def test_a_peer_that_restarted_is_read_as_before(world: World) -> None:
@@ -126,7 +128,7 @@ def test_a_peer_that_restarted_is_read_as_before(world: World) -> None:
     assert world.pull() == "fast" and world.fast.offered[-1] == "another process"
 
 
-def test_a_peer_that_restarts_while_another_way_is_used(world: World) -> None:
+def test_a_peer_that_restarts_while_another_transport_is_used(world: World) -> None:
     world.fast.error = ConnectionError("no")
     assert world.pull() == "fast middle" and world.pull() == "middle"
     world.fast.error, world.offers = None, {"fast": "another process", "middle": "another process"}
@@ -136,7 +138,7 @@ def test_a_peer_that_restarts_while_another_way_is_used(world: World) -> None:
     assert world.pull() == "fast"
 
 
-def test_what_is_late_is_not_pulled_otherwise(world: World) -> None:
+def test_a_late_pull_is_not_tried_by_another_transport(world: World) -> None:
     """It may be written yet."""
     world.fast.error = TimeoutError("late")
     with pytest.raises(TimeoutError):
@@ -145,16 +147,16 @@ def test_what_is_late_is_not_pulled_otherwise(world: World) -> None:
     assert world.pull() == "middle"
 
 
-def test_what_came_by_a_way_that_failed_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_a_failed_transport_wrote_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot is not written twice."""
     world.fast.error = ConnectionError("in the middle")
     verdicts = np.array([FAILED, FAILED, PULLED, ALTERED], np.uint8)
     monkeypatch.setattr(world.middle, "pull", lambda *args: verdicts.copy())
-    pulled = world.lanes.pull(world.peer, SOURCE, KEYS, HERE, SOURCE)
+    pulled = world.selector.pull(world.peer, SOURCE, KEYS, HERE, SOURCE)
     assert pulled.tolist() == [PULLED, FAILED, PULLED, ALTERED]
 
 
-def test_a_way_that_is_not_needed_again(world: World) -> None:
+def test_offers_are_asked_for_once_when_a_retry_is_due(world: World) -> None:
     """Or that the peer no longer offers: what it offers is not asked for with every pull."""
     world.fast.error = world.middle.error = ConnectionError("for now")
     assert world.pull() == "fast middle last"
@@ -172,7 +174,7 @@ def test_a_way_that_is_not_needed_again(world: World) -> None:
     assert world.pull() == "middle" and world.asked == asked
 
 
-def test_what_had_no_time_is_not_to_blame(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_had_no_time_has_not_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its turn came late: that tells nothing of the transport."""
     assert world.pull() == "fast"
 
@@ -183,15 +185,15 @@ def test_what_had_no_time_is_not_to_blame(world: World, monkeypatch: pytest.Monk
 
         def release(self) -> None: ...
 
-    world.lanes._lanes[world.peer].turn = Late()  # type: ignore[assignment]
+    world.selector._states[world.peer].pulling = Late()  # type: ignore[assignment]
     world.fast.error = TimeoutError("late")
     with pytest.raises(TimeoutError):
         world.pull()
     world.fast.error = None
-    assert world.pull() == "fast" and world.lanes.stats()["node"]["failed"] == {}
+    assert world.pull() == "fast" and world.selector.stats()["node"]["failed"] == {}
 
 
-def test_a_peer_that_does_not_say_what_it_offers(world: World) -> None:
+def test_a_peer_that_does_not_answer_what_it_offers(world: World) -> None:
     world.offers = RayActorError()
     with pytest.raises(RayActorError):
         world.pull()
@@ -199,16 +201,16 @@ def test_a_peer_that_does_not_say_what_it_offers(world: World) -> None:
     assert world.pull() == "fast"
 
 
-def test_nothing_reads_from_there(world: World) -> None:
+def test_no_transport_works(world: World) -> None:
     for transport in (world.fast, world.middle, world.last):
         transport.error = ConnectionError(transport.name)
-    with pytest.raises(ConnectionError, match="nothing reads from node node"):
+    with pytest.raises(ConnectionError, match="no transport reads from node node"):
         world.pull()
     world.last.error = None
     assert world.pull() == "last"
 
 
-def test_how_fast_it_was(world: World) -> None:
+def test_stats_tell_the_speed(world: World) -> None:
     pull = world.fast.pull
 
     def slow(*args: Any) -> NDArray[np.uint8]:
@@ -218,7 +220,7 @@ def test_how_fast_it_was(world: World) -> None:
     world.fast.pull = slow  # type: ignore[method-assign, assignment]
     for _ in range(2):
         assert world.pull() == "fast"
-    assert world.lanes.stats() == {"node": {"transport": "fast", "gbps": pytest.approx(6 * MIB / 1e9), "failed": {}}}
+    assert world.selector.stats() == {"node": {"transport": "fast", "gbps": pytest.approx(6 * MIB / 1e9), "failed": {}}}
 
 
 def test_one_pull_at_a_time_from_one_peer(world: World) -> None:
@@ -238,7 +240,7 @@ def test_one_pull_at_a_time_from_one_peer(world: World) -> None:
     def run() -> None:
         go.wait()
         for _ in range(200):
-            world.lanes.pull(world.peer, SOURCE, KEYS, None, SOURCE)  # type: ignore[arg-type]
+            world.selector.pull(world.peer, SOURCE, KEYS, None, SOURCE)  # type: ignore[arg-type]
 
     world.fast.pull = counted  # type: ignore[method-assign, assignment]
     threads = [threading.Thread(target=run) for _ in range(2)]
@@ -283,7 +285,7 @@ def test_without_nixl(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     lanes.close()
 
 
-def test_nixl_that_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_that_is_required_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node says so before anything is started."""
     monkeypatch.setattr(raykv.transports.nixl, "why_not", lambda: "NIXL is not installed here")
     asked = ["nixl", "auto"]
