@@ -42,7 +42,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
             break
         tasks = [
             _take_over.options(scheduling_strategy=NodeAffinitySchedulingStrategy(taker, soft=False)).remote(
-                pool, node_id, taker, i, len(takers), end - time.monotonic()
+                pool, node_id, taker, slice(i, None, len(takers)), end - time.monotonic()
             )
             for i, taker in enumerate(takers)
         ]
@@ -63,8 +63,8 @@ def _left(pool: str, node_id: str, before: int) -> int:
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seconds: float) -> None:
-    """Pull a share of a leaving node's blocks to this node, youngest first, until none is left or none comes."""
+def _take_over(pool: str, leaving: str, here: str, share: slice, seconds: float) -> None:
+    """Pull a share of a leaving node's sole copies to this node, youngest first, until none is left or none arrives."""
     session, end = Session(pool, here), time.monotonic() + seconds
     try:
         store = registry.find(registry.node_store_name(pool, leaving))
@@ -76,7 +76,7 @@ def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seco
             blocks = SoleCopies(*answer)
             sizes = np.frombuffer(ray.get(store.sizes.remote(blocks.locations), timeout=CALL_S), np.int64)
             keys = np.frombuffer(blocks.keys, np.uint8).reshape(-1, KEY_BYTES)
-            mine = {size: keys[sizes == size][share::shares] for size in np.unique(sizes).tolist()}
+            mine = {size: keys[sizes == size][share] for size in np.unique(sizes).tolist()}
             pulled = sum(_fetch(session, part, size, end) for size, part in mine.items())
             if not pulled:
                 return
@@ -85,7 +85,7 @@ def _take_over(pool: str, leaving: str, here: str, share: int, shares: int, seco
 
 
 def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: float) -> int:
-    """Bring blocks here, as long as there is time. Returns how many came."""
+    """Pull blocks to this node until the time `end`. Returns how many arrived."""
     pulled, cache = 0, CacheId("", 1, block_bytes, b"")  # of whatever caches: only the blocks' size is known
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]

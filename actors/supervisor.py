@@ -75,7 +75,8 @@ class Supervisor:
         return self._pause()
 
     def _on_error(self, error: Exception) -> float:
-        log.error("%r: %r", self, error, exc_info=error)  # Ray was in the middle of something: look again
+        # Ray may have been in the middle of a change: the next look sees it done.
+        log.error("%r: %r", self, error, exc_info=error)
         return self._pause()
 
     def _pause(self) -> float:

@@ -334,5 +334,7 @@ def _transports(transports: list[dict[str, Any]]) -> Table:
     table = Table("reader", "from", "by", "GB/s", "failed", title="between nodes")
     for route in transports:
         failed = ", ".join(f"{name} {count}" for name, count in route["failed"].items())
-        table.add_row(_short(route["reader"]), _short(route["from"]), route["transport"], f"{lane['gbps']:.2f}", failed)
+        table.add_row(
+            _short(route["reader"]), _short(route["from"]), route["transport"], f"{route['gbps']:.2f}", failed
+        )
     return table
