@@ -2,7 +2,10 @@ PYTHON ?= python3
 
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
-.PHONY: demo check test lint units clusters engines docs pictures
+# runs tests beside others, and prints what they print when they are done
+BESIDE = .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log; exit $$status
+
+.PHONY: demo check test lint units clusters engines alone docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -10,8 +13,8 @@ demo: .venv/.demo
 check: .venv/.test  # what needs no Ray cluster
 	$(MAKE) --no-print-directory --jobs=2 lint units
 
-test: check
-	$(MAKE) --no-print-directory --jobs=2 clusters engines
+test: check  # clusters mostly wait: two at a time, and `alone` when one of them is done
+	$(MAKE) --no-print-directory --jobs=2 clusters engines alone
 
 lint:
 	.venv/bin/ruff check
@@ -20,14 +23,16 @@ lint:
 	.venv/bin/mypy
 
 units:
-	.venv/bin/pytest -n 2 --dist worksteal tests/unit tests/directory
+	.venv/bin/pytest -n 2 --dist worksteal tests --ignore=tests/cluster --ignore=tests/engines
 
 clusters:
 	.venv/bin/pytest tests/cluster -m 'not own_cluster and not gpu'
 
-engines:  # and the tests that start Ray clusters of their own; beside `clusters`, which are not to be starved
-	@{ nice .venv/bin/pytest tests/engines && nice .venv/bin/pytest tests/cluster -m 'own_cluster and not gpu'; } \
-	> .venv/engines.log; status=$$?; cat .venv/engines.log; exit $$status
+engines:
+	@$(call BESIDE,tests/engines)
+
+alone:
+	@$(call BESIDE,tests/cluster -m 'own_cluster and not gpu')
 
 docs: .venv/.test  # into build/site; as a module, since the pages' hooks are imported from here
 	.venv/bin/python -m mkdocs build --strict

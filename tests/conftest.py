@@ -113,7 +113,7 @@ def _add_node(cluster: Any) -> Iterator[Callable[[], Any]]:
     yield add
     for node in added:
         if node in cluster.worker_nodes:
-            cluster.remove_node(node, allow_graceful=False)
+            cluster.remove_node(node)  # gracefully: Ray takes 15 s to notice that a raylet was killed
     gone = {node.node_id for node in added}
     eventually(lambda: not gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
 
