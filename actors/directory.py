@@ -32,6 +32,7 @@ class Directory:
     """Where every block of a pool is. One actor, synchronous: calls are answered in the order they came."""
 
     def __init__(self, pool: str, locality: float, share: float, min_hits: int) -> None:
+        registry.check_protocol(pool)
         self._pool = pool
         epoch = registry.take_epoch(pool)
         self._directory = raykv.directory.directory.Directory(epoch, locality, share=share, min_hits=min_hits)

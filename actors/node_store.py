@@ -64,8 +64,11 @@ class NodeStore:
     def __init__(self, pool: str, node_id: str, settings: StoreSettings) -> None:
         """Raises CapacityError where the node cannot afford `cpu_memory`, or one of its GPUs `gpu_memory`.
 
+        Raises ProtocolMismatch where the pool was started by a raykv of another protocol version.
+
         Serves without the external tier while that can't be used.
         """
+        registry.check_protocol(pool)
         self._pool, self._node_id = pool, node_id
         pool_fingerprint = fingerprint(pool, settings.secret)
         saved_size, total = SavedSize(pool, node_id), free_memory.total_bytes()

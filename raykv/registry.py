@@ -18,17 +18,10 @@ from raykv.errors import ProtocolMismatch, RayKVError
 from raykv.protocol import VERSION
 
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
-# secret), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>` (taken by a directory),
-# `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON: the cpu_memory that it was resized to),
-# `<pool>/tier` (what was given to `register_tier`, pickled).
-
-
-def supervisor_name(pool: str) -> str:
-    return f"{pool}/supervisor"
-
-
-def node_store_name(pool: str, node_id: str) -> str:
-    return f"{pool}/node-{node_id[:16]}"
+# secret and the protocol's version), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>`
+# (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON: the cpu_memory that it
+# was resized to), `<pool>/tier` (what was given to `register_tier`, pickled), `<pool>/model/<name>` (JSON: how prompts
+# become keys, for routers).
 
 
 _forked = False  # whether this process was forked from one that was in a Ray cluster
@@ -52,6 +45,16 @@ def refuse_forked() -> None:
         )
 
 
+def supervisor_name(pool: str) -> str:
+    """What the pool's supervisor is called in Ray."""
+    return f"{pool}/supervisor"
+
+
+def node_store_name(pool: str, node_id: str) -> str:
+    """What the node's store is called in Ray. node_id: Ray's."""
+    return f"{pool}/node-{node_id[:16]}"
+
+
 def find(name: str) -> Any:
     """A handle of one of our actors. ValueError where there is none."""
     refuse_forked()
@@ -67,7 +70,7 @@ def find_directory(pool: str) -> Any:
 
 
 def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str, Any]:
-    """How an actor of ours is made: on `node_id`, and only there if `pinned`."""
+    """Options of a detached actor: on `node_id`, and only there if `pinned`. threads: calls at a time."""
     return {
         "name": name,
         "namespace": NAMESPACE,
@@ -95,6 +98,7 @@ def put(pool: str, key: str, value: bytes, overwrite: bool = True) -> bool:
 
 
 def drop(pool: str, key: str) -> None:
+    """Remove a value of the pool from Ray's internal KV."""
     _internal_kv_del(f"{pool}/{key}", namespace=NAMESPACE.encode())
 
 
@@ -127,6 +131,11 @@ def settings(pool: str) -> dict[str, Any] | None:
             f"install one raykv everywhere, or end the pool with the raykv that started it and start it anew"
         )
     return settings
+
+
+def check_protocol(pool: str) -> None:
+    """Raises ProtocolMismatch where the pool was started by a raykv that this one can't talk to."""
+    settings(pool)
 
 
 def take_epoch(pool: str, at_least: int = 1) -> int:

@@ -133,7 +133,7 @@ def test_a_request_gets_the_replica_that_was_chosen_for_it() -> None:
         ((A, replica("a", 1)), {"token_ids": [1] * 8}),  # no node to choose
     ],
 )
-def test_nothing_is_asked_for_a_request_that_can_not_be_helped(replicas: Any, asked: dict[str, Any]) -> None:
+def test_the_directory_is_not_asked_about_a_request_that_it_cannot_help(replicas: Any, asked: dict[str, Any]) -> None:
     async def run() -> None:
         prefix_router, told = router(*replicas)
         assert await prefix_router._choose_replica_for_request(request(**asked)) in replicas

@@ -127,7 +127,7 @@ def test_a_block_is_laid_out_as_documented(model: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 18])
-def test_cold_then_warm(model: Any, cache: Any, length: int) -> None:
+def test_a_warm_prefill_gives_the_logits_of_a_cold_one(model: Any, cache: Any, length: int) -> None:
     ids = prompt(length)
     logits, past = plain(model, ids)
     cold = prefill(model, cache, ids)
@@ -213,7 +213,7 @@ def test_a_continuation_as_long_as_the_prompt_is_no_repetition(model: Any, cache
     assert torch.equal(model.generate(both, past_key_values=start.past_key_values, **options), alone)
 
 
-def test_identity(model: Any) -> None:
+def test_a_models_cache_is_known_by_weights_layout_and_dtype(model: Any) -> None:
     size_class: Any = SizeClass()
     model_cache(size_class, model, name="tiny", revision="r1", block_tokens=8)
     assert size_class.identity == {
@@ -228,7 +228,7 @@ def test_identity(model: Any) -> None:
         model_cache(size_class, model)
 
 
-def test_bad_input(model: Any, cache: Any) -> None:
+def test_bad_input_is_refused(model: Any, cache: Any) -> None:
     for ids in ([], [[1, 2]]):
         with pytest.raises(ValueError, match="1-D"):
             prefill(model, cache, ids)  # type: ignore[arg-type]
