@@ -19,22 +19,14 @@ from raykv.errors import ProtocolMismatch, RayKVError
 from raykv.protocol import VERSION
 
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
-# secret), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>` (taken by a directory),
-# `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON: the cpu_memory that it was resized to),
-# `<pool>/tier` (what was given to `register_tier`, pickled), `<pool>/failed/<node>` (why a node has no store),
-# `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled`
-# (kernels that the directory has compiled, and all).
+# secret and the protocol's version), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>`
+# (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON: the cpu_memory that it
+# was resized to), `<pool>/tier` (what was given to `register_tier`, pickled), `<pool>/model/<name>` (JSON: how prompts
+# become keys, for routers), `<pool>/failed/<node>` (why a node has no store), `<pool>/answer/<node>` (pickled: what a
+# node says before a pool starts), `<pool>/compiled` (kernels that the directory has compiled, and all).
 
 AWAIT_S = 120.0
 AWAIT_LOOK_S = 0.02
-
-
-def supervisor_name(pool: str) -> str:
-    return f"{pool}/supervisor"
-
-
-def node_store_name(pool: str, node_id: str) -> str:
-    return f"{pool}/node-{node_id[:16]}"
 
 
 _forked = False  # whether this process was forked from one that was in a Ray cluster
@@ -70,6 +62,16 @@ def actor_names(pool: str) -> list[str]:
     return sorted(name for name in ours if name.startswith(f"{pool}/"))
 
 
+def supervisor_name(pool: str) -> str:
+    """What the pool's supervisor is called in Ray."""
+    return f"{pool}/supervisor"
+
+
+def node_store_name(pool: str, node_id: str) -> str:
+    """What the node's store is called in Ray. node_id: Ray's."""
+    return f"{pool}/node-{node_id[:16]}"
+
+
 def find(name: str) -> Any:
     """A handle of one of our actors. ValueError where there is none."""
     refuse_forked()
@@ -85,7 +87,7 @@ def find_directory(pool: str) -> Any:
 
 
 def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str, Any]:
-    """How an actor of ours is made: on `node_id`, and only there if `pinned`."""
+    """Options of a detached actor: on `node_id`, and only there if `pinned`. threads: calls at a time."""
     return {
         "name": name,
         "namespace": NAMESPACE,
@@ -113,6 +115,7 @@ def put(pool: str, key: str, value: bytes, overwrite: bool = True) -> bool:
 
 
 def drop(pool: str, key: str) -> None:
+    """Remove a value of the pool from Ray's internal KV."""
     _internal_kv_del(f"{pool}/{key}", namespace=NAMESPACE.encode())
 
 

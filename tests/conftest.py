@@ -13,9 +13,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a tok
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 TESTS = os.path.dirname(__file__)
 ROOTS = (TESTS, os.path.dirname(TESTS))  # of helpers, and of examples
-ACTORS = tuple(
-    os.path.join(TESTS, folder) for folder in ("cluster", "engines")
-)  # tests whose classes Ray's workers run
+ACTORS = tuple(os.path.join(TESTS, folder) for folder in ("cluster", "engines"))  # of classes that Ray's workers run
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*ROOTS, *ACTORS, os.environ.get("PYTHONPATH"))))
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Checks what callers hand over before a byte moves: keys, and the memory that blocks are copied from or to."""
+"""Rows of memory that callers hand over for blocks to come from or go to, checked before a byte moves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.gpu import cuda
-from raykv.protocol import KEY_BYTES
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,6 @@ class Rows:
     def bytes(self) -> int:
         """Bytes of one row."""
         return int(self.lengths.sum())
-
-
-def keys(given: Any) -> NDArray[np.uint8]:
-    """`given` as (n, 16) uint8, contiguous. ValueError if it is something else."""
-    array = _numpy("keys", given)
-    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != KEY_BYTES:
-        raise ValueError(
-            f"keys: {array.dtype} of shape {array.shape}, not uint8 of (n, {KEY_BYTES}): get them from cache.keys()"
-        )
-    return np.ascontiguousarray(array)
 
 
 def count(of: NDArray[np.uint8], start: int) -> int:

@@ -18,7 +18,7 @@ from raykv.protocol import CONTENT_BYTES, host_of
 
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
 ADMIN_DEADLINE_S = 10.0
-LANES_DEADLINE_S = 1.0  # a store that is stopped is not waited for
+TRANSPORTS_DEADLINE_S = 1.0  # a store that is stopped is not waited for
 STOP_DEADLINE_S = 60.0
 
 
@@ -89,11 +89,13 @@ class KVPool:
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of the whole pool as the directory has them, and `faults` of this client. Empty while it is down.
+        """The directory's counts of the whole pool, and `faults` of this client by kind. Nothing else while it is down.
 
-        nodes: by Ray node id, or that with "/" and a GPU's UUID. failed: why other nodes have no store, by Ray node id.
-        transports: of each pair of them that has read, as the one that did says, where it answers: `reader`, `from`,
-        the `transport` used last, its GB/s (1e9 bytes) as `gbps`, and how often which has `failed`.
+        nodes: counts by Ray node id; of a GPU by the node's id, "/" and the GPU's UUID.
+        failed: why other nodes have no store, by Ray node id.
+        transports: one entry for each memory (`reader`) that has read from another (`from`): the `transport` that was
+        used last, its GB/s (1e9 bytes) as `gbps`, and how often each has `failed`. Stores that do not answer in time
+        are left out.
         """
         try:
             answer = ray.get(registry.find_directory(self.name).stats.remote(), timeout=ADMIN_DEADLINE_S)
@@ -108,15 +110,15 @@ class KVPool:
         for node_id in {host_of(name) for name in names}:
             with contextlib.suppress(ValueError):
                 asked.append(registry.find(registry.node_store_name(self.name, node_id)).stats.remote())
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=LANES_DEADLINE_S) if asked else ([], [])
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=TRANSPORTS_DEADLINE_S) if asked else ([], [])
         found: list[dict[str, Any]] = []
         for answer in answered:
             with contextlib.suppress(RayError):
                 found += ray.get(answer)["transports"]
-        return [lane for lane in found if lane["from"] in names]
+        return [entry for entry in found if entry["from"] in names]
 
     def clear(self) -> int:
-        """Forget every block, for good: a restart does not find them again. Returns how many keys there were.
+        """Forget every block for good: no restart finds them again. Returns how many keys there were.
 
         Raises RayError if the pool's actors do not answer.
         """
@@ -132,11 +134,12 @@ class KVPool:
         return int(count)
 
     def drain(self, node_id: str, deadline: float = 60.0) -> int:
-        """Empty a node that is about to leave, within so many seconds. Nothing new is stored there from now on.
+        """Empty a node that is about to leave. Nothing new is stored there from now on.
 
-        What is nowhere else goes to a tier that all nodes share, or to other nodes.
-        Returns how many blocks would still be lost with it. ValueError if no living node has that Ray node id; RayError
-        if the pool's actors do not answer.
+        Blocks that no other node has go to an external tier that all nodes share, or to other nodes.
+        node_id: Ray's. deadline: seconds.
+        Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, and
+        RayError if the pool's actors do not answer.
         """
         _check_living(node_id)
         supervisor = registry.find(registry.supervisor_name(self.name))
@@ -144,13 +147,14 @@ class KVPool:
         return left
 
     def resize(self, node_id: str, cpu_memory: Size, deadline: float = 60.0) -> int:
-        """Give a node more memory, or less, while the pool is in use: a fraction of what it has, or bytes.
+        """Give a node more or less memory while the pool is in use.
 
-        What is given up are its coldest blocks; those that somebody holds stay until they are let go, even if that is
-        after the deadline. It outlasts restarts of the node's store, and ends with the pool.
-        Returns the bytes that the node's CPU tier has then: whole slabs, and more than asked for where the deadline
-        has passed. Raises CapacityError where the node can't afford it, and ValueError if no living node has that Ray
-        node id, or for a bad `cpu_memory`: nothing is changed then. RayError if the pool's actors do not answer.
+        A smaller node gives up its coldest blocks. Slabs with leased blocks stay until the leases end, even after the
+        deadline. The size survives restarts of the node's store, and ends with the pool.
+        node_id: Ray's. cpu_memory: as of PoolConfig, a fraction of the node's memory or bytes. deadline: seconds.
+        Returns the bytes of the node's CPU tier then: whole slabs, and more than asked for where the deadline passed.
+        Raises CapacityError where the node can't afford it, and ValueError if no living node has that id or for a bad
+        `cpu_memory`; nothing is changed then. Raises RayError if the pool's actors do not answer.
         """
         cpu_memory = memory_size("cpu_memory", cpu_memory)
         _check_living(node_id)
@@ -164,12 +168,12 @@ class KVPool:
         return size
 
     def stop(self) -> None:
-        """End the pool on every node and give its memory back."""
+        """End the pool on every node and give its memory back. Every process's calls find nothing from then on."""
         self.close()
         stop_pool(self.name)
 
     def close(self) -> None:
-        """This process is done with the pool; what it held is let go. Calls that come later find nothing."""
+        """Leave the pool: its leases and reservations of this process are released. Later calls find nothing."""
         self.session.close()
 
 
@@ -179,8 +183,9 @@ def attach(name: str = "default", *, node_id: str | None = None, device: str | i
     node_id: the Ray node that this process is on, where Ray can't know: a driver that an actor started joins any raylet
     of its machine. device: the GPU whose memory is read and written, by UUID, number in this process, or as torch names
     it ("cuda:1"): blocks go to its tier first, if the pool was started with `gpu_memory`.
-    Raises PoolNotFound if none runs, or there is no Ray cluster; ArenaMismatch if this process can't see its node's
-    shared memory; ValueError for a GPU that it can't use.
+    Raises PoolNotFound if no such pool or no Ray cluster runs; ProtocolMismatch if another version of raykv started it;
+    ArenaMismatch if this process can't see its node's shared memory; ValueError for a GPU that it can't use; RayKVError
+    in a process that was forked from one that is connected to Ray.
     """
     gpu = None if device is None else uuid_of(device)
     connect(name)

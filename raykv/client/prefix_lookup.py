@@ -1,4 +1,4 @@
-"""Asks where a prompt's blocks are without being a client of the pool: for routers."""
+"""Where a prompt's blocks are, for routers: asked of the directory without being a client of the pool."""
 
 import asyncio
 import json
@@ -18,27 +18,28 @@ DEADLINE_S = 0.05  # a request is not held up for longer
 
 
 class PrefixLookup:
-    """An event loop's line to a pool's directory, and what was announced of a model.
+    """Asks a pool's directory from an event loop, and knows what was announced of a model.
 
-    Questions are asked only while the directory answers in time. Otherwise it is looked for beside, once a second, and
-    nobody waits. Not thread-safe.
+    While the directory does not answer in time nobody waits for it: it is looked for in the background, once a second.
+    Not thread-safe.
     """
 
     def __init__(self, pool: str, model: str) -> None:
-        self.announced: dict[str, Any] | None = None  # how prompts become keys; None while nobody answers
+        """model: as it was announced."""
+        self.announced: dict[str, Any] | None = None  # how prompts become keys; None while that is unknown
         self._pool, self._model = pool, model
         self._directory: Any = None
         self._search: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """Look for the directory and the announcement, in the background; what is known is used meanwhile."""
+        """Look for the directory and the announcement anew, in the background. What is known is used until then."""
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 
     async def locate_prefix(self, keys: NDArray[np.uint8]) -> dict[str, int]:
-        """By Ray node id, how many blocks of the longest ready prefix of `keys` lie there; empty if nobody answers.
+        """By Ray node id, how many blocks of the longest ready prefix of `keys` lie there.
 
-        keys: (n, 16), at most KEYS_PER_CALL.
+        keys: (n, 16) uint8, at most KEYS_PER_CALL. Empty where the directory does not answer in time.
         """
         if self._directory is not None:
             try:
@@ -71,5 +72,8 @@ class PrefixLookup:
 
 
 def announce(pool: str, model: str, **fields: Any) -> None:
-    """Say in a pool how prompts of a model become keys: JSON values, for scouts. The last to say it is believed."""
+    """Announce in a pool how prompts of a model become keys, for a PrefixLookup. The last announcement counts.
+
+    fields: JSON values.
+    """
     registry.put(pool, f"model/{model}", json.dumps(fields).encode())

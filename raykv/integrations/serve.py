@@ -39,7 +39,7 @@ from raykv.client.cache import KVCache
 log = logging.getLogger("raykv")
 
 WORTH = 4  # waiting requests that a replica may have more than others, and still be the best for a prompt it has whole
-ASKED = 64  # blocks of a prompt that the directory is asked about, evenly spaced: what any prompt costs
+ASKED = 64  # blocks of a prompt, evenly spaced, that the directory is asked about: a long prompt costs no more
 NO_KEYS = np.zeros((0, 16), np.uint8)
 
 
@@ -49,10 +49,11 @@ def announce(cache: KVCache, model: str) -> None:
 
 
 class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
-    """Prefers replicas on nodes that hold much of a prompt to those with shorter queues, within reason.
+    """Prefers replicas on nodes that hold much of a prompt to replicas with shorter queues, within limits.
 
-    A prompt that is whole on a node is worth a queue WORTH requests longer, a part of it as much less. Where nothing of
-    it is worth a request, or the pool does not answer in time, this is Serve's own choice: the better of two replicas.
+    A node that holds a whole prompt makes up for a queue that is longer by WORTH requests, and one that holds a part of
+    it for as much less. Where no node holds enough to matter, or the pool does not answer in time, Serve chooses as
+    always: the better of two random replicas.
 
     request_router_kwargs: `model`, as announced, and `pool`. The prompt is the request's keyword `token_ids`, its
     keywords `lora` and `salt` are those of KVCache.keys; override `keys` for requests of another form.
@@ -78,7 +79,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        first = pending_request is not None and not pending_request.routing_context.should_backoff  # nobody refused it
+        first = pending_request is not None and not pending_request.routing_context.should_backoff  # not refused yet
         by_chance: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
         if not first or len({replica.node_id for replica in candidate_replicas}) < 2:
             return by_chance
@@ -91,7 +92,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             return {}
         try:
             prompt = await self.keys(request, self.lookup.announced)
-        except ValueError:  # the replica will say what is wrong with the request
+        except ValueError:  # the replica will say what is wrong with it
             return {}
         except Exception as error:  # a router that raises would leave the request waiting for good
             if not self._warned:
@@ -106,11 +107,11 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return {node: count / len(asked) for node, count in blocks.items()}
 
     def _queue_lengths(self, replicas: list[RunningReplica]) -> list[int]:
-        """As last heard; a replica that was not heard of lately is idle."""
+        """The last known ones; a replica that was not heard of lately counts as idle."""
         return [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas]
 
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
-        """The request that a replica was chosen for; first in, first out would give it to whichever waits longest."""
+        """The request that a replica was chosen for. Serve would give the replica to whichever waits longest."""
         waiting = self._pending_requests_to_fulfill
         return next((r for r in waiting if r.metadata is request_metadata and not r.future.done()), None)
 

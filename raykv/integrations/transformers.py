@@ -1,18 +1,23 @@
-"""Hugging Face transformers on a pool: prefill that reads what is known and stores what is new.
+"""Hugging Face transformers on a pool: a prefill that reads the blocks that the pool has and stores the others.
 
     cache = model_cache(raykv.attach(), model, name="meta-llama/Llama-3.1-8B")
+    tokens = generate(model, cache, tokenizer(prompt).input_ids, max_new_tokens=100)  # as model.generate
+
+or, for a decoding loop of your own:
+
     start = prefill(model, cache, tokenizer(prompt).input_ids)
-    token = start.logits.argmax()  # go on from start.past_key_values
+    token = start.logits.argmax()  # feed it to the model with past_key_values=start.past_key_values
+
+Don't hand start.past_key_values to `model.generate` with the same prompt: the cache holds the whole prompt already, and
+transformers would feed it a second time. `generate` above does it right.
 
 A block is (layers, 2, kv_heads, block_tokens, head_dim) of the model's dtype, contiguous; the 2 are keys and values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 try:
     import torch
@@ -21,9 +26,8 @@ try:
 except ImportError as error:
     raise ImportError("this needs torch and transformers: pip install 'raykv[transformers]'") from error
 
-if TYPE_CHECKING:
-    from raykv.client.cache import KVCache
-    from raykv.client.pool import KVPool
+from raykv.client.cache import KVCache
+from raykv.client.pool import KVPool
 
 Shape = tuple[int, int, int, int, int]
 
@@ -32,7 +36,7 @@ Shape = tuple[int, int, int, int, int]
 class Prefill:
     """A prompt that the model has seen.
 
-    past_key_values: of the whole prompt; batch 1.
+    past_key_values: of the whole prompt, batch 1: what comes next is the token after it.
     logits: (vocab,), of the prompt's last position.
     pool_tokens: leading tokens that came from the pool instead of being computed.
     nodes: Ray node ids that those were on, in order, each once; empty if there were none.
@@ -42,6 +46,32 @@ class Prefill:
     logits: torch.Tensor
     pool_tokens: int
     nodes: tuple[str, ...]
+
+
+class PromptCache(DynamicCache):  # type: ignore[misc]
+    """KV of a whole prompt. Refuses the same prompt once more, which the model would take for its continuation."""
+
+    prompt_tokens = 0  # that it held when `prefill` was done
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As of DynamicCache. Raises ValueError for a first continuation that repeats the prompt."""
+        if layer_idx == 0 and self._repeats_prompt(value_states):
+            raise ValueError(
+                f"the {self.prompt_tokens} tokens of the prompt were given to the model a second time, with a cache "
+                f"that holds them already: use raykv.integrations.transformers.generate(model, cache, input_ids, ...) "
+                f"instead of model.generate(input_ids, past_key_values=...), or go on with the token after the prompt"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _repeats_prompt(self, values: torch.Tensor) -> bool:
+        """By the first layer's values: in a rotary model these depend on the tokens only, and not on their positions.
+
+        A prompt of one token may well be followed by the same.
+        """
+        if not 1 < self.prompt_tokens == self.get_seq_length() == values.shape[-2]:
+            return False
+        old, new = self.layers[0].values.float(), values.float()
+        return old.shape == new.shape and torch.allclose(old, new, rtol=0.05, atol=0.05 * float(old.abs().max()))
 
 
 def model_cache(
@@ -93,7 +123,7 @@ def prefill(
     input_ids: 1-D, at least one token. At least the last is always computed: its logits are wanted.
     lora: the active adapter, if any. salt: what tells this request's tenant from others (see KVCache.keys).
     A pool that is down or empty makes this an ordinary prefill. Raises ValueError for input that is not 1-D, or a cache
-    whose blocks are not this model's.
+    whose blocks are not this model's. To generate with `model.generate`, use `generate` of this module instead.
     """
     ids = torch.as_tensor(input_ids)
     if ids.ndim != 1 or not len(ids):
@@ -113,12 +143,39 @@ def prefill(
         out = model(ids[None, known:].to(model.device), past_key_values=past, use_cache=True, logits_to_keep=1)
     if found < len(keys):
         cache.store(keys, extract(past, shape, found, len(keys)), start=found)
+    past.prompt_tokens = len(ids)
     return Prefill(past, out.logits[0, -1], known, nodes)
 
 
-def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> DynamicCache:
+def generate(
+    model: Any,
+    cache: KVCache,
+    input_ids: Sequence[int] | torch.Tensor,
+    *,
+    lora: str | None = None,
+    salt: str | None = None,
+    **generate_kwargs: Any,
+) -> Any:
+    """As `model.generate(input_ids, **generate_kwargs)`, after a prefill that reads what the pool has of the prompt.
+
+    input_ids: 1-D, at least one token. lora, salt: see `prefill`. generate_kwargs: of `model.generate`.
+    Returns what `model.generate` returns: by default (1, prompt and new tokens) int64.
+    Raises ValueError as `prefill` does, and for what needs several sequences (num_beams, num_return_sequences).
+    """
+    config = generate_kwargs.get("generation_config") or model.generation_config
+    for name in ("num_beams", "num_return_sequences"):
+        count = generate_kwargs.get(name, getattr(config, name, None)) or 1
+        if count > 1:
+            raise ValueError(f"{name}={count}: the pool's prefill is of one sequence; leave it out, or at 1")
+    past = prefill(model, cache, input_ids, lora=lora, salt=salt).past_key_values
+    past.crop(-1)  # `generate` computes at least one token of the prompt: the last one's logits are what it begins with
+    ids = torch.as_tensor(input_ids)[None].to(model.device)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **generate_kwargs)
+
+
+def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
     """A cache that holds `blocks`, (n, block_bytes) uint8 on the model's device; n may be 0."""
-    past = DynamicCache(config=model.config)
+    past = PromptCache(config=model.config)
     if not len(blocks):
         return past
     # (layers, 2, 1, kv_heads, n, block_tokens, head_dim), still in the order of the blocks

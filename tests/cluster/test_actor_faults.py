@@ -42,7 +42,7 @@ def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[raykv.Keys], list[A
     return cache, prompts, workers
 
 
-def test_stores_and_directory_killed_under_load(start: Callable[..., raykv.KVPool]) -> None:
+def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     cache, prompts, workers = on_both(pool)
     epoch = pool.stats()["epoch"]
@@ -61,7 +61,7 @@ def test_stores_and_directory_killed_under_load(start: Callable[..., raykv.KVPoo
         assert ray.get(newcomer.read.remote(prompts[0]), timeout=120)[1:3] == (40, 0)
 
 
-def test_all_actors_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
+def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
     """Each store takes up one of the machine's arenas, maybe the other's: clients look where their blocks are now."""
     pool = start()
     cache, prompts, workers = on_both(pool)

@@ -12,7 +12,7 @@ from helpers.command_line import command, last_json
 import raykv
 
 
-def test_start_status_clear_stop(cluster: Any) -> None:
+def test_start_status_clear_and_stop_from_a_shell(cluster: Any) -> None:
     name = f"cli{os.getpid()}"
     size = ("--cpu-memory", "32MiB")
     started = last_json(command("start", "--name", name, *size, "--json", address=cluster.address))
@@ -37,7 +37,7 @@ def test_start_status_clear_stop(cluster: Any) -> None:
     assert not list(Path("/dev/shm").glob(f"raykv-{name}-*"))
 
 
-def test_what_a_user_gets_wrong(cluster: Any, tmp_path: Path) -> None:
+def test_mistakes_in_a_shell_get_one_line_that_says_what_to_do(cluster: Any, tmp_path: Path) -> None:
     huge = command("start", "--name", "huge", "--cpu-memory", "900TiB", address=cluster.address)
     assert huge.returncode == 1 and "are free" in huge.stderr and "Traceback" not in huge.stderr
     assert "fraction such as 0.3" in command("start", "--cpu-memory", "lots").stderr

@@ -91,7 +91,7 @@ def fill(pool: raykv.KVPool, cache: raykv.KVCache, seed: int) -> None:
     raise AssertionError(f"{pool.stats()} after 10,000 prompts")
 
 
-def test_a_writer_killed_at_any_point(start: Callable[..., raykv.KVPool]) -> None:
+def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     cache = a_cache(pool)
     victims = [worker(pool, other_node(pool), Unlucky, when=when, what="killed") for when in WHEN]
@@ -107,7 +107,7 @@ def test_a_writer_killed_at_any_point(start: Callable[..., raykv.KVPool]) -> Non
         keep(cache, keys)
 
 
-def test_a_reader_killed_while_it_holds(start: Callable[..., raykv.KVPool]) -> None:
+def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 100))
@@ -125,7 +125,7 @@ def test_a_reader_killed_while_it_holds(start: Callable[..., raykv.KVPool]) -> N
     assert holds(cache, keys)
 
 
-def test_writers_stopped_and_continued(start: Callable[..., raykv.KVPool]) -> None:
+def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(start: Callable[..., raykv.KVPool]) -> None:
     """Long enough that their reservations ended, and that all that could be given away was."""
     pool = start(cpu_memory=16 << 20)
     cache = a_cache(pool)
@@ -158,7 +158,7 @@ def stopped(process: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] == "T"
 
 
-def test_a_reader_stopped_and_continued(start: Callable[..., raykv.KVPool]) -> None:
+def test_a_stopped_reader_reads_nothing_wrong_when_it_goes_on(start: Callable[..., raykv.KVPool]) -> None:
     """Its lease ends, its blocks go, and its read tells."""
     pool = start(cpu_memory=16 << 20)
     cache = a_cache(pool)
@@ -228,7 +228,9 @@ def altered(start_for_module: Callable[..., raykv.KVPool], request: Any) -> tupl
 
 @pytest.mark.parametrize("payload", [False, True], ids=["header", "payload"])
 @pytest.mark.parametrize("reader", ["here", "there"])
-def test_what_was_altered_behind_our_back(altered: tuple[raykv.KVPool, Any], payload: bool, reader: str) -> None:
+def test_an_altered_block_is_a_miss_and_is_not_offered_again(
+    altered: tuple[raykv.KVPool, Any], payload: bool, reader: str
+) -> None:
     pool, there = altered
     cache = a_cache(pool)
     pool.clear()

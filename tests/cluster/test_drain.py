@@ -46,7 +46,7 @@ def left(pool: raykv.KVPool, node_id: str) -> int:
     return 1 if answer is None else int(answer[2])
 
 
-def test_what_only_a_leaving_node_had_is_readable_after_it_is_gone_while_a_load_runs(
+def test_blocks_that_only_a_leaving_node_had_are_readable_after_it_is_gone(
     cluster: Any, start: Start, third_node: Callable[[], Any], patiently: None, tmp_path: Path
 ) -> None:
     leaving = third_node()

@@ -35,7 +35,7 @@ def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
     return pool.cache(model="m", block_tokens=16, block_bytes=256 << 10)
 
 
-def test_what_a_pair_uses_is_seen(start: Callable[..., raykv.KVPool]) -> None:
+def test_stats_name_the_transport_that_a_pair_of_nodes_uses(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(transport="nixl")
     cache, there = a_cache(pool), other_node(pool)
     reader = worker(pool, there)
@@ -52,7 +52,7 @@ def test_what_a_pair_uses_is_seen(start: Callable[..., raykv.KVPool]) -> None:
     assert {lane["transport"] for lane in pool.stats()["transports"]} == {"nixl"}
 
 
-def test_a_peer_that_is_killed_in_the_middle(start: Callable[..., raykv.KVPool]) -> None:
+def test_a_peer_that_is_killed_during_a_read_is_a_miss(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(transport="nixl")
     cache, reader = a_cache(pool), worker(pool, other_node(pool))
     for seed in range(4):
@@ -69,7 +69,7 @@ def test_a_peer_that_is_killed_in_the_middle(start: Callable[..., raykv.KVPool])
     eventually(lambda: reads_by_nixl(pool, cache, reader))  # its next process is read so again
 
 
-def test_a_peer_that_is_stopped_in_the_middle(start: Callable[..., raykv.KVPool]) -> None:
+def test_a_peer_that_is_stopped_during_a_read_is_a_miss(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(transport="nixl")
     cache, reader = a_cache(pool), worker(pool, other_node(pool))
     process = pid(node_store(pool, pool.node_id))

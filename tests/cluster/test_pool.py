@@ -57,7 +57,7 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.node.name)
 
 
-def test_what_was_stored_is_read_on_the_same_node(pool: raykv.KVPool, cache: raykv.KVCache) -> None:
+def test_stored_blocks_are_read_on_the_same_node(pool: raykv.KVPool, cache: raykv.KVCache) -> None:
     keys = cache.keys(tokens(1, 12))
     blocks = payload(keys, BLOCK)
     assert cache.store(keys[:8], blocks[:8]) == 8
@@ -77,7 +77,7 @@ def test_what_was_stored_is_read_on_the_same_node(pool: raykv.KVPool, cache: ray
     eventually(lambda: settled(pool))
 
 
-def test_what_was_stored_is_read_on_the_other_node(
+def test_stored_blocks_are_read_on_the_other_node(
     pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str
 ) -> None:
     here, elsewhere = cache.keys(tokens(1, 10)), cache.keys(tokens(2, 10))
@@ -92,7 +92,9 @@ def test_what_was_stored_is_read_on_the_other_node(
 
 
 @pytest.mark.parametrize("of", [np.zeros, torch.zeros], ids=["numpy", "torch"])
-def test_paged_memory_of_several_layers(cache: raykv.KVCache, there: Any, model: str, of: Callable[..., Any]) -> None:
+def test_blocks_are_stored_from_and_read_into_paged_memory_of_several_layers(
+    cache: raykv.KVCache, there: Any, model: str, of: Callable[..., Any]
+) -> None:
     uint8 = np.uint8 if of is np.zeros else torch.uint8
     pages, sizes, ids = 20, (BLOCK // 2, BLOCK // 4, BLOCK // 4), [7, 0, 19, 3, 11]
     keys = cache.keys(tokens(1, 5))
@@ -253,7 +255,7 @@ def test_fetched_blocks_are_on_this_node(pool: raykv.KVPool, cache: raykv.KVCach
     eventually(lambda: served(pool, 2))
 
 
-def test_a_prompt_with_equal_keys_twice(pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str) -> None:
+def test_a_prompt_may_have_equal_keys_twice(pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str) -> None:
     keys = cache.keys(tokens(1, 6))
     assert ray.get(there.store.remote(keys, model=model)) == 6
     twice: Any = np.concatenate([keys, keys])
@@ -297,7 +299,7 @@ def test_a_pool_full_of_leases_stores_what_fits(start: Callable[..., raykv.KVPoo
     eventually(lambda: settled(pool))
 
 
-def test_an_engines_own_hashes(cache: raykv.KVCache) -> None:
+def test_an_engines_own_hashes_are_used_as_keys(cache: raykv.KVCache) -> None:
     hashes = [bytes([i]) * 32 for i in range(6)]
     keys = cache.rekey(hashes)
     assert store(cache, keys) == 6
@@ -357,7 +359,7 @@ def test_bad_input_is_refused_before_a_byte_moves(cache: raykv.KVCache, what: st
         assert match.num_blocks == (4 if "match" in call.__code__.co_names else 0)
 
 
-def test_a_cache_that_no_slab_could_hold(pool: raykv.KVPool) -> None:
+def test_a_block_that_no_slab_could_hold_is_refused(pool: raykv.KVPool) -> None:
     with pytest.raises(ValueError, match=r"block_bytes=8388608.*4194304.*more cpu_memory"):
         pool.cache(model="m", block_tokens=16, block_bytes=8 << 20)
     for wrong in ({"model": ""}, {"block_tokens": 0}, {"block_bytes": 0}):

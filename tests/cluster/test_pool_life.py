@@ -86,12 +86,12 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
         raykv.attach(pool.name)
 
 
-def test_attaching_to_what_does_not_run(cluster: Any) -> None:
+def test_attach_says_that_no_such_pool_runs(cluster: Any) -> None:
     with pytest.raises(raykv.PoolNotFound, match=r"'nowhere'.*raykv start --name nowhere"):
         raykv.attach("nowhere")
 
 
-def test_without_a_ray_cluster(tmp_path: Path) -> None:
+def test_without_a_ray_cluster_an_error_says_how_to_start_one(tmp_path: Path) -> None:
     code = (
         "import functools, ray._private.services as services\n"
         "services._cached_find_gcs_addresses = functools.cache(set)\n"  # that of other tests runs on this machine
@@ -111,7 +111,7 @@ def test_without_a_ray_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cpu_memory", [1 << 45, 1.0])
-def test_more_memory_than_there_is(cluster: Any, cpu_memory: float) -> None:
+def test_start_refuses_more_memory_than_there_is(cluster: Any, cpu_memory: float) -> None:
     name = f"t{os.getpid()}-greedy"
     with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*2 Ray nodes.*free.*Lower cpu_memory"):
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=cpu_memory))
@@ -134,7 +134,9 @@ def test_a_secret_that_others_can_read_is_refused(cluster: Any, tmp_path: Path) 
     assert not actor_names(name) and registry.settings(name) is None
 
 
-def test_the_secret_and_the_cleared(start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_enters_the_keys_and_cleared_blocks_stay_cleared_after_restarts(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An explicit secret enters the keys. What was cleared is not found again when all of the pool restarts."""
     monkeypatch.setenv("RAYKV_SECRET", "of the environment")
     pool = start()

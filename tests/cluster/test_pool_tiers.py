@@ -257,7 +257,7 @@ def whole(found: Any) -> Any:
     return found if found.read == BLOCKS else None
 
 
-def test_what_another_nodes_own_tier_has_is_read_through_that_node(files: raykv.KVPool) -> None:
+def test_blocks_in_another_nodes_own_tier_are_read_through_that_node(files: raykv.KVPool) -> None:
     mine, there = a_cache(files), worker(files, other_node(files), Engine)
     kept = prompts(mine, 2)
     own = {tier["index"]: name for name, tier in files.stats()["tiers"].items()}
@@ -343,7 +343,7 @@ def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPo
     eventually(lambda: holds(mine, keys))
 
 
-def test_what_is_below_survives_stores_and_directory_and_what_was_cleared_does_not(files: raykv.KVPool) -> None:
+def test_demoted_blocks_survive_restarts_and_cleared_ones_do_not(files: raykv.KVPool) -> None:
     mine = a_cache(files)
     kept = prompts(mine, 2)
     push_out(files, mine, *kept)
@@ -425,7 +425,7 @@ def test_a_redis_that_stands_still_is_left_alone_and_found_again(remote: raykv.K
         eventually(lambda keys=keys: holds(mine, keys))  # type: ignore[misc]
 
 
-def test_what_redis_has_lost_behind_our_back_is_a_miss(remote: raykv.KVPool, server: RedisServer) -> None:
+def test_a_block_that_redis_lost_is_a_miss(remote: raykv.KVPool, server: RedisServer) -> None:
     redis = pytest.importorskip("redis")
     mine = a_cache(remote)
     (keys,) = prompts(mine, 1)
@@ -459,7 +459,7 @@ def lifted(moods: Moods) -> Iterator[Moods]:
     moods.lift()
 
 
-def test_written_through_is_soon_below(moody: raykv.KVPool) -> None:
+def test_blocks_that_are_written_through_are_soon_in_the_tier(moody: raykv.KVPool) -> None:
     moody.clear()
     eventually(lambda: total(moody, "to_delete") == 0)
     mine = a_cache(moody)
@@ -514,7 +514,7 @@ def test_nobody_waits_for_a_tier_that_does_not_give_blocks(moody: raykv.KVPool, 
 
 
 @pytest.mark.parametrize("memory", ["here", "there"])
-def test_who_computes_faster_than_a_tier_reads_takes_what_memory_has(
+def test_an_engine_that_computes_faster_than_a_tier_reads_does_not_wait_for_it(
     moody: raykv.KVPool, lifted: Moods, memory: str
 ) -> None:
     mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
@@ -536,7 +536,7 @@ def pulled(pool: raykv.KVPool) -> int:
     return int(ray.get(node_store(pool, pool.node_id).stats.remote(), timeout=60)["pulled"])
 
 
-def test_what_is_prefetched_is_read_from_memory(moody: raykv.KVPool, lifted: Moods) -> None:
+def test_prefetched_blocks_are_read_from_memory(moody: raykv.KVPool, lifted: Moods) -> None:
     mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
     (keys,) = prompts(mine, 1, blocks=3 * BLOCKS)  # more than goes through the staging window
     push_out(moody, mine, keys)
@@ -571,7 +571,7 @@ def asked(start_for_module: Start, tmp_path_factory: pytest.TempPathFactory) -> 
     return start_for_module(cpu_memory=CPU, external=url, secret=b"s", write="through", min_hits=1)
 
 
-def test_what_nobody_asked_for_stays_up(asked: raykv.KVPool) -> None:
+def test_blocks_that_nobody_asked_for_are_not_demoted(asked: raykv.KVPool) -> None:
     mine = a_cache(asked)
     wanted, unwanted = prompts(mine, 2)
     assert store(mine, wanted) == store(mine, unwanted) == BLOCKS

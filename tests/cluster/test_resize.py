@@ -75,7 +75,7 @@ def taken(pool: raykv.KVPool) -> int:
     return os.stat(pool.session.local.arena.path).st_blocks * 512
 
 
-def test_less_and_more(pool: raykv.KVPool) -> None:
+def test_a_node_is_given_less_memory_and_more(pool: raykv.KVPool) -> None:
     cache = a_cache(pool)
     prompts = [cache.keys(tokens(i, 16)) for i in range(12)]
     for keys in prompts:
@@ -103,7 +103,7 @@ def test_less_and_more(pool: raykv.KVPool) -> None:
     assert node_of(pool)["bytes_used"] > 24 * MIB
 
 
-def test_under_load(pool: raykv.KVPool) -> None:
+def test_a_resize_under_load_gives_no_wrong_block(pool: raykv.KVPool) -> None:
     nodes = (pool.node_id, other_node(pool))
     workers = [worker(pool, node_id) for node_id in nodes for _ in range(2)]
     load = [there.churn.remote(12.0, seed=i, prompts=12, blocks=24) for i, there in enumerate(workers)]
@@ -123,7 +123,7 @@ def test_under_load(pool: raykv.KVPool) -> None:
     come_back(a_cache(pool), [keys], workers)  # a small node's window may be what somebody let go of just now
 
 
-def test_a_lease_holds_its_slabs(pool: raykv.KVPool) -> None:
+def test_a_slab_with_a_lease_stays_until_the_lease_ends(pool: raykv.KVPool) -> None:
     cache = a_cache(pool)
     prompts = [cache.keys(tokens(i, 16)) for i in range(14)]
     for keys in prompts:
@@ -145,7 +145,7 @@ def test_a_lease_holds_its_slabs(pool: raykv.KVPool) -> None:
     assert not any(read(cache, keys).wrong for keys in prompts)
 
 
-def test_two_at_once(pool: raykv.KVPool) -> None:
+def test_of_several_resizes_at_once_one_is_in_force(pool: raykv.KVPool) -> None:
     got: dict[int, int] = {}
 
     def resize(size: int) -> None:
@@ -163,7 +163,7 @@ def test_two_at_once(pool: raykv.KVPool) -> None:
     assert asked and json.loads(asked) == last
 
 
-def test_it_outlasts_store_and_directory(pool: raykv.KVPool) -> None:
+def test_a_new_size_survives_restarts_of_store_and_directory(pool: raykv.KVPool) -> None:
     cache = a_cache(pool)
     assert pool.resize(pool.node_id, 16 * MIB) == 16 * MIB
     far = other_node(pool)
@@ -182,7 +182,7 @@ def test_it_outlasts_store_and_directory(pool: raykv.KVPool) -> None:
 
 
 @pytest.mark.parametrize("cpu_memory", [1 << 45, 1.0])
-def test_more_than_there_is(pool: raykv.KVPool, cpu_memory: float) -> None:
+def test_resize_refuses_more_than_there_is(pool: raykv.KVPool, cpu_memory: float) -> None:
     before = registry.get(pool.name, f"memory/{pool.node_id}")
     with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*are free.*Lower cpu_memory") as caught:
         pool.resize(pool.node_id, cpu_memory)
@@ -191,7 +191,7 @@ def test_more_than_there_is(pool: raykv.KVPool, cpu_memory: float) -> None:
     assert registry.get(pool.name, f"memory/{pool.node_id}") == before
 
 
-def test_what_makes_no_sense(pool: raykv.KVPool) -> None:
+def test_resize_refuses_bad_arguments(pool: raykv.KVPool) -> None:
     for cpu_memory in (0, 0.0, -1, 1.5, True, 1 << 20, "1MiB", "much"):
         with pytest.raises(ValueError, match="cpu_memory="):
             pool.resize(pool.node_id, cpu_memory)
@@ -203,7 +203,7 @@ def test_what_makes_no_sense(pool: raykv.KVPool) -> None:
     assert has(pool) == SIZE
 
 
-def test_from_a_shell(pool: raykv.KVPool, cluster: Any) -> None:
+def test_a_node_is_resized_from_a_shell(pool: raykv.KVPool, cluster: Any) -> None:
     args = ("resize", pool.node_id, "--name", pool.name)
     done = command(*args, "--cpu-memory", "32MiB", "--json", address=cluster.address)
     assert last_json(done) == {"bytes": 32 * MIB} and has(pool) == 32 * MIB
@@ -212,7 +212,9 @@ def test_from_a_shell(pool: raykv.KVPool, cluster: Any) -> None:
     assert command(*args, address=cluster.address).returncode == 2 and has(pool) == 32 * MIB
 
 
-def test_with_a_tier_below_nothing_is_lost(start: Callable[..., raykv.KVPool], tmp_path: Path) -> None:
+def test_with_an_external_tier_a_smaller_node_loses_no_block(
+    start: Callable[..., raykv.KVPool], tmp_path: Path
+) -> None:
     """Nor is a node that is about to leave left out, and its size ends with the pool."""
     pool = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
     cache = a_cache(pool)
@@ -235,7 +237,7 @@ def test_with_a_tier_below_nothing_is_lost(start: Callable[..., raykv.KVPool], t
     assert registry.get(pool.name, f"memory/{pool.node_id}") is None
 
 
-def test_while_it_is_still_being_offered(cluster: Any) -> None:
+def test_a_node_is_resized_while_its_memory_is_still_being_offered(cluster: Any) -> None:
     name = f"t{os.getpid()}-young"
     pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=512 * MIB))
     try:

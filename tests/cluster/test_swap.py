@@ -84,7 +84,7 @@ def test_a_request_that_is_swapped_out_again_has_its_last_blocks(cache: raykv.KV
     eventually(lambda: pool.stats()["keys"] == pool.stats()["pinned"] == 0 and settled(pool))
 
 
-def test_what_the_directory_did_not_hear_of_is_forgotten_later(
+def test_a_forget_that_the_directory_missed_is_sent_again(
     cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cache.swap_out(pages(31, 40), range(40), "a").result() == 40
@@ -107,7 +107,7 @@ def test_a_request_that_finds_no_room_is_left_to_be_computed(cache: raykv.KVCach
     assert cache.swap_in(pages(3, blocks), range(blocks), "big").result() == 0
 
 
-def test_requests_for_which_memory_is_too_small_go_down_and_come_back(
+def test_requests_that_memory_is_too_small_for_are_demoted_and_come_back(
     start: Callable[..., raykv.KVPool], patiently: None, tmp_path: Path
 ) -> None:
     tiered = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
@@ -123,7 +123,7 @@ def test_requests_for_which_memory_is_too_small_go_down_and_come_back(
     eventually(lambda: settled(tiered) and tiered.stats()["keys"] == tiered.stats()["pinned"] == 0)
 
 
-def test_what_is_wrong_is_said_before_a_byte_moves(cache: raykv.KVCache) -> None:
+def test_bad_arguments_are_refused_before_a_byte_moves(cache: raykv.KVCache) -> None:
     paged = pages(4, 10)
     with pytest.raises(ValueError, match="block_ids from 0 to 10"):
         cache.swap_out(paged, range(11), "a")
@@ -133,7 +133,7 @@ def test_what_is_wrong_is_said_before_a_byte_moves(cache: raykv.KVCache) -> None
     assert cache.swap_in(paged, range(10), "a").result() == 10, "nothing was lost by it"
 
 
-def test_an_engine_that_dies_lets_go(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
+def test_swapped_blocks_of_a_dead_engine_are_released(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
     engine: Any = worker(pool, pool.node_id, Engine)
     assert ray.get(engine.swap_out.remote(100), timeout=60) == 100
     assert pool.stats()["pinned"] == 100

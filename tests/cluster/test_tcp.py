@@ -74,7 +74,7 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
     return start_for_module()
 
 
-def test_a_listener_serves_who_knows_the_token(pool: raykv.KVPool) -> None:
+def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 5))
     keep(cache, keys)
@@ -103,7 +103,7 @@ def test_a_listener_serves_who_knows_the_token(pool: raykv.KVPool) -> None:
         assert ray.get(worker(pool, other_node(pool)).holds.remote(keys), timeout=60)
 
 
-def test_a_store_that_came_back_listens_elsewhere(pool: raykv.KVPool) -> None:
+def test_reads_find_the_new_port_of_a_restarted_store(pool: raykv.KVPool) -> None:
     cache = a_cache(pool)
     there = worker(pool, other_node(pool))
     for seed in (2, 3):
@@ -114,7 +114,7 @@ def test_a_store_that_came_back_listens_elsewhere(pool: raykv.KVPool) -> None:
     eventually(lambda: settled(pool))
 
 
-def test_a_node_that_tcp_does_not_reach(start: Callable[..., raykv.KVPool]) -> None:
+def test_a_node_that_tcp_does_not_reach_is_read_another_way(start: Callable[..., raykv.KVPool]) -> None:
     """As behind a firewall that lets through only Ray."""
     pool = start()
     cache = a_cache(pool)
@@ -150,7 +150,7 @@ def test_a_read_ends_with_the_first_piece_that_does_not_arrive(
         eventually(lambda: settled(pool))
 
 
-def test_a_store_that_is_stopped(start: Callable[..., raykv.KVPool]) -> None:
+def test_reads_from_a_stopped_store_miss_until_it_goes_on(start: Callable[..., raykv.KVPool]) -> None:
     """Its connections stay, and its kernel takes new ones."""
     pool = start()
     cache = a_cache(pool)
@@ -170,7 +170,7 @@ def test_a_store_that_is_stopped(start: Callable[..., raykv.KVPool]) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_was_pulled_knows_its_place_in_the_chain(start: Callable[..., raykv.KVPool], transport: str) -> None:
+def test_a_pulled_block_keeps_its_position_in_the_chain(start: Callable[..., raykv.KVPool], transport: str) -> None:
     """Else a restarted directory would let parents go before their children."""
     pool = start(transport=transport)
     cache = a_cache(pool)

@@ -56,7 +56,7 @@ def test_engines_share_a_prefix(start: Callable[..., raykv.KVPool]) -> None:
     assert tokens == 0 and answer == plain
 
 
-def test_an_engine_outlives_the_pool(start: Callable[..., raykv.KVPool]) -> None:
+def test_an_engine_goes_on_without_the_pool(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     engine = worker(pool, pool.node_id, Engine)
     expected = ray.get(engine.answer.remote(PROMPT))[3]

@@ -72,7 +72,7 @@ def test_a_prefix_is_weighed_against_queues(shares: dict[str, float], queues: tu
 
 
 class Told:
-    """Stands in for the scout: answers when told to, and counts questions."""
+    """Stands in for the lookup: answers when told to, and counts questions."""
 
     def __init__(self) -> None:
         self.announced: dict[str, Any] | None = {"root": ROOT.hex(), "block_tokens": BLOCK_TOKENS}
@@ -133,7 +133,7 @@ def test_a_request_gets_the_replica_that_was_chosen_for_it() -> None:
         ((A, replica("a", 1)), {"token_ids": [1] * 8}),  # no node to choose
     ],
 )
-def test_nothing_is_asked_for_a_request_that_can_not_be_helped(replicas: Any, asked: dict[str, Any]) -> None:
+def test_the_directory_is_not_asked_about_a_request_that_it_cannot_help(replicas: Any, asked: dict[str, Any]) -> None:
     async def run() -> None:
         prefix_router, told = router(*replicas)
         assert await prefix_router._choose_replica_for_request(request(**asked)) in replicas
@@ -184,10 +184,10 @@ def test_tenants_and_adapters_have_keys_of_their_own() -> None:
     asyncio.run(run())
 
 
-# ---------------------------------------------------------------------- a scout and a pool
+# ---------------------------------------------------------------------- a lookup and a pool
 
 
-def test_a_scout_sees_what_is_where_and_nobody_when_the_directory_is_silent(
+def test_a_lookup_finds_blocks_and_nothing_while_the_directory_is_silent(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -198,26 +198,26 @@ def test_a_scout_sees_what_is_where_and_nobody_when_the_directory_is_silent(
     prompt = cache.keys(tokens(0, 6))
     store(cache, prompt[:4])
 
-    async def until(scout: PrefixLookup, answer: dict[str, int]) -> None:
-        while await scout.locate_prefix(prompt) != answer:
+    async def until(lookup: PrefixLookup, answer: dict[str, int]) -> None:
+        while await lookup.locate_prefix(prompt) != answer:
             await asyncio.sleep(0.05)
 
     async def run() -> None:
-        scout = PrefixLookup(pool.name, "a model")
-        assert await scout.locate_prefix(prompt) == {} and scout.announced is None
+        lookup = PrefixLookup(pool.name, "a model")
+        assert await lookup.locate_prefix(prompt) == {} and lookup.announced is None
         announce(cache, "a model")
-        await until(scout, {pool.node_id: 4})
-        assert scout.announced == {"root": cache.root.hex(), "block_tokens": 16}
+        await until(lookup, {pool.node_id: 4})
+        assert lookup.announced == {"root": cache.root.hex(), "block_tokens": 16}
         stopped = pid(part(pool, "directory"))
         os.kill(stopped, signal.SIGSTOP)
         try:
-            assert await scout.locate_prefix(prompt) == {}
+            assert await lookup.locate_prefix(prompt) == {}
         finally:
             os.kill(stopped, signal.SIGCONT)
-        await until(scout, {pool.node_id: 4})
+        await until(lookup, {pool.node_id: 4})
         os.kill(stopped, signal.SIGKILL)
-        await until(scout, {})
-        await until(scout, {pool.node_id: 4})
+        await until(lookup, {})
+        await until(lookup, {pool.node_id: 4})
 
     asyncio.run(asyncio.wait_for(run(), 120))
 

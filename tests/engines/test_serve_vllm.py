@@ -61,7 +61,7 @@ def hashes_of_vllm(token_ids: list[int], algorithm: str = "sha256", salt: str | 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
 @pytest.mark.parametrize("salt", [None, "tenant"])
-def test_blocks_are_called_what_the_engine_calls_them(algorithm: str, salt: str | None) -> None:
+def test_block_hashes_equal_the_engines_own(algorithm: str, salt: str | None) -> None:
     prompt = list(range(5 * BLOCK + 7))
     said = announced("", algorithm)
     assert block_hashes(prompt, said, salt) == hashes_of_vllm(prompt, algorithm, salt) != []

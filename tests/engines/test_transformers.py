@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from raykv import keys as raykv_keys
-from raykv.integrations.transformers import block_shape, extract, model_cache, prefill, restore
+from raykv.integrations.transformers import block_shape, extract, generate, model_cache, prefill, restore
 
 BLOCK = 4
 
@@ -127,7 +127,7 @@ def test_a_block_is_laid_out_as_documented(model: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 18])
-def test_cold_then_warm(model: Any, cache: Any, length: int) -> None:
+def test_a_warm_prefill_gives_the_logits_of_a_cold_one(model: Any, cache: Any, length: int) -> None:
     ids = prompt(length)
     logits, past = plain(model, ids)
     cold = prefill(model, cache, ids)
@@ -181,7 +181,39 @@ def test_generation_goes_on_from_a_restored_cache(model: Any, cache: Any) -> Non
         assert torch.equal(mine, logits)
 
 
-def test_identity(model: Any) -> None:
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 16, 18])
+def test_generate_gives_the_tokens_that_the_model_generates_alone(model: Any, cache: Any, length: int) -> None:
+    ids, options = prompt(length), dict[str, Any](max_new_tokens=8, do_sample=False, pad_token_id=0)
+    alone = model.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **options)
+    cold = generate(model, cache, ids, **options)
+    assert len(cache.blocks) == length // BLOCK
+    warm = generate(model, cache, ids.tolist(), **options)
+    assert torch.equal(cold, alone) and torch.equal(warm, alone)
+
+
+def test_generate_refuses_several_sequences(model: Any, cache: Any) -> None:
+    for options in (dict[str, Any](num_beams=2), dict[str, Any](num_return_sequences=3, do_sample=True)):
+        with pytest.raises(ValueError, match="of one sequence"):
+            generate(model, cache, prompt(5), **options)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_prompt_that_is_given_to_a_model_twice_is_refused(model: Any, cache: Any, warm: bool) -> None:
+    if warm:
+        prefill(model, cache, prompt(18))
+    start = prefill(model, cache, prompt(18))
+    with pytest.raises(ValueError, match=r"use raykv\.integrations\.transformers\.generate"):
+        model.generate(prompt(18)[None], past_key_values=start.past_key_values, max_new_tokens=2)
+
+
+def test_a_continuation_as_long_as_the_prompt_is_no_repetition(model: Any, cache: Any) -> None:
+    start, both = prefill(model, cache, prompt(8)), torch.cat([prompt(8), prompt(8).flip(0) + 1])[None]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(both)}
+    alone = model.generate(both, **options)
+    assert torch.equal(model.generate(both, past_key_values=start.past_key_values, **options), alone)
+
+
+def test_a_models_cache_is_known_by_weights_layout_and_dtype(model: Any) -> None:
     size_class: Any = SizeClass()
     model_cache(size_class, model, name="tiny", revision="r1", block_tokens=8)
     assert size_class.identity == {
@@ -196,7 +228,7 @@ def test_identity(model: Any) -> None:
         model_cache(size_class, model)
 
 
-def test_bad_input(model: Any, cache: Any) -> None:
+def test_bad_input_is_refused(model: Any, cache: Any) -> None:
     for ids in ([], [[1, 2]]):
         with pytest.raises(ValueError, match="1-D"):
             prefill(model, cache, ids)  # type: ignore[arg-type]

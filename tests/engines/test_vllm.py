@@ -112,7 +112,7 @@ def test_engines_share_a_prefix(engines: Engines) -> None:
     assert prompt(1, 3000) != prompt(2, 3000) and engines.answer(engines.here, prompt(2, 3000))[0] != hit
 
 
-def test_what_decode_produced_is_stored(engines: Engines) -> None:
+def test_decoded_blocks_are_stored(engines: Engines) -> None:
     question = prompt(3, 200)
     answer = engines.answer(engines.here, question, tokens=100)[0][0]
     turn = question + answer + prompt(4, 20)
@@ -120,7 +120,7 @@ def test_what_decode_produced_is_stored(engines: Engines) -> None:
     eventually(lambda: engines.afresh(engines.there, turn) == (right, 256))
 
 
-def test_a_load_that_fails_is_computed(engines: Engines) -> None:
+def test_a_request_whose_load_fails_is_computed(engines: Engines) -> None:
     known = prompt(5, 1000)
     engines.stored(known)
     right = engines.answer(engines.here, known, cold=True)[0][0]
@@ -135,7 +135,7 @@ def test_a_load_that_fails_is_computed(engines: Engines) -> None:
     eventually(lambda: settled(engines.pool))
 
 
-def test_a_hit_says_what_the_own_cache_says(engines: Engines) -> None:
+def test_a_pool_hit_gives_the_tokens_of_a_hit_in_the_engines_own_cache(engines: Engines) -> None:
     """Exactly: prompts of which the pool has as many tokens as the engine's own cache, so that the same is computed."""
     prompts = [prompt(100 + i, CHUNK * (1 + i % 6) + 1 + i) for i in range(20)]
     for known in prompts:
@@ -147,7 +147,7 @@ def test_a_hit_says_what_the_own_cache_says(engines: Engines) -> None:
             assert from_pool == own and from_pool[2] == cached
 
 
-def test_500_mixed_requests(engines: Engines) -> None:
+def test_500_mixed_requests_get_the_right_tokens(engines: Engines) -> None:
     """Common prefixes, aborts and resets, in an engine with room for a tenth of what is asked at a time."""
     random = np.random.default_rng(6)
     common = [prompt(200 + i, 60 + 60 * i) for i in range(5)]
@@ -176,7 +176,7 @@ def test_other_weights_share_nothing(engines: Engines) -> None:
     eventually(lambda: settled(engines.pool))
 
 
-def test_parts_of_the_pool_die_while_streams_run(engines: Engines, cluster: Any) -> None:
+def test_streams_go_on_while_parts_of_the_pool_die(engines: Engines, cluster: Any) -> None:
     pool, here, there = engines.pool, engines.here, engines.there
     for first, what in ((400, "directory"), (420, pool.node_id)):
         prompts, right = computed(engines, here, first)
@@ -265,7 +265,7 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
     ],
 )
-def test_what_is_not_supported_is_refused(other: dict[str, Any], said: str) -> None:
+def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said: str) -> None:
     check(*engine())
     with pytest.raises(ValueError, match=said):
         check(*engine(**other))

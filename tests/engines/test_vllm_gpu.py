@@ -75,7 +75,9 @@ def finished(worker: RayKVWorker, job: int) -> None:
     assert not worker.take_failed()
 
 
-def test_pages_of_a_gpu(pool: raykv.KVPool, on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_gpu_are_stored_and_loaded(
+    pool: raykv.KVPool, on_host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In order after the engine's kernels, into pinned memory, in one launch a job."""
     content = np.random.default_rng(0).integers(0, 256, (LAYERS, PAGES, PAGE), np.uint8)
     tensors = [Tensor(np.zeros((PAGES, PAGE), np.uint8)) for _ in range(LAYERS)]

@@ -84,7 +84,7 @@ def below(pool: raykv.KVPool, what: str) -> int:
     return sum(tier[what] for tier in pool.stats().get("tiers", {}).values())
 
 
-def test_what_went_down_is_served_by_another_engine(engines: Engines) -> None:
+def test_demoted_chunks_are_loaded_by_another_engine(engines: Engines) -> None:
     pool, prompt = engines.pool, np.random.default_rng(1).integers(3, 500, 1000).tolist()
     right, cached = engines.afresh(engines.first, prompt)
     assert cached == 0

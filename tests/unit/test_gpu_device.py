@@ -21,6 +21,7 @@ from raykv.arena.gpu import copy_kernel, cuda
 from raykv.arena.gpu import device as devices
 from raykv.arena.gpu.device import BOUNCE_BYTES, Device
 from raykv.errors import CapacityError, DeviceError
+from raykv.keys import CacheId, check
 
 MIB = 1 << 20
 one_by_one = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -427,8 +428,8 @@ def test_rows_of_the_wrong_kind(cupy: Any) -> None:
         buffers.dense("blocks", cupy.zeros((2, 8), np.float32), 2, 8)
     with pytest.raises(ValueError, match=r"paged is on GPU-.* and host memory"):
         buffers.paged([cupy.zeros((2, 8), np.uint8), np.zeros((2, 8), np.uint8)], [0], 1, 16)
-    with pytest.raises(ValueError, match="is a ndarray: give a numpy array"):
-        buffers.keys(cupy.zeros((2, 16), np.uint8))
+    with pytest.raises(ValueError, match="keys: a ndarray"):
+        check(cupy.zeros((2, 16), np.uint8), CacheId("m", 16, 8, b""))
 
 
 def test_rows_on_two_gpus(on_host: Any) -> None:

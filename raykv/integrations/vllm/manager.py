@@ -1,4 +1,4 @@
-"""The scheduler's side of vLLM on a pool: what of a request is there, and where. Never waits for Ray."""
+"""The scheduler's side of vLLM on a pool: which chunks of a request are there, and where. Never waits for Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ASKED, HITS, FAILED = "vllm:raykv_asked_chunks", "vllm:raykv_hit_chunks", "vllm:
 METRICS = {
     ASKED: OffloadingCounterMetadata("Chunks that requests asked the raykv pool for."),
     HITS: OffloadingCounterMetadata("Of them, chunks that were leased on, or brought to, the engine's node."),
-    FAILED: OffloadingCounterMetadata("Requests that were computed since a load from the raykv pool failed."),
+    FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
 }
 
 
@@ -88,14 +88,14 @@ class Computing:
 
 
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
-    """One question a request, asked and answered beside the scheduler's loop."""
+    """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call."""
 
     def __init__(self, pools: list[KVPool], arguments: dict[str, Any]) -> None:
-        """pools: by rank, each of which has a cache. arguments: of `KVPool.cache`, but for the part."""
+        """pools: by rank. arguments: of `KVPool.cache`, less the part, which is the rank."""
         self._pools, self._arguments = pools, arguments
         self._caches = self._make_caches()
         self._asks: dict[str, Ask] = {}
-        self._refused: set[str] = set()  # requests whose load failed: asked again, they would find the same
+        self._failed: set[str] = set()  # requests whose load failed: asked again, they would find the same
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
         self._rate = 0.0  # tokens a second that requests got computed, lately
@@ -106,7 +106,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         request = req_context.req_id
-        if request in self._refused:
+        if request in self._failed:
             return LookupResult.MISS
         ask = self._asks.get(request)
         if ask is None:
@@ -128,23 +128,23 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         locations = [match.locations(numbers) for match in ask.answer.result().matches]
         arenas = [pool.session.local.arena.nonce if pool.session.local else b"" for pool in self._pools]
         parts = zip(arenas, locations, strict=True)
-        return ChunksToLoad([(arena, where.tobytes(), names.tobytes()) for arena, (where, names) in parts])
+        return ChunksToLoad([(arena, where.tobytes(), rows.tobytes()) for arena, (where, rows) in parts])
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         self._forget(req_context.req_id)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Whatever is offered goes to the workers: what is stored already is sorted out there, beside the loop."""
+        """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
         keys = list(keys)
         if computing := self._computing.get(req_context.req_id):
             computing.offered |= not computing.missed.isdisjoint(keys)
         end = req_context.get_offload_key_position(keys[0]) if keys else None
         position = end // self._caches[0].block_tokens - 1 if end else 0
-        names = [name.tobytes() for name in _names(self._caches, keys)]
-        return PrepareStoreOutput(keys, ChunksToStore(names, position), [])
+        rows = [of_rank.tobytes() for of_rank in _keys(self._caches, keys)]
+        return PrepareStoreOutput(keys, ChunksToStore(rows, position), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """How fast this engine computes says how long it waits for chunks of an external tier."""
+        """Measure how fast this engine computes, which says how long it waits for chunks of an external tier."""
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (chunks := len(computing.missed.intersection(keys))):
             return
@@ -155,26 +155,26 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             cache.recompute_tokens_per_s = self._rate
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._refused.discard(req_context.req_id)
+        self._failed.discard(req_context.req_id)
         if (computing := self._computing.get(req_context.req_id)) and not computing.offered:
             del self._computing[req_context.req_id]
-        self.settle(req_context.req_id)
+        self.release_unused(req_context.req_id)
 
-    def settle(self, request: str) -> None:
-        """The request has its blocks, or is done: what it found and does not load is let go."""
+    def release_unused(self, request: str) -> None:
+        """The request has its blocks, or is done: release the leases of what it found and does not load."""
         ask = self._asks.get(request)
         if ask is not None and not ask.loading:
             self._forget(request)
 
-    def refuse(self, request: str) -> None:
-        """The request's load failed: from now on it is to be computed."""
-        self._refused.add(request)
+    def on_load_failed(self, request: str) -> None:
+        """The request is to be computed from now on."""
+        self._failed.add(request)
         self._counts[FAILED] += 1
 
     def reset_cache(self) -> None:
-        """The weights may be others now: what is stored from here on is for this engine alone.
+        """Start an empty cache for this engine alone: its weights may be others now.
 
-        Leases of loads under way go too: nobody will report those, and a reader sees that a block was overwritten.
+        Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
         """
         self._arguments = {**self._arguments, "salt": secrets.token_hex(16)}
         self._caches = self._make_caches()
@@ -212,11 +212,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
 
 def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
-    """Lease what the pool has of the keys, and bring it to this node. Whatever goes wrong is a miss."""
+    """Lease what the pool has of the keys and bring it to this node. An error is a miss."""
     found = Found([], len(keys))
     try:
-        for cache, names in zip(caches, _names(caches, keys), strict=True):
-            match = cache.match(names[: found.chunks])
+        for cache, of_rank in zip(caches, _keys(caches, keys), strict=True):
+            match = cache.match(of_rank[: found.chunks])
             found.matches.append(match)
             found.chunks = match.fetch()
             if not found.chunks:
@@ -229,6 +229,6 @@ def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
     return found
 
 
-def _names(caches: Sequence[KVCache], keys: list[bytes]) -> list[Keys]:
+def _keys(caches: Sequence[KVCache], keys: list[bytes]) -> list[Keys]:
     hashes = [get_offload_block_hash(key) for key in keys]
     return [cache.rekey(hashes) for cache in caches]

@@ -1,7 +1,7 @@
 """The worker's side of vLLM on a pool: one copy between the engine's KV tensors and an arena of the node.
 
-On a GPU too: what its stream was given before a job was submitted is waited for, and then all pages of a job are one
-batched copy, of which vLLM hears when it is done.
+On a GPU a job waits for what its stream was given before the job was submitted. Then all of its pages are one batched
+copy, and vLLM is told when that is done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GRACE_S = 0.02  # that an engine waits for the directory when it wants back a bl
 
 @dataclass
 class Job:
-    """A transfer. state: "queued" -> "copying" -> "done"; one that is done before it copies is not to copy at all."""
+    """A transfer. state: "queued" -> "copying" -> "done"; a job that is done before it copies must not copy at all."""
 
     id: int
     state: str
@@ -45,13 +45,13 @@ class Job:
     future: Future[None] | None = None
 
     def wait(self) -> None:
-        """Until the engine is done with its pages: it may have been given work on them just before."""
+        """Wait until the GPU is done with the pages: it may have been given work on them just before."""
         if self.ready is not None:
             self.ready.synchronize()
 
 
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
-    """Loads and stores chunks in threads of its own. Every job ends well for vLLM; `take_failed` tells the truth."""
+    """Loads and stores chunks in threads of its own. Reports success of every job: `take_failed` names the others."""
 
     def __init__(self, pool: KVPool, cache: KVCache, part: int, kv_caches: Any, blocks_per_chunk: int) -> None:
         """cache: of this worker's part, of a block size that `kv_caches` must add up to. part: its rank.
@@ -75,7 +75,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if pool.session.local is not None:
             self._loads.submit(pool.session.local.arena.populate, self._pages.device)
         self._jobs: dict[int, Job] = {}
-        self._mutex = threading.Lock()  # of every job's state
+        self._mutex = threading.Lock()  # guards the state of every job
         self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
         self._some_done = threading.Event()
         self._failed: set[int] = set()
@@ -92,7 +92,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def pause(self) -> None:
-        """For steps that compute nothing: two processes that ask each other for news would take the copy's cores."""
+        """Wait a moment, in steps that compute nothing: scheduler and worker that poll would take the copy's cores."""
         self._some_done.wait(PAUSE_S)
 
     def get_finished(self) -> list[TransferResult]:
@@ -113,7 +113,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return failed
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until none of these jobs touches the engine's blocks. A store that still waits for its slots is given up."""
+        """Wait until none of these jobs touches the engine's blocks. A store that has no slots yet is given up."""
         jobs = [self._jobs[job] for job in job_ids if job in self._jobs]
         wait([job.future for job in jobs if job.future], timeout=GRACE_S)
         for job in jobs:
@@ -126,7 +126,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._pool.close()
 
     def _store(self, job: Job, source: Any, target: ChunksToStore) -> None:
-        """Copy chunks into slots; the directory learns of it after vLLM has its blocks back."""
+        """Copy chunks into slots. They are committed after vLLM has its blocks back."""
         size = 0
         if job.state == "done":
             return
@@ -142,7 +142,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 self._commits.submit(self._commit, reservation)
             else:
                 reservation.release()
-        except Exception:  # whatever it is, the engine goes on: its blocks are not in the pool, that is all
+        except Exception:  # the engine goes on: its blocks are not in the pool, that is all
             log.exception("pool %s: a store failed", self._pool.name)
         self._finish(job, job.state, size)
 
@@ -154,7 +154,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             reservation.release()
 
     def _load(self, job: Job, source: ChunksToLoad, target: Any) -> None:
-        """Copy chunks out of this node's arena. What does not arrive is computed."""
+        """Copy chunks out of this node's arena. If one is gone the request is computed."""
         size = 0
         try:
             job.wait()
@@ -187,7 +187,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return rows.bytes * len(rows)
 
     def _rows(self, spec: Any, chunks: int) -> Rows:
-        """The engine's blocks as rows of chunks. A load may want the chunks at either end of the run in part."""
+        """The engine's blocks as rows of chunks. A load may want only a part of the first and the last chunk."""
         ids: NDArray[np.int64] = spec.block_ids.astype(np.int64)
         skipped = spec.block_indices[0] % self._per_chunk
         wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), self._spare.data_ptr())
@@ -197,7 +197,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return Rows(wanted.reshape(chunks, -1), lengths, memory, writable=True, device=self._pages.device)
 
     def _mark(self) -> Any:
-        """An event after what this thread's stream was given until now. None in host memory."""
+        """A CUDA event after the work that this thread's stream has now. None where the pages are in host memory."""
         if self._pages.device is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -205,7 +205,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return event
 
     def _begin(self, job: Job) -> bool:
-        """Whether a store may touch the engine's blocks: they have not been taken back."""
+        """Whether a store may copy: the engine has not taken its blocks back. It is "copying" then."""
         with self._mutex:
             if job.state == "queued":
                 job.state = "copying"
