@@ -2,16 +2,24 @@
 
 import os
 import re
+from importlib.metadata import version
 from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors.demoter import open_external
 from raykv.actors.gpu import DRIVER
 from raykv.arena.files import SHM, left_behind
 from raykv.arena.gpu import device
 from raykv.config import Size, capacity_bytes
+from raykv.errors import reason_of
 from raykv.system import free_memory, jit
 from raykv.tiers import parse
 from raykv.transports import nixl
+
+IMPORT_DEADLINE_S = 60.0
 
 
 class Question(NamedTuple):
@@ -24,6 +32,27 @@ class Question(NamedTuple):
     external: str | None
     fingerprint: bytes
     maker: bytes | None
+
+
+def why_not_usable(node_id: str) -> str:
+    """Why Ray's workers on a node can't use raykv; empty if they can, or don't say."""
+    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    try:
+        ray.get(_import.options(scheduling_strategy=pinned).remote(), timeout=IMPORT_DEADLINE_S)
+    except RayTaskError as error:  # it can't even be unpickled there; an actor would be restarted for ever
+        missing = re.search(r"No module named '[^']+'", str(error))
+        return (
+            f"Ray's workers on node {node_id[:16]} can't use raykv ({missing[0] if missing else reason_of(error)}): "
+            f"pip install raykv=={version('raykv')} in the Python environment that Ray runs in there"
+        )
+    except RayError:  # a node that was lost meanwhile, or is busy
+        pass
+    return ""
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _import() -> None:
+    """To run it is to import this module."""
 
 
 def answer(question: Question) -> dict[str, Any]:

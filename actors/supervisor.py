@@ -20,6 +20,7 @@ from raykv import registry
 from raykv.actors.directory import start_directory
 from raykv.actors.drain import drain
 from raykv.actors.node_store import start_store
+from raykv.actors.readiness import why_not_usable
 from raykv.config import HEARTBEAT_S
 from raykv.errors import reason_of
 from raykv.protocol import host_of
@@ -142,6 +143,10 @@ class Supervisor:
                 self._served.discard(node_id)
             except RayError as error:
                 log.debug("%r: store of node %s: %r", self, node_id[:8], error)
+                if node_id not in self._served and (why := why_not_usable(node_id)):
+                    ray.kill(self._stores.pop(node_id))  # Ray would restart it for ever
+                    del self._pings[node_id]
+                    self._has_failed(node_id, why)
 
     def _has_failed(self, node_id: str, why: str) -> None:
         """A node's store could not start: whoever asks for the pool's state, or attaches there, is told why."""

@@ -7,20 +7,18 @@ node has agreed. The supervisor comes last: it finds the others by name, and all
 import json
 import logging
 import pickle
-import re
 import secrets
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 
 from raykv import registry
 from raykv.actors.directory import start_directory
 from raykv.actors.node_store import start_store
-from raykv.actors.readiness import Question
+from raykv.actors.readiness import Question, why_not_usable
 from raykv.actors.supervisor import start_supervisor
 from raykv.client.pool import KVPool, connect
 from raykv.client.stop import kill_actors, stop_pool
@@ -190,31 +188,24 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
     ValueError where raykv can't be imported.
     """
     answers: dict[str, dict[str, Any]] = {}
-    pings = {node_id: store.ping.remote() for node_id, store in stores.items()}  # ready: it failed to start
+    pings = {node_id: store.ping.remote() for node_id, store in stores.items()}  # they end before the answer on errors
     end = time.monotonic() + ASK_DEADLINE_S
-    while len(answers) < len(pings) and time.monotonic() < end:
+    while len(answers) < len(stores) and time.monotonic() < end:
         for node_id in registry.names(pool, "answer"):
             answers[node_id] = pickle.loads(registry.get(pool, f"answer/{node_id}") or b"")
             registry.drop(pool, f"answer/{node_id}")
-        silent = [pings[node_id] for node_id in pings.keys() - answers.keys()]
-        over = ray.wait(silent, num_returns=len(silent), timeout=ANSWER_LOOK_S)[0] if silent else []
-        for node_id in [node_id for node_id, ping in pings.items() if ping in over]:
-            why = _failure(pings[node_id])
-            pings[node_id] = stores[node_id].ping.remote()
-            if why and node_id in _living() and registry.settings(pool) is None:
-                raise ValueError(f"{_not_installed(why)} (on node {node_id[:16]})")
+        silent = {pings[node_id]: node_id for node_id in pings.keys() - answers.keys()}
+        if not silent:
+            time.sleep(ANSWER_LOOK_S)
+            continue
+        failed = ray.wait(list(silent), num_returns=len(silent), timeout=ANSWER_LOOK_S)[0]
+        for node_id in [silent[ping] for ping in failed]:
+            del pings[node_id]
+            if registry.settings(pool) is not None:  # somebody else's start was faster
+                return answers
+            if why := why_not_usable(node_id):
+                raise ValueError(why)
     return answers
-
-
-def _failure(answer: Any) -> str:
-    """Why an actor that was asked something could not start; empty if it did, or tries again."""
-    try:
-        ray.get(answer, timeout=0)
-    except ActorDiedError as error:
-        return str(error)
-    except RayError as error:
-        log.debug("start: %r", error)
-    return ""
 
 
 def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
@@ -241,14 +232,6 @@ def _check_memory(answers: dict[str, dict[str, Any]]) -> None:
         wanted = sum(node["asked"] for node in nodes)
         if wanted > nodes[0]["free"]:
             raise CapacityError(free_memory.refusal(wanted, nodes[0]["room"], len(nodes)))
-
-
-def _not_installed(why: str) -> str:
-    missing = re.search(r"No module named '[^']+'", why)
-    return (
-        f"Ray's workers can't use raykv ({missing[0] if missing else why.strip().splitlines()[-1]}): "
-        f"pip install raykv=={version('raykv')} in the Python environment that Ray runs in there"
-    )
 
 
 def _warn_of_memory(pool: str, answers: dict[str, dict[str, Any]]) -> None:
