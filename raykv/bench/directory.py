@@ -25,7 +25,7 @@ from raykv.protocol import (
     ReserveRequest,
 )
 
-Keys = NDArray[np.uint64]  # (n, 2)
+KeyArray = NDArray[np.uint64]  # (n, 2)
 
 LENGTHS = (64, 512, 8192)  # keys of a match
 SHORT, LONG = 512, 8192  # blocks of a chain; half of the entries lie in either
@@ -37,9 +37,7 @@ BLOCK_BYTES = 4096
 PER_CALL = 4096  # keys of a call while filling
 STORE = 1024  # blocks of a timed store: a prompt of 16,384 tokens
 TURNS = 12
-IN_A_TURN = (
-    5  # of one kind on one side; the first, which finds the other side's code and data in the caches, is left out
-)
+IN_A_TURN = 5  # calls on one side; the first is left out, since it finds the other side's data in the caches
 WRITERS = 16 * LONG  # blocks of the chains that grow at the same time, interleaved at random
 CHURN = 0.4  # of all blocks are replaced before anything is timed
 
@@ -75,7 +73,7 @@ def run(entries: int) -> dict[str, Any]:
 class _Side(Protocol):
     """What is timed. `prepare` turns keys into what its other methods take."""
 
-    def prepare(self, keys: Keys) -> Any: ...
+    def prepare(self, keys: KeyArray) -> Any: ...
     def match(self, node: int, keys: Any) -> int: ...  # and lease; blocks that are on `node`
     def release(self) -> None: ...
     def store(self, node: int, keys: Any) -> None: ...
@@ -99,7 +97,7 @@ class _Pool:
             self.directory.adopt(str(node), Inventory(b"", b"", b"", b"", b""), 0.0)
             self.directory.heartbeat(str(node), slabs, 0.0)
 
-    def prepare(self, keys: Keys) -> bytes:
+    def prepare(self, keys: KeyArray) -> bytes:
         return keys.tobytes()
 
     def match(self, node: int, keys: bytes) -> int:
@@ -146,7 +144,7 @@ class _Plain:
         self.lease: list[_Block] = []
         self.gens = itertools.count(1)
 
-    def prepare(self, keys: Keys) -> list[bytes]:
+    def prepare(self, keys: KeyArray) -> list[bytes]:
         packed = keys.tobytes()
         return [packed[i : i + 16] for i in range(0, len(packed), 16)]
 
@@ -303,7 +301,7 @@ def _median(seconds: list[float]) -> float:
     return float(statistics.median(seconds))
 
 
-def _keys(chain: NDArray[np.int64], block: NDArray[np.int64]) -> Keys:
+def _keys(chain: NDArray[np.int64], block: NDArray[np.int64]) -> KeyArray:
     """As good as hashes: splitmix64 of (chain, block), twice."""
     x = (chain.astype(np.uint64) << np.uint64(20)) + block.astype(np.uint64)
     keys = np.empty((len(x), 2), np.uint64)

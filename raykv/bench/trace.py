@@ -32,10 +32,12 @@ from raykv.protocol import (
 )
 
 BLOCK_TOKENS = 512  # of the trace format
-BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With its head a power of two, so that tiers have few slots too many
+BLOCK_BYTES = (
+    4 * MIB - ALIGN
+)  # any, since no bytes move; with a header a power of two, so that tiers have hardly more slots
 MIN_WINDOW = 64  # blocks of staging a node
 
-Keys = NDArray[np.uint64]  # (n, 2)
+KeyArray = NDArray[np.uint64]  # (n, 2)
 
 
 class Request(NamedTuple):
@@ -56,7 +58,7 @@ def run(
 
     Capacities leave out staging. results: one row a capacity: exact_lru, isolated, pool_strict (locality 1), pool, and
     with all requests from one node pool_one_writer and pool_one_writer_strict; local_stores: percent of the pool's
-    stores that stayed on the writer's node. With so many blocks of `external` tiers below: exact_lru_external of as
+    stores that stayed on the writer's node. With `external` tiers of so many blocks: exact_lru_external of as
     many, pool_shared_tier of one that all nodes share, and pool_own_tiers of one a node. advance: called after each
     figure. Raises ValueError on a malformed trace, nodes < 1, or less than a block a node.
     """
@@ -172,7 +174,7 @@ class _Pool:
             self._demote()
         return _percent(requests, hits)
 
-    def _read(self, node: int, keys: Keys) -> int:
+    def _read(self, node: int, keys: KeyArray) -> int:
         """Match and read. Remote blocks come through staging, a window at a time. Returns blocks read."""
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
@@ -182,26 +184,26 @@ class _Pool:
         if len(staged) == 0:
             staged = np.zeros(len(source), LOCATION)
         missing = (source["node"] != self.directory.nodes[str(node)].index) & (staged["slab_gen"] == 0)
-        read, landed = 0, b""
+        read, pulled = 0, b""
         while True:
             first = read + int(np.argmax(np.append(missing[read:], True)))  # the next block without a staging slot
-            landed = staged[read:first][staged[read:first]["slab_gen"] > 0].tobytes()
+            pulled = staged[read:first][staged[read:first]["slab_gen"] > 0].tobytes()
             read = first
             if read == len(source):
                 break
             more = self.directory.next_window(
-                self._call(held, landed), NextWindowRequest(lease, read, BLOCK_BYTES), 0.0
+                self._call(held, pulled), NextWindowRequest(lease, read, BLOCK_BYTES), 0.0
             )
             slots = np.frombuffer(more.staged, LOCATION)
             staged[read : read + len(slots)] = slots
             missing[read : read + len(slots)] = False
-            landed = b""
+            pulled = b""
             if len(slots) == 0:
                 break
-        self.directory.client_heartbeat(self._call(landed=landed), 0.0)  # without the lease: it is released
+        self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # without the lease: it is released
         return read
 
-    def _store(self, node: int, keys: Keys, start: int) -> None:
+    def _store(self, node: int, keys: KeyArray, start: int) -> None:
         """Store what was not read; again while the window is what limits stores on other nodes."""
         index = self.directory.nodes[str(node)].index
         while start < len(keys):
@@ -220,7 +222,7 @@ class _Pool:
             start = granted.covered
 
     def _demote(self) -> None:
-        """Bring down what is due, as node stores do, in no time."""
+        """Demote what is due, as node stores do, in no time."""
         for node in self.directory.nodes:
             demoted = self.directory.demote(node, DemotionReport(b"", b"", b"", 0, False), 0.0)
             while demoted.source:
@@ -228,11 +230,11 @@ class _Pool:
                 report = DemotionReport(demoted.target, demoted.keys, stored, demoted.number, False)
                 demoted = self.directory.demote(node, report, 0.0)
 
-    def _call(self, held: bytes = b"", landed: bytes = b"") -> Call:
-        return Call(1, next(self.calls), held, landed)
+    def _call(self, held: bytes = b"", pulled: bytes = b"") -> Call:
+        return Call(1, next(self.calls), held, pulled)
 
 
-def _keys(ids: list[int]) -> Keys:
+def _keys(ids: list[int]) -> KeyArray:
     keys = np.empty((len(ids), 2), np.uint64)
     keys[:, 0] = ids
     keys[:, 1] = keys[:, 0] * np.uint64(0x9E3779B97F4A7C15)

@@ -1,16 +1,16 @@
-"""GPUs as nodes of their own: who stores there, and what goes down to the memory of their node, by example."""
+"""GPUs as nodes of their own: whose blocks are stored there, and which are demoted to memory, by example."""
 
 import pytest
 from helpers.directory_checks import chain_of, check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, primary
-from helpers.directory_tiers import heartbeat, tell
+from helpers.directory_tiers import heartbeat, list_existing
 from helpers.oracle.slots import LOCATION, split, unpack
 
 from raykv.directory import demotion, tier_catalog
 from raykv.protocol import GpuDemotions, Inventory
 
 GPU = "a/0"
-LAST_FIRST = KEYS[6::-1]  # a batch of 7 is let go last to first: these are the oldest first
+LAST_FIRST = KEYS[6::-1]  # holds on a batch end with its last key first, so this is oldest first
 
 
 def pool_of(*nodes: str) -> Pool:
@@ -18,8 +18,8 @@ def pool_of(*nodes: str) -> Pool:
     return Pool(nodes=nodes or ("a", GPU))
 
 
-def cooled_down(*nodes: str) -> Pool:
-    """A full GPU of which the two oldest blocks went down."""
+def with_demoted_blocks(*nodes: str) -> Pool:
+    """A full GPU of which the two oldest blocks were demoted."""
     pool = pool_of(*nodes)
     pool.store(GPU, KEYS[:7])
     pool.demote_gpu(GPU, pool.demote_gpu(GPU))
@@ -30,13 +30,13 @@ def total(pool: Pool, counter: str) -> int:
     return int(pool.directory.stats(pool.now)[counter])
 
 
-# ---------------------------------------------------------------------- who stores there
+# ---------------------------------------------------------------------- whose blocks are stored there
 
 
 def test_a_gpu_takes_only_the_blocks_of_its_own_clients() -> None:
     pool = pool_of("a", GPU, "b")
     assert {*pool.store("a", KEYS[:14]), *pool.store("b", KEYS[20:34])} == {"a", "b"}
-    assert pool.count("free", GPU) == 0, "not a slab of it was opened"
+    assert pool.count("free", GPU) == 0, "no slab of it was opened"
     assert pool.store(GPU, KEYS[40:44]) == [GPU] * 4
 
 
@@ -46,24 +46,24 @@ def test_other_gpus_and_nodes_that_read_a_gpu_find_its_blocks() -> None:
     assert [pool.read(node, KEYS[:4]) for node in ("a", "a/1", "b", GPU)] == [3, 3, 3, 3]
 
 
-def test_what_a_gpu_has_no_room_for_goes_to_its_own_node_first() -> None:
+def test_blocks_that_a_gpu_has_no_room_for_are_stored_on_its_own_node_first() -> None:
     pool = pool_of("b", "a", GPU)
     pool.store("b", KEYS[100:101])  # a slab of that size is there
     assert pool.store(GPU, KEYS[:7]) == [GPU] * 7
     assert pool.store(GPU, KEYS[7:8]) == ["a"]
 
 
-def test_a_gpu_evicts_its_own_where_nobody_else_has_anything_to_evict() -> None:
+def test_a_gpu_evicts_its_own_blocks_where_no_node_has_any() -> None:
     pool = pool_of(GPU)
     assert pool.store(GPU, KEYS[:7]) == [GPU] * 7
     assert pool.store(GPU, KEYS[7:9]) == [GPU] * 2
     assert pool.has(KEYS[:9]) == [True] * 5 + [False] * 2 + [True] * 2
 
 
-# ---------------------------------------------------------------------- what goes down
+# ---------------------------------------------------------------------- which blocks are demoted
 
 
-def test_the_oldest_of_a_gpu_go_down_until_a_quarter_of_it_can_be_had_for_nothing() -> None:
+def test_the_oldest_blocks_of_a_gpu_are_demoted_until_a_quarter_of_its_slots_is_free_or_clean() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:5])
     assert pool.demote_gpu(GPU).keys == b"", "two are free beside the window"
@@ -75,7 +75,7 @@ def test_the_oldest_of_a_gpu_go_down_until_a_quarter_of_it_can_be_had_for_nothin
     assert {location[0] for location in unpack(got.target)} == {pool.directory.nodes["a"].index}
 
 
-def test_a_block_is_read_from_its_gpu_until_it_is_in_memory_and_then_that_is_the_primary() -> None:
+def test_the_gpu_has_the_primary_until_the_demoted_copy_is_stored() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     got = pool.demote_gpu(GPU)
@@ -86,11 +86,11 @@ def test_a_block_is_read_from_its_gpu_until_it_is_in_memory_and_then_that_is_the
     assert total(pool, "gpu_demoted") == 2
 
 
-def test_what_was_cooled_goes_first_on_the_gpu_the_oldest_before_others() -> None:
+def test_demoted_blocks_are_evicted_from_the_gpu_first_oldest_first() -> None:
     pool = pool_of("a", GPU, "b")
     pool.store("b", KEYS[20:21])
     pool.store(GPU, KEYS[:6])
-    pool.replicate(GPU, KEYS[20:21])  # a replica before anything is cooled
+    pool.replicate(GPU, KEYS[20:21])  # a replica before anything is demoted
     pool.store(GPU, KEYS[6:7])
     pool.demote_gpu(GPU, pool.demote_gpu(GPU))
     on_gpu = [KEYS[20], *KEYS[:7]]
@@ -98,11 +98,11 @@ def test_what_was_cooled_goes_first_on_the_gpu_the_oldest_before_others() -> Non
         pool.store(GPU, [KEYS[50 + len(on_gpu)]])
         on_gpu.remove(gone)
         index_there = pool.directory.nodes[GPU].index
-        assert [key for key in [KEYS[20], *KEYS[:7]] if index_there in locations(pool, key)] == on_gpu
+        assert [key for key in [KEYS[20], *KEYS[:7]] if index_there in nodes_with(pool, key)] == on_gpu
     assert all(pool.has(KEYS[:7])), "in memory they all are"
 
 
-def locations(pool: Pool, key: bytes) -> set[int]:
+def nodes_with(pool: Pool, key: bytes) -> set[int]:
     """Indices of the nodes that have a copy."""
     c = pool.directory._size_classes.c
     return {
@@ -110,7 +110,7 @@ def locations(pool: Pool, key: bytes) -> set[int]:
     }
 
 
-def test_the_oldest_in_memory_makes_room_for_what_goes_down() -> None:
+def test_the_oldest_block_in_memory_is_evicted_for_a_demoted_one() -> None:
     pool = pool_of()
     pool.store("a", KEYS[20:27])
     pool.store(GPU, KEYS[:7])
@@ -119,7 +119,7 @@ def test_the_oldest_in_memory_makes_room_for_what_goes_down() -> None:
     assert all(pool.has(KEYS[:7])) and pool.count("ready") == 7
 
 
-def test_only_the_memory_of_its_own_node_is_given_to_a_gpu() -> None:
+def test_a_gpu_is_demoted_to_the_memory_of_its_own_node_only() -> None:
     pool = pool_of("a", GPU, "b")
     pool.store("a", KEYS[20:27])
     pool.store(GPU, KEYS[:7])
@@ -135,7 +135,7 @@ def test_blocks_that_fit_in_no_slab_of_the_node_stay_on_its_gpu() -> None:
     assert pool.demote_gpu(GPU).keys == b"" and pool.count("ready", GPU) == 2
 
 
-def test_large_blocks_go_down_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blocks_are_demoted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demotion, "BYTES_PER_CALL", 1)
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
@@ -144,7 +144,7 @@ def test_large_blocks_go_down_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert split(pool.demote_gpu(GPU, got).keys) == [KEYS[5]]
 
 
-def test_a_block_that_went_down_knows_how_often_it_was_asked_for() -> None:
+def test_a_demoted_block_keeps_its_count_of_matches() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     for _ in range(2):
@@ -154,27 +154,29 @@ def test_a_block_that_went_down_knows_how_often_it_was_asked_for() -> None:
     assert [int(rows[row]["uses"]) for row in chain_of(pool.directory, KEYS[6])] == [2, 2]
 
 
-def test_a_block_that_sinks_into_memory_is_not_taken_to_lie_in_the_tier_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_being_demoted_to_memory_does_not_count_as_being_in_the_external_tier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: 8 * PAGE)
     pool = Pool(nodes=("a", GPU), share=1.0)
     heartbeat(pool)
-    tell(pool, [])
-    sinking_alone(pool, GPU)
+    list_existing(pool, [])
+    demoted_but_gone(pool, GPU)
     pool.store("a", KEYS[5:7])  # again, while it is copied
     assert {*split(pool.demote("a").keys)} == {*KEYS[5:7]}
 
 
-def test_a_block_goes_down_once_though_it_is_stored_again_on_another_gpu() -> None:
+def test_a_block_is_demoted_once_though_it_is_stored_again_on_another_gpu() -> None:
     pool = pool_of("a", GPU, "a/1")
-    got = sinking_alone(pool, GPU)
+    got = demoted_but_gone(pool, GPU)
     pool.store("a/1", [*KEYS[20:25], *KEYS[5:7]])
     assert split(pool.demote_gpu("a/1").keys) == KEYS[24:22:-1]
     pool.demote_gpu(GPU, got)
     assert [primary(pool, key) for key in KEYS[5:7]] == ["a", "a"] and pool.count("replica", "a/1") == 2
 
 
-def sinking_alone(pool: Pool, gpu: str) -> GpuDemotions:
-    """Two blocks go down from a GPU, where they are gone before they came down."""
+def demoted_but_gone(pool: Pool, gpu: str) -> GpuDemotions:
+    """Two blocks are being demoted from a GPU that has dropped them meanwhile."""
     pool.store(gpu, KEYS[:7])
     got = pool.demote_gpu(gpu)
     pool.heartbeat(gpu, corrupt=got.source)
@@ -182,10 +184,10 @@ def sinking_alone(pool: Pool, gpu: str) -> GpuDemotions:
     return got
 
 
-# ---------------------------------------------------------------------- what became of it
+# ---------------------------------------------------------------------- reports
 
 
-def test_what_did_not_go_down_is_to_be_swept_and_goes_down_again() -> None:
+def test_a_failed_demotion_quarantines_its_slot_and_is_tried_again() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     got = pool.demote_gpu(GPU)
@@ -194,7 +196,7 @@ def test_what_did_not_go_down_is_to_be_swept_and_goes_down_again() -> None:
     assert (pool.count("ready"), pool.count("quarantined"), pool.count("demoting")) == (1, 1, 1)
 
 
-def test_what_nothing_is_said_of_did_not_go_down() -> None:
+def test_a_demotion_that_is_not_reported_has_failed() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     pool.demote_gpu(GPU)
@@ -202,18 +204,18 @@ def test_what_nothing_is_said_of_did_not_go_down() -> None:
     assert (pool.count("quarantined"), pool.count("demoting")) == (2, 2)
 
 
-def test_what_is_said_again_or_of_an_earlier_answer_counts_for_nothing() -> None:
+def test_a_repeated_report_or_one_of_an_earlier_answer_is_ignored() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     first = pool.demote_gpu(GPU)
     second = pool.demote_gpu(GPU)
     assert pool.demote_gpu(GPU, first).keys and pool.count("ready") == 0
-    assert (pool.count("quarantined"), pool.count("demoting")) == (4, 2), "nothing was said of the second"
+    assert (pool.count("quarantined"), pool.count("demoting")) == (4, 2), "the second was not reported"
     pool.demote_gpu(GPU, second)
     assert (pool.count("ready"), total(pool, "gpu_demoted")) == (0, 0)
 
 
-def test_a_late_answer_is_refused_by_another_life_of_the_store() -> None:
+def test_a_report_from_before_the_store_restarted_is_ignored() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     got = pool.demote_gpu(GPU)
@@ -232,7 +234,7 @@ def test_a_late_answer_is_refused_by_another_life_of_the_store() -> None:
     check_invariants(pool.directory)
 
 
-def test_what_goes_down_from_a_gpu_that_is_gone_is_to_be_swept() -> None:
+def test_demotions_of_a_gpu_that_is_gone_quarantine_their_slots() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     pool.demote_gpu(GPU)
@@ -241,7 +243,7 @@ def test_what_goes_down_from_a_gpu_that_is_gone_is_to_be_swept() -> None:
     assert list(pool.directory.nodes) == ["a"]
 
 
-def test_what_is_cleared_on_its_way_down_is_not_stored_there() -> None:
+def test_a_block_that_is_cleared_while_it_is_demoted_is_not_stored() -> None:
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     got = pool.demote_gpu(GPU)
@@ -254,7 +256,7 @@ def test_what_is_cleared_on_its_way_down_is_not_stored_there() -> None:
 # ---------------------------------------------------------------------- copies elsewhere
 
 
-def test_a_copy_in_memory_is_the_primary_and_the_pin_is_there() -> None:
+def test_a_pin_moves_from_a_gpu_to_the_copy_in_memory() -> None:
     pool = pool_of("a", GPU, "b")
     pool.store(GPU, KEYS[:1])
     pool.directory.pin(pool.call(GPU), KEYS[0], pool.now)
@@ -287,14 +289,14 @@ def test_after_a_restart_of_the_directory_the_copy_in_memory_is_the_primary(orde
 
 
 def test_a_node_that_leaves_takes_its_gpus_along() -> None:
-    pool = cooled_down("a", GPU, "b")
+    pool = with_demoted_blocks("a", GPU, "b")
     pool.directory.leave("a", pool.now)
     assert pool.reserve(GPU, KEYS[50:51])[1].locations == b"" and pool.demote_gpu(GPU).keys == b""
-    going = pool.directory.sole_copies("a", pool.now)
-    assert going and going.total == 7 and sorted(split(going.keys)) == KEYS[:7], "each of them once"
+    answer = pool.directory.sole_copies("a", pool.now)
+    assert answer and answer.total == 7 and sorted(split(answer.keys)) == KEYS[:7], "each of them once"
     pool.replicate("b", KEYS[:1])
-    going = pool.directory.sole_copies("a", pool.now)
-    assert going and sorted(split(going.keys)) == KEYS[1:7]
+    answer = pool.directory.sole_copies("a", pool.now)
+    assert answer and sorted(split(answer.keys)) == KEYS[1:7]
     assert pool.directory.remove_node("a", pool.now) == 16
     assert list(pool.directory.nodes) == ["b"] and pool.has(KEYS[:2]) == [True, False]
 
@@ -307,16 +309,16 @@ def test_a_gpu_of_a_node_that_leaves_leaves_too_when_it_joins_later() -> None:
 
 
 def test_a_block_counts_once_where_it_is_on_a_gpu_and_in_its_nodes_memory() -> None:
-    pool = cooled_down("a", GPU, "b")
+    pool = with_demoted_blocks("a", GPU, "b")
     pool.store("b", KEYS[7:8])
     pool.read(GPU, KEYS[:7])
     assert pool.directory.locate_prefix(b"".join(KEYS[:8])) == {"a": 7, "b": 1}
 
 
-def test_hits_are_told_apart_by_where_they_are() -> None:
-    pool = cooled_down("a", GPU, "b")
+def test_hits_are_counted_by_where_the_blocks_are() -> None:
+    pool = with_demoted_blocks("a", GPU, "b")
     pool.store("b", KEYS[7:8])
-    pool.store(GPU, KEYS[8:10])  # one is free, the other takes the place of what went down first
+    pool.store(GPU, KEYS[8:10])  # one slot is free, the other is that of the block demoted first
     got = [total(pool, name) for name in ("hits", "gpu_hits", "promoted", "remote_hits")]
     pool.read(GPU, KEYS[:6])
     pool.read(GPU, KEYS[6:7])

@@ -1,4 +1,4 @@
-"""Nodes that are about to leave, and blocks that stay or go because somebody said so, by example."""
+"""Nodes that are about to leave, and blocks that a client pins or forgets, by example."""
 
 import struct
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, primary
-from helpers.directory_tiers import heartbeat, in_external_tier, only_in_tier, tell, tiered
+from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tiered
 from helpers.oracle.slots import LOCATION, split, unpack
 from helpers.pools import eventually
 
@@ -32,7 +32,7 @@ def leave(pool: Pool, node: str) -> None:
 
 
 def sole_copies(pool: Pool, node: str) -> list[bytes]:
-    """Keys that would go with a node."""
+    """Keys that would be lost with a node."""
     answer = pool.directory.sole_copies(node, pool.now)
     there = unpack(answer.locations if answer else b"")
     assert {(location[0], location[3]) for location in there} <= {(pool.directory.nodes[node].index, PAGE)}
@@ -41,7 +41,7 @@ def sole_copies(pool: Pool, node: str) -> list[bytes]:
 
 
 def left(pool: Pool, node: str) -> int | None:
-    """How many blocks would go with a node; None where that is not known."""
+    """How many blocks would be lost with a node; None where that is not known."""
     answer = pool.directory.sole_copies(node, pool.now)
     return None if answer is None else answer.total
 
@@ -58,10 +58,10 @@ def forget(pool: Pool, keys: list[bytes], node: str = "a") -> None:
     pool.directory.forget(pool.call(node), b"".join(keys), pool.now)
 
 
-# ---------------------------------------------------------------------- what would go with a node
+# ---------------------------------------------------------------------- blocks that would be lost with a node
 
 
-def test_unique_blocks_of_a_node_that_leaves_are_departing_the_youngest_first() -> None:
+def test_sole_copies_of_a_node_that_leaves_are_listed_youngest_first() -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:4])
     assert sole_copies(pool, "a") == [], "it stays"
@@ -72,7 +72,7 @@ def test_unique_blocks_of_a_node_that_leaves_are_departing_the_youngest_first() 
     assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "leaving"
 
 
-def test_few_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sole_copies_are_listed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "SOLE_COPIES_PER_CALL", 2)
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:5])
@@ -83,7 +83,7 @@ def test_few_are_told_of_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sole_copies(pool, "a") == [] and left(pool, "a") == 0
 
 
-def test_what_is_still_being_written_on_a_node_that_leaves_will_go_with_it() -> None:
+def test_blocks_being_written_count_as_sole_copies() -> None:
     pool = Pool(nodes="ab")
     hold, got = pool.reserve("a", KEYS[:2])
     leave(pool, "a")
@@ -92,19 +92,19 @@ def test_what_is_still_being_written_on_a_node_that_leaves_will_go_with_it() -> 
     assert sole_copies(pool, "a") == KEYS[:2] and left(pool, "a") == 2
 
 
-def test_what_is_held_is_departing_too_after_what_is_not() -> None:
+def test_held_sole_copies_are_listed_after_those_that_nobody_holds() -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:7])
     for keys in (KEYS[6:7], KEYS[:5]):
         pool.read("a", keys)
-    lease, _ = pool.match("a", KEYS[5:7])  # the oldest: out of turn
+    lease, _ = pool.match("a", KEYS[5:7])  # the oldest
     leave(pool, "a")
-    assert sole_copies(pool, "a") == [*KEYS[:5], *KEYS[5:7]], "whether an eviction met them or not"
+    assert sole_copies(pool, "a") == [*KEYS[:5], *KEYS[5:7]], "in whatever order an eviction would meet them"
     pool.release("a", lease)
     assert sole_copies(pool, "a") == [*KEYS[5:7], *KEYS[:5]]
 
 
-def test_a_copy_elsewhere_that_could_be_evicted_is_handed_over() -> None:
+def test_a_replica_on_a_node_that_stays_becomes_the_primary() -> None:
     pool = Pool(nodes="ab", window=3)
     pool.store("a", KEYS[:3])
     pool.replicate("b", KEYS[:2])
@@ -113,12 +113,12 @@ def test_a_copy_elsewhere_that_could_be_evicted_is_handed_over() -> None:
     assert sole_copies(pool, "a") == KEYS[2:3]
     assert [primary(pool, key) for key in KEYS[:3]] == ["b", "b", "a"]
     assert (pool.count("ready", "b"), pool.count("replica", "a")) == (2, 2)
-    pool.store("b", KEYS[10:13])  # room for which replicas would have been taken
+    pool.store("b", KEYS[10:13])  # takes slots that replicas would have given up
     pool.directory.remove_node("a", pool.now)
     assert pool.has(KEYS[:3]) == [True, True, False]
 
 
-def test_what_is_handed_over_costs_as_many_of_the_oldest_at_most() -> None:
+def test_promoted_replicas_evict_at_most_as_many_old_blocks() -> None:
     pool = Pool(nodes="ab", window=3)
     pool.store("a", KEYS[:2])
     pool.store("b", KEYS[10:15])
@@ -128,7 +128,7 @@ def test_what_is_handed_over_costs_as_many_of_the_oldest_at_most() -> None:
     assert pool.has(KEYS[10:15]) == [True] * 3 + [False] * 2 and pool.count("free", "b") == 3
 
 
-def test_what_is_handed_over_may_open_slabs_and_the_rest_is_still_departing() -> None:
+def test_promoted_replicas_may_open_slabs_while_sole_copies_are_listed() -> None:
     pool = Pool(slots=128, nodes="ab", window=64, slabs=1)
     pool.store("a", KEYS[:60])
     pool.store("b", KEYS[100:164])
@@ -142,7 +142,7 @@ def test_what_is_handed_over_may_open_slabs_and_the_rest_is_still_departing() ->
     check_invariants(pool.directory)
 
 
-def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
+def test_a_copy_on_another_node_that_leaves_saves_no_block() -> None:
     pool = Pool(nodes="abc", window=2)
     pool.store("a", KEYS[:1])
     pool.replicate("b", KEYS[:1])
@@ -153,8 +153,8 @@ def test_a_copy_on_another_node_that_leaves_does_not_count() -> None:
     assert sole_copies(pool, "b") == [] and primary(pool, KEYS[0]) == "c"
 
 
-def test_what_a_node_that_leaves_reads_of_another_is_no_primary_there() -> None:
-    """Else it would go with the second, whose drain is over."""
+def test_a_block_pulled_to_a_node_that_leaves_is_no_primary_there() -> None:
+    """Else it would be lost with the second node, whose drain is over."""
     pool = Pool(nodes="abc", window=2)
     pool.store("a", KEYS[:2])
     leave(pool, "b")
@@ -165,7 +165,7 @@ def test_what_a_node_that_leaves_reads_of_another_is_no_primary_there() -> None:
     assert left(pool, "a") == left(pool, "b") == 0 and primary(pool, KEYS[0]) == "c"
 
 
-def test_a_directory_that_was_told_before_anybody_joins_gives_no_copy_of_what_leaves_away() -> None:
+def test_a_directory_that_knows_who_leaves_before_nodes_join_keeps_copies_on_nodes_that_stay() -> None:
     pool = Pool(nodes="", window=2)
     leave(pool, "a")
     for name in "ab":
@@ -175,7 +175,7 @@ def test_a_directory_that_was_told_before_anybody_joins_gives_no_copy_of_what_le
     assert sole_copies(pool, "a") == KEYS[2:3], "a new store of it leaves, too"
     pool.directory.remove_node("a", pool.now)
     pool.add("a")
-    assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "alive", "who comes back stays"
+    assert pool.directory.stats(pool.now)["nodes"]["a"]["state"] == "alive", "a node that comes back is not leaving"
 
 
 def join_with(pool: Pool, name: str, keys: list[bytes], nonce: bytes = b"") -> None:
@@ -197,7 +197,7 @@ def test_an_arena_that_is_found_full_has_a_staging_window_again() -> None:
     assert pool.read("a", KEYS[10:12]) == 2
 
 
-def test_what_a_taker_pulls_is_primary_there() -> None:
+def test_a_block_pulled_from_a_node_that_leaves_becomes_the_primary() -> None:
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:2])
     leave(pool, "a")
@@ -213,7 +213,7 @@ def test_what_a_taker_pulls_is_primary_there() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_only_a_tier_that_others_reach_saves_what_lies_in_it(shared: bool) -> None:
+def test_only_a_tier_that_other_nodes_reach_saves_blocks(shared: bool) -> None:
     pool = tiered(nodes="ab", shared=shared, share=1.0)
     pool.store("a", KEYS[:2])
     demoting = pool.demote("a")
@@ -225,7 +225,9 @@ def test_only_a_tier_that_others_reach_saves_what_lies_in_it(shared: bool) -> No
     assert sole_copies(pool, "a") == KEYS[:2]
 
 
-def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:4])
     answers = [None, pool.directory.sole_copies]
@@ -277,14 +279,14 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
     assert watch.drain("n", 30.0) == 1 and not watch._draining, "somebody's own, which ends short"
 
 
-# ---------------------------------------------------------------------- what a node that leaves is good for
+# ---------------------------------------------------------------------- a node that leaves is read, and not written
 
 
 def test_nothing_is_placed_on_a_node_that_leaves() -> None:
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[50:51])
     leave(pool, "a")
-    assert pool.store("a", KEYS[:1]) == [], "not even by who is there"
+    assert pool.store("a", KEYS[:1]) == [], "not even by clients on it"
     assert set(pool.store("b", KEYS[:9])) == {"b"} and pool.count("free", "a") == 7
     pool.add("c")
     assert pool.store("b", KEYS[10:12]) == ["c", "c"]
@@ -295,7 +297,7 @@ def test_a_node_that_leaves_evicts_nothing_for_others_and_gives_them_no_slab() -
     pool.store("a", KEYS[:6])
     pool.store("b", KEYS[10:16])
     leave(pool, "a")
-    assert pool.store("b", KEYS[20:22]) == ["b", "b"], "though what a has is older"
+    assert pool.store("b", KEYS[20:22]) == ["b", "b"], "though blocks on a are older"
     assert all(pool.has(KEYS[:6]))
     pool.add("c")
     leave(pool, "c")
@@ -313,11 +315,11 @@ def test_a_node_that_leaves_is_read_until_it_is_gone() -> None:
     assert pool.store("a", KEYS[5:6]) == [] and pool.read("b", KEYS[:2]) == 2
     pool.directory.remove_node("a", pool.now)
     pool.add("a")
-    assert pool.store("a", KEYS[5:6]) == ["a"], "who comes back stays"
+    assert pool.store("a", KEYS[5:6]) == ["a"], "a node that comes back is not leaving"
 
 
-def test_what_departs_with_who_has_not_said_yet_what_it_has_is_not_known() -> None:
-    """Or a drain over a restart of the directory would end with all still there."""
+def test_sole_copies_of_a_node_that_is_not_adopted_yet_are_unknown() -> None:
+    """Else a drain during a restart of the directory would end with all blocks still there."""
     pool = Pool()
     leave(pool, "x")
     assert left(pool, "x") is None
@@ -335,7 +337,7 @@ def test_a_pinned_block_survives_eviction_until_it_is_unpinned() -> None:
     pool.store("a", KEYS[:7])
     assert pin(pool, [*KEYS[5:7], *KEYS[100:103]]) == 2 and pin(pool, KEYS[5:6]) == 1
     pool.store("a", KEYS[10:15])
-    pool.tick(11.0)  # whoever pinned it is gone
+    pool.tick(11.0)  # the client that pinned it is gone
     pool.store("a", KEYS[20:25])
     assert pool.has(KEYS[:7]) == [False] * 5 + [True] * 2
     unpin(pool, KEYS[5:7])
@@ -356,7 +358,7 @@ def test_a_pin_moves_to_another_copy_when_its_node_dies() -> None:
     assert pool.has(KEYS[:1]) == [True]
 
 
-def test_a_pin_moves_to_what_lies_below_when_the_block_is_found_altered() -> None:
+def test_a_pin_moves_to_the_copy_in_the_tier_when_the_block_is_found_corrupt() -> None:
     pool = tiered(slabs=1)
     pool.store("a", KEYS[:1])
     pool.demote_all("a", whole=True)
@@ -367,11 +369,11 @@ def test_a_pin_moves_to_what_lies_below_when_the_block_is_found_altered() -> Non
     for first in (10, 20):
         pool.store("a", KEYS[first : first + 5])
         pool.demote_all("a", whole=True)
-    assert in_external_tier(pool, KEYS[:1]) == [True], "others went"
+    assert in_external_tier(pool, KEYS[:1]) == [True], "others were evicted there"
     check_invariants(pool.directory)
 
 
-def test_what_only_lies_below_can_be_pinned_there() -> None:
+def test_a_block_that_is_only_in_the_tier_can_be_pinned_there() -> None:
     pool = tiered(slabs=1)
     only_in_tier(pool, KEYS[:4])
     assert pin(pool, KEYS[1:2]) == 1
@@ -395,7 +397,7 @@ def test_a_pin_ends_with_a_block_that_a_header_vetoes() -> None:
     pool.commit("a", 1, got, KEYS[:1])
     pin(pool, KEYS[:1])
     zero = bytes(4)
-    pool.adopt("a", Inventory(got.locations, KEYS[9], zero, zero, b""))  # another key's, it says
+    pool.adopt("a", Inventory(got.locations, KEYS[9], zero, zero, b""))  # the header has another key
     assert not pool.directory.pins and pool.count("free") == 7
     check_invariants(pool.directory)
 
@@ -403,7 +405,7 @@ def test_a_pin_ends_with_a_block_that_a_header_vetoes() -> None:
 # ---------------------------------------------------------------------- forgotten
 
 
-def test_what_is_forgotten_is_free_at_once_in_every_copy() -> None:
+def test_every_copy_of_a_forgotten_block_is_freed_at_once() -> None:
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:3])
     pool.replicate("b", KEYS[:2])
@@ -414,7 +416,7 @@ def test_what_is_forgotten_is_free_at_once_in_every_copy() -> None:
     check_invariants(pool.directory)
 
 
-def test_what_is_held_is_forgotten_once_its_holder_lets_go() -> None:
+def test_a_forgotten_block_that_is_leased_is_freed_when_the_lease_ends() -> None:
     pool = Pool()
     pool.store("a", KEYS[:2])
     lease, _ = pool.match("a", KEYS[:2])
@@ -425,17 +427,17 @@ def test_what_is_held_is_forgotten_once_its_holder_lets_go() -> None:
     assert pool.count("free") == 8
 
 
-def test_what_is_being_written_is_not_forgotten() -> None:
+def test_a_block_being_written_is_not_forgotten() -> None:
     pool = Pool()
     hold, got = pool.reserve("a", KEYS[:1])
     forget(pool, KEYS[:1])
     assert pool.commit("a", hold, got, KEYS[:1]) == 1 and pool.has(KEYS[:1]) == [True]
 
 
-def test_what_is_forgotten_is_deleted_below() -> None:
+def test_a_forgotten_block_is_deleted_in_the_tier() -> None:
     pool = Pool()
     heartbeat(pool)
-    tell(pool, KEYS[:2])
+    list_existing(pool, KEYS[:2])
     forget(pool, KEYS[:1])
     assert split(pool.demote("a").to_delete) == KEYS[:1] and in_external_tier(pool, KEYS[:2]) == [False, True]
 
@@ -459,7 +461,7 @@ def test_a_swapped_request_stays_until_it_is_forgotten() -> None:
     assert pool.directory.stats(pool.now)["num_cumulative_preemption"] == 2
 
 
-def test_of_a_request_that_did_not_find_room_nothing_stays() -> None:
+def test_a_swapped_request_of_which_a_block_is_missing_is_forgotten() -> None:
     pool = Pool()
     pool.store("a", KEYS[:5])
     assert preempted(pool, KEYS[:6]) == 0
@@ -467,7 +469,7 @@ def test_of_a_request_that_did_not_find_room_nothing_stays() -> None:
 
 
 @pytest.mark.parametrize("vanishes", [True, False])
-def test_a_swapped_request_goes_with_its_engine(vanishes: bool) -> None:
+def test_a_swapped_request_is_forgotten_when_its_engine_is_gone(vanishes: bool) -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:3])
     assert preempted(pool, KEYS[:3], "b") == 3
@@ -479,11 +481,11 @@ def test_a_swapped_request_goes_with_its_engine(vanishes: bool) -> None:
     assert not any(pool.has(KEYS[:3])) and not pool.directory.pins
 
 
-def test_what_is_held_goes_down_where_nothing_else_is_left_and_is_held_there() -> None:
+def test_pinned_blocks_are_demoted_last_and_then_pinned_in_the_tier() -> None:
     pool = tiered(slabs=2)
     pool.store("a", KEYS[:7])
     assert preempted(pool, KEYS[:6]) == 6
-    assert pool.demote_all("a") == [KEYS[6], KEYS[0]], "a quarter is to be had for nothing: that is two"
+    assert pool.demote_all("a") == [KEYS[6], KEYS[0]], "a quarter is to be free or clean: that is two"
     assert pool.store("a", KEYS[10:12]) == ["a"] * 2
     assert pool.has(KEYS[:7]) == [False] + [True] * 5 + [False]
     pool.demote_all("a", whole=True)
@@ -491,12 +493,12 @@ def test_what_is_held_goes_down_where_nothing_else_is_left_and_is_held_there() -
     for first in range(100, 170, 7):
         pool.store("a", KEYS[first : first + 7])
         pool.demote_all("a", whole=True)
-    assert not any(pool.has(KEYS[:6])) and all(in_external_tier(pool, KEYS[:6])), "others went"
+    assert not any(pool.has(KEYS[:6])) and all(in_external_tier(pool, KEYS[:6])), "others were evicted there"
     forget(pool, KEYS[:6])
     assert not any(in_external_tier(pool, KEYS[:6])) and not pool.directory.pins
 
 
-def test_what_lies_below_already_is_pinned_there() -> None:
+def test_a_block_that_is_already_in_the_tier_is_pinned_there() -> None:
     pool = tiered(slabs=2)
     pool.store("a", KEYS[:6])
     pool.demote_all("a", whole=True)
@@ -505,7 +507,7 @@ def test_what_lies_below_already_is_pinned_there() -> None:
     assert not any(pool.has(KEYS[:6])) and all(in_external_tier(pool, KEYS[:6]))
 
 
-def test_what_comes_up_where_all_else_is_held_leaves_room_for_the_rest() -> None:
+def test_blocks_can_be_pulled_from_a_tier_while_all_others_are_pinned() -> None:
     pool = tiered(slots=8, slabs=4, window=2)
     only_in_tier(pool, KEYS[:4])
     for key in KEYS[900:907]:
@@ -520,7 +522,7 @@ def test_what_comes_up_where_all_else_is_held_leaves_room_for_the_rest() -> None
     check_invariants(pool.directory)
 
 
-def test_what_is_forgotten_on_its_way_down_is_deleted_there() -> None:
+def test_a_block_that_is_forgotten_while_it_is_demoted_is_deleted_in_the_tier() -> None:
     pool = tiered()
     pool.store("a", KEYS[:2])
     demoting = pool.demote("a", whole=True)
@@ -530,7 +532,7 @@ def test_what_is_forgotten_on_its_way_down_is_deleted_there() -> None:
     check_invariants(pool.directory)
 
 
-def test_in_the_end_what_is_leased_goes_down_too() -> None:
+def test_leased_blocks_are_demoted_too_when_everything_is() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:5])
     lease, _ = pool.match("a", KEYS[2:5])
@@ -539,7 +541,7 @@ def test_in_the_end_what_is_leased_goes_down_too() -> None:
     check_invariants(pool.directory)
 
 
-def test_a_pin_follows_what_is_handed_over() -> None:
+def test_a_pin_moves_to_the_promoted_replica() -> None:
     pool = Pool(nodes="ab", window=3)
     pool.store("a", KEYS[:2])
     pool.replicate("b", KEYS[:1])
@@ -552,7 +554,7 @@ def test_a_pin_follows_what_is_handed_over() -> None:
     assert pool.has(KEYS[:2]) == [True] * 2 and len(pool.directory.pins) == 2
 
 
-def test_a_new_directory_that_is_told_who_leaves_hands_over_what_it_found() -> None:
+def test_a_leaving_node_hands_its_primaries_to_replicas_at_once() -> None:
     pool = Pool(nodes="ab", window=3)
     pool.store("a", KEYS[:2])
     pool.replicate("b", KEYS[:2])

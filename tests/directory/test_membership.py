@@ -75,7 +75,7 @@ def test_of_a_key_in_two_arenas_the_first_seen_is_primary() -> None:
     assert (pool.count("ready", "b"), pool.count("replica", "b")) == (0, 3)
 
 
-def test_slots_that_are_still_written_are_nobodys_after_a_restart() -> None:
+def test_slots_that_are_still_written_are_quarantined_after_a_restart() -> None:
     pool = Pool(nodes="")
     node, _ = pool.join("a", epoch=1)
     found = inventory(1, KEYS[:3], node)
@@ -97,7 +97,7 @@ def test_headers_only_veto_where_rows_are_known() -> None:
     assert pool.has([*KEYS[:3], *KEYS[10:13]]) == [False, True, True, False, False, False]
 
 
-def test_a_lease_from_before_a_store_came_back_pins_nothing() -> None:
+def test_a_lease_from_before_a_store_came_back_holds_nothing() -> None:
     pool = Pool()
     pool.store("a", KEYS[:3])
     lease, got = pool.match("a", KEYS[:3])
@@ -155,7 +155,7 @@ def test_a_starving_size_takes_the_slab_whose_newest_block_is_oldest() -> None:
     check_invariants(pool.directory)
 
 
-def test_a_slab_in_which_something_is_held_is_never_taken() -> None:
+def test_a_slab_with_a_held_slot_is_never_taken() -> None:
     pool = Pool(slots=4, slabs=2, window=0)
     pool.store("a", KEYS[:4])
     lease, _ = pool.match("a", KEYS[3:4])
@@ -175,7 +175,7 @@ def test_a_block_that_no_slab_can_hold_is_refused() -> None:
         assert pool.match("a", KEYS[:1], size=size)[1].source == b""
 
 
-def test_clear_forgets_all_and_a_late_commit_brings_nothing_back() -> None:
+def test_clear_forgets_all_blocks_and_a_late_commit_restores_none() -> None:
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:3])
     lease, staging = pool.match("b", KEYS[:2])
@@ -190,7 +190,7 @@ def test_clear_forgets_all_and_a_late_commit_brings_nothing_back() -> None:
     assert pool.store("a", KEYS[:3]) == ["a"] * 3
 
 
-def test_what_was_cleared_is_not_found_by_a_sweep() -> None:
+def test_a_sweep_does_not_restore_a_cleared_block() -> None:
     pool = Pool()
     _, got = pool.reserve("a", KEYS[:1])
     pool.tick(11.0)
@@ -200,8 +200,8 @@ def test_what_was_cleared_is_not_found_by_a_sweep() -> None:
     assert pool.count("free") == 8 and not any(pool.has(KEYS[:1]))
 
 
-def test_a_size_without_a_slot_gets_one_where_its_writer_is() -> None:
-    """Though another node has room: what goes there is staged here first."""
+def test_a_size_without_a_slot_gets_one_on_the_writers_node() -> None:
+    """Though another node has room: blocks that are stored there are staged here first."""
     pool = Pool(slots=8, slabs=2, window=1, nodes="ac")
     pool.store("a", KEYS[:7], size=2 * PAGE)
     assert pool.store("a", KEYS[100:106]) != [] and pool.read("a", KEYS[100:106]) == 6

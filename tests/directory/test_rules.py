@@ -1,4 +1,4 @@
-"""The directory's rules about what stays, where it goes and who holds it, by example."""
+"""The directory's rules about eviction, staging, placement, leases and reservations, by example."""
 
 import struct
 from collections import OrderedDict
@@ -15,10 +15,10 @@ from raykv.directory.allocator import staging_window
 from raykv.directory.kernels import index
 from raykv.protocol import Call, CommitRequest, MatchRequest, ReserveRequest, SweepResult
 
-# ---------------------------------------------------------------------- what is where
+# ---------------------------------------------------------------------- locate_prefix
 
 
-def test_whereabouts_count_every_copy_of_the_ready_prefix_and_touch_nothing() -> None:
+def test_locate_prefix_counts_every_copy_of_the_ready_prefix() -> None:
     pool = Pool(slots=8, window=2, nodes="ab")
     pool.store("a", KEYS[:3])
     pool.replicate("b", KEYS[:2])
@@ -35,7 +35,7 @@ def test_whereabouts_count_every_copy_of_the_ready_prefix_and_touch_nothing() ->
     assert pool.directory.locate_prefix(b"".join(KEYS[:7])) == {"b": 2}
 
 
-def test_looking_does_not_make_a_block_younger() -> None:
+def test_locate_prefix_does_not_touch_blocks() -> None:
     pool = Pool(slots=8, window=1)
     pool.store("a", KEYS[:4])
     pool.store("a", KEYS[100:103])
@@ -44,7 +44,7 @@ def test_looking_does_not_make_a_block_younger() -> None:
     assert pool.has(KEYS[:4]) == [True, True, False, False]
 
 
-# ---------------------------------------------------------------------- what goes
+# ---------------------------------------------------------------------- eviction
 
 
 def test_a_match_touches_its_blocks_last_to_first_so_children_go_before_parents() -> None:
@@ -57,7 +57,7 @@ def test_a_match_touches_its_blocks_last_to_first_so_children_go_before_parents(
     assert pool.has(KEYS[:7]) == [True] * 3 + [False] * 4
 
 
-def test_what_is_leased_is_not_evicted_and_what_was_released_is() -> None:
+def test_leased_blocks_are_not_evicted_and_released_ones_are() -> None:
     pool = Pool()
     pool.store("a", KEYS[:7])
     lease, _ = pool.match("a", KEYS[:7])
@@ -95,7 +95,7 @@ def test_with_locality_1_the_cluster_is_one_lru() -> None:
             assert pool.keys() == set(lru)
 
 
-def test_no_parent_goes_before_its_children() -> None:
+def test_no_parent_is_evicted_before_its_children() -> None:
     for nodes, locality in (("a", 1.5), ("abc", 1.0)):
         rng = Random(3)
         pool = Pool(slots=16, window=2, nodes=nodes, locality=locality)
@@ -171,7 +171,7 @@ def test_without_staging_a_match_is_shorter() -> None:
     assert pool.directory.stats(pool.now)["leases"] == 3 and first
 
 
-def test_pulled_blocks_stay_as_replicas_only_in_free_room_and_go_first() -> None:
+def test_pulled_blocks_stay_as_replicas_in_free_room_only_and_are_evicted_first() -> None:
     pool = Pool(slots=8, window=2, nodes="ab")
     pool.store("a", KEYS[:4])
     pool.replicate("b", KEYS[:2])
@@ -186,7 +186,7 @@ def test_pulled_blocks_stay_as_replicas_only_in_free_room_and_go_first() -> None
     pool.release("b", lease)
 
 
-def test_what_was_not_pulled_leaves_nothing() -> None:
+def test_staging_slots_into_which_nothing_was_pulled_are_freed() -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:2])
     assert pool.read("b", KEYS[:1]) == 1
@@ -196,7 +196,7 @@ def test_what_was_not_pulled_leaves_nothing() -> None:
 # ---------------------------------------------------------------------- placement
 
 
-def test_a_block_goes_to_its_writer_then_to_any_room_then_evicts() -> None:
+def test_a_block_is_stored_on_its_writers_node_then_on_any_with_room_then_evicts() -> None:
     pool = Pool(slots=8, window=4, nodes="ab")
     assert pool.store("a", KEYS[:4]) == ["a"] * 4
     assert pool.store("a", KEYS[4:8]) == ["b"] * 4
@@ -205,7 +205,7 @@ def test_a_block_goes_to_its_writer_then_to_any_room_then_evicts() -> None:
 
 
 @pytest.mark.parametrize(("locality", "reads", "victim"), [(1.0, 9, "b"), (1.5, 9, "a"), (1.5, 0, "b"), (2.5, 0, "a")])
-def test_another_node_evicts_only_what_is_locality_times_colder(locality: float, reads: int, victim: str) -> None:
+def test_another_node_evicts_only_blocks_idle_locality_times_as_long(locality: float, reads: int, victim: str) -> None:
     pool = Pool(slots=8, window=1, nodes="ab", locality=locality)
     pool.store("b", KEYS[:7])  # ticks 1 to 7
     pool.store("a", KEYS[10:17])  # 8 to 14: b's coldest is idle 13 ticks, a's own 6
@@ -214,7 +214,7 @@ def test_another_node_evicts_only_what_is_locality_times_colder(locality: float,
     assert pool.store("a", KEYS[20:21]) == [victim]
 
 
-def test_reserve_pins_what_is_there_before_it_evicts() -> None:
+def test_reserve_holds_stored_keys_before_it_evicts() -> None:
     pool = Pool(slots=8)
     pool.store("a", KEYS[:7])
     hold, got = pool.reserve("a", [*KEYS[100:103], *KEYS[:7]])  # its own later keys are the oldest
@@ -234,7 +234,7 @@ def test_a_key_that_comes_twice_in_a_batch_is_granted_once() -> None:
     check_invariants(pool.directory)
 
 
-def test_what_another_writes_is_left_out() -> None:
+def test_keys_that_another_client_writes_are_left_out() -> None:
     pool = Pool(nodes="ab")
     pool.reserve("a", KEYS[:2])
     _, got = pool.reserve("b", KEYS[:3])
@@ -277,14 +277,14 @@ def test_arrays_of_unequal_length_change_nothing() -> None:
     assert pool.commit("a", hold, got, KEYS) == 2
 
 
-def test_a_failed_write_waits_for_a_sweep_and_a_forgotten_one_does_not() -> None:
+def test_a_failed_write_is_quarantined_and_one_that_was_not_reported_is_freed() -> None:
     pool = Pool()
     hold, got = pool.reserve("a", KEYS[:3])
     pool.commit("a", hold, got._replace(indices=got.indices[:8], locations=got.locations[:64]), KEYS, failed=(1,))
     assert [pool.count(state) for state in ("ready", "quarantined", "free")] == [1, 1, 6]
 
 
-def test_a_failed_write_of_another_hold_is_ignored() -> None:
+def test_a_failed_write_in_a_slot_of_another_reservation_is_ignored() -> None:
     pool = Pool(nodes="ab")
     hold, got = pool.reserve("a", KEYS[:1])
     pool.commit("b", hold + 1000, got, KEYS, failed=(0,))
@@ -296,7 +296,7 @@ def test_a_hold_that_is_not_listed_is_freed_unless_the_call_is_older() -> None:
     pool = Pool()
     hold, _ = pool.reserve("a", KEYS[:2])
     pool.directory.client_heartbeat(Call(ord("a"), pool.seq - 1), pool.now)
-    assert pool.count("writing") == 2, "a call that was sent before says nothing of it"
+    assert pool.count("writing") == 2, "a call that was sent earlier could not list it"
     pool.release("a", hold)
     assert pool.count("free") == 8
 
@@ -324,7 +324,7 @@ def test_a_client_that_leaves_in_order_leaves_free_slots() -> None:
     assert pool.count("free", "a") == 8
 
 
-def test_a_client_that_vanishes_leaves_limbo_until_a_sweep() -> None:
+def test_slots_of_a_writer_that_vanishes_are_quarantined_until_a_sweep() -> None:
     pool = Pool(slots=8)
     keys = KEYS[:3]
     hold, got = pool.reserve("a", keys)
@@ -345,7 +345,7 @@ def test_a_client_that_vanishes_leaves_limbo_until_a_sweep() -> None:
     assert [pool.count(state) for state in ("quarantined", "free", "ready")] == [0, 7, 1]
 
 
-def test_staging_of_a_client_that_vanishes_goes_to_limbo_unless_shared() -> None:
+def test_staging_slots_of_a_client_that_vanishes_are_quarantined_unless_shared() -> None:
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:2])
     pool.match("b", KEYS[:2])
@@ -356,16 +356,16 @@ def test_staging_of_a_client_that_vanishes_goes_to_limbo_unless_shared() -> None
     assert (pool.count("staging", "b"), pool.count("quarantined", "b")) == (1, 1)
 
 
-def test_a_slot_that_was_cleared_while_its_writer_vanished_goes_to_limbo() -> None:
+def test_a_cleared_slot_whose_writer_vanishes_is_quarantined() -> None:
     pool = Pool()
     pool.reserve("a", KEYS[:2])
     pool.directory.clear(pool.now)
     assert pool.count("dropped") == 2
     pool.tick(11.0)
-    assert (pool.count("dropped"), pool.count("quarantined")) == (0, 2), "it may still write"
+    assert (pool.count("dropped"), pool.count("quarantined")) == (0, 2), "the writer may still write"
 
 
-def test_an_altered_block_is_forgotten_and_its_replica_serves() -> None:
+def test_a_corrupt_block_is_forgotten_and_its_replica_serves() -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:1])
     pool.replicate("b", KEYS[:1])
@@ -377,7 +377,7 @@ def test_an_altered_block_is_forgotten_and_its_replica_serves() -> None:
     assert pool.count("free", "a") == 8
 
 
-def test_a_row_is_pinned_no_more_often_than_it_can_count() -> None:
+def test_a_row_is_held_no_more_often_than_it_can_count() -> None:
     pool = Pool()
     pool.store("a", KEYS[:1])
     lease, got = pool.match("a", KEYS[:1] * 70_000)

@@ -1,4 +1,4 @@
-"""Nodes that get more memory, or less: which slabs the directory gives up, and when."""
+"""Nodes that get more memory, or less: which slabs the directory has them give back, and when."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def fill(pool: Pool, slabs: int, first: int = 0) -> list[list[bytes]]:
     return parts
 
 
-def test_spare_slabs_go_first_then_the_coldest() -> None:
+def test_spare_slabs_are_given_back_first_then_the_oldest() -> None:
     pool = pool_of(5)
     parts = fill(pool, 3)
     numbers = [slab_of(pool, part[0]) for part in parts]
@@ -65,7 +65,7 @@ def test_spare_slabs_go_first_then_the_coldest() -> None:
     assert sizes(pool) == (1, 0, 1) and pool.read("a", parts[0]) > 0
 
 
-def test_nobody_is_sent_to_a_slab_that_was_given_up() -> None:
+def test_nobody_is_sent_to_a_slab_that_was_given_back() -> None:
     pool = pool_of(3)
     fill(pool, 2)
     gone = set_slab_target(pool, 1, [])
@@ -76,7 +76,7 @@ def test_nobody_is_sent_to_a_slab_that_was_given_up() -> None:
         pool.commit("a", hold, got, KEYS[100 + 4 * i :])
         set_slab_target(pool, 1, gone)
     pool.directory.heartbeat("a", 3, pool.now)
-    assert sizes(pool) == (1, 0, 1), "nor does a beat bring it back"
+    assert sizes(pool) == (1, 0, 1), "a heartbeat does not offer it again"
 
 
 def test_the_generation_is_newer_than_every_grant_there() -> None:
@@ -89,21 +89,21 @@ def test_the_generation_is_newer_than_every_grant_there() -> None:
     assert pool.directory.set_slab_target("a", SlabReport(0, 1, target.numbers), pool.now) == (0, b"")
 
 
-def test_what_was_not_given_back_after_all_is_spare_again() -> None:
+def test_a_slab_that_was_not_given_back_after_all_is_spare_again() -> None:
     """The answer was lost, or somebody wrote there."""
     pool = pool_of(4)
     fill(pool, 2)
     first = set_slab_target(pool, 2, [])
     assert sizes(pool) == (2, 0, 2)
-    assert sorted(set_slab_target(pool, 2, [])) == sorted(first), "it is said again"
+    assert sorted(set_slab_target(pool, 2, [])) == sorted(first), "the answer is repeated"
     assert set_slab_target(pool, 4, first[:1]) == [] and sizes(pool) == (2, 1, 4), "half of it is taken up again"
     assert set_slab_target(pool, 4, []) == [] and sizes(pool) == (2, 2, 4)
     fill(pool, 2, first=100)
     assert sizes(pool) == (4, 0, 4)
 
 
-def test_a_slab_that_is_gone_though_it_is_in_use_is_closed() -> None:
-    """The store knows what it has, whatever an answer that came late made the directory believe."""
+def test_a_slab_in_use_that_was_given_back_is_closed() -> None:
+    """The store knows best what it has: an answer may have come late."""
     pool = pool_of(2)
     parts = fill(pool, 2)
     lease, got = pool.match("a", parts[0])
@@ -132,22 +132,22 @@ def test_a_lease_holds_its_slab_until_it_is_released() -> None:
     check_invariants(pool.directory)
 
 
-def test_a_slab_that_is_never_all_unheld_is_emptied_row_by_row() -> None:
+def test_a_slab_of_which_some_slot_is_always_held_is_emptied_row_by_row() -> None:
     pool = pool_of(2)
     parts = fill(pool, 2)
     holds = [pool.match("a", [part[0]])[0] for part in parts]
     for i in range(1, 5):
         assert set_slab_target(pool, 1, []) == []
-        going = next(part for part in parts if not all(pool.has(part)))
-        assert pool.has(going) == [True] + [False] * (PART - 1)
+        emptied = next(part for part in parts if not all(pool.has(part)))
+        assert pool.has(emptied) == [True] + [False] * (PART - 1)
         hold, got = pool.reserve("a", KEYS[200 + i : 201 + i])
-        assert {location[1] for location in unpack(got.locations)} != {slab_of(pool, going[0])}, (
+        assert {location[1] for location in unpack(got.locations)} != {slab_of(pool, emptied[0])}, (
             "nothing is stored there"
         )
         pool.commit("a", hold, got, KEYS[200 + i :])
     stats = pool.directory.stats(pool.now)["nodes"]["a"]
     assert stats["slots"] == SLOTS + 1 and stats["bytes_used"] <= stats["slots"] * PAGE
-    number = slab_of(pool, going[0])
+    number = slab_of(pool, emptied[0])
     for hold in holds:
         pool.release("a", hold)
     assert set_slab_target(pool, 1, []) == [number]
@@ -176,7 +176,7 @@ def test_a_slab_that_is_kept_after_all_is_used_again(instead: str) -> None:
     check_invariants(pool.directory)
 
 
-def test_what_was_emptied_goes_before_others_are() -> None:
+def test_a_slab_that_is_being_emptied_is_given_back_before_others() -> None:
     pool = pool_of(3)
     parts = fill(pool, 3)
     holds = [pool.match("a", [part[0]])[0] for part in parts]
@@ -184,13 +184,13 @@ def test_what_was_emptied_goes_before_others_are() -> None:
     (closing,) = pool.directory.nodes["a"].closing
     for hold in holds:
         pool.release("a", hold)
-    (going,) = [part for part in parts if not all(pool.has(part))]
-    pool.read("a", going[:1])
+    (emptied,) = [part for part in parts if not all(pool.has(part))]
+    pool.read("a", emptied[:1])
     assert set_slab_target(pool, 2, []) == [closing], "though what is left of it was used last"
-    assert all(all(pool.has(part)) for part in parts if part is not going)
+    assert all(all(pool.has(part)) for part in parts if part is not emptied)
 
 
-def test_writers_finish_in_a_slab_that_goes() -> None:
+def test_writers_finish_in_a_slab_that_is_to_be_given_back() -> None:
     pool = pool_of(1 + 1)
     fill(pool, 1)
     hold, got = pool.reserve("a", KEYS[100 : 100 + PART])
@@ -200,7 +200,7 @@ def test_writers_finish_in_a_slab_that_goes() -> None:
     check_invariants(pool.directory)
 
 
-def test_an_abandoned_writer_holds_its_slab_until_it_was_swept() -> None:
+def test_the_slab_of_a_writer_that_vanished_is_kept_until_it_was_swept() -> None:
     pool = pool_of(2)
     fill(pool, 1)
     _, got = pool.reserve("a", KEYS[100 : 100 + PART])
@@ -218,7 +218,7 @@ def test_an_abandoned_writer_holds_its_slab_until_it_was_swept() -> None:
 
 
 def test_pinned_blocks_keep_their_slab() -> None:
-    """With all that is in it, for its memory can't be given back."""
+    """With all blocks in it, since its memory can't be given back."""
     pool = pool_of(4)
     parts = fill(pool, 4)
     numbers = [slab_of(pool, part[0]) for part in parts]
@@ -230,7 +230,7 @@ def test_pinned_blocks_keep_their_slab() -> None:
     assert set_slab_target(pool, 1, gone) == [numbers[0]]
 
 
-def test_a_block_that_is_also_elsewhere_stays_there() -> None:
+def test_a_replica_elsewhere_survives_the_slab_of_its_primary() -> None:
     pool = pool_of(2, nodes="ab")
     parts = fill(pool, 1)
     pool.replicate("b", parts[0][:1])
@@ -242,7 +242,7 @@ def test_a_block_that_is_also_elsewhere_stays_there() -> None:
     assert (pool.count("ready", "b"), pool.count("replica", "b")) == (1, 0)
 
 
-def test_many_slabs_go_a_few_at_a_time() -> None:
+def test_many_slabs_are_given_back_a_few_at_a_time() -> None:
     pool = pool_of(40)
     gone: list[int] = []
     steps = 0
@@ -252,7 +252,7 @@ def test_many_slabs_go_a_few_at_a_time() -> None:
     assert len(set(gone)) == 37 and sizes(pool) == (0, 3, 3) and steps > 3
 
 
-def test_the_staging_window_follows() -> None:
+def test_the_staging_window_follows_the_number_of_slabs() -> None:
     pool = pool_of(64)
     pool.store("a", KEYS[:1])
     size_class = pool.directory.nodes["a"].size_classes[PAGE]
@@ -266,7 +266,7 @@ def test_the_staging_window_follows() -> None:
     assert window() == 64
     pool.store("a", KEYS[:1], size=2 * PAGE)
     other = pool.directory.nodes["a"].size_classes[2 * PAGE]
-    assert int(pool.directory._size_classes.c.size_classes[other]["window"]) == 32, "of a size that came later, too"
+    assert int(pool.directory._size_classes.c.size_classes[other]["window"]) == 32, "also of a size that was used later"
 
 
 def test_staging_under_way_outlives_a_smaller_window() -> None:
@@ -308,7 +308,7 @@ def test_a_new_directory_knows_what_was_given_back_before_it_offers_anything() -
     assert sizes(pool) == (2, 0, 2) and {*directory.nodes["a"].slabs} == {1, 3}
 
 
-def test_a_size_told_before_the_slabs_are() -> None:
+def test_slabs_given_back_may_be_reported_before_the_slabs_are_offered() -> None:
     """A store that took slabs up again while a directory that restarted had not heard how many there are."""
     pool = Pool(nodes="")
     pool.join("a", slabs=4)
@@ -319,7 +319,7 @@ def test_a_size_told_before_the_slabs_are() -> None:
     check_invariants(pool.directory)
 
 
-def test_a_node_that_nobody_knows() -> None:
+def test_a_node_that_is_not_known_gives_nothing_back() -> None:
     assert Pool().directory.set_slab_target("x", report(1, []), 0.0) == (0, b"")
 
 

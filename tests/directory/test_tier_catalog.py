@@ -1,11 +1,11 @@
-"""What goes down to an external tier, what is found there, and what is deleted there, by example."""
+"""External tiers: which blocks are demoted, which are found there, and which keys are deleted there, by example."""
 
 from random import Random
 
 import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
-from helpers.directory_tiers import SLAB, heartbeat, in_external_tier, only_in_tier, tell, tier, tiered
+from helpers.directory_tiers import SLAB, heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 from helpers.oracle.slots import split, unpack
 from helpers.world import DOCUMENTS
 
@@ -21,10 +21,10 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: SLAB)
 
 
-# ---------------------------------------------------------------------- what goes down
+# ---------------------------------------------------------------------- which blocks are demoted
 
 
-def test_the_coldest_go_down_first_and_stay_in_memory() -> None:
+def test_the_oldest_blocks_are_demoted_first_and_stay_in_memory() -> None:
     pool = tiered(share=0.5)
     pool.store("a", KEYS[:7])
     pool.read("a", KEYS[5:7])
@@ -37,7 +37,7 @@ def test_the_coldest_go_down_first_and_stay_in_memory() -> None:
     assert all(pool.has(KEYS[:7])) and tier(pool)["demoted"] == 4
 
 
-def test_what_is_below_does_not_go_down_twice() -> None:
+def test_a_block_in_the_tier_is_not_demoted_again() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
     assert pool.demote_all("a") == [KEYS[2], KEYS[1], KEYS[0]]
@@ -67,7 +67,7 @@ def test_a_clean_block_that_is_used_again_does_not_count() -> None:
     assert pool.demote_all("a") == [KEYS[4]]
 
 
-def test_blocks_that_were_asked_for_too_seldom_stay_away() -> None:
+def test_blocks_with_too_few_matches_are_not_demoted() -> None:
     pool = tiered(min_hits=2, share=1.0)
     pool.store("a", KEYS[:5])
     for keys in (KEYS[:3], KEYS[1:4]):
@@ -78,17 +78,17 @@ def test_blocks_that_were_asked_for_too_seldom_stay_away() -> None:
     assert sorted(pool.demote_all("a")) == KEYS[1:3]
 
 
-def test_nothing_goes_down_while_a_slab_is_spare_unless_everything_is_to() -> None:
+def test_nothing_is_demoted_while_a_slab_is_spare_unless_everything_is_to_be() -> None:
     pool = Pool(slots=8, slabs=2, share=0.5)
     heartbeat(pool)
-    tell(pool, [])
+    list_existing(pool, [])
     pool.store("a", KEYS[:7])
     assert pool.directory.stats(pool.now)["nodes"]["a"]["spare_slabs"] == 1
     assert pool.demote_all("a") == []
     assert len(pool.demote_all("a", whole=True)) == 7
 
 
-def test_one_call_brings_down_no_more_than_a_batch_but_a_block_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_answer_demotes_at_most_a_batch_but_at_least_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:7])
     monkeypatch.setattr(tier_catalog, "BATCH_BYTES", 3 * PAGE)
@@ -98,14 +98,14 @@ def test_one_call_brings_down_no_more_than_a_batch_but_a_block_at_least(monkeypa
     assert len(split(pool.demote("a", got).keys)) == 1
 
 
-def test_nothing_goes_down_before_it_is_known_what_lies_there() -> None:
+def test_nothing_is_demoted_before_the_tier_is_listed() -> None:
     pool = Pool(share=1.0)
     pool.store("a", KEYS[:3])
     assert heartbeat(pool)
     assert not pool.demote("a").keys
-    tell(pool, [KEYS[1]], last=False)
+    list_existing(pool, [KEYS[1]], last=False)
     assert heartbeat(pool) and not pool.demote("a").keys
-    tell(pool, [KEYS[2]])
+    list_existing(pool, [KEYS[2]])
     assert not heartbeat(pool)
     assert pool.demote_all("a") == [KEYS[0]]
 
@@ -113,7 +113,7 @@ def test_nothing_goes_down_before_it_is_known_what_lies_there() -> None:
 # ---------------------------------------------------------------------- reports
 
 
-def test_what_could_not_be_stored_is_tried_again() -> None:
+def test_a_failed_demotion_is_tried_again() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
     first = pool.demote("a")
@@ -123,14 +123,14 @@ def test_what_could_not_be_stored_is_tried_again() -> None:
     assert not pool.demote("a", second).keys and all(in_external_tier(pool, KEYS[:3]))
 
 
-def test_an_answer_that_got_lost_is_given_up_at_the_next_call_and_tried_again() -> None:
+def test_demotions_of_a_lost_answer_are_cancelled_at_the_next_call_and_tried_again() -> None:
     pool = tiered(share=0.5)
     pool.store("a", KEYS[:7])
     lost = pool.demote("a")
     got = pool.demote("a")
     assert got.keys == lost.keys and got.target != lost.target
     part = Demotions(got.source[:32], got.keys[:16], got.target[:32], b"", got.number)
-    assert pool.demote("a", part).keys == got.keys[16:], "what it does not speak of was not stored"
+    assert pool.demote("a", part).keys == got.keys[16:], "a block that is not reported was not stored"
     check_invariants(pool.directory)
 
 
@@ -142,8 +142,8 @@ def test_a_report_may_come_twice() -> None:
     assert tier(pool)["demoted"] == tier(pool)["blocks"] == 3
 
 
-def test_what_was_perhaps_not_stored_is_deleted_unless_it_is_tried_again() -> None:
-    """Else what a store wrote before it died, or a tier before it failed, would lie there for ever."""
+def test_a_failed_demotion_is_deleted_unless_it_is_tried_again() -> None:
+    """Else bytes that a store wrote before it died, or a tier before it failed, would stay there for ever."""
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:3])
     got = pool.demote("a")
@@ -154,19 +154,19 @@ def test_what_was_perhaps_not_stored_is_deleted_unless_it_is_tried_again() -> No
     assert not pool.demote("a", got, bytes(3)).to_delete, "it is written over"
     _, there = pool.match("a", KEYS[:1])
     pool.heartbeat("a", corrupt=there.source)
-    assert split(pool.demote("a").to_delete) == KEYS[:1], "which is not in memory any more"
+    assert split(pool.demote("a").to_delete) == KEYS[:1], "it is no longer in memory"
 
 
-def test_what_was_stored_too_late_is_deleted_unless_it_lies_there_by_now() -> None:
+def test_a_block_stored_too_late_is_deleted_unless_it_was_demoted_again() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:2])
     late = pool.demote("a")
-    got = pool.demote("a")  # the same blocks, in other places
+    got = pool.demote("a")  # the same blocks, in other slots
     pool.demote("a", got)
-    assert not pool.demote("a", late).to_delete, "those bytes are what the second answer asked for"
+    assert not pool.demote("a", late).to_delete, "those bytes are those of the second answer"
     pool.directory.clear(pool.now)
     assert set(split(pool.demote("a").to_delete)) == set(KEYS[:2])
-    assert set(split(pool.demote("a", late).to_delete)) == set(KEYS[:2]), "stored again meanwhile, for all we know"
+    assert set(split(pool.demote("a", late).to_delete)) == set(KEYS[:2]), "they may have been stored again"
 
 
 def test_a_report_of_another_directorys_answer_is_ignored() -> None:
@@ -176,18 +176,18 @@ def test_a_report_of_another_directorys_answer_is_ignored() -> None:
     pool.directory.remove_node("a", pool.now)
     pool.add("a")
     assert heartbeat(pool)
-    tell(pool, [split(got.keys)[0]])
+    list_existing(pool, [split(got.keys)[0]])
     assert not pool.demote("a", got).to_delete and tier(pool)["blocks"] == 1
 
 
-# ---------------------------------------------------------------------- what is found there
+# ---------------------------------------------------------------------- blocks in the tier
 
 
-def test_the_eviction_of_a_clean_block_loses_nothing() -> None:
+def test_an_evicted_clean_block_is_read_from_the_tier() -> None:
     pool = tiered(window=2)
     only_in_tier(pool, KEYS[:6])
     lease, got = pool.match("a", KEYS[:6])
-    assert (blocks(got), staged(got)) == (6, 2), "as far as the window goes; the rest streams"
+    assert (blocks(got), staged(got)) == (6, 2), "the rest of the window; other blocks get staging slots later"
     assert {location[0] for location in unpack(got.source)} == {tier(pool)["index"]}
     assert {location[3] for location in unpack(got.source)} == {PAGE}
     assert pool.directory.counters["external_hits"] == 6 and pool.directory.counters["remote_hits"] == 0
@@ -197,7 +197,7 @@ def test_the_eviction_of_a_clean_block_loses_nothing() -> None:
     check_invariants(pool.directory)
 
 
-def test_memory_is_asked_before_a_tier() -> None:
+def test_memory_is_read_before_a_tier() -> None:
     pool = tiered(nodes="ab")
     pool.store("a", KEYS[:2])
     pool.demote_all("a", whole=True)
@@ -206,7 +206,7 @@ def test_memory_is_asked_before_a_tier() -> None:
     assert pool.match("a", KEYS[:2])[1].staged == b""
 
 
-def test_a_block_that_came_up_is_a_primary_and_stays_below() -> None:
+def test_a_block_promoted_from_a_tier_is_a_primary_and_stays_in_the_tier() -> None:
     pool = tiered()
     only_in_tier(pool, KEYS[:1])
     ready = pool.count("ready")
@@ -217,29 +217,29 @@ def test_a_block_that_came_up_is_a_primary_and_stays_below() -> None:
     assert KEYS[0] not in pool.demote_all("a", whole=True), "it is clean"
 
 
-def test_a_size_with_fewer_slots_than_its_window_loses_one_block_for_each_that_comes_up() -> None:
+def test_a_size_with_fewer_slots_than_its_window_evicts_one_block_for_each_promoted() -> None:
     pool = Pool(slots=4, window=8)
     heartbeat(pool)
-    tell(pool, KEYS[:4])
+    list_existing(pool, KEYS[:4])
     pool.replicate("a", KEYS[:2])
     assert pool.has(KEYS[:2]) == [True, True]
     pool.replicate("a", KEYS[2:3])
     assert pool.has(KEYS[:3]) == [True, False, True], "and not all, though none is beside the window"
 
 
-def test_what_comes_up_costs_nothing_while_a_slab_is_spare() -> None:
+def test_a_promotion_evicts_nothing_while_a_slab_is_spare() -> None:
     pool = Pool(slots=4, slabs=2, window=2)
     heartbeat(pool)
-    tell(pool, KEYS[:4])
+    list_existing(pool, KEYS[:4])
     pool.store("a", KEYS[10:12])
     pool.replicate("a", KEYS[:1])
     assert pool.has([KEYS[0], *KEYS[10:12]]) == [True] * 3 and pool.count("free") == 5
 
 
-def test_a_block_below_is_stored_again_by_who_did_not_get_it() -> None:
+def test_a_block_in_a_tier_out_of_reach_is_stored_again() -> None:
     pool = Pool(slots=8, share=1.0)
     assert heartbeat(pool)
-    tell(pool, KEYS[:2])
+    list_existing(pool, KEYS[:2])
     heartbeat(pool, reached=False)
     assert pool.read("a", KEYS[:2]) == 0
     assert pool.store("a", KEYS[:2]) == ["a", "a"], "a slab is found for what is not in memory"
@@ -247,16 +247,16 @@ def test_a_block_below_is_stored_again_by_who_did_not_get_it() -> None:
     assert pool.demote_all("a") == [] and pool.read("a", KEYS[:2]) == 2
 
 
-def test_what_is_read_below_is_evicted_last_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_read_from_the_tier_is_evicted_last_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(slabs=1)
     only_in_tier(pool, KEYS[:4])
-    pool.read("a", [KEYS[3]])  # which went down first
+    pool.read("a", [KEYS[3]])  # which was demoted first
     monkeypatch.setattr(demotion, "KEYS_PER_CALL", 3)
     assert split(pool.demote("a", whole=True).to_delete) == [KEYS[2], KEYS[1], KEYS[0]]
     assert in_external_tier(pool, KEYS[3:4]) == [True]
 
 
-def test_a_tier_out_of_order_is_not_offered() -> None:
+def test_a_tier_that_a_node_does_not_reach_is_not_offered() -> None:
     pool = tiered()
     only_in_tier(pool, KEYS[:1])
     pool.store("a", KEYS[100:101])
@@ -276,7 +276,7 @@ def test_a_tier_whose_owner_is_silent_is_not_offered() -> None:
     assert not any(pool.has(KEYS[:1])) and pool.read("b", KEYS[:1]) == 1
     pool.tick(4.0, alive="b")
     assert pool.read("b", KEYS[:1]) == 0
-    heartbeat(pool, "a")  # which is not a sign that it serves others
+    heartbeat(pool, "a")  # which does not show that others can read it
     assert pool.read("b", KEYS[:1]) == 0
     pool.tick(1.0)
     assert pool.read("b", KEYS[:1]) == 1
@@ -286,13 +286,13 @@ def test_a_tier_that_is_new_while_its_owner_is_silent_is_not_offered_either() ->
     pool = Pool(nodes="ab")
     pool.tick(4.0, alive="b")
     assert heartbeat(pool, "a")
-    tell(pool, KEYS[:1], "a")
+    list_existing(pool, KEYS[:1], "a")
     assert pool.read("b", KEYS[:1]) == 0 and tier(pool)["state"] == "down"
     pool.tick(1.0)
     assert pool.read("b", KEYS[:1]) == 1
 
 
-def test_an_altered_block_is_deleted_and_not_found_again() -> None:
+def test_a_corrupt_block_is_deleted_in_the_tier_and_not_matched_again() -> None:
     pool = tiered()
     only_in_tier(pool, KEYS[:2])
     lease, got = pool.match("a", KEYS[:2])
@@ -303,7 +303,7 @@ def test_an_altered_block_is_deleted_and_not_found_again() -> None:
     assert split(pool.demote("a").to_delete) == KEYS[:1]
 
 
-def test_who_vanishes_with_a_cleared_block_of_a_tier_leaves_its_place_free() -> None:
+def test_a_cleared_slot_of_a_tier_is_freed_when_its_reader_vanishes() -> None:
     pool = tiered(slabs=1)
     only_in_tier(pool, KEYS[:1])
     pool.match("a", KEYS[:1])
@@ -313,7 +313,7 @@ def test_who_vanishes_with_a_cleared_block_of_a_tier_leaves_its_place_free() -> 
     assert len(pool.demote("a", whole=True).keys) == 4 * 16
 
 
-def test_in_the_end_everything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demoting_everything_examines_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.demotion, "ROWS_EXAMINED", 2)
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:6])
@@ -325,7 +325,7 @@ def test_in_the_end_everything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     assert split(pool.demote("a", whole=True).keys) == KEYS[6:7]
 
 
-def test_a_shared_tier_is_lost_once_however_many_nodes_say_so() -> None:
+def test_a_shared_tier_is_lost_once_however_many_nodes_report_it() -> None:
     pool = tiered(nodes="ab", shared=True, share=1.0)
     pool.store("a", KEYS[:2])
     pool.demote_all("a", whole=True)
@@ -338,23 +338,23 @@ def test_a_shared_tier_is_lost_once_however_many_nodes_say_so() -> None:
     assert not any(in_external_tier(pool, KEYS[:2]))
 
 
-# ---------------------------------------------------------------------- what is deleted there
+# ---------------------------------------------------------------------- keys to delete
 
 
-def test_what_is_evicted_below_is_deleted_unless_it_goes_down_again() -> None:
+def test_a_block_evicted_from_the_tier_is_deleted_unless_it_is_demoted_again() -> None:
     pool = tiered(slabs=1)
     pool.store("a", KEYS[:5])
     got = pool.demote("a", whole=True)
-    assert split(got.keys) == [KEYS[4], KEYS[3], KEYS[2], KEYS[1]], "as many as there are places"
-    pool.read("a", KEYS[4:5])  # the youngest in memory, and the oldest below
-    got = pool.demote("a", got, whole=True)  # KEYS[4] goes for the sake of KEYS[0], and then another for its own
+    assert split(got.keys) == [KEYS[4], KEYS[3], KEYS[2], KEYS[1]], "as many as there are slots"
+    pool.read("a", KEYS[4:5])  # the youngest in memory, and the oldest in the tier
+    got = pool.demote("a", got, whole=True)  # KEYS[4] is evicted for KEYS[0], then another for KEYS[4]
     assert split(got.keys) == [KEYS[0], KEYS[4]]
     assert len(split(got.to_delete)) == 1 and split(got.to_delete)[0] in KEYS[1:4]
-    assert not pool.demote("a", got).to_delete, "and each is told once"
+    assert not pool.demote("a", got).to_delete, "each deletion is asked for once"
     assert tier(pool)["evicted"] == 2
 
 
-def test_what_is_still_in_memory_is_not_the_first_to_go_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_in_memory_too_is_not_the_first_evicted_from_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(slabs=1)
     pool.store("a", KEYS[:4])
     assert pool.demote_all("a", whole=True) == [KEYS[3], KEYS[2], KEYS[1], KEYS[0]]
@@ -365,7 +365,7 @@ def test_what_is_still_in_memory_is_not_the_first_to_go_below(monkeypatch: pytes
     assert split(pool.demote("a", whole=True).to_delete) == [KEYS[1]]
 
 
-def test_a_place_that_is_read_is_not_given_away() -> None:
+def test_a_slot_of_a_tier_that_is_read_is_not_taken() -> None:
     pool = tiered(slabs=1, window=2)
     only_in_tier(pool, KEYS[:4])
     lease, _ = pool.match("a", KEYS[2:4])
@@ -375,14 +375,14 @@ def test_a_place_that_is_read_is_not_given_away() -> None:
     check_invariants(pool.directory)
 
 
-def test_sizes_share_a_tier_and_one_without_a_place_takes_the_coldest_slab() -> None:
+def test_sizes_share_a_tier_and_one_without_a_slot_takes_the_oldest_slab() -> None:
     pool = Pool(slots=8, slabs=2, share=1.0)
     assert heartbeat(pool, slabs=2)
-    tell(pool, [])
+    list_existing(pool, [])
     pool.store("a", KEYS[:7])
     pool.store("a", KEYS[100:102], size=2 * PAGE)
     got = pool.demote("a")
-    assert split(got.keys) == KEYS[6::-1], "and all places are being written"
+    assert split(got.keys) == KEYS[6::-1], "and all slots are being written"
     got = pool.demote("a", got)
     assert split(got.keys) == [KEYS[101], KEYS[100]] and set(split(got.to_delete)) == set(KEYS[3:7])
     pool.demote("a", got)
@@ -390,23 +390,23 @@ def test_sizes_share_a_tier_and_one_without_a_place_takes_the_coldest_slab() -> 
     assert tier(pool)["bytes_used"] == 3 * 2 * PAGE + 2 * 3 * PAGE
 
 
-def test_what_is_found_beyond_the_capacity_is_deleted() -> None:
+def test_listed_blocks_beyond_the_capacity_are_deleted() -> None:
     pool = Pool()
     assert heartbeat(pool, slabs=1)
-    tell(pool, KEYS[:3], last=False)
-    tell(pool, [KEYS[2], *KEYS[3:6]])
+    list_existing(pool, KEYS[:3], last=False)
+    list_existing(pool, [KEYS[2], *KEYS[3:6]])
     assert in_external_tier(pool, KEYS[:6]) == [True] * 4 + [False] * 2
-    assert split(pool.demote("a").to_delete) == KEYS[4:6], "and nothing that was told twice"
-    tell(pool, KEYS[10:12])
-    assert not any(in_external_tier(pool, KEYS[10:12])), "it had told all"
+    assert split(pool.demote("a").to_delete) == KEYS[4:6], "and no key that was listed twice"
+    list_existing(pool, KEYS[10:12])
+    assert not any(in_external_tier(pool, KEYS[10:12])), "the tier was listed by then"
 
 
 def test_blocks_that_fit_in_no_slab_of_a_tier_are_deleted() -> None:
     pool = Pool()
     assert heartbeat(pool, slabs=1)
     for size, keys in ((SLAB, KEYS[:1]), (0, KEYS[1:2]), (-1 << 40, KEYS[2:3])):
-        tell(pool, keys, size=size, last=False)
-    tell(pool, [])
+        list_existing(pool, keys, size=size, last=False)
+    list_existing(pool, [])
     assert split(pool.demote("a").to_delete) == KEYS[:3] and tier(pool)["blocks"] == 0
 
 
@@ -414,63 +414,65 @@ def test_a_key_that_two_tiers_hold_is_known_in_both() -> None:
     pool = Pool(nodes="ab")
     for node in "ab":
         assert heartbeat(pool, node)
-        tell(pool, KEYS[:1], node)
-    assert (tier(pool, "a")["blocks"], tier(pool, "b")["blocks"]) == (1, 1), "else nobody would ever delete the other"
+        list_existing(pool, KEYS[:1], node)
+    assert (tier(pool, "a")["blocks"], tier(pool, "b")["blocks"]) == (1, 1), (
+        "else nobody would ever delete the other copy"
+    )
     pool.directory.remove_node("b", pool.now)
     assert in_external_tier(pool, KEYS[:1]) == [True]
     check_invariants(pool.directory)
 
 
-def test_clear_dooms_all_that_lies_below_and_what_is_told_later() -> None:
+def test_clear_deletes_all_blocks_of_a_tier_and_those_listed_later() -> None:
     pool = Pool(nodes="ab", share=1.0)
     assert heartbeat(pool, "a") and heartbeat(pool, "b")
-    tell(pool, KEYS[:3], "a")
-    tell(pool, KEYS[10:12], "b", last=False)
+    list_existing(pool, KEYS[:3], "a")
+    list_existing(pool, KEYS[10:12], "b", last=False)
     pool.store("a", KEYS[20:22])
     demoting = pool.demote("a")
     pool.directory.clear(pool.now)
-    tell(pool, KEYS[11:14], "b")
+    list_existing(pool, KEYS[11:14], "b")
     assert not any(in_external_tier(pool, KEYS[:30]))
     assert split(pool.demote("b").to_delete) == KEYS[10:14]
     assert split(pool.demote("a", demoting).to_delete) == [*KEYS[:3], *split(demoting.keys)]
     pool.store("b", KEYS[12:14])
-    assert pool.demote_all("b") == [KEYS[13], KEYS[12]], "from now on it is as ever"
+    assert pool.demote_all("b") == [KEYS[13], KEYS[12]], "and demotion goes on"
 
 
-def test_deletions_of_a_lost_answer_are_told_again_unless_they_went_down_meanwhile() -> None:
+def test_deletions_of_a_lost_answer_are_repeated_unless_the_keys_were_demoted_since() -> None:
     pool = Pool(share=1.0)
     heartbeat(pool)
-    tell(pool, KEYS[:3])
+    list_existing(pool, KEYS[:3])
     pool.directory.clear(pool.now)
     assert sorted(split(pool.demote("a", lost=True).to_delete)) == KEYS[:3]
     again = pool.demote("a", lost=True)
-    assert sorted(split(again.to_delete)) == KEYS[:3], "for as long as nobody carries them out"
+    assert sorted(split(again.to_delete)) == KEYS[:3], "until somebody carries them out"
     pool.store("a", KEYS[:1])
     got = pool.demote("a", lost=True)
-    assert split(got.keys) == KEYS[:1] and sorted(split(got.to_delete)) == KEYS[1:3], "the first goes down again"
-    got = pool.demote("a", got)  # which brings it down, but does not say that it deleted anything
+    assert split(got.keys) == KEYS[:1] and sorted(split(got.to_delete)) == KEYS[1:3], "the first is demoted again"
+    got = pool.demote("a", got)  # stored, but the deletions were not carried out
     assert all(in_external_tier(pool, KEYS[:1])) and sorted(split(got.to_delete)) == KEYS[1:3]
-    assert not pool.demote("a").to_delete, "and each is told once that is heard"
+    assert not pool.demote("a").to_delete, "and no more once the store has seen the answer"
 
 
-def test_what_a_node_was_deleting_in_a_shared_tier_when_it_left_another_one_deletes() -> None:
+def test_deletions_of_a_node_that_died_are_carried_out_by_another_in_a_shared_tier() -> None:
     pool = Pool(nodes="ab")
     assert heartbeat(pool, "a", shared=True) and not heartbeat(pool, "b", shared=True)
-    tell(pool, KEYS[:3])
+    list_existing(pool, KEYS[:3])
     pool.directory.clear(pool.now)
     assert len(split(pool.demote("a", lost=True).to_delete)) == 3 and not pool.demote("b").to_delete
     pool.directory.remove_node("a", pool.now)
     assert sorted(split(pool.demote("b").to_delete)) == KEYS[:3]
 
 
-def test_few_keys_to_delete_are_told_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_answer_has_a_few_keys_to_delete(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     heartbeat(pool)
-    tell(pool, KEYS[:5])
+    list_existing(pool, KEYS[:5])
     pool.directory.clear(pool.now)
     monkeypatch.setattr(tier_catalog, "KEYS_PER_CALL", 3)
-    told = [split(pool.demote("a").to_delete) for _ in range(3)]
-    assert list(map(len, told)) == [3, 2, 0] and sorted(told[0] + told[1]) == KEYS[:5]
+    deletions = [split(pool.demote("a").to_delete) for _ in range(3)]
+    assert list(map(len, deletions)) == [3, 2, 0] and sorted(deletions[0] + deletions[1]) == KEYS[:5]
 
 
 # ---------------------------------------------------------------------- nodes
@@ -480,12 +482,12 @@ def test_a_tier_that_lost_its_content_is_forgotten_and_filled_again() -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:5])
     pool.demote_all("a")
-    assert not heartbeat(pool, lost=b"another"), "there is nothing to tell"
+    assert not heartbeat(pool, lost=b"another"), "there is nothing to list"
     assert not any(in_external_tier(pool, KEYS[:5])) and all(pool.has(KEYS[:5]))
     assert sorted(pool.demote_all("a")) == KEYS[:5]
 
 
-def test_a_lease_on_what_a_tier_lost_pins_nothing() -> None:
+def test_a_lease_on_blocks_that_a_tier_lost_holds_nothing() -> None:
     pool = tiered()
     only_in_tier(pool, KEYS[:1])
     lease, _ = pool.match("a", KEYS[:1])
@@ -496,7 +498,7 @@ def test_a_lease_on_what_a_tier_lost_pins_nothing() -> None:
     assert not pool.directory._size_classes.c.rows["holds"].any()
 
 
-def test_with_its_owner_goes_what_lies_in_a_tier_and_what_was_on_its_way() -> None:
+def test_blocks_and_demotions_of_a_tier_are_gone_with_its_owner() -> None:
     pool = tiered(nodes="ab", share=1.0)
     pool.store("a", KEYS[:4])
     pool.store("b", KEYS[10:13])
@@ -509,15 +511,15 @@ def test_with_its_owner_goes_what_lies_in_a_tier_and_what_was_on_its_way() -> No
     check_invariants(pool.directory)
 
 
-def test_a_shared_tier_outlives_its_nodes_and_is_told_of_by_one_at_a_time() -> None:
+def test_a_shared_tier_outlives_its_nodes_and_is_listed_by_one_at_a_time() -> None:
     pool = Pool(nodes="ab")
     assert heartbeat(pool, "a", shared=True) and not heartbeat(pool, "b", shared=True)
-    tell(pool, KEYS[:2], "b", last=False)
-    assert not any(in_external_tier(pool, KEYS[:2])), "that is a's turn"
-    tell(pool, KEYS[:2], "a", last=False)
+    list_existing(pool, KEYS[:2], "b", last=False)
+    assert not any(in_external_tier(pool, KEYS[:2])), "a is the one that lists"
+    list_existing(pool, KEYS[:2], "a", last=False)
     pool.directory.remove_node("a", pool.now)
     assert heartbeat(pool, "b", shared=True), "from the beginning, by another node"
-    tell(pool, KEYS[:4], "b")
+    list_existing(pool, KEYS[:4], "b")
     assert all(in_external_tier(pool, KEYS[:4])) and pool.read("b", KEYS[:4]) == 4
     pool.directory.remove_node("b", pool.now)
     assert all(in_external_tier(pool, KEYS[:4]))
@@ -525,7 +527,7 @@ def test_a_shared_tier_outlives_its_nodes_and_is_told_of_by_one_at_a_time() -> N
     assert not heartbeat(pool, "c", shared=True) and pool.read("c", KEYS[:4]) == 4
 
 
-def test_in_a_shared_tier_a_key_that_another_node_brings_down_is_left_out() -> None:
+def test_a_key_that_another_node_demotes_to_a_shared_tier_is_left_out() -> None:
     pool = tiered(nodes="ab", shared=True, share=1.0)
     pool.store("a", KEYS[:1])
     pool.replicate("b", KEYS[:1])
@@ -540,7 +542,7 @@ def test_in_a_shared_tier_a_key_that_another_node_brings_down_is_left_out() -> N
     assert all(in_external_tier(pool, KEYS[:2]))
 
 
-def test_what_a_node_was_bringing_down_when_it_died_another_one_does() -> None:
+def test_demotions_of_a_node_that_died_are_done_by_another() -> None:
     pool = tiered(nodes="ab", shared=True, share=1.0)
     pool.store("a", KEYS[:1])
     pool.replicate("b", KEYS[:1])
@@ -553,15 +555,15 @@ def test_what_a_node_was_bringing_down_when_it_died_another_one_does() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(seed: int) -> None:
-    """With a store that does as it is told, though not all that it is told succeeds."""
+def test_the_directory_knows_exactly_what_is_in_a_tier(seed: int) -> None:
+    """A store carries out its answers, though some of its writes fail."""
     rng = Random(seed)
     pool = Pool(slots=8, window=2, share=rng.choice([0.25, 1.0]))
     slabs = rng.randint(1, 5)
     heartbeat(pool, slabs=slabs)
-    tell(pool, [])
-    lying: set[bytes] = set()  # what the tier holds
-    told, stored = NOTHING, b""
+    list_existing(pool, [])
+    content: set[bytes] = set()  # what the tier holds
+    last, stored = NOTHING, b""
     documents = DOCUMENTS[4096]
     every = set().union(*documents)
     for _ in range(400):
@@ -572,21 +574,21 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
             case "read":
                 lease, got = pool.match("a", keys)
                 external = [location[0] % 2 == 1 for location in unpack(got.source)]
-                assert all(key in lying for key, there in zip(keys, external, strict=False) if there)
+                assert all(key in content for key, there in zip(keys, external, strict=False) if there)
                 pool.heartbeat("a", pulled=got.staged if rng.random() < 0.8 else b"")
                 pool.release("a", lease)
             case "demote":
                 lost = rng.random() < 0.1
-                answer = pool.demote("a", told, stored, whole=rng.random() < 0.3, lost=lost)
+                answer = pool.demote("a", last, stored, whole=rng.random() < 0.3, lost=lost)
                 if lost:
                     continue
-                told = answer
-                lying -= set(split(told.to_delete))
-                stored = bytes(rng.random() < 0.9 for _ in split(told.keys))
+                last = answer
+                content -= set(split(last.to_delete))
+                stored = bytes(rng.random() < 0.9 for _ in split(last.keys))
                 written = [done or rng.random() < 0.5 for done in stored]  # what failed may lie there all the same
-                lying |= {key for key, done in zip(split(told.keys), written, strict=True) if done}
+                content |= {key for key, done in zip(split(last.keys), written, strict=True) if done}
                 if rng.random() < 0.05:  # the store restarts
-                    told, stored = NOTHING, b""
+                    last, stored = NOTHING, b""
             case "clear":
                 pool.directory.clear(pool.now)
             case "bad":
@@ -599,19 +601,19 @@ def test_what_the_directory_says_lies_below_lies_there_and_nothing_else_does(see
         on_their_way = {key for key in every if in_external_tier(pool, [key], index.DEMOTING)[0]}
         there = pool.directory._tier_catalog.tiers["a"]
         deleting = {key for _, keys in there.deleting.values() for key in keys}  # once that answer is there
-        assert known <= lying <= known | on_their_way | there.to_delete.keys() | deleting
+        assert known <= content <= known | on_their_way | there.to_delete.keys() | deleting
     check_invariants(pool.directory)
     assert tier(pool)["demoted"] and pool.directory.counters["external_hits"]
 
 
-def test_calls_of_nodes_that_are_not_there_change_nothing() -> None:
+def test_calls_of_unknown_nodes_change_nothing() -> None:
     pool = Pool()
     directory = pool.directory
     reached, nothing = TierReport(SLAB, False, True, b""), DemotionReport(b"", b"", b"", 0, True)
-    told = ExistingBlocks(KEYS[0], bytes(8), True)
+    existing = ExistingBlocks(KEYS[0], bytes(8), True)
     assert directory.tier_heartbeat("x", reached, 0.0) is None
-    directory.report_existing("x", told, 0.0)
-    directory.report_existing("a", told, 0.0)  # which has no tier
+    directory.report_existing("x", existing, 0.0)
+    directory.report_existing("a", existing, 0.0)  # which has no tier
     assert directory.demote("x", nothing, 0.0) == directory.demote("a", nothing, 0.0) == NOTHING
     assert directory.demote("a", nothing._replace(locations=bytes(32), keys=KEYS[0]), 0.0) == NOTHING
     directory.join("new", ArenaDescription(b"new", SLAB, 1, 0), 0.0)

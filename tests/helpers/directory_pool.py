@@ -1,4 +1,4 @@
-"""A directory with node stores and clients that behave, for examples."""
+"""A directory with well-behaved node stores and clients, for tests by example."""
 
 import struct
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Pool:
         self.id = 0
         self.seq = 0
         self.held: dict[str, list[int]] = {}
-        self.seen: dict[str, int] = {}  # by node, the last answer to `demote` that it got
+        self.seen: dict[str, int] = {}  # by node, number of the last answer to `demote` that it got
         for name in self.nodes:
             self.add(name)
 
@@ -110,13 +110,13 @@ class Pool:
         self.directory.client_heartbeat(self.call(node, pulled, corrupt), self.now)
 
     def store(self, node: str, keys: list[bytes], size: int = PAGE) -> list[str]:
-        """Store keys; the node each new one went to."""
+        """Store keys. Returns the node that each new one is on."""
         hold, got = self.reserve(node, keys, size=size)
         self.commit(node, hold, got, keys)
         return [self.name(location[0]) for location in unpack(got.locations)]
 
     def read(self, node: str, keys: list[bytes], size: int = PAGE) -> int:
-        """Match and release; how many were hit."""
+        """Match and release. Returns how many blocks were hit."""
         lease, got = self.match(node, keys, size)
         self.release(node, lease)
         return blocks(got)
@@ -130,16 +130,17 @@ class Pool:
     def demote(
         self,
         node: str,
-        told: Demotions | None = None,
+        answer: Demotions | None = None,
         stored: bytes | None = None,
         whole: bool = False,
         lost: bool = False,
     ) -> Demotions:
-        """What goes down next. told: an earlier answer; stored: what became of its blocks, all by default.
+        """Which blocks are demoted next.
 
-        lost: the node does not get the answer; else it deletes what it is told to.
+        answer: an earlier one, which is reported. stored: mask of its blocks that were, all by default.
+        lost: the node does not get the new answer; else it carries out the deletions.
         """
-        locations, keys = (told.target, told.keys) if told else (b"", b"")
+        locations, keys = (answer.target, answer.keys) if answer else (b"", b"")
         done = bytes([1]) * (len(keys) // 16) if stored is None else stored
         report = DemotionReport(locations, keys, done, self.seen.get(node, 0), whole)
         got = self.directory.demote(node, report, self.now)
@@ -148,18 +149,18 @@ class Pool:
         return got
 
     def demote_all(self, node: str, whole: bool = False) -> list[bytes]:
-        """All that is to go down does, in that order."""
-        down: list[bytes] = []
+        """Demote until there is nothing more to demote. Returns the keys in that order."""
+        demoted: list[bytes] = []
         got = self.demote(node, whole=whole)
         while got.keys:
-            down += split(got.keys)
+            demoted += split(got.keys)
             got = self.demote(node, got, whole=whole)
         check_invariants(self.directory)
-        return down
+        return demoted
 
-    def demote_gpu(self, gpu: str, told: GpuDemotions | None = None, stored: bytes | None = None) -> GpuDemotions:
-        """What of a GPU goes down to memory next. told, stored: as in `demote`."""
-        locations, keys = (told.target, told.keys) if told else (b"", b"")
+    def demote_gpu(self, gpu: str, answer: GpuDemotions | None = None, stored: bytes | None = None) -> GpuDemotions:
+        """Which of a GPU's blocks are demoted to memory next. answer, stored: as in `demote`."""
+        locations, keys = (answer.target, answer.keys) if answer else (b"", b"")
         done = bytes([1]) * (len(keys) // 16) if stored is None else stored
         got = self.directory.demote_gpu(gpu, GpuDemotionReport(locations, done), self.now)
         check_invariants(self.directory)
@@ -183,7 +184,7 @@ class Pool:
         return int(self.directory.stats(self.now)["nodes"][node][state])
 
     def tick(self, seconds: float, alive: str | None = None) -> None:
-        """Time passes; `alive` node stores go on beating."""
+        """Time passes. Stores of the `alive` nodes, by default all, send heartbeats."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 1.0)

@@ -1,4 +1,4 @@
-"""A directory's pool with external tiers, step by step."""
+"""A directory with well-behaved external tiers, for tests by example."""
 
 import struct
 
@@ -13,13 +13,13 @@ SLAB = 8 * PAGE  # of a tier: 4 blocks of a page, which take a page more there
 def heartbeat(
     pool: Pool, node: str = "a", slabs: int = 4, shared: bool = False, reached: bool = True, lost: bytes = b""
 ) -> bool:
-    """A node's tier is there. Returns whether the node is to tell what lies in it."""
+    """A node reports its tier. Returns whether it must list what is there."""
     answer = pool.directory.tier_heartbeat(node, TierReport(slabs * SLAB, shared, reached, lost), pool.now)
     assert answer and is_tier(answer.tier)
     return answer.list_it
 
 
-def tell(pool: Pool, keys: list[bytes], node: str = "a", size: int = PAGE, last: bool = True) -> None:
+def list_existing(pool: Pool, keys: list[bytes], node: str = "a", size: int = PAGE, last: bool = True) -> None:
     sizes = struct.pack(f"<{len(keys)}q", *[size] * len(keys))
     pool.directory.report_existing(node, ExistingBlocks(b"".join(keys), sizes, last), pool.now)
 
@@ -29,7 +29,7 @@ def tiered(slabs: int = 4, shared: bool = False, slots: int = 8, nodes: str = "a
     pool = Pool(slots=slots, nodes=nodes, **how)  # type: ignore[arg-type]
     for node in nodes:
         if heartbeat(pool, node, slabs, shared):
-            tell(pool, [], node)
+            list_existing(pool, [], node)
     return pool
 
 
@@ -43,7 +43,7 @@ def in_external_tier(pool: Pool, keys: list[bytes], state: int = index.EXTERNAL)
 
 
 def only_in_tier(pool: Pool, keys: list[bytes], node: str = "a") -> None:
-    """Store at most 7 keys and bring them down; then others take their place in memory."""
+    """Store at most 7 keys and demote them; then store others, so that they are evicted from memory."""
     pool.store(node, keys)
     pool.demote_all(node, whole=True)
     pool.store(node, KEYS[900:907])

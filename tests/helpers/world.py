@@ -1,6 +1,6 @@
-"""A small cluster around a directory: clients, node stores and their headers, none of which behave.
+"""A small cluster around a directory: clients and node stores that call late, twice, or not at all.
 
-Every call goes to the directory and to its oracle, and must get one answer.
+Every call goes to the directory and to its oracle, and both must give the same answer.
 """
 
 import struct
@@ -77,7 +77,7 @@ SIZE_OF = {key: size for size, docs in DOCUMENTS.items() for doc in docs for key
 
 @dataclass
 class Held:
-    """What a client was told of a hold."""
+    """What a client knows of its lease or reservation."""
 
     writes: bool
     size: int
@@ -99,7 +99,7 @@ class Worker:
 
 @dataclass
 class Store:
-    """A node store's arena, as its headers tell of it."""
+    """A node store, and the headers of its arena."""
 
     nonce: bytes
     slabs: int
@@ -107,11 +107,9 @@ class Store:
     offered: int = 0
     index: int = -1
     headers: dict[tuple[int, int], tuple[tuple[int, ...], bytes]] = field(default_factory=dict)
-    demoted: list[Demotions] = field(default_factory=list)  # what it was told to bring down, the last last
+    demoted: list[Demotions] = field(default_factory=list)  # all answers that it got
     seen: int = 0  # number of the last answer whose deletions it carried out
-    gpu_demoted: list[GpuDemotions] = field(
-        default_factory=list
-    )  # what it was told to bring down to memory, the last last
+    gpu_demoted: list[GpuDemotions] = field(default_factory=list)  # all answers that it got
 
     def write(self, location: tuple[int, ...], key: bytes) -> None:
         old = self.headers.get((location[1], location[2]))
@@ -123,7 +121,7 @@ class Store:
 
 
 class World:
-    """oracle=False: callers are confused beyond what the oracle follows, and only invariants are checked."""
+    """oracle=False: callers are more confused than the oracle can follow, and only invariants are checked."""
 
     gpu_share = 0.5  # of worlds that have GPUs
 
@@ -144,7 +142,7 @@ class World:
         self.steps = 0
         self.failed = False
         self.ids = 0
-        self.grants: dict[bytes, bytes] = {}  # keys of places that were handed to writers, most recent last
+        self.grants: dict[bytes, bytes] = {}  # keys by the locations that were granted for them, newest last
         self.log: list[tuple[str, tuple[Any, ...]]] = []  # since the directory started
         self.workers = [self._worker() for _ in range(4)]
         self.stores = {name: Store(rng.randbytes(16), self.slabs(name)) for name in self.names}
@@ -152,15 +150,15 @@ class World:
         self.tiered = [name for name in self.hosts if self.tiers != "none" and rng.random() < 0.9]
         self.capacity = rng.choice([1, 2, 6, 6, 30]) * TIER_SLAB + rng.choice([0, 4096])
         self.share, self.min_hits = rng.choice([0.0, 0.25, 0.5, 1.0, 1.0]), rng.choice([0, 0, 0, 0, 1, 2])
-        self.below: dict[str, dict[bytes, None]] = {}  # by tier: what it holds, the oldest first
+        self.tier_content: dict[str, dict[bytes, None]] = {}  # by tier: its keys, oldest first
         self._new_directory()
 
     def slabs(self, name: str) -> int:
-        """How many a node store has; a GPU's are few, so that it is often full."""
+        """How many slabs a node store has; a GPU has few, so that it is often full."""
         return self.rng.choice([1, 1, 2]) if name in self.gpus else self.rng.randint(2, 8)
 
     def slab_bytes(self, name: str) -> int:
-        """Of some hosts, slabs are too small for the longest blocks of their GPUs."""
+        """The slabs of some hosts are too small for the longest blocks of their GPUs."""
         return 2 * 4096 if name in self.small else SLAB
 
     def _worker(self) -> Worker:
@@ -204,7 +202,7 @@ class World:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Tell a failure with the fewest calls that still lead to one, from a new directory on."""
+        """Add to a failure the fewest calls to a new directory that still lead to one."""
         try:
             yield
         except Exception as error:
@@ -250,7 +248,7 @@ class World:
         return {i: location[0] for i, location in zip(granted, unpack(reserved.locations), strict=True)}
 
     def check(self) -> None:
-        """Compare all state, and look whether it makes sense by itself."""
+        """Compare the state of both, and check the directory's invariants."""
         with self.explained():
             self._compare(self.real, self.model)
         self.do("stats", self.now)
@@ -300,7 +298,7 @@ class World:
 
     def new_id(self, worker: Worker) -> int:
         if worker.holds and self.rng.random() < 0.05:
-            return self.rng.choice(list(worker.holds))  # said twice
+            return self.rng.choice(list(worker.holds))  # an id that is used twice
         self.ids += 1
         return self.ids
 
@@ -345,9 +343,11 @@ class World:
         reservation = self.new_id(worker)
         call = self.call(worker)
         stored = []
-        windows = self.real._allocator.lacking  # for which blocks go before the batch is looked at
+        windows = self.real._allocator.lacking  # for which blocks are evicted before the batch is served
         if self.with_oracle and start >= 0 and not call.corrupt and not call.pulled and not windows:
-            swapped = {key for client in self.real.clients.values() for key in client.swapped}  # it may be gone by now
+            swapped = {
+                key for client in self.real.clients.values() for key in client.swapped
+            }  # such a client may have expired
             stored = [key for key in keys if self._present(key) and key not in swapped]
         request = ReserveRequest(reservation, worker.node, b"".join(keys), start, size)
         got = self.do("reserve", call, request, self.now)
@@ -389,7 +389,7 @@ class World:
             worker.holds.pop(reservation, None)
 
     def _stale(self, worker: Worker) -> list[tuple[bytes, bytes]]:
-        """Places that anybody was granted at any time."""
+        """(location, key) of grants to any client at any time."""
         known = list(self.grants.items())[-60:]
         pairs = self.rng.sample(known, min(4, len(known)))
         if not self.with_oracle:
@@ -407,7 +407,7 @@ class World:
         self.do("client_heartbeat", self.call(worker), self.now)
 
     def report(self) -> None:
-        """A worker found something altered, or says that of what it should not."""
+        """A worker reports blocks as corrupt, and stale locations as pulled."""
         worker = self.rng.choice(self.workers)
         worker.corrupt += [p for h in worker.holds.values() for p in h.locations if self.rng.random() < 0.2]
         worker.pulled += [location for location, _ in self._stale(worker)]
@@ -427,11 +427,11 @@ class World:
     def preempted(self) -> None:
         self.do("preempted", self.call(self.rng.choice(self.workers)), b"".join(self.keys()[1]), self.now)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         i = self.rng.randrange(len(self.workers))
         if self.rng.random() < 0.5:
             self.do("disconnect", self.workers[i].id, self.now)
-        if self.rng.random() < 0.8:  # otherwise it is not gone, and calls again
+        if self.rng.random() < 0.8:  # else it calls again
             self.workers[i] = self._worker()
 
     # ------------------------------------------------------------------ nodes
@@ -440,12 +440,12 @@ class World:
         fields = unpack(location)[0]
         for store in self.stores.values():
             if store.index == fields[0] and key and fields[4]:
-                store.write((*fields[:3], fields[3] or SIZE_OF[key], *fields[4:]), key)  # a target does not tell
+                store.write((*fields[:3], fields[3] or SIZE_OF[key], *fields[4:]), key)  # a target's is 0
 
     def join(self, name: str) -> None:
         store = self.stores[name]
         arena = ArenaDescription(store.nonce, self.slab_bytes(name), store.slabs, store.epoch)
-        window = min(self.window, 3 * 4096) if name in self.gpus else self.window  # or nothing is stored there
+        window = min(self.window, 3 * 4096) if name in self.gpus else self.window  # else it is all of a GPU
         store.index, store.epoch = self.do("join", name, arena, self.now, window)
         assert store.epoch >= arena.epoch
 
@@ -514,7 +514,7 @@ class World:
         how = rng.random()
         if how < 0.5:
             self.do("remove_node", name, self.now)
-        if how > 0.7 or name in self.gpus:  # what was on a GPU goes with its process
+        if how > 0.7 or name in self.gpus:  # the blocks on a GPU are lost with its process
             store = self.stores[name] = Store(rng.randbytes(16), self.slabs(name), epoch=rng.randint(0, 2))
         if rng.random() < 0.1:
             store.epoch += rng.randint(1, 2)  # another directory was here
@@ -524,8 +524,8 @@ class World:
             if rng.random() < 0.9:
                 self.adopt(name)
 
-    def depart(self) -> None:
-        """A node is told that it will leave; most often others stay, and have copies of some of its blocks."""
+    def leave_node(self) -> None:
+        """A node is about to leave. Most often others stay, and have copies of some of its blocks."""
         rng = self.rng
         name = rng.choice(self.hosts if rng.random() < 0.95 else self.names)
         if any(not node.leaving for other, node in self.real.nodes.items() if other != name) or rng.random() < 0.1:
@@ -534,7 +534,7 @@ class World:
             self.do("leave", name, self.now)
 
     def sole_copies(self) -> None:
-        """What goes with a node is asked for, and pulled by somebody."""
+        """Ask for a node's sole copies, and have another node pull some."""
         rng = self.rng
         leaving = [name for name, node in self.real.nodes.items() if node.leaving]
         name = rng.choice([host_of(name) if rng.random() < 0.9 else name for name in leaving or self.names])
@@ -557,9 +557,9 @@ class World:
 
     # ------------------------------------------------------------------ external tiers
 
-    def lies(self, name: str) -> dict[bytes, None]:
-        """What a node's tier holds."""
-        return self.below.setdefault("" if self.tiers == "shared" else name, {})
+    def content_of(self, name: str) -> dict[bytes, None]:
+        """Keys in a node's tier."""
+        return self.tier_content.setdefault("" if self.tiers == "shared" else name, {})
 
     def tier_heartbeat(self, name: str = "") -> None:
         rng = self.rng
@@ -571,7 +571,7 @@ class World:
             capacity, shared = rng.choice([capacity, capacity, 0]), shared ^ (rng.random() < 0.1)
         lost = rng.randbytes(8) if rng.random() < 0.02 else b""
         if lost:
-            self.lies(name).clear()
+            self.content_of(name).clear()
         report = TierReport(capacity, shared, rng.random() < 0.95, lost)
         answer = self.do("tier_heartbeat", name, report, self.now)
         if answer and answer.list_it and rng.random() < 0.8:
@@ -581,7 +581,7 @@ class World:
         """A node lists its tier, in pieces, of which one may be late, or lost."""
         rng = self.rng
         name = name or rng.choice(self.names)
-        keys = list(self.lies(name))
+        keys = list(self.content_of(name))
         keys += rng.choices([*keys, *DEPTH], k=rng.choice([0, 0, 1, 8]))
         pieces = [keys[at : at + 5] for at in range(0, len(keys), 5)] or [[]]
         for number, piece in enumerate(pieces):
@@ -593,12 +593,12 @@ class World:
             self.do("report_existing", name, existing, self.now)
 
     def demote(self) -> None:
-        """A node says what became of what it was told, or of other things, and is told more."""
+        """A node reports on its last answer, or on other things, and gets another."""
         rng = self.rng
         name = rng.choice(self.tiered or self.names)
         store = self.stores[name]
         answers = store.demoted[-1:] if rng.random() < 0.8 else []
-        if rng.random() < 0.15:  # said again, or late
+        if rng.random() < 0.15:  # repeated, or late
             answers = answers + rng.choices(store.demoted[-4:] or [Demotions(b"", b"", b"", b"", 0)], k=1)
         if rng.random() < 0.03:
             answers = answers + [s.demoted[-1] for s in self.stores.values() if s.demoted]
@@ -611,7 +611,7 @@ class World:
         stored = bytes(rng.random() >= failing for _ in pairs)
         for (_, key), done in zip(pairs, stored, strict=True):
             if done and key in SIZE_OF:
-                self.lies(name)[key] = None
+                self.content_of(name)[key] = None
         locations, keys = b"".join(location for location, _ in pairs), b"".join(key for _, key in pairs)
         seen = store.seen if rng.random() < 0.9 else rng.choice([-1, 0, store.seen - 1, store.seen + 1])
         got = self.do("demote", name, DemotionReport(locations, keys, stored, seen, rng.random() < 0.5), self.now)
@@ -620,12 +620,12 @@ class World:
             if rng.random() < 0.9:  # else it died before it deleted
                 store.seen = got.number
                 for key in _keys(got.to_delete):
-                    self.lies(name).pop(key, None)
+                    self.content_of(name).pop(key, None)
 
     # ------------------------------------------------------------------ GPUs
 
     def demote_gpu(self) -> None:
-        """A GPU says what became of what it was told to bring down, or of other things, and is told more."""
+        """A GPU reports on its last answer, or on other things, and gets another."""
         rng = self.rng
         if not self.gpus:
             return
@@ -633,10 +633,10 @@ class World:
         name = rng.choice(full if full and rng.random() < 0.8 else self.gpus)
         if rng.random() < 0.03:
             name = rng.choice([*self.names, "nowhere", "nowhere/0"])
-        told = self.stores[name].gpu_demoted if name in self.stores else []
-        answers = told[-1:] if rng.random() < 0.85 else []
-        if rng.random() < 0.15:  # said again, or late
-            answers = answers + rng.choices(told[-4:] or [GpuDemotions(b"", b"", b"")], k=1)
+        received = self.stores[name].gpu_demoted if name in self.stores else []
+        answers = received[-1:] if rng.random() < 0.85 else []
+        if rng.random() < 0.15:  # repeated, or late
+            answers = answers + rng.choices(received[-4:] or [GpuDemotions(b"", b"", b"")], k=1)
         if rng.random() < 0.03:
             answers = answers + [store.gpu_demoted[-1] for store in self.stores.values() if store.gpu_demoted]
         pairs = [pair for a in answers for pair in zip(_split(a.target), _keys(a.keys), strict=True)]
@@ -655,11 +655,11 @@ class World:
         report = GpuDemotionReport(b"".join(location for location, _ in pairs), stored)
         got = self.do("demote_gpu", name, report, self.now)
         if name in self.stores and rng.random() < 0.95:
-            told.append(got)
+            received.append(got)
             self.grants.update(zip(_split(got.target), _keys(got.keys), strict=True))
 
     def set_slab_target(self) -> None:
-        """A node is to have more memory, or less."""
+        """A node's memory grows or shrinks."""
         rng = self.rng
         name = rng.choice(self.names)
         if self.with_oracle or name not in self.real.nodes:
@@ -690,24 +690,24 @@ class World:
 
     def burst(self, mix: str, steps: int) -> None:
         ops, weights = zip(*self.MIXES[mix].items(), strict=True)
-        stop, looks = self.steps + steps, 0
+        stop, checked = self.steps + steps, 0
         while self.steps < stop:
             before = self.steps
             self.rng.choices(ops, weights)[0](self)
-            if self.steps > before and (self.steps >> 4) != looks:
-                looks = self.steps >> 4
+            if self.steps > before and (self.steps >> 4) != checked:
+                checked = self.steps >> 4
                 self.check()
             self.now += 0.01
             stop -= self.steps == before and 1
         self.check()
 
-    def everybody_goes(self) -> None:
-        """Nothing of a client outlives it, but for pins."""
+    def everybody_leaves(self) -> None:
+        """When all clients are gone, nothing is held; when all nodes are, nothing is stored but in a shared tier."""
         self.do("unpin", self.call(self.workers[0]), b"".join(self.real.pins), self.now)
         for wait in (TTL + 1, 1.0):
             self.now += wait
             self.do("stats", self.now)
-        for name in self.gpus:  # of which all are suspect by now, and get nothing more to do
+        for name in self.gpus:  # all are suspect by now, and get no more demotions
             self.do("demote_gpu", name, GpuDemotionReport(b"", b""), self.now)
         for name in self.real.nodes:
             if answer := self.do("heartbeat", name, 0, self.now):
@@ -723,7 +723,7 @@ class World:
         rows = self.real._size_classes.c.rows
         assert not rows["holds"].any()
         resting = [index.FREE, index.READY, index.REPLICA, index.EXTERNAL, index.CLOSED]
-        resting += [] if self.with_oracle else [index.DEMOTING]  # a node may have turned to another tier
+        resting += [] if self.with_oracle else [index.DEMOTING]  # a node may have changed its tier
         assert np.isin(rows["state"], resting).all()
         stats = self.do("stats", self.now)
         assert (stats["clients"], stats["leases"], stats["reservations"]) == (0, 0, 0)
@@ -742,14 +742,14 @@ _USE = {
     World.client_heartbeat: 2,
 }
 _USE[World.locate_prefix] = 2
-_BELOW = {World.tier_heartbeat: 1, World.demote: 12}
-_USE |= _BELOW | {World.demote_gpu: 10}
-_NAMED = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5}
-_CARE = {World.heartbeats: 4, World.report_existing: 0.3, World.report: 1, World.wait: 1, World.leave: 1}
+_TIERS = {World.tier_heartbeat: 1, World.demote: 12}
+_USE |= _TIERS | {World.demote_gpu: 10}
+_BY_KEY = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5}
+_UPKEEP = {World.heartbeats: 4, World.report_existing: 0.3, World.report: 1, World.wait: 1, World.disconnect: 1}
 World.MIXES = {
     "all": {
-        **{**_USE, **_CARE, **_NAMED},
-        **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.depart: 0.3, World.sole_copies: 0.6},
+        **{**_USE, **_UPKEEP, **_BY_KEY},
+        **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.leave_node: 0.3, World.sole_copies: 0.6},
         World.set_slab_target: 0.5,
     },
     "use": {**_USE, World.heartbeats: 1},
@@ -768,7 +768,7 @@ World.MIXES = {
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
     "read": {World.match: 6, World.next_window: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
-    "below": {
+    "tiers": {
         **_USE,
         World.demote: 20,
         World.tier_heartbeat: 4,
@@ -776,9 +776,9 @@ World.MIXES = {
         World.report: 1,
         World.node_lost: 0.3,
     },
-    "depart": {**_USE, **_NAMED, World.depart: 2, World.sole_copies: 6, World.node_lost: 0.7, World.heartbeats: 4},
-    "pins": {**_USE, **_NAMED, World.pin: 6, World.unpin: 5, World.report: 1, World.node_lost: 1, World.heartbeats: 4},
-    "leave": {**_USE, World.leave: 4, World.wait: 3, World.heartbeats: 4},
+    "drain": {**_USE, **_BY_KEY, World.leave_node: 2, World.sole_copies: 6, World.node_lost: 0.7, World.heartbeats: 4},
+    "pins": {**_USE, **_BY_KEY, World.pin: 6, World.unpin: 5, World.report: 1, World.node_lost: 1, World.heartbeats: 4},
+    "disconnect": {**_USE, World.disconnect: 4, World.wait: 3, World.heartbeats: 4},
 }
 
 
@@ -792,7 +792,7 @@ def _keys(keys: bytes) -> list[bytes]:
 
 @contextmanager
 def _small_calls() -> Iterator[None]:
-    """A directory in which a tier holds, and a call brings down or tells of, a few blocks."""
+    """With limits so small that a tier is full of a few blocks and an answer of fewer."""
     before = {name: getattr(tier_catalog, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
     small = {"slab_bytes": lambda _: TIER_SLAB, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
     gpus_before = {name: getattr(demotion, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
@@ -822,7 +822,7 @@ def _garbled(rng: Random, location: bytes) -> bytes:
 
 
 def slot_size(location: tuple[int, ...], directory: Directory | None = None) -> int:
-    """Bytes of a place's slot. A place that was to be swept does not tell; the directory's slab does."""
+    """Bytes of a location's slot. That of a quarantined one is in the directory's slab, not in the location."""
     if location[3] or directory is None:
         return slot_bytes(location[3])
     for node in directory.nodes.values():

@@ -1,11 +1,11 @@
-"""The GPUs of the oracle: what goes down from one to the memory of its node."""
+"""The oracle's GPUs: which of their blocks are demoted to the memory of their node."""
 
 import math
 from collections.abc import Callable
 
 from helpers.oracle.slots import Node, Row, SizeClass, pack, unpack
 from helpers.oracle.tiers import KEYS_PER_CALL, Tiers
-from raykv.protocol import GpuDemotionReport, GpuDemotions
+from raykv.protocol import GpuDemotionReport, GpuDemotions, is_tier
 
 SHARE = 0.25
 BYTES_PER_CALL = 6 * 4096
@@ -15,7 +15,7 @@ NOTHING = GpuDemotions(b"", b"", b"")
 class GpuDemotion(Tiers):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch, share, min_hits)
-        self.under_way: dict[str, list[tuple[Row, int]]] = {}  # by GPU, where its last answer's blocks go
+        self.under_way: dict[str, list[tuple[Row, int]]] = {}  # by GPU, the target rows of its last answer
         self.counters: dict[str, int] = {}
 
     def size_class(self, node: Node, stride: int) -> SizeClass | None:
@@ -32,11 +32,11 @@ class GpuDemotion(Tiers):
 
     @staticmethod
     def answers(node: Node) -> bool:
-        """Whether anything new is stored on a node, or a GPU, by its own clients."""
+        """Whether clients of a node or GPU may store new blocks there."""
         return node.state == "alive" and not node.leaving
 
     def stores(self, node: Node) -> bool:
-        """Whether anything new is stored on a node, by anybody."""
+        """Whether all clients may store new blocks on a node."""
         return self.answers(node) and not node.on_gpu
 
     def demote_gpu(self, name: str, report: GpuDemotionReport, now: float) -> GpuDemotions:
@@ -59,7 +59,7 @@ class GpuDemotion(Tiers):
         return GpuDemotions(source, b"".join(row.key for row, _ in chosen), pack([*chosen], 0))
 
     def choose_on_gpu(self, size_class: SizeClass, host: Node) -> list[tuple[Row, Row]]:
-        """(block, its place in memory) of a GPU's oldest, until a quarter of its slots can be had for nothing."""
+        """(row on the GPU, row in memory) of a GPU's oldest blocks, until SHARE of its slots is free or clean."""
         want = math.ceil(len(size_class.rows) * SHARE) - max(0, self.room(size_class))
         want = min(want, max(1, BYTES_PER_CALL // size_class.stride), KEYS_PER_CALL)
         there = self.size_class(host, size_class.stride) if want > 0 else None
@@ -80,10 +80,10 @@ class GpuDemotion(Tiers):
         return pairs
 
     def being_demoted_to_memory(self, key: bytes) -> bool:
-        return any(row.state == "demoting" and row.slab.node % 2 == 0 for row in self.table[key])
+        return any(row.state == "demoting" and not is_tier(row.slab.node) for row in self.table[key])
 
     def gpu_demoted(self, name: str, stored: list[tuple[int, ...]]) -> None:
-        """What of a GPU's last answer was stored is in memory for good; the rest is to be swept."""
+        """Make stored blocks of a GPU's last answer primaries in memory, and quarantine the slots of the others."""
         done = {(row, location[5]) for location in stored if (row := self.row_of(location))}
         new = []
         for row, gen in self.under_way.pop(name, []):
@@ -101,7 +101,7 @@ class GpuDemotion(Tiers):
                 self.make_replica(other)
 
     def make_replica(self, row: Row) -> None:
-        """It is a replica from now on, and the next of its size class to be taken."""
+        """Make a primary a replica, and the next of its size class to be taken."""
         first = min((r.last for r in self.replicas(row.slab.size_class)), default=row.last + 1)
-        row.state, row.aged, row.passed = "replica", False, False
+        row.state, row.aged, row.clean = "replica", False, False
         row.last = min(row.last, first - 1)

@@ -76,7 +76,7 @@ class Oracle(GpuDemotion):
     # ------------------------------------------------------------------ readers
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
-        """(the copy to read: the node's own, else the primary, else any, else below; the one being staged there)."""
+        """(copy to read: the node's own, else the primary, else any, else a tier's; copy being staged there)."""
         offered = [r for r in self.table.get(key, ()) if r.slab.size_class.offered and r.holds < HOLDS_MAX]
         present = [r for r in offered if r.state in PRESENT]
         here = [r for r in present if r.slab.node == node]
@@ -84,8 +84,8 @@ class Oracle(GpuDemotion):
             return here[0], None
         primary = [r for r in present if r.state == "ready"]
         staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
-        below = [r for r in offered if r.state == "external"]
-        source = primary[-1:] or present[:1] or below[-1:]
+        external = [r for r in offered if r.state == "external"]
+        source = primary[-1:] or present[:1] or external[-1:]
         return source[0] if source else None, staging[-1] if staging else None
 
     def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
@@ -117,7 +117,7 @@ class Oracle(GpuDemotion):
         if not any(hold.staged[:covered]) and self.read_elsewhere(hold, covered):
             self.cover(hold, 0)
             covered = min(hold.unstaged, default=len(hold.keys))
-        if not any(hold.staged[:covered]):  # no staging at all: a shorter hit, never a wait
+        if not any(hold.staged[:covered]):  # no staging slot at all: a shorter hit, never a wait
             for i in reversed(range(covered, len(hold.keys))):
                 self.end_hold(hold.source[i])
                 self.end_hold(hold.staged[i])
@@ -149,7 +149,7 @@ class Oracle(GpuDemotion):
         return count
 
     def read_elsewhere(self, hold: Lease, covered: int) -> bool:
-        """Give up the node's own replicas, which may be all of its window, and stream from their primaries."""
+        """Release the node's own replicas, which may use up its window, and read their primaries instead."""
         moved = False
         for i in reversed(range(covered, len(hold.keys))):
             item = hold.source[i]
@@ -165,7 +165,7 @@ class Oracle(GpuDemotion):
         return moved
 
     def cover(self, hold: Lease, start: int) -> None:
-        """Stage what is unstaged, in order, until there is no more room for it."""
+        """Give unstaged blocks staging slots, in order, until the window is used up."""
         for i in sorted(i for i in hold.unstaged if i >= start):
             item = self.stage(hold.size_class, hold.keys[i])
             if item is None:
@@ -238,7 +238,7 @@ class Oracle(GpuDemotion):
                 continue
             target, has_room = self.target(size_class, self.can_stage(size_class), away, (choices or {}).get(i, -1))
             if target is None or (target is not size_class and not self.can_stage(size_class)):
-                covered = i  # no room; or this call used up its window: the rest is for another one
+                covered = i  # no room, or this call used up its window
                 break
             if target is not size_class:
                 away = True
@@ -259,7 +259,7 @@ class Oracle(GpuDemotion):
         )
 
     def target(self, size_class: SizeClass, can_leave: bool, away: bool, choice: int) -> tuple[SizeClass | None, bool]:
-        """(where the next block goes, whether there is room)."""
+        """(size class that the next block is stored in or None, whether it has room)."""
         if self.room(size_class) > 0:
             return size_class, True
         tail = self.oldest(size_class)
@@ -267,12 +267,12 @@ class Oracle(GpuDemotion):
             return (size_class if tail else None), False
         others = [s for s in self.sizes[size_class.stride] if s.stays]
         there = {node.index: node for node in self.nodes.values()}
-        host = there[size_class.node].host  # of a GPU: its own node's memory is next
+        host = there[size_class.node].host  # a GPU's writer goes to its own node's memory next
         others.sort(key=lambda s: there[s.node].name != host)
         for other in others:
             if self.room(other) > 0:
                 return other, True
-        if not can_leave and self.locality > 1:  # only exact LRU has to come back for another node's victim
+        if not can_leave and self.locality > 1:  # with exact LRU the client asks again for another node's victim
             return (size_class if tail else None), False
         tails = [(row.last, s) for s in others if (row := self.oldest(s))]
         if not tails:
@@ -284,7 +284,7 @@ class Oracle(GpuDemotion):
         return next((s for s in coldest if s.node == choice), coldest[0]), False
 
     def evict(self, size_class: SizeClass) -> Row:
-        """The key whose primary is the size class's oldest goes, but for copies that somebody holds."""
+        """Drop the key whose primary is the size class's oldest, except copies that somebody holds."""
         row = self.oldest(size_class)
         assert row is not None
         for other in [r for r in self.table[row.key] if r.state == "replica" and r.holds == 0]:
@@ -319,7 +319,7 @@ class Oracle(GpuDemotion):
         return Counted(self.epoch, self.pin_keys(split(keys)))
 
     def pin_keys(self, keys: list[bytes]) -> int:
-        """Hold the copies that are to stay: what lies below, else the primary."""
+        """Hold the copies that are to stay: the one in a tier, else the primary."""
         for key in keys:
             copies = [row for row in self.table.get(key, ()) if row.holds < HOLDS_MAX]
             lasting = [row for row in copies if row.state == "ready"][:1]
@@ -345,9 +345,9 @@ class Oracle(GpuDemotion):
         return Counted(self.epoch, self.unpin_keys(split(keys)))
 
     def repair_pins(self) -> None:
-        """Pins of what is gone are of another copy from now on, if there is one."""
-        moved = [k for k, (row, gen) in self.pins.items() if row.gen != gen or row.state in ("dropped", "replica")]
-        self.renew_pins(moved)
+        """Move pins of dropped copies to another copy, if there is one."""
+        stale = [k for k, (row, gen) in self.pins.items() if row.gen != gen or row.state in ("dropped", "replica")]
+        self.renew_pins(stale)
 
     def forget(self, call: Call, keys: bytes, now: float) -> Counted:
         client = self.on_call(call, now)
@@ -404,7 +404,7 @@ class Oracle(GpuDemotion):
                 if not self.has_primary(row):
                     self.succeed(row)
                     promoted[row.slab.size_class] += 1
-        if call.pulled:  # else windows are seen to when what is held was let go
+        if call.pulled:  # else ended holds come first
             self.restore_windows(promoted)
         if promoted:
             self.repair_pins()
@@ -425,13 +425,13 @@ class Oracle(GpuDemotion):
         return client
 
     def restore_windows(self, promoted: Counter[SizeClass]) -> None:
-        """So many primaries have slots that were for staging: spare slabs make up for it, else as many others go."""
+        """Primaries took so many staging slots: spare slabs make up for them, else as many evictions."""
         for size_class in [size_class for size_class in self.evicted if promoted[size_class]]:
             self.lacking[size_class] = self.lacking.get(size_class, 0) + promoted[size_class]
         self.restore_lacking()
 
     def restore_lacking(self) -> None:
-        """What is held can't go: later, then."""
+        """Restore windows as far as blocks are not held; the rest waits."""
         for size_class, slots in list(self.lacking.items()):
             node = self.by_index[size_class.node]
             assert isinstance(node, Node)
@@ -516,7 +516,7 @@ class Oracle(GpuDemotion):
                 if row.state == "free":
                     row.slab.size_class.free.remove(row)
                     self.enter(row, key, location[5])
-                    row.last = now_tick - len(known) + i + 1  # the newest are as young as anything, on every node
+                    row.last = now_tick - len(known) + i + 1  # ages of all nodes interleave
             self.clock = now_tick
         else:
             for location, key in found:
@@ -534,7 +534,7 @@ class Oracle(GpuDemotion):
             self.empty_windows(node)
 
     def empty_windows(self, node: Node) -> None:
-        """As many blocks go as the windows lack, where there are more slots than a window's."""
+        """Evict as many blocks as the windows lack slots, where a size has more slots than its window."""
         slots = Counter(slab.size_class for slab in node.slabs.values() for _ in slab.rows)
         promoted = Counter(
             {
@@ -627,7 +627,7 @@ class Oracle(GpuDemotion):
         for node in nodes:
             if node.leaving:
                 self.promote_replicas(node)
-        locations, keys, going = b"", b"", set()
+        locations, keys, lost = b"", b"", set()
         for there, size_class in [(node, size_class) for node in nodes for size_class in node.size_classes.values()]:
             line = size_class.line()
             slabs = [slab for slab in there.slabs.values() if slab.size_class is size_class]
@@ -636,17 +636,19 @@ class Oracle(GpuDemotion):
             locations += pack([(row, row.gen) for row in alone], size_class.stride)
             keys += b"".join(row.key for row in alone)
             kept = {row.key for slab in slabs for row in slab.rows if row.state in ("ready", "writing")}
-            going |= {key for key in kept if not self.outlives(key, shared)}
-        return SoleCopies(locations, keys, len(going))
+            lost |= {key for key in kept if not self.outlives(key, shared)}
+        return SoleCopies(locations, keys, len(lost))
 
     def outlives(self, key: bytes, shared: Tier | None) -> bool:
-        """Whether a key is on a node that stays, or lies in a tier that all share, and reach."""
+        """Whether a key is on a node that stays, or in the shared tier while all nodes reach it."""
         copies = self.table[key]
-        below = shared and not shared.down and any(r.state == "external" and self.tier_at(r) is shared for r in copies)
-        return bool(below) or any(row.state in PRESENT and row.slab.size_class.stays for row in copies)
+        in_tier = (
+            shared and not shared.down and any(r.state == "external" and self.tier_at(r) is shared for r in copies)
+        )
+        return bool(in_tier) or any(row.state in PRESENT and row.slab.size_class.stays for row in copies)
 
     def promote_replicas(self, node: Node) -> None:
-        """Where a primary would go with its node, a copy on one that stays is the primary from now on."""
+        """Where a key's primary would be lost with its node, make a replica on a node that stays the primary."""
         promoted: Counter[SizeClass] = Counter()
         for row in [row for slab in node.slabs.values() for row in slab.rows]:
             heirs = [r for r in self.table.get(row.key, ()) if r.state == "replica" and r.slab.size_class.stays]
@@ -705,7 +707,7 @@ class Oracle(GpuDemotion):
         self.reclaim(writer, size_class, self.room, max(0, self.room(size_class)) + need)
 
     def provide_slots(self, node: Node, size_class: SizeClass, need: int) -> None:
-        """Slabs for a size that could not stage so much."""
+        """Give a size slabs until it can stage `need` blocks."""
         while self.takeable(size_class) < need and node.spare:
             self.open(node, node.spare[-1], size_class, self.next_gen())
         self.reclaim(node, size_class, self.takeable, 1)

@@ -1,7 +1,9 @@
-"""Slots as the oracle sees them: what becomes of one, and which one is taken."""
+"""The oracle's slots: the states that one goes through, and which one is taken next."""
 
 import struct
 from dataclasses import dataclass, field
+
+from raykv.protocol import is_tier
 
 PRESENT = ("ready", "replica")
 STORED = (*PRESENT, "external")
@@ -23,12 +25,12 @@ class Row:
     last: int = 0
     holds: int = 0
     uses: int = 0  # matches since it was stored
-    aged: bool = False  # it was let go since it was stored, or became primary: `last` tells its age
-    passed: bool = False  # looked at for what goes down, and not used since
+    aged: bool = False  # a hold on it has ended since it was stored or became the primary: `last` is its age
+    clean: bool = False  # clean, and not used since
 
     @property
     def fleeting(self) -> bool:
-        """Whether its node is about to leave, or it is a GPU's: what is there is to be elsewhere, too."""
+        """Whether its node is about to leave, or is a GPU: its blocks must get a copy elsewhere."""
         size_class = self.slab.size_class
         return size_class.leaving or (size_class.on_gpu and size_class.offered)
 
@@ -51,11 +53,11 @@ class SizeClass:
 
     @property
     def stays(self) -> bool:
-        """Whether anybody's blocks may go there, for good."""
+        """Whether all clients may store blocks there, for good."""
         return self.offered and not self.leaving and not self.on_gpu
 
     def line(self) -> list[Row]:
-        """Primaries by age, the next victim first; those held that would be before it are out of turn."""
+        """Primaries by age from the next victim on; older ones are held."""
         rows = sorted((row for row in self.of("ready") if row.aged), key=lambda row: row.last)
         return rows[next((i for i, row in enumerate(rows) if not row.holds), len(rows)) :]
 
@@ -109,7 +111,7 @@ class Node:
 
     @property
     def host(self) -> str:
-        """The name of the node whose GPU this is, or its own."""
+        """Name of the node, or of the node whose GPU this is."""
         return self.name.split("/")[0]
 
     @property
@@ -119,7 +121,7 @@ class Node:
 
 @dataclass(eq=False)
 class Tier:
-    """What lies below memory. owner: the node whose it is; None: all share it."""
+    """An external tier. owner: name of the node whose it is; None: all nodes share it."""
 
     index: int
     capacity: int
@@ -135,7 +137,9 @@ class Tier:
     lister: str | None = None
     listed: bool = False
     cleared: bool = False
-    deleting: dict[str, tuple[int, list[bytes]]] = field(default_factory=dict)  # last told to each node: answer, keys
+    deleting: dict[str, tuple[int, list[bytes]]] = field(
+        default_factory=dict
+    )  # by node: last answer, its keys to delete
     answers: int = 0
     content: bytes = b""
     demoted: int = 0
@@ -181,7 +185,7 @@ class Slots:
     def touch(self, row: Row) -> None:
         self.clock += 1
         row.last = self.clock
-        row.aged, row.passed = True, False
+        row.aged, row.clean = True, False
 
     def enter(self, row: Row, key: bytes, gen: int) -> None:
         """A block that was found in a slot: the first copy of a key is primary."""
@@ -192,7 +196,7 @@ class Slots:
 
     def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
         row.key, row.gen, row.state, row.holds = key, self.next_gen(), state, 1
-        row.uses, row.aged, row.passed = 0, False, False
+        row.uses, row.aged, row.clean = 0, False, False
         self.table.setdefault(key, []).append(row)
         return row, row.gen
 
@@ -204,7 +208,7 @@ class Slots:
         return self.epoch << 40 | self.counter
 
     def take_out(self, row: Row) -> None:
-        """Out of the table. Where that was the key's primary (to be), its first replica is from now on."""
+        """Take a row out of the table. If it was the key's primary, or to be, the first replica is now."""
         copies = self.table[row.key]
         replicas = [other for other in copies if other.state == "replica"]
         if row.state in ("ready", "writing") and replicas:
@@ -214,18 +218,18 @@ class Slots:
             del self.table[row.key]
 
     def set_role(self, row: Row, state: str) -> None:
-        """A replica is the primary from now on, or the other way round: as one, it is as old as when it is let go."""
-        row.state, row.aged, row.passed = state, False, False
+        """Make a replica the primary, or a primary a replica. It is as old as the end of the last hold on it."""
+        row.state, row.aged, row.clean = state, False, False
         if not row.holds:
             self.touch(row)
 
     def has_primary(self, row: Row) -> bool:
-        """Whether a key has a primary, or is to have, that is not sooner gone than this copy of it."""
+        """Whether a key has a primary that lasts as long as this copy, or is being written."""
         primaries = [r for r in self.table[row.key] if r.state == "ready" and (row.fleeting or not r.fleeting)]
         return bool(primaries) or any(r.state == "writing" for r in self.table[row.key])
 
     def succeed(self, row: Row) -> None:
-        """A primary that stays, in the place of one that is fleeting."""
+        """Make a row the primary, in the place of a fleeting one."""
         row.state = "ready"
         for other in self.table[row.key]:
             if other.state == "ready" and other is not row:
@@ -252,7 +256,7 @@ class Slots:
     def hold(self, row: Row) -> tuple[Row, int]:
         row.holds += 1
         if row.state == "replica":
-            row.aged = False  # as a primary, it is as old as when it is let go
+            row.aged = False  # as a primary it would be as old as the end of this hold
         return row, row.gen
 
     def end_hold(self, item: tuple[Row, int] | None) -> None:
@@ -268,7 +272,7 @@ class Slots:
             self.free(row)
 
     def end_read(self, item: tuple[Row, int] | None) -> None:
-        """Reading a replica keeps the key: its primary is touched too, or will be by who holds that."""
+        """A read of a replica is a use of the key: touch its primary, unless the end of a hold on that will."""
         self.end_hold(item)
         if item and item[0].gen == item[1] and item[0].state == "replica":
             for row in self.table[item[0].key]:
@@ -276,8 +280,8 @@ class Slots:
                     self.touch(row)
 
     def abandon(self, item: tuple[Row, int] | None) -> None:
-        """Its only holder is gone, and may still write; but nobody ever wrote to a tier's."""
-        if item is None or item[0].gen != item[1] or item[0].holds != 1 or item[0].slab.node % 2:
+        """The only holder of a row vanished and may still write; except in a tier, where no client writes."""
+        if item is None or item[0].gen != item[1] or item[0].holds != 1 or is_tier(item[0].slab.node):
             return
         if item[0].state in ("writing", "staging", "dropped"):
             self.quarantined(item[0])

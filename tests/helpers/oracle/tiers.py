@@ -1,4 +1,4 @@
-"""The external tiers of the oracle: what goes down, what lies there, what is deleted there."""
+"""The oracle's external tiers: which blocks are demoted, which are there, which keys are deleted there."""
 
 import math
 import struct
@@ -91,14 +91,14 @@ class Tiers(Slots):
         return TierReply(tier.index, tier.lister == name and not tier.listed)
 
     def offer_tiers(self) -> None:
-        """Readers are sent to a tier that all reach, and whose owner answers."""
+        """Offer a tier to readers while all nodes reach it and its owner answers."""
         for tier in self.tiers.values():
             tier.suspect = tier.owner is not None and self.nodes[tier.owner].state == "suspect"
             for size_class in tier.size_classes.values():
                 size_class.offered = not tier.down
 
     def leave_tiers(self, node: str) -> None:
-        """A node is gone: so is what it was doing, and what only it could read."""
+        """A node is gone: so are its demotions, and the tier that only it could read."""
         for name, tier in list(self.tiers.items()):
             tier.unreached.discard(node)
             self.cancel(tier, node)
@@ -111,7 +111,7 @@ class Tiers(Slots):
         self.offer_tiers()
 
     def empty(self, tier: Tier) -> None:
-        """Its bytes are gone."""
+        """A tier lost its content."""
         for number, slab in tier.slabs.items():
             self.close(slab)
             tier.spare.append(number)
@@ -124,11 +124,11 @@ class Tiers(Slots):
     def refresh(self, size_classes: Sequence[SizeClass]) -> None:
         for size_class in size_classes:
             for row in size_class.rows:
-                row.passed = False
+                row.clean = False
 
     def clear_tiers(self) -> None:
         for tier in self.tiers.values():
-            tier.cleared = not tier.listed  # what it still tells is from before
+            tier.cleared = not tier.listed  # what is listed from now on is from before
             for slab in tier.slabs.values():
                 self.schedule_delete(tier, slab)
                 for row in reversed(slab.rows):
@@ -141,7 +141,7 @@ class Tiers(Slots):
                 if row.state == state:
                     tier.to_delete.setdefault(row.key)
 
-    # ------------------------------------------------------------------ what lies there from before
+    # ------------------------------------------------------------------ blocks from before
 
     def report_existing(self, name: str, existing: ExistingBlocks, now: float) -> None:
         self.check(now)
@@ -173,7 +173,7 @@ class Tiers(Slots):
             row.state in ("external", "demoting") and row.slab.node == tier.index for row in self.table.get(key, ())
         )
 
-    # ------------------------------------------------------------------ what goes down
+    # ------------------------------------------------------------------ demotion
 
     def demote(self, name: str, report: DemotionReport, now: float) -> Demotions:
         self.check(now)
@@ -193,7 +193,7 @@ class Tiers(Slots):
             share = 1.0
             rows = [row for slab in node.slabs.values() for row in slab.rows if row.state == "ready" and row.holds]
             held += [row for row in rows if row.uses >= self.min_hits]
-        elif node.spare and share < 1:  # room enough
+        elif node.spare and share < 1:  # there is room
             share = 0.0
         source, left, chosen = b"", BATCH_BYTES, []
         for size_class in node.size_classes.values():
@@ -205,7 +205,7 @@ class Tiers(Slots):
         return self.answer(tier, name, source, chosen)
 
     def demoted(self, tier: Tier, node: str, locations: bytes, keys: bytes, stored: bytes) -> bool:
-        """Returns whether anything was given up that the node didn't speak of."""
+        """Returns whether some demotion was cancelled because the report does not name it."""
         unwanted = []
         for location, key, done in zip(unpack(locations), split(keys), stored, strict=True):
             row = self.row_of(location)
@@ -219,34 +219,34 @@ class Tiers(Slots):
                 tier.demoted += 1
             elif row.state == "demoting":
                 self.drop(row)
-                unwanted.append(key)  # nobody knows what lies there
+                unwanted.append(key)  # some of its bytes may be there
         given_up = self.cancel(tier, node)
         self.schedule_delete_keys(tier, unwanted)
         return given_up
 
     def reschedule_delete(self, tier: Tier, node: str, seen: int) -> None:
-        """A node was told to delete keys, and has not if `seen` is another answer's number."""
+        """Have the keys of a node's last answer deleted after all, unless `seen` is that answer's number."""
         number, keys = tier.deleting.pop(node, (seen, []))
         if number != seen:
             self.schedule_delete_keys(tier, keys)
 
     def schedule_delete_keys(self, tier: Tier, keys: list[bytes]) -> None:
-        """Delete what is not wanted there by now."""
+        """Have keys deleted, but for those that are in the tier or being demoted to it."""
         for key in keys:
             if not self.in_tier(tier, key):
                 tier.to_delete.setdefault(key)
 
     def cancel(self, tier: Tier, node: str) -> bool:
-        late = [row for row, gen in tier.demoting.pop(node, []) if row.gen == gen and row.state == "demoting"]
-        for row in late:
+        unreported = [row for row, gen in tier.demoting.pop(node, []) if row.gen == gen and row.state == "demoting"]
+        for row in unreported:
             self.drop(row)
             tier.to_delete.setdefault(row.key)
-        return bool(late)
+        return bool(unreported)
 
     def choose(
         self, tier: Tier, size_class: SizeClass, share: float, left: int, held: list[Row]
     ) -> list[tuple[Row, Row]]:
-        """(block, its place in the tier) of the oldest that are not below, until enough can be had for nothing."""
+        """(row in memory, row in the tier) of the oldest blocks that are not clean, until there is no shortfall."""
         there = self.tier_class(tier, size_class.stride)
         most = min(left // size_class.stride, KEYS_PER_CALL)
         if left == BATCH_BYTES:
@@ -256,16 +256,16 @@ class Tiers(Slots):
             return []
         self.provide_tier_slots(tier, there, min(most, short))
         pairs: list[tuple[Row, Row]] = []
-        for row in [row for row in size_class.line() if not row.passed]:
+        for row in [row for row in size_class.line() if not row.clean]:
             if len(pairs) == most or self.shortfall(size_class, share) <= 0:
                 return pairs
             if share < 1 and row.holds:
-                row.aged = False  # until it is let go
+                row.aged = False  # until a hold on it ends
                 continue
             wanted = row.uses >= self.min_hits and not any(self.in_tier(t, row.key) for t in self.tiers.values())
             if wanted and not self.start_demotion(row, tier, there, pairs):
                 return pairs
-            row.passed = True
+            row.clean = True
         most = min(most, len(pairs) + max(0, self.shortfall(size_class, share)))
         for row in held:  # nothing else is left
             wanted = row.slab.size_class is size_class and row.state == "ready"
@@ -274,7 +274,7 @@ class Tiers(Slots):
         return pairs
 
     def start_demotion(self, row: Row, tier: Tier, there: SizeClass, pairs: list[tuple[Row, Row]]) -> bool:
-        """False: there is no place for it."""
+        """Returns whether the tier had a slot for it."""
         location = self.take_tier_slot(tier, there)
         if location is not None:
             self.grant(location, row.key, "demoting")
@@ -283,15 +283,15 @@ class Tiers(Slots):
         return location is not None
 
     def shortfall(self, size_class: SizeClass, share: float) -> int:
-        """How many more should be free to store in, or safe to evict."""
+        """How many blocks to demote until enough slots can be taken without loss."""
         return (
             math.ceil(len(size_class.rows) * share)
             - max(0, self.room(size_class))
-            - sum(row.passed for row in size_class.line())
+            - sum(row.clean for row in size_class.line())
         )
 
     def take_tier_slot(self, tier: Tier, size_class: SizeClass) -> Row | None:
-        """A free place, else that of the oldest; but one that is in memory too is passed over, a few times."""
+        """A free slot, else that of the oldest; a few that are in memory too are passed over."""
         if size_class.free:
             return size_class.free.pop()
         for _ in range(CHANCES):
@@ -320,7 +320,7 @@ class Tiers(Slots):
     # ------------------------------------------------------------------ slabs
 
     def tier_class(self, tier: Tier, stride: int) -> SizeClass | None:
-        """For blocks of `stride` bytes, which take a page more there."""
+        """For blocks of `stride` bytes, which take a page more in a tier."""
         if not 0 < stride <= tier.slab_bytes - 4096:
             return None
         if stride not in tier.size_classes:
@@ -329,7 +329,7 @@ class Tiers(Slots):
         return tier.size_classes[stride]
 
     def provide_tier_slots(self, tier: Tier, size_class: SizeClass, need: int) -> None:
-        """Spare slabs; for a size that has none, the slab of another that was used longest ago."""
+        """Give a size spare slabs until `need` blocks fit. A size without any takes the slab used longest ago."""
         while self.takeable(size_class) < need and tier.spare:
             self.open_tier_slab(tier, tier.spare.pop(), size_class)
         if any(slab.size_class is size_class for slab in tier.slabs.values()):
@@ -353,7 +353,7 @@ class Tiers(Slots):
         size_class.free += reversed(slab.rows)
 
     def usage(self) -> float:
-        """Share of all tiers that is taken."""
+        """Share of the bytes of all tiers that is used."""
         tiers = [self.tier_stats(tier) for tier in self.tiers.values()]
         return float(sum(t["bytes_used"] for t in tiers) / max(1, sum(t["capacity"] for t in tiers)))
 
