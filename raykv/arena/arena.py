@@ -418,7 +418,6 @@ def open_own(
     slab_bytes: int,
     slabs: int,
     room_check: Callable[[int], None],
-    folder: str = SHM,
     limit: int | None = None,
 ) -> Arena:
     """The arena of a node store: one that a dead store of this user and pool left behind, else a new one.
@@ -427,7 +426,7 @@ def open_own(
     offered, by default all; raises where the node can't afford them.
     """
     for index in itertools.count():
-        path = f"{folder}/raykv-{pool}-{os.getuid()}-{index}"
+        path = f"{SHM}/raykv-{pool}-{os.getuid()}-{index}"
         arena = Arena.adopt(path, fingerprint, slab_bytes, slabs)
         if arena is not None:
             return arena

@@ -85,10 +85,10 @@ def attach(path: str, nonce: bytes) -> ArenaFile:
     return ArenaFile(path, fd, words)
 
 
-def left_behind(pool: str, folder: str = SHM) -> list[str]:
+def left_behind(pool: str) -> list[str]:
     """Paths of this user's arenas of a pool that no living store owns."""
     ours = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+")
-    paths = [entry.path for entry in os.scandir(folder) if ours.fullmatch(entry.name)]
+    paths = [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
     return [path for path in paths if not _owned(path)]
 
 
