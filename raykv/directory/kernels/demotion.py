@@ -45,7 +45,7 @@ CHANCES = 8  # blocks that one eviction from a tier passes over because they are
 
 
 @kernel(C, INT, INT, FLOAT)
-def shortfall(c, size_class, slots, share):  # type: ignore[no-untyped-def]
+def shortfall(c, size_class, slots, share):
     """How many blocks to demote until `share` of a size class's `slots` can be taken without losing a block.
 
     Such slots are free, hold a replica, or hold a clean block. Staging slots do not count.
@@ -56,7 +56,7 @@ def shortfall(c, size_class, slots, share):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def start_demotion(c, row, target_row, source, target, n):  # type: ignore[no-untyped-def]
+def start_demotion(c, row, target_row, source, target, n):
     """Begin the demotion of a block to a taken row of the lower tier, as the n-th of an answer."""
     grant(c, target_row, c.rows[row].k0, c.rows[row].k1, DEMOTING)
     source[n] = row
@@ -64,7 +64,7 @@ def start_demotion(c, row, target_row, source, target, n):  # type: ignore[no-un
 
 
 @kernel
-def in_external_tier(c, row):  # type: ignore[no-untyped-def]
+def in_external_tier(c, row):
     """Whether a row's key is in an external tier, or being demoted to one (not from a GPU to memory)."""
     other = first_of(c, row)
     while other >= 0:
@@ -75,7 +75,7 @@ def in_external_tier(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def in_memory(c, row):  # type: ignore[no-untyped-def]
+def in_memory(c, row):
     """Whether a row's key is in memory."""
     other = first_of(c, row)
     while other >= 0:
@@ -86,7 +86,7 @@ def in_memory(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def take_tier_slot(c, tier_class, evicted, count):  # type: ignore[no-untyped-def]
+def take_tier_slot(c, tier_class, evicted, count):
     """Take a row of a tier's size class: a free one, else its oldest, whose key is appended to evicted[:count].
 
     A block that is in memory too is read there, so its age in the tier is too high: others are evicted first.
@@ -111,7 +111,7 @@ def take_tier_slot(c, tier_class, evicted, count):  # type: ignore[no-untyped-de
 
 
 @kernel(C, INT, INT, FLOAT, INT, INT, INT, ROWS, ROWS, ROWS, KEYS_OUT)
-def demote(c, size_class, slots, share, min_uses, tier_class, examined, pinned, source, target, evicted):  # type: ignore[no-untyped-def]
+def demote(c, size_class, slots, share, min_uses, tier_class, examined, pinned, source, target, evicted):
     """Demote a size class's oldest blocks that are not in a tier yet, until there is no `shortfall`.
 
     slots: of the size class. min_uses: of a block that is worth demoting. tier_class: the tier's size class. examined:
@@ -151,7 +151,7 @@ def demote(c, size_class, slots, share, min_uses, tier_class, examined, pinned, 
 
 
 @kernel
-def _start_in_tier(c, row, tier_class, source, target, evicted, n, count):  # type: ignore[no-untyped-def]
+def _start_in_tier(c, row, tier_class, source, target, evicted, n, count):
     """Begin the demotion of a row, if `tier_class` has a slot for it. Returns the new (n, count)."""
     target_row, count = take_tier_slot(c, tier_class, evicted, count)
     if target_row >= 0:
@@ -162,7 +162,7 @@ def _start_in_tier(c, row, tier_class, source, target, evicted, n, count):  # ty
 
 
 @kernel(C, ROWS, ROWS, FLAGS, MASK)
-def demoted(c, rows, gens, stored, lost):  # type: ignore[no-untyped-def]
+def demoted(c, rows, gens, stored, lost):
     """Make DEMOTING rows that were stored EXTERNAL, and free the others. Idempotent.
 
     lost[i], out: the row is not this demotion's any more, so that what was stored is not wanted. Returns how many
@@ -186,7 +186,7 @@ def demoted(c, rows, gens, stored, lost):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS)
-def cancel(c, rows):  # type: ignore[no-untyped-def]
+def cancel(c, rows):
     """Free DEMOTING rows."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -195,14 +195,14 @@ def cancel(c, rows):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, KEYS, MASK)
-def in_tier(c, tier, keys, out):  # type: ignore[no-untyped-def]
+def in_tier(c, tier, keys, out):
     """out[i] = whether keys[i] is in the external tier of that index, or being demoted to it."""
     for i in range(len(keys)):
         out[i] = _row_in(c, tier, keys[i, 0], keys[i, 1]) >= 0
 
 
 @kernel
-def _row_in(c, tier, k0, k1):  # type: ignore[no-untyped-def]
+def _row_in(c, tier, k0, k1):
     """The row of a key in an external tier, or -1."""
     position = probe(c, k0, k1)
     row = row_at(c, position) if position >= 0 else np.int64(-1)
@@ -214,7 +214,7 @@ def _row_in(c, tier, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, KEYS, MASK)
-def report_existing(c, tier_class, keys, refused):  # type: ignore[no-untyped-def]
+def report_existing(c, tier_class, keys, refused):
     """Take up blocks that a tier has from before, oldest first. refused[i], out: there is no room for keys[i]."""
     for i in range(len(keys)):
         row = np.int64(c.lists[tier_class * LISTS_PER_CLASS].head)
@@ -229,7 +229,7 @@ def report_existing(c, tier_class, keys, refused):  # type: ignore[no-untyped-de
 
 
 @kernel(C, INT)
-def forget_clean_tail(c, size_class):  # type: ignore[no-untyped-def]
+def forget_clean_tail(c, size_class):
     """Look at a size class's blocks again from the oldest on, since some of the clean ones no longer are."""
     c.lists[size_class * LISTS_PER_CLASS + 1].clean_tail = -1
     c.lists[size_class * LISTS_PER_CLASS + 1].clean_count = 0

@@ -30,7 +30,7 @@ from raykv.system.jit import kernel
 
 
 @kernel(C, INT)
-def oldest(c, size_class):  # type: ignore[no-untyped-def]
+def oldest(c, size_class):
     """The size class's oldest primary that nobody holds, or -1. Held ones that are older leave the list for good."""
     row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
     while row >= 0 and c.rows[row].holds > 0:
@@ -40,7 +40,7 @@ def oldest(c, size_class):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def coldest(c, heap):  # type: ignore[no-untyped-def]
+def coldest(c, heap):
     """The size class whose oldest primary is the oldest of all, or -1.
 
     heap: of one slot size; each tick is a lower bound of the last use of that size class's oldest primary. The oldest
@@ -69,7 +69,7 @@ def coldest(c, heap):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def victim(c, size_class, heap, locality, may_leave):  # type: ignore[no-untyped-def]
+def victim(c, size_class, heap, locality, may_leave):
     """The size class that evicts for a writer on `size_class`, or -1: its own, or that of the cluster's oldest block.
 
     locality: how many times as long that one must have been idle. may_leave: whether a slot on another node will do.
@@ -86,7 +86,7 @@ def victim(c, size_class, heap, locality, may_leave):  # type: ignore[no-untyped
 
 
 @kernel
-def drop_replicas(c, first):  # type: ignore[no-untyped-def]
+def drop_replicas(c, first):
     """Free the replicas of a key that nobody holds. first: the key's first row."""
     other = np.int64(first)
     while other >= 0:
@@ -99,7 +99,7 @@ def drop_replicas(c, first):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def evict(c, size_class):  # type: ignore[no-untyped-def]
+def evict(c, size_class):
     """Forget the size class's oldest primary, which must exist. Its row is the caller's.
 
     Replicas that nobody holds go with it: they are as old, since `release` touches the primary of what was read. One
@@ -115,7 +115,7 @@ def evict(c, size_class):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT)
-def restore_window(c, size_class, slots):  # type: ignore[no-untyped-def]
+def restore_window(c, size_class, slots):
     """Evict until the staging window lacks no slot, at most `slots` times. Returns how many are still to be freed."""
     while slots > 0 and room(c, size_class) < 0 and oldest(c, size_class) >= 0:
         free(c, evict(c, size_class))
@@ -124,7 +124,7 @@ def restore_window(c, size_class, slots):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def victim_ahead(c, size_class, steps):  # type: ignore[no-untyped-def]
+def victim_ahead(c, size_class, steps):
     """The row that the size class evicts `steps` evictions from now, or -1. Prefetches all before it."""
     row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
     for _ in range(steps):
@@ -136,7 +136,7 @@ def victim_ahead(c, size_class, steps):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def next_ahead(c, row):  # type: ignore[no-untyped-def]
+def next_ahead(c, row):
     """The next younger victim. Prefetches both: each cache miss of the list overlaps with the work of one grant."""
     if row < 0:
         return row

@@ -32,7 +32,7 @@ from raykv.system.jit import kernel
 
 
 @kernel(C, INT, INT, INT, ROWS, ROWS)
-def demote_gpu(c, size_class, host_class, want, source, target):  # type: ignore[no-untyped-def]
+def demote_gpu(c, size_class, host_class, want, source, target):
     """Demote a GPU's oldest primaries that nobody holds, `want` at most.
 
     Each takes a slot of the node's memory (`host_class`): one that costs nothing, else that of the oldest block there.
@@ -57,7 +57,7 @@ def demote_gpu(c, size_class, host_class, want, source, target):  # type: ignore
 
 
 @kernel
-def _being_demoted(c, row):  # type: ignore[no-untyped-def]
+def _being_demoted(c, row):
     """Whether a row's key is being copied to memory, maybe from another GPU."""
     other = first_of(c, row)
     while other >= 0:
@@ -68,7 +68,7 @@ def _being_demoted(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, MASK)
-def gpu_demoted(c, rows, stored):  # type: ignore[no-untyped-def]
+def gpu_demoted(c, rows, stored):
     """Make DEMOTING rows that were stored primaries, and their copies on GPUs replicas that are evicted first.
 
     The others are quarantined, since somebody may still write there. Returns how many were stored.
@@ -96,7 +96,7 @@ def gpu_demoted(c, rows, stored):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _make_replicas(c, row):  # type: ignore[no-untyped-def]
+def _make_replicas(c, row):
     """Make the other primaries of a new primary's key replicas, the oldest of their size class."""
     other = first_of(c, row)
     while other >= 0:

@@ -131,14 +131,14 @@ def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
 
 
 @kernel
-def tag_of(k0, k1):  # type: ignore[no-untyped-def]
+def tag_of(k0, k1):
     """31 bits of a key's hash: the upper half of its table entry."""
     mixed = (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
     return np.int64(mixed >> np.uint64(33))
 
 
 @kernel
-def probe(c, k0, k1):  # type: ignore[no-untyped-def]
+def probe(c, k0, k1):
     """Position in the table of a key, or -1."""
     mask = len(c.table) - 1
     tag = tag_of(k0, k1)
@@ -155,19 +155,19 @@ def probe(c, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def row_at(c, position):  # type: ignore[no-untyped-def]
+def row_at(c, position):
     """First row of the key whose entry is at this position of the table."""
     return (c.table[position] & 0xFFFFFFFF) - 1
 
 
 @kernel
-def first_of(c, row):  # type: ignore[no-untyped-def]
+def first_of(c, row):
     """First row in the chain of a row's key. The row must be in the table."""
     return row_at(c, probe(c, c.rows[row].k0, c.rows[row].k1))
 
 
 @kernel
-def insert(c, row):  # type: ignore[no-untyped-def]
+def insert(c, row):
     """Append a row to its key's chain."""
     k0, k1 = c.rows[row].k0, c.rows[row].k1
     c.rows[row].same = -1
@@ -188,7 +188,7 @@ def insert(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def close_gap(c, hole):  # type: ignore[no-untyped-def]
+def close_gap(c, hole):
     """Backward-shift delete: no tombstones, so probes never grow longer with age."""
     mask = len(c.table) - 1
     i = hole
@@ -205,7 +205,7 @@ def close_gap(c, hole):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def delete(c, row):  # type: ignore[no-untyped-def]
+def delete(c, row):
     """Take a row out of its key's chain."""
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     first = row_at(c, position)
@@ -223,7 +223,7 @@ def delete(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, KEYS, ROWS)
-def find(c, keys, out):  # type: ignore[no-untyped-def]
+def find(c, keys, out):
     """out[i] = first row of keys[i], or -1. Three passes over each 64 keys, so that cache misses overlap."""
     mask = len(c.table) - 1
     n = len(keys)
@@ -250,19 +250,19 @@ def find(c, keys, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def prefetch_entry(c, row):  # type: ignore[no-untyped-def]
+def prefetch_entry(c, row):
     """Ask for the cache line of the table that a row's key hashes to."""
     prefetch(c.table, tag_of(c.rows[row].k0, c.rows[row].k1) & (len(c.table) - 1))
 
 
 @kernel
-def list_of(c, row, state):  # type: ignore[no-untyped-def]
+def list_of(c, row, state):
     """Number of the list for rows of a state, in the row's size class."""
     return size_class_of(c, row) * LISTS_PER_CLASS + (0 if state == FREE else 2 if state == REPLICA else 1)
 
 
 @kernel
-def link(c, which, row):  # type: ignore[no-untyped-def]
+def link(c, which, row):
     """Put a row at the young end of a list."""
     head = c.lists[which].head
     c.rows[row].prev = -1
@@ -276,7 +276,7 @@ def link(c, which, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def link_old(c, which, row):  # type: ignore[no-untyped-def]
+def link_old(c, which, row):
     """Put a row at the old end of a list, as the oldest there."""
     tail = c.lists[which].tail
     c.rows[row].prev = tail
@@ -291,7 +291,7 @@ def link_old(c, which, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def unlink(c, which, row):  # type: ignore[no-untyped-def]
+def unlink(c, which, row):
     """Take a row out of its list."""
     before, after, clean_tail = c.rows[row].prev, c.rows[row].next, c.lists[which].clean_tail
     if clean_tail >= 0 and c.rows[row].last <= c.rows[clean_tail].last:
@@ -310,13 +310,13 @@ def unlink(c, which, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def listed(c, row):  # type: ignore[no-untyped-def]
+def listed(c, row):
     """Whether a row is in a list."""
     return c.rows[row].prev != NOWHERE
 
 
 @kernel
-def touch(c, row):  # type: ignore[no-untyped-def]
+def touch(c, row):
     """Make a stored row that nobody holds the youngest of its list."""
     which = list_of(c, row, c.rows[row].state)
     if listed(c, row):
@@ -327,7 +327,7 @@ def touch(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def free(c, row):  # type: ignore[no-untyped-def]
+def free(c, row):
     """Free a row that is in no table and no list."""
     c.rows[row].state = FREE
     c.rows[row].holds = 0
@@ -335,7 +335,7 @@ def free(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def hold(c, row):  # type: ignore[no-untyped-def]
+def hold(c, row):
     """Hold a stored row. A replica leaves its list, whose count says how many may be taken."""
     if listed(c, row) and c.rows[row].state == REPLICA:
         unlink(c, list_of(c, row, REPLICA), row)
@@ -343,7 +343,7 @@ def hold(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def unhold(c, row):  # type: ignore[no-untyped-def]
+def unhold(c, row):
     """End one hold on a row. After the last one it is the youngest, or free if it stores no block."""
     c.rows[row].holds -= 1
     if c.rows[row].holds == 0:
@@ -354,7 +354,7 @@ def unhold(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def give_back(c, row):  # type: ignore[no-untyped-def]
+def give_back(c, row):
     """Free a row that nobody holds and that stores no block."""
     if unfinished(c.rows[row].state):
         withdraw(c, row)
@@ -362,13 +362,13 @@ def give_back(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def unfinished(state):  # type: ignore[no-untyped-def]
+def unfinished(state):
     """Whether a client or a node store still writes there."""
     return state == WRITING or state == STAGING  # `state in (...)` would be a loop in numba
 
 
 @kernel
-def withdraw(c, row):  # type: ignore[no-untyped-def]
+def withdraw(c, row):
     """Take an unfinished row out of the table; the caller sets its next state."""
     if c.rows[row].state == STAGING:
         c.size_classes[size_class_of(c, row)].staging -= 1
@@ -378,31 +378,31 @@ def withdraw(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def size_class_of(c, row):  # type: ignore[no-untyped-def]
+def size_class_of(c, row):
     return np.int64(c.slabs[c.pages[row >> PAGE_BITS]].size_class)
 
 
 @kernel
-def node_of(c, row):  # type: ignore[no-untyped-def]
+def node_of(c, row):
     """Index of the node or external tier that a row is on."""
     return c.size_classes[size_class_of(c, row)].node
 
 
 @kernel
-def is_tier_row(c, row):  # type: ignore[no-untyped-def]
+def is_tier_row(c, row):
     """Whether a row is in an external tier: `protocol.is_tier` of its node."""
     return node_of(c, row) & 1 == 1
 
 
 @kernel
-def quarantine(c, row):  # type: ignore[no-untyped-def]
+def quarantine(c, row):
     """Quarantine an unfinished row: its holder may still write there."""
     withdraw(c, row)
     suspend(c, row)
 
 
 @kernel
-def suspend(c, row):  # type: ignore[no-untyped-def]
+def suspend(c, row):
     """Quarantine a row that is in no table and no list."""
     c.rows[row].state = QUARANTINED
     c.rows[row].holds = 0
@@ -410,19 +410,19 @@ def suspend(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def present(state):  # type: ignore[no-untyped-def]
+def present(state):
     """Whether a row stores a block in memory."""
     return state == READY or state == REPLICA  # as above
 
 
 @kernel
-def stored(state):  # type: ignore[no-untyped-def]
+def stored(state):
     """Whether a row stores a block, in memory or in an external tier."""
     return present(state) or state == EXTERNAL
 
 
 @kernel
-def taken(c, k0, k1):  # type: ignore[no-untyped-def]
+def taken(c, k0, k1):
     """Whether a key is in memory or being written there."""
     position = probe(c, k0, k1)
     if position < 0:
@@ -437,7 +437,7 @@ def taken(c, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def promote(c, row):  # type: ignore[no-untyped-def]
+def promote(c, row):
     """Make the first replica of a row's key the primary: this one, which is or was to be it, goes."""
     other = first_of(c, row)
     while other >= 0 and c.rows[other].state != REPLICA:
@@ -447,7 +447,7 @@ def promote(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def set_role(c, row, state):  # type: ignore[no-untyped-def]
+def set_role(c, row, state):
     """Make a replica the primary (READY), or a primary a REPLICA."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
@@ -457,7 +457,7 @@ def set_role(c, row, state):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def forget(c, row):  # type: ignore[no-untyped-def]
+def forget(c, row):
     """Take a stored row out of table and lists. If it was the primary, a replica takes its place."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
@@ -472,13 +472,13 @@ def forget(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def alone(c, position, row):  # type: ignore[no-untyped-def]
+def alone(c, position, row):
     """Whether a row is the only one of its key, whose entry is at `position`."""
     return c.rows[row].same < 0 and row_at(c, position) == row
 
 
 @kernel
-def grant(c, row, k0, k1, state):  # type: ignore[no-untyped-def]
+def grant(c, row, k0, k1, state):
     """Give a row that is in no list to one holder, for this key, in this state."""
     c.state[COUNTER] += 1
     c.rows[row].k0 = k0
@@ -491,7 +491,7 @@ def grant(c, row, k0, k1, state):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS)
-def rehash(c, old):  # type: ignore[no-untyped-def]
+def rehash(c, old):
     """Move the entries of a smaller table into c.table."""
     mask = len(c.table) - 1
     for entry in old:

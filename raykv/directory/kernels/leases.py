@@ -50,7 +50,7 @@ UNSTAGED = -2  # remote, and without a staging row yet
 
 
 @kernel
-def warm_neighbours(c, rows):  # type: ignore[no-untyped-def]
+def warm_neighbours(c, rows):
     """Read what touching the rows will write, so that its cache misses overlap."""
     warm = 0
     for row in rows:
@@ -60,7 +60,7 @@ def warm_neighbours(c, rows):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def best(c, first, node):  # type: ignore[no-untyped-def]
+def best(c, first, node):
     """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none.
 
     To read: a copy on `node`, else the primary, else any replica, else a copy in an external tier.
@@ -88,7 +88,7 @@ def best(c, first, node):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, INT, INT)
-def staging_need(c, firsts, node, size_class):  # type: ignore[no-untyped-def]
+def staging_need(c, firsts, node, size_class):
     """Staging slots that a ready prefix lacks on its reader's node, at most the rest of the window; 0 if it has all."""
     left = c.size_classes[size_class].window - c.size_classes[size_class].staging
     at_hand = takeable(c, size_class)
@@ -105,7 +105,7 @@ def staging_need(c, firsts, node, size_class):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)
-def locate_prefix(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-def]
+def locate_prefix(c, firsts, hosts, counts, last):
     """counts[h], out: how many blocks of the longest ready prefix host h has, in memory or on a GPU. Touches nothing.
 
     hosts[node & NODE_MASK]: the host of a node. last: zeros, one a host; the last block (from 1) counted there.
@@ -126,7 +126,7 @@ def locate_prefix(c, firsts, hosts, counts, last):  # type: ignore[no-untyped-de
 
 
 @kernel(C, KEYS, ROWS, INT, INT, ROWS, ROWS)
-def match(c, keys, firsts, node, size_class, source, staged):  # type: ignore[no-untyped-def]
+def match(c, keys, firsts, node, size_class, source, staged):
     """Hold the longest ready prefix.
 
     firsts: the keys' first rows, of `find`. node, size_class: the reader's, -1 where it has none. source[i], out: the
@@ -167,7 +167,7 @@ def match(c, keys, firsts, node, size_class, source, staged):  # type: ignore[no
 
 
 @kernel
-def _count_use(c, first):  # type: ignore[no-untyped-def]
+def _count_use(c, first):
     """Count a match in every copy of a key, since any of them may be judged by it later."""
     row = np.int64(first)
     while row >= 0:
@@ -176,7 +176,7 @@ def _count_use(c, first):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _read_elsewhere(c, firsts, covered, n, node, source, staged):  # type: ignore[no-untyped-def]
+def _read_elsewhere(c, firsts, covered, n, node, source, staged):
     """Release the replicas on the reader's node, which may use up its window, and read their primaries instead.
 
     Only blocks from `covered` on, last to first. Returns how many.
@@ -200,14 +200,14 @@ def _read_elsewhere(c, firsts, covered, n, node, source, staged):  # type: ignor
 
 
 @kernel
-def _readable(c, row):  # type: ignore[no-untyped-def]
+def _readable(c, row):
     """Whether a row is a primary that readers may be sent to."""
     offered = c.size_classes[size_class_of(c, row)].offered
     return c.rows[row].state == READY and c.rows[row].holds < HOLDS_MAX and offered
 
 
 @kernel
-def _cover(c, keys, n, size_class, staged):  # type: ignore[no-untyped-def]
+def _cover(c, keys, n, size_class, staged):
     """Give UNSTAGED blocks staging slots, in order, until the window is used up.
 
     Returns (leading blocks that can be read now, how many of them have a staging slot).
@@ -224,7 +224,7 @@ def _cover(c, keys, n, size_class, staged):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, KEYS, ROWS, ROWS, INT, INT, ROWS, ROWS)
-def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):  # type: ignore[no-untyped-def]
+def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):
     """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
 
     Returns how many leading blocks can be read now.
@@ -251,7 +251,7 @@ def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):  
 
 
 @kernel(C, ROWS, ROWS, ROWS)
-def pulled(c, rows, gens, promoted):  # type: ignore[no-untyped-def]
+def pulled(c, rows, gens, promoted):
     """Make STAGING rows that were pulled replicas, or primaries where the key has no lasting one (`has_primary`).
 
     promoted[size_class], out: the number of new primaries, which use up the staging window, is added.
@@ -268,7 +268,7 @@ def pulled(c, rows, gens, promoted):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def has_primary(c, row):  # type: ignore[no-untyped-def]
+def has_primary(c, row):
     """Whether the key has a primary that lasts at least as long as this row: any, if this row is fleeting itself."""
     row_is_fleeting = fleeting(c, row)
     other = first_of(c, row)
@@ -281,20 +281,20 @@ def has_primary(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def fleeting(c, row):  # type: ignore[no-untyped-def]
+def fleeting(c, row):
     """Whether a row's node is about to leave, or is a GPU: its blocks must get a copy elsewhere."""
     offered = c.size_classes[size_class_of(c, row)].offered
     return TO_READERS <= offered <= TO_OWN
 
 
 @kernel
-def stays(c, row):  # type: ignore[no-untyped-def]
+def stays(c, row):
     """Whether a row is in the memory of a node that answers and is not about to leave."""
     return c.size_classes[size_class_of(c, row)].offered == TO_ALL
 
 
 @kernel
-def _succeed(c, row):  # type: ignore[no-untyped-def]
+def _succeed(c, row):
     """Make the other primaries of a new primary's key replicas: they are fleeting."""
     other = first_of(c, row)
     while other >= 0:
@@ -305,7 +305,7 @@ def _succeed(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT, ROWS)
-def promote_replicas(c, base, slots, promoted):  # type: ignore[no-untyped-def]
+def promote_replicas(c, base, slots, promoted):
     """For primaries in a slab of a node that leaves: make replicas on nodes that stay the primaries.
 
     promoted: see `pulled`.
@@ -323,7 +323,7 @@ def promote_replicas(c, base, slots, promoted):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT, INT, ROWS, INT)
-def held_sole_copies(c, base, slots, tier, out, n):  # type: ignore[no-untyped-def]
+def held_sole_copies(c, base, slots, tier, out, n):
     """As `sole_copies`, of those primaries of a slab that are in no list because somebody holds them."""
     for row in range(base, base + slots):
         if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _is_sole_copy(c, row, tier):
@@ -333,7 +333,7 @@ def held_sole_copies(c, base, slots, tier, out, n):  # type: ignore[no-untyped-d
 
 
 @kernel(C, INT, INT, INT)
-def count_sole_copies(c, base, slots, tier):  # type: ignore[no-untyped-def]
+def count_sole_copies(c, base, slots, tier):
     """Number of a slab's sole copies, with those that are still being written."""
     n = 0
     for row in range(base, base + slots):
@@ -344,7 +344,7 @@ def count_sole_copies(c, base, slots, tier):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT, ROWS, INT)
-def sole_copies(c, size_class, tier, out, n):  # type: ignore[no-untyped-def]
+def sole_copies(c, size_class, tier, out, n):
     """Append the size class's primaries that are on no other node that stays to out[n:], youngest first.
 
     tier: index of an external tier that outlives the node, -1 if there is none. Returns the new n.
@@ -360,7 +360,7 @@ def sole_copies(c, size_class, tier, out, n):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, ROWS, ROWS)
-def hold_lasting(c, firsts, rows, gens):  # type: ignore[no-untyped-def]
+def hold_lasting(c, firsts, rows, gens):
     """Hold the copy of each key that is to stay. rows[i], gens[i], out: its row (-1: there is none) and generation."""
     for i in range(len(firsts)):
         row = rows[i] = _lasting(c, firsts[i])
@@ -370,7 +370,7 @@ def hold_lasting(c, firsts, rows, gens):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _lasting(c, first):  # type: ignore[no-untyped-def]
+def _lasting(c, first):
     """Of a key's rows the one to keep: its copy in an external tier, else its primary, else -1."""
     lasting = np.int64(-1)
     row = np.int64(first)
@@ -383,7 +383,7 @@ def _lasting(c, first):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, ROWS)
-def copies(c, firsts, out):  # type: ignore[no-untyped-def]
+def copies(c, firsts, out):
     """Write all rows of the keys to out, as many as it has room for. Returns how many there are."""
     n = 0
     for first in firsts:
@@ -397,7 +397,7 @@ def copies(c, firsts, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _is_sole_copy(c, row, tier):  # type: ignore[no-untyped-def]
+def _is_sole_copy(c, row, tier):
     """Whether a key has no copy on a node that stays, nor in the external tier of that index."""
     other = first_of(c, row)
     while other >= 0:
@@ -409,7 +409,7 @@ def _is_sole_copy(c, row, tier):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)
-def release(c, source, source_gens, staged, staged_gens):  # type: ignore[no-untyped-def]
+def release(c, source, source_gens, staged, staged_gens):
     """End a lease or reservation, last block first. A row whose generation changed is somebody else's by now."""
     warm = warm_neighbours(c, source)
     for j in range(len(source)):
@@ -424,7 +424,7 @@ def release(c, source, source_gens, staged, staged_gens):  # type: ignore[no-unt
 
 
 @kernel
-def touch_primary(c, row):  # type: ignore[no-untyped-def]
+def touch_primary(c, row):
     """Touch the primary of a replica's key, unless somebody holds it: then the end of that hold touches it."""
     other = first_of(c, row)
     while other >= 0:
@@ -434,13 +434,13 @@ def touch_primary(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _release_row(c, row, gen):  # type: ignore[no-untyped-def]
+def _release_row(c, row, gen):
     if row >= 0 and c.rows[row].gen == gen and c.rows[row].state != QUARANTINED:
         unhold(c, row)
 
 
 @kernel(C, ROWS, ROWS)
-def abandon(c, rows, gens):  # type: ignore[no-untyped-def]
+def abandon(c, rows, gens):
     """Quarantine the rows of a client that vanished in which it may still write: those that only it held, and that are
     unfinished, or were forgotten before they were finished.
 

@@ -30,7 +30,7 @@ AHEAD = 4  # victims whose rows are prefetched
 
 
 @kernel(C, ROWS)
-def missing(c, firsts):  # type: ignore[no-untyped-def]
+def missing(c, firsts):
     """How many keys are neither in memory nor being written there. firsts: the keys' first rows, of `find`."""
     count = 0
     for first in firsts:
@@ -43,7 +43,7 @@ def missing(c, firsts):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, ROWS, ROWS, ROWS)
-def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted):  # type: ignore[no-untyped-def]
+def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted):
     """Hold what is present of keys[:], then grant slots to what is missing of keys[start:].
 
     A key goes to the writer's size class while that has room, else to one of `others` that has, else a block is
@@ -103,7 +103,7 @@ def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, 
 
 
 @kernel(C, ROWS, KEYS, ROWS, FLAGS, FLAGS_OUT)
-def commit(c, rows, keys, gens, written, accepted):  # type: ignore[no-untyped-def]
+def commit(c, rows, keys, gens, written, accepted):
     """Make WRITING rows READY, or QUARANTINED where the write failed.
 
     accepted[i], out: whether the block is offered now. Idempotent: each row is judged by its key and generation.

@@ -46,7 +46,7 @@ AHEAD = 16  # rows that are prefetched: about as many cache misses as a core kee
 
 
 @kernel(C, INT, INT)
-def open_rows(c, base, slots):  # type: ignore[no-untyped-def]
+def open_rows(c, base, slots):
     """Free the rows of a new slab, so that slot 0 is taken first."""
     for j in range(slots):
         row = base + slots - 1 - j
@@ -55,7 +55,7 @@ def open_rows(c, base, slots):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT)
-def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
+def close_rows(c, base, slots):
     """Take a slab's rows out of everything, held or not. Their holders find another generation."""
     for row in range(base, base + slots):
         ahead = row + AHEAD
@@ -80,7 +80,7 @@ def close_rows(c, base, slots):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT)
-def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
+def clear_rows(c, base, slots):
     """Forget a slab's blocks; a slot that is held is free only once it is released. Slot 0 is taken first again."""
     for j in range(slots):
         row = base + slots - 1 - j
@@ -97,7 +97,7 @@ def clear_rows(c, base, slots):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _drop_or_free(c, row):  # type: ignore[no-untyped-def]
+def _drop_or_free(c, row):
     """Free a forgotten row, now or when its last hold ends."""
     if c.rows[row].holds == 0:
         free(c, row)
@@ -106,7 +106,7 @@ def _drop_or_free(c, row):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT)
-def retire(c, base, slots):  # type: ignore[no-untyped-def]
+def retire(c, base, slots):
     """Close the rows of a slab that nobody holds. Repeated, it empties a slab of which some row is always held.
 
     Returns how many rows are left.
@@ -127,7 +127,7 @@ def retire(c, base, slots):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT)
-def reopen(c, base, slots):  # type: ignore[no-untyped-def]
+def reopen(c, base, slots):
     """Undo `retire`: free the closed rows."""
     for row in range(base, base + slots):
         if c.rows[row].state == CLOSED:
@@ -135,7 +135,7 @@ def reopen(c, base, slots):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT, ROWS)
-def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
+def census(c, base, slots, counts):
     """Add a slab's rows to counts[state]. Returns (tick of its newest block or -1, whether any row is held)."""
     newest, held = np.int64(-1), False
     for row in range(base, base + slots):
@@ -149,7 +149,7 @@ def census(c, base, slots, counts):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, KEYS, ROWS)
-def adopt(c, rows, keys, gens):  # type: ignore[no-untyped-def]
+def adopt(c, rows, keys, gens):
     """Take up blocks found in free slots of a node that joined, oldest first. The first copy of a key is primary."""
     c.state[CLOCK] = max(c.state[CLOCK], len(rows))
     floor = c.state[CLOCK] - len(rows)
@@ -164,7 +164,7 @@ def adopt(c, rows, keys, gens):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
+def _enter(c, row, k0, k1, gen):
     """Make a row that is in no list the newest copy of a key."""
     c.rows[row].k0 = k0
     c.rows[row].k1 = k1
@@ -177,7 +177,7 @@ def _enter(c, row, k0, k1, gen):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, ROWS)
-def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
+def set_aside(c, rows, gens):
     """Quarantine free slots in which somebody was found writing."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -188,7 +188,7 @@ def set_aside(c, rows, gens):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, ROWS, FLAGS, KEYS, ROWS, INT)
-def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ignore[no-untyped-def]
+def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):
     """Free QUARANTINED rows that were FREED; take up those that were FINISHED, with keys[i] and found_gens[i].
 
     floor: generation up to which all blocks were cleared.
@@ -207,7 +207,7 @@ def sweep_result(c, rows, gens, verdicts, keys, found_gens, floor):  # type: ign
 
 
 @kernel(C, ROWS, ROWS)
-def drop(c, rows, gens):  # type: ignore[no-untyped-def]
+def drop(c, rows, gens):
     """Forget blocks that were found corrupt. Returns how many were still stored."""
     dropped = 0
     for i in range(len(rows)):
@@ -220,7 +220,7 @@ def drop(c, rows, gens):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS)
-def forget_rows(c, rows):  # type: ignore[no-untyped-def]
+def forget_rows(c, rows):
     """Forget blocks that are stored or being demoted; a slot that is held is free only once it is released.
 
     Returns how many of the rows were forgotten.
@@ -239,7 +239,7 @@ def forget_rows(c, rows):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT, INT, INT, ROWS, INT)
-def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
+def in_state(c, base, slots, state, out, count):
     """Append the slab's rows that are in `state` to out[count:]. Returns the new count."""
     for row in range(base, base + slots):
         if c.rows[row].state == state and count < len(out):
@@ -249,7 +249,7 @@ def in_state(c, base, slots, state, out, count):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, ROWS, INT, ROWS, LOCATIONS_OUT)
-def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
+def describe(c, rows, block_bytes, gens, out):
     """gens[i], out[i] = generation and LOCATION of rows[i]; both 0 where rows[i] is negative."""
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -268,7 +268,7 @@ def describe(c, rows, block_bytes, gens, out):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, LOCATIONS, ROWS)
-def rows_of(c, locations, rows):  # type: ignore[no-untyped-def]
+def rows_of(c, locations, rows):
     """rows[i] = the row of locations[i], or -1 where the slab is gone or was formatted anew."""
     for i in range(len(locations)):
         rows[i] = -1

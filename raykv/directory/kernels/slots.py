@@ -7,7 +7,7 @@ from raykv.system.jit import kernel
 
 
 @kernel
-def take(c, size_class):  # type: ignore[no-untyped-def]
+def take(c, size_class):
     """Take a row that costs no primary: a free one, else the oldest replica's. -1 if there is none."""
     free_list = size_class * LISTS_PER_CLASS
     row = np.int64(c.lists[free_list].head)
@@ -21,25 +21,25 @@ def take(c, size_class):  # type: ignore[no-untyped-def]
 
 
 @kernel(C, INT)
-def takeable(c, size_class):  # type: ignore[no-untyped-def]
+def takeable(c, size_class):
     """Slots that cost no primary: free ones, and those of replicas that nobody holds."""
     return c.lists[size_class * LISTS_PER_CLASS].count + c.lists[size_class * LISTS_PER_CLASS + 2].count
 
 
 @kernel(C, INT)
-def room(c, size_class):  # type: ignore[no-untyped-def]
+def room(c, size_class):
     """Slots that writers may take without evicting: the rest of the staging window stays free. May be negative."""
     return takeable(c, size_class) - max(0, c.size_classes[size_class].window - c.size_classes[size_class].staging)
 
 
 @kernel
-def can_stage(c, size_class):  # type: ignore[no-untyped-def]
+def can_stage(c, size_class):
     """Whether the staging window has a slot left."""
     return c.size_classes[size_class].staging < c.size_classes[size_class].window and takeable(c, size_class) > 0
 
 
 @kernel
-def stage(c, size_class, k0, k1):  # type: ignore[no-untyped-def]
+def stage(c, size_class, k0, k1):
     """Grant a staging slot for a key on the reader's (or remote writer's) own node. -1 if the window is used up."""
     if size_class < 0 or not can_stage(c, size_class):
         return np.int64(-1)
