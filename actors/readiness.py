@@ -19,8 +19,6 @@ from raykv.system import free_memory, jit
 from raykv.tiers import parse
 from raykv.transports import nixl
 
-IMPORT_DEADLINE_S = 60.0
-
 
 class Question(NamedTuple):
     """What every node is asked before a pool starts. maker: see `open_external`."""
@@ -34,12 +32,15 @@ class Question(NamedTuple):
     maker: bytes | None
 
 
-def why_not_usable(node_id: str) -> str:
-    """Why Ray's workers on a node can't use raykv; empty if they can, or don't say."""
+def why_not_usable(node_id: str, seconds: float) -> str:
+    """Why Ray's workers on a node can't use raykv; empty if they can, or don't say in so many seconds.
+
+    Ray does not say it of an actor: it restarts one that can't be imported for ever, and calls to it wait.
+    """
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     try:
-        ray.get(_import.options(scheduling_strategy=pinned).remote(), timeout=IMPORT_DEADLINE_S)
-    except RayTaskError as error:  # it can't even be unpickled there; an actor would be restarted for ever
+        ray.get(_import.options(scheduling_strategy=pinned).remote(), timeout=seconds)
+    except RayTaskError as error:  # it can't even be unpickled there
         missing = re.search(r"No module named '[^']+'", str(error))
         return (
             f"Ray's workers on node {node_id[:16]} can't use raykv ({missing[0] if missing else reason_of(error)}): "

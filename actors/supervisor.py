@@ -28,6 +28,7 @@ from raykv.system.periodic import Periodic
 
 log = logging.getLogger("raykv")
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
+SILENT_S = 10.0  # a new store that says nothing for so long may be one that can't be imported
 RETRY_S = 30.0  # a store that could not start is started again
 START_DEADLINE_S = 120.0
 DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
@@ -42,6 +43,7 @@ class Supervisor:
         self._pool = pool
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # of every store, the answer that is due
+        self._silent: dict[str, float] = {}  # of stores that have not answered, since when, or when that was looked at
         self._served: set[str] = set()  # nodes whose store has answered
         self._draining: set[str] = set()  # nodes that are being emptied, or were
         self._failed: dict[str, tuple[float, str]] = {}  # when and why a node has no store
@@ -143,10 +145,19 @@ class Supervisor:
                 self._served.discard(node_id)
             except RayError as error:
                 log.debug("%r: store of node %s: %r", self, node_id[:8], error)
-                if node_id not in self._served and (why := why_not_usable(node_id)):
-                    ray.kill(self._stores.pop(node_id))  # Ray would restart it for ever
-                    del self._pings[node_id]
-                    self._has_failed(node_id, why)
+            if node_id in self._stores and node_id not in self._served and ping not in done:
+                self._look_at_silent(node_id)
+
+    def _look_at_silent(self, node_id: str) -> None:
+        """Give up a store that can't be imported, which Ray would restart for ever."""
+        since = self._silent.setdefault(node_id, time.monotonic())
+        if time.monotonic() < since + SILENT_S:
+            return
+        self._silent[node_id] = time.monotonic()
+        if why := why_not_usable(node_id, HEARTBEAT_S):
+            ray.kill(self._stores.pop(node_id))
+            self._pings.pop(node_id, None)
+            self._has_failed(node_id, why)
 
     def _has_failed(self, node_id: str, why: str) -> None:
         """A node's store could not start: whoever asks for the pool's state, or attaches there, is told why."""

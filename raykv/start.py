@@ -34,6 +34,7 @@ ASK_DEADLINE_S = 60.0
 START_DEADLINE_S = 300.0  # the first start on a machine compiles the kernels
 PROGRESS_S = 0.2
 ANSWER_LOOK_S = 0.02
+SILENT_S = 3.0  # a node that has not answered by then is asked whether it has raykv
 Progress = Callable[[int, int], None]
 
 
@@ -188,23 +189,19 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
     ValueError where raykv can't be imported.
     """
     answers: dict[str, dict[str, Any]] = {}
-    pings = {node_id: store.ping.remote() for node_id, store in stores.items()}  # they end before the answer on errors
-    end = time.monotonic() + ASK_DEADLINE_S
-    while len(answers) < len(stores) and time.monotonic() < end:
+    begin, usable = time.monotonic(), set[str]()  # usable: those of the silent that can import raykv
+    while len(answers) < len(stores) and time.monotonic() < begin + ASK_DEADLINE_S:
         for node_id in registry.names(pool, "answer"):
             answers[node_id] = pickle.loads(registry.get(pool, f"answer/{node_id}") or b"")
             registry.drop(pool, f"answer/{node_id}")
-        silent = {pings[node_id]: node_id for node_id in pings.keys() - answers.keys()}
-        if not silent:
-            time.sleep(ANSWER_LOOK_S)
-            continue
-        failed = ray.wait(list(silent), num_returns=len(silent), timeout=ANSWER_LOOK_S)[0]
-        for node_id in [silent[ping] for ping in failed]:
-            del pings[node_id]
-            if registry.settings(pool) is not None:  # somebody else's start was faster
-                return answers
-            if why := why_not_usable(node_id):
+        if registry.settings(pool) is not None:  # somebody else's start was faster
+            break
+        silent = stores.keys() - answers.keys() - usable
+        if silent and time.monotonic() > begin + SILENT_S:
+            usable.add(node_id := min(silent))
+            if why := why_not_usable(node_id, ASK_DEADLINE_S):
                 raise ValueError(why)
+        time.sleep(ANSWER_LOOK_S)
     return answers
 
 
