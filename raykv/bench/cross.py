@@ -20,7 +20,7 @@ WARM, PAIRS = 4, 12
 
 
 class Writer:
-    """Has the blocks, and serves the floors."""
+    """The other node's process: it stores the blocks, and serves what they are compared with."""
 
     def __init__(self) -> None:
         import raykv
@@ -35,7 +35,7 @@ class Writer:
         return self.blocks
 
     def listen(self) -> int:
-        """Serve the blocks once a byte asks for them, over TCP. Returns the port."""
+        """Serve the blocks over TCP, to whoever sends a byte. Returns the port."""
         server = socket.create_server(("127.0.0.1", 0))
 
         def serve() -> None:

@@ -1,4 +1,4 @@
-"""`raykv bench demotion`: what memory does while blocks go down to a disk, beside the same while none does.
+"""`raykv bench demotion`: reads, stores and matches while blocks are demoted to a disk, beside the same while none are.
 
 Only blocks that were asked for go down here: those of a backlog. What is stored while the clock runs never is.
 """
@@ -47,19 +47,19 @@ class Engine(local.Worker):
         self.prompt = self.small.keys(np.arange(MATCH_KEYS * 16))
 
     def settle(self) -> None:
-        """Store what is read and matched in every window."""
+        """Store the blocks that every window reads and matches."""
         stored = 0
         while stored < MATCH_KEYS:  # the first store of this size takes slabs from the other one
             stored += self.small.store(self.prompt, np.zeros((MATCH_KEYS, 4096), np.uint8))
         self.read_batches = [_patiently(self._store)[0] for _ in range(READ)]
 
     def fill(self) -> None:
-        """A backlog."""
+        """Store blocks that are to be demoted."""
         for batch in [_patiently(self._store)[0] for _ in range(BACKLOG)]:
             _patiently(lambda batch=batch: self._ask_for(batch))  # type: ignore[misc]
 
     def window(self) -> Window:
-        """The three of them, mixed."""
+        """Stores, reads and matches, mixed."""
         seconds = Window([], [], [])
         for i in range(MATCHES):
             if i % (MATCHES // STORES) == 0:
@@ -70,7 +70,7 @@ class Engine(local.Worker):
         return seconds
 
     def _store(self) -> tuple[int, float]:
-        """A batch that was never stored, and the seconds of its copies."""
+        """Store a batch that was never stored. Returns its number and the seconds of its copies."""
         self.fresh += 1
         return self.fresh, self.store(self.fresh)[0]
 
@@ -95,7 +95,7 @@ class Bench:
         self.pool, self.engine = pool, engine
 
     def demoted(self) -> int:
-        """Blocks that have gone down."""
+        """How many blocks were demoted."""
         (tier,) = self.pool.stats()["tiers"].values()
         return int(tier["demoted"])
 
@@ -103,11 +103,11 @@ class Bench:
         end = time.monotonic() + PATIENCE_S
         while self.demoted() < blocks:
             if time.monotonic() > end:
-                raise ValueError(f"{self.demoted()} of {blocks} blocks went down in {PATIENCE_S:.0f} s")
+                raise ValueError(f"{self.demoted()} of {blocks} blocks were demoted in {PATIENCE_S:.0f} s")
             time.sleep(0.05)
 
     def pair(self) -> tuple[list[Window], list[Window], float]:
-        """Windows while blocks go down, as many while none does, and the GB/s that went down meanwhile."""
+        """Windows while blocks are demoted, as many while none are, and the GB/s of the demotion."""
         import ray
 
         before = self.demoted()
@@ -122,7 +122,7 @@ class Bench:
             busy.append(window)
             down = (now - first) * BLOCK_BYTES / seconds / 1e9
         if not busy:
-            raise ValueError("the backlog went down before anything was measured")
+            raise ValueError("the backlog was demoted before anything was measured")
         self.until_demoted(before + BACKLOG * BATCH)
         return busy, ray.get([self.engine.window.remote() for _ in busy]), down
 
@@ -152,7 +152,7 @@ def run(directory: str) -> dict[str, float]:
 
 
 def _patiently(call: Callable[[], T]) -> T:
-    """A directory that has not heard of a busy node for seconds offers nothing there."""
+    """Call until it succeeds: the directory offers no node that it has not heard of for seconds, as of a busy one."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -78,7 +78,7 @@ def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
 
 
 def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, float]:
-    """In another process, as an engine is."""
+    """Run in another process, as an engine does."""
     arena = GpuArena.map(path, nonce, gpu, handle)
     try:
         return _store_and_load("ipc_", gpu, arena, _engine(), _Turns(1 << 20))
@@ -106,7 +106,7 @@ def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
 
 
 def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
-    """Two processes on one GPU, which NCCL takes for two hosts: over its sockets, so right is what this can be."""
+    """Two processes on one GPU, which NCCL takes for two hosts and joins by sockets: whether it works, not how fast."""
     os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -158,7 +158,7 @@ def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turn
 
 
 class _Turns:
-    """Places in the same scattered slots, of a newer generation each time."""
+    """Locations of the same scattered slots, of a newer generation each time."""
 
     def __init__(self, first: int = 0) -> None:
         self._gen = FIRST + first

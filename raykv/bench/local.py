@@ -24,7 +24,7 @@ Times = tuple[float, float, float]  # of a batch: its copies, all of the call, t
 
 
 class Worker:
-    """One process with buffers that are not in its caches when their turn comes round again."""
+    """One process, with so many buffers that a buffer has left the CPU caches when it is used again."""
 
     def __init__(self, pool: str = POOL) -> None:
         import raykv
@@ -49,13 +49,13 @@ class Worker:
         return time.perf_counter() - begin
 
     def slots(self, batch: int) -> list[NDArray[np.uint8]]:
-        """Where the blocks of a batch lie."""
+        """Addresses of a batch's blocks in the arena."""
         with self.cache.match(self.keys(batch)) as match:
             runs = [run for lease in match._leases for run in self.arena.views(lease.source)]
         return [block for run in runs for block in run.reshape(-1, BLOCK_BYTES)]
 
     def store(self, batch: int) -> tuple[float, float]:
-        """Seconds of storing a batch: of its copies alone, and in all."""
+        """Store a batch. Returns seconds of its copies alone, and of the whole call."""
         copying = _timed(self.arena, "write")
         begin = time.perf_counter()
         stored = self.cache.store(self.keys(batch), self.buffers[batch % 8])

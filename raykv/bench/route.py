@@ -28,7 +28,7 @@ WARM, ROUNDS = 50, 400
 
 @serve.deployment(num_replicas=2, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0})
 class Replica:
-    """Answers at once. Its node holds the prompt, or offered to."""
+    """Answers at once. It stores the prompt on its node, unless another replica has."""
 
     def __init__(self) -> None:
         cache = raykv.attach(POOL).cache(model=MODEL, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES)
@@ -40,14 +40,14 @@ class Replica:
 
 
 class Echo:
-    """Answers as the directory does to a router, and does nothing for it."""
+    """Answers what the directory answers to a router, without looking anything up."""
 
     def call(self, keys: bytes) -> dict[str, int]:
         return {"0" * 56: len(keys)}
 
 
 class Loop:
-    """An event loop in a thread, where routers live."""
+    """An event loop in a thread, as routers run in."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

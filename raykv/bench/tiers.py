@@ -34,15 +34,15 @@ Keys = NDArray[np.uint8]
 
 
 class Floor(Protocol):
-    """The same bytes, moved by nothing but what the tier stands on."""
+    """The same bytes, moved by the library beneath the tier alone."""
 
     def store(self, blocks: list[memoryview]) -> None: ...
 
     def load(self) -> None:
-        """What was stored last."""
+        """Load what was stored last."""
 
     def delete(self) -> None:
-        """What was stored last, as far as that makes the next store as new as the tier's."""
+        """Delete what was stored last, where the tier's next store too would be of new blocks."""
 
     def close(self) -> None: ...
 
@@ -69,7 +69,7 @@ class Node(TierCopier):
         self._arena.close(unlink=True)
 
     def fill(self, turn: int) -> tuple[Keys, list[memoryview]]:
-        """Keys that no turn had before, and their blocks where they lie in the arena."""
+        """New keys for every turn, and their blocks in the arena."""
         keys = np.random.default_rng(turn).integers(0, 255, (BLOCKS, KEY_BYTES), np.uint8)
         assert self._arena.write(_locations(0, turn), keys, self._blocks).all()
         return keys, [self._arena.views(location)[0].data for location in np.split(_locations(0, turn), BLOCKS)]
@@ -109,7 +109,7 @@ class DirectIo:
         assert done == BLOCKS * BLOCK_BYTES
 
     def delete(self) -> None:
-        """The tier, too, writes over what was deleted."""
+        """Nothing to do: the tier too overwrites what was deleted."""
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -215,7 +215,7 @@ def _folder(directory: str) -> Iterator[str]:
 
 
 def _missing() -> str | None:
-    """What it takes to measure redis and isn't here."""
+    """What is missing here to measure redis."""
     try:
         import redis  # noqa: F401
     except ModuleNotFoundError:

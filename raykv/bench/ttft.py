@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 
 class Answer(NamedTuple):
-    """ms: until the first token. calls_ms: of all that the answer took, in the connector's methods.
+    """ms: until the first token. calls_ms: of the whole answer's time, what was spent in the connector's methods.
 
     cached: tokens of the prompt that were not computed. said: the tokens, and the logprob of each.
     """
@@ -97,7 +97,7 @@ class Engine:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End the engine's processes in order: else files of theirs stay in /dev/shm."""
+        """End the engine's processes in order; else their files stay in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()
         # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ class Engine:
 
 
 class Bytes:
-    """As many bytes as the KV of a prompt, on one node; and how long Ray takes to bring them to another."""
+    """As many bytes as a prompt's KV, on one node: how long does Ray take to bring them to another?"""
 
     def __init__(self) -> None:
         self.bytes = np.random.default_rng(0).integers(0, 255, BYTES, np.uint8)
@@ -126,7 +126,7 @@ class Bytes:
 
 
 def run() -> dict[str, Any]:
-    """Milliseconds, medians. What is remote was computed by an engine on the other node and never seen on this one."""
+    """Milliseconds, medians. An engine on the other node computed the remote prompts, which this one never read."""
     import ray
 
     if importlib.util.find_spec("vllm") is None:
@@ -183,7 +183,7 @@ def _round(turn: int, pool: Any, writer: Any, reader: Any, plain: Any, far: Any,
 
 
 def _push_out(turn: int, pool: Any) -> None:
-    """Store so much else that only the tier has the prompt; no faster than that can go down."""
+    """Store so much else that only the tier has the prompt, no faster than the tier takes blocks."""
     cache = pool.cache(model="other", block_tokens=1, block_bytes=BLOCK_BYTES)
     blocks = np.zeros((32, BLOCK_BYTES), np.uint8)
     for step in range(2 * 2 * ARENA_BYTES // blocks.nbytes):
@@ -218,7 +218,7 @@ def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def _interval(ordered: list[float]) -> tuple[float, float]:
-    """Between which of these values their median lies, with 95% confidence; of few values, all of them."""
+    """The two values between which the median lies with 95% confidence; of few values the least and the greatest."""
     n, outside, cut = len(ordered), 0.0, -1
     while cut + 1 < n / 2 and outside + 2 * math.comb(n, cut + 1) / 2**n <= 0.05:
         outside += 2 * math.comb(n, cut + 1) / 2**n

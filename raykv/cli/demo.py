@@ -36,7 +36,7 @@ CLASSES = ("cold", "pool-local", "pool-remote")
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine says of one request. Times are to the first token, in milliseconds."""
+    """An engine's figures of one request. Times are to the first token, in milliseconds."""
 
     tokens: list[int]
     tokens_without_pool: list[int]
@@ -90,7 +90,7 @@ class Engine:
         self.cache = model_cache(raykv.attach(POOL), self.model, name=f"demo-llama-{seed}")
 
     def warm_up(self) -> None:
-        """What a first call pays once (kernels, threads, mappings) is not what is measured."""
+        """Pay once for what only first calls cost (kernels, threads, mappings): it is not to be measured."""
         for _ in range(2):
             self.answer([BOS, *b"warm " * 100])
 
@@ -111,7 +111,7 @@ class Engine:
         return Answer(tokens, plain, start.pool_tokens, start.nodes, ttft * 1e3, plain_ttft * 1e3)
 
     def _go_on(self, token: int, past: Any) -> list[int]:
-        """Greedy, ANSWER_TOKENS in all, from the first of them."""
+        """ANSWER_TOKENS greedy tokens, of which `token` is the first."""
         tokens = [token]
         while len(tokens) < ANSWER_TOKENS:
             logits, past = self._step(tokens[-1:], past)
@@ -183,7 +183,7 @@ def _ask(engines: list[Any], index: dict[str, int], number: int, name: str, prom
 
 
 def _prompts(requests: int, nodes: int, seed: int) -> Iterator[tuple[str, list[int]]]:
-    """Document and tokens, request by request. Every node meets a document once, and the first of them once again."""
+    """Document and tokens of each request. Every node meets a document once, and the first node once again."""
     order = random.Random(seed)
     files = sorted(path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size > DOCUMENT_TOKENS)
     order.shuffle(files)

@@ -47,7 +47,7 @@ class RemoteMethod(Protocol[P, Answer]):
 
 
 class DirectoryActor(Protocol):
-    """What a client asks of the directory (`raykv.actors.directory.Directory`).
+    """What clients and routers ask of the directory (`raykv.actors.directory.Directory`).
 
     Each request and answer is sent as a plain tuple of the named fields; see `plain`.
     """
@@ -63,6 +63,7 @@ class DirectoryActor(Protocol):
     client_heartbeat: RemoteMethod[[Call], Counted]
     disconnect: RemoteMethod[[int], None]  # the client's id
     nodes: RemoteMethod[[], dict[int, str]]  # names of nodes by the index that locations carry
+    locate_prefix: RemoteMethod[[bytes], dict[str, int]]  # keys; by node id, blocks of their longest ready prefix
 
 
 def plain(message: M) -> M:
@@ -93,7 +94,7 @@ class DirectoryClient:
         self._corrupt: list[Locations] = []
         self._to_forget: list[bytes] = []
         self._lock = threading.Lock()  # guards _seq, _held, _pulled, _corrupt, and that calls are sent in their order
-        self._up = self.actor is not None
+        self._up = self.actor is not None  # it answered the last call in time
         self._logged: dict[str, float] = {}
         self._last_call = time.monotonic()
         self._wake = threading.Event()

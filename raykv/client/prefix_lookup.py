@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv import registry
+from raykv.client.directory_client import DirectoryActor
 from raykv.config import HEARTBEAT_S
 
 log = logging.getLogger("raykv")
@@ -28,7 +29,7 @@ class PrefixLookup:
         """model: as it was announced."""
         self.announced: dict[str, Any] | None = None  # how prompts become keys; None while that is unknown
         self._pool, self._model = pool, model
-        self._directory: Any = None
+        self._directory: DirectoryActor | None = None
         self._search: asyncio.Task[None] | None = None
 
     def look(self) -> None:
@@ -64,7 +65,8 @@ class PrefixLookup:
                 self._directory, self.announced = directory, announced
                 return
 
-    def _find(self) -> tuple[Any, dict[str, Any]]:
+    def _find(self) -> tuple[DirectoryActor, dict[str, Any]]:
+        """The directory, and what was announced. Raises ValueError where either is missing."""
         announced = registry.get(self._pool, f"model/{self._model}")
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")
