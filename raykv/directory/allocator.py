@@ -13,7 +13,7 @@ import numpy as np
 
 from raykv.config import MIB
 from raykv.directory.arrays import LocationArray, RowArray
-from raykv.directory.kernels import eviction, index, leases, slabs
+from raykv.directory.kernels import columns, eviction, leases, slabs
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import LOCATION, host_of, slot_bytes
 
@@ -55,10 +55,10 @@ class Node:
     def offered_to(self) -> int:
         """Who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
         if self.state != "alive":
-            return index.NOT_OFFERED
+            return columns.NOT_OFFERED
         if self.leaving:
-            return index.TO_READERS
-        return index.TO_OWN if self.on_gpu else index.TO_ALL
+            return columns.TO_READERS
+        return columns.TO_OWN if self.on_gpu else columns.TO_ALL
 
 
 def staging_window(capacity: int) -> int:
@@ -75,7 +75,7 @@ class Allocator:
         self._size_classes = size_classes
 
     @property
-    def _c(self) -> index.Columns:
+    def _c(self) -> columns.Columns:
         return self._size_classes.c
 
     def offer(self, node: Node, offered: int) -> None:
@@ -151,7 +151,7 @@ class Allocator:
         """
         if count <= 0:
             return set()
-        kept = set(self._c.pages[pinned >> index.PAGE_BITS].tolist())
+        kept = set(self._c.pages[pinned >> columns.PAGE_BITS].tolist())
         order = []
         for number, record in node.slabs.items():
             if record not in kept:
@@ -176,7 +176,7 @@ class Allocator:
         if need == 0 or self._size_classes.room(size_class) >= need:
             return False
         took = self._provide_slots(writer, size_class, stride, 1)  # without one it can't stage for other nodes either
-        others = [n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == index.TO_ALL]
+        others = [n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == columns.TO_ALL]
         for node in (writer, *sorted(others, key=lambda other: other.name != writer.host)):
             its_class = self.size_class(node, stride)
             need -= max(0, self._open_spare(node, its_class, stride, need)) if its_class >= 0 else 0
@@ -255,7 +255,7 @@ class Allocator:
         for record in node.slabs.values():
             base, slots = self._size_classes.span(record)
             rows = self._c.rows[base : base + slots]
-            wanted = (rows["state"] == index.READY) & (rows["holds"] > 0) & (rows["uses"] >= min_uses)
+            wanted = (rows["state"] == columns.READY) & (rows["holds"] > 0) & (rows["uses"] >= min_uses)
             held.append(base + np.flatnonzero(wanted))
         return np.concatenate(held)
 
@@ -276,18 +276,18 @@ class Allocator:
             rows, n = np.empty(QUARANTINED_PER_HEARTBEAT, np.int64), 0
             for record in node.slabs.values():
                 if self._c.slabs[record]["size_class"] == size_class:
-                    n = slabs.in_state(self._c, *self._size_classes.span(record), index.QUARANTINED, rows, n)
+                    n = slabs.in_state(self._c, *self._size_classes.span(record), columns.QUARANTINED, rows, n)
             locations.append(self._size_classes.describe(rows[:n], stride)[1])
         return np.concatenate(locations)
 
     def stats(self, node: Node, now: float) -> dict[str, Any]:
-        total = np.zeros(len(index.STATES) + 1, np.int64)
+        total = np.zeros(len(columns.STATES) + 1, np.int64)
         used = 0
         for record in node.slabs.values():
             counts = self._size_classes.census(record).counts
             total += counts
             slots = int(counts.sum())
-            used += (slots - int(counts[index.FREE] + counts[index.CLOSED])) * (node.slab_bytes // slots)
+            used += (slots - int(counts[columns.FREE] + counts[columns.CLOSED])) * (node.slab_bytes // slots)
         return {
             "index": node.index,
             "tier": "gpu" if node.on_gpu else "cpu",
@@ -298,6 +298,6 @@ class Allocator:
             "limit": node.limit,
             "slab_bytes": node.slab_bytes,
             "bytes_used": used,
-            "slots": int(total[: index.CLOSED].sum()),
-            **{state: int(total[i]) for i, state in enumerate(index.STATES)},
+            "slots": int(total[: columns.CLOSED].sum()),
+            **{state: int(total[i]) for i, state in enumerate(columns.STATES)},
         }

@@ -13,8 +13,8 @@ from raykv.config import CLIENT_TTL_S
 from raykv.directory.allocator import Node
 from raykv.directory.arrays import LocationArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Client, Hold
-from raykv.directory.kernels import demotion, index, leases, placement, slabs
-from raykv.directory.kernels.index import ENTRIES, NODE_MASK
+from raykv.directory.kernels import columns, demotion, leases, placement, slabs
+from raykv.directory.kernels.columns import ENTRIES, NODE_MASK
 from raykv.directory.membership import Membership
 from raykv.directory.tier_catalog import NOTHING
 from raykv.protocol import (
@@ -165,7 +165,9 @@ class Directory(Membership):
         self.clients.end(client, request.reservation)
         keys, firsts = self._find(request.keys)
         writer, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes)
-        size_class = self._allocator.size_class(writer, stride) if writer and writer.offered_to >= index.TO_OWN else -1
+        size_class = (
+            self._allocator.size_class(writer, stride) if writer and writer.offered_to >= columns.TO_OWN else -1
+        )
         if writer is None or size_class < 0 or not 0 <= start <= len(keys):
             return Reserved(self.epoch, start, b"", b"", b"")
         missing = int(placement.missing(self._c, firsts[start:]))
@@ -328,7 +330,7 @@ class Directory(Membership):
             return NO_GPU_DEMOTIONS
         self.counters["gpu_demoted"] += self._gpu_demotion.demoted(name, locations, stored)
         self.pins.repair()
-        if node.offered_to != index.TO_OWN or host.offered_to != index.TO_ALL:
+        if node.offered_to != columns.TO_OWN or host.offered_to != columns.TO_ALL:
             return NO_GPU_DEMOTIONS
         return self._gpu_demotion.next(node, host)
 

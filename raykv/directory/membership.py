@@ -14,8 +14,8 @@ from raykv.directory.allocator import Allocator, Node, staging_window
 from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Client, Clients
 from raykv.directory.demotion import GpuDemotion
-from raykv.directory.kernels import index, leases, slabs
-from raykv.directory.kernels.index import EPOCH, NODE_BITS
+from raykv.directory.kernels import columns, index, leases, slabs
+from raykv.directory.kernels.columns import EPOCH, NODE_BITS
 from raykv.directory.pins import Pins
 from raykv.directory.size_classes import SizeClasses
 from raykv.directory.tier_catalog import TierCatalog
@@ -57,7 +57,7 @@ class Membership:
         return int(self._c.state[EPOCH])
 
     @property
-    def _c(self) -> index.Columns:
+    def _c(self) -> columns.Columns:
         return self._size_classes.c
 
     # ------------------------------------------------------------------ joining

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.directory.arrays import RowArray, key_array
-from raykv.directory.kernels import index, leases
+from raykv.directory.kernels import columns, index, leases
 from raykv.directory.size_classes import SizeClasses
 
 
@@ -41,7 +41,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         """Pin another copy of each key whose pinned one was dropped, went with its node or is no longer the primary."""
         rows, gens = self.rows(), np.array([gen for _, gen in self.values()], np.int64)
         held = self._size_classes.c.rows[rows]
-        stale = (held["gen"] != gens) | (held["state"] == index.DROPPED) | (held["state"] == index.REPLICA)
+        stale = (held["gen"] != gens) | (held["state"] == columns.DROPPED) | (held["state"] == columns.REPLICA)
         if stale.any():
             keys = list(self)
             self.renew([keys[i] for i in np.flatnonzero(stale)])

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.directory.arrays import LocationArray, RowArray
-from raykv.directory.kernels import eviction, index, slabs
+from raykv.directory.kernels import columns, eviction, index, slabs
 from raykv.directory.kernels import slots as free_slots
-from raykv.directory.kernels.index import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS
+from raykv.directory.kernels.columns import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS
 from raykv.protocol import COUNTER_BITS, LOCATION
 
 
@@ -40,12 +40,12 @@ class SizeClasses:
     """All size classes of a pool, by number."""
 
     def __init__(self, epoch: int) -> None:
-        self.c = index.Columns(
-            rows=np.zeros(64, index.ROW),
+        self.c = columns.Columns(
+            rows=np.zeros(64, columns.ROW),
             table=np.zeros(128, np.int64),
-            lists=np.zeros(0, index.LIST),
-            size_classes=np.zeros(0, index.SIZE_CLASS),
-            slabs=np.zeros(0, index.SLAB),
+            lists=np.zeros(0, columns.LIST),
+            size_classes=np.zeros(0, columns.SIZE_CLASS),
+            slabs=np.zeros(0, columns.SLAB),
             pages=np.zeros(1, np.int32),
             grid=np.full((1, 1), -1, np.int32),
             state=np.zeros(4, np.int64),
@@ -112,7 +112,7 @@ class SizeClasses:
         self._reset_heap(stride)
 
     def _reset_heap(self, stride: int) -> None:
-        heap = np.zeros(len(self.sizes[stride]), index.HEAP)
+        heap = np.zeros(len(self.sizes[stride]), columns.HEAP)
         heap["size_class"] = self.sizes[stride]  # a valid heap: ticks of 0 are a lower bound of all
         self.heaps[stride] = heap
 
@@ -158,7 +158,7 @@ class SizeClasses:
 
     def invalidate(self, rows: RowArray, gens: RowArray) -> None:
         """Set rows of closed slabs, and their generations, to -1 in arrays of what somebody holds."""
-        closed = (rows >= 0) & (self.c.rows["state"][rows] == index.CLOSED)
+        closed = (rows >= 0) & (self.c.rows["state"][rows] == columns.CLOSED)
         rows[closed] = gens[closed] = -1
 
     def span(self, record: int) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class SizeClasses:
         return int(self.c.slabs[record]["base"]), int(self.c.slabs[record]["slots"])
 
     def census(self, record: int) -> Census:
-        counts = np.zeros(len(index.STATES) + 1, np.int64)
+        counts = np.zeros(len(columns.STATES) + 1, np.int64)
         newest, held = slabs.census(self.c, *self.span(record), counts)
         return Census(counts, int(newest), bool(held))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from raykv.config import KEYS_PER_CALL, MIB, slab_bytes
 from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
 from raykv.directory.demotion import Batch, blocks_per_call
-from raykv.directory.kernels import demotion, index, slabs
+from raykv.directory.kernels import columns, demotion, slabs
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import ALIGN, Demotions, TierReply, TierReport, slot_bytes
 
@@ -59,7 +59,7 @@ class TierCatalog:
         self._size_classes = size_classes
 
     @property
-    def _c(self) -> index.Columns:
+    def _c(self) -> columns.Columns:
         return self._size_classes.c
 
     def tier_of(self, node: str) -> ExternalTier | None:
@@ -88,7 +88,7 @@ class TierCatalog:
     def _set_reached(self, tier: ExternalTier, who: str, reached: bool) -> None:
         (tier.unreached.discard if reached else tier.unreached.add)(who)
         for size_class in tier.size_classes.values():
-            self._c.size_classes[size_class]["offered"] = index.NOT_OFFERED if tier.unreached else index.TO_READERS
+            self._c.size_classes[size_class]["offered"] = columns.NOT_OFFERED if tier.unreached else columns.TO_READERS
 
     def leave(self, node: str) -> None:
         """A node is gone, and with it the tier that only it could read."""
@@ -239,7 +239,7 @@ class TierCatalog:
         """Free what is still being demoted by a node's last answer. Returns whether that was anything."""
         rows, gens = tier.demoting.pop(node, (np.zeros(0, np.int64), np.zeros(0, np.int64)))
         c = self._c
-        rows = rows[(c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == index.DEMOTING)]
+        rows = rows[(c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.DEMOTING)]
         keys = split_keys(self._size_classes.keys_of(rows))
         tier.to_delete.update(dict.fromkeys(keys))  # the node may have written them before it died
         demotion.cancel(c, rows)
@@ -248,8 +248,8 @@ class TierCatalog:
     def schedule_delete(self, rows: RowArray, gens: RowArray) -> None:
         """Have the bytes of those rows that are in a tier deleted: they are about to be dropped."""
         c = self._c
-        rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == index.EXTERNAL)]
-        owners = c.size_classes["node"][c.slabs["size_class"][c.pages[rows >> index.PAGE_BITS]]]
+        rows = rows[(rows >= 0) & (c.rows["gen"][rows] == gens) & (c.rows["state"][rows] == columns.EXTERNAL)]
+        owners = c.size_classes["node"][c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]]]
         to_delete = {tier.index: tier.to_delete for tier in self.tiers.values()}
         for owner, key in zip(owners.tolist(), split_keys(self._size_classes.keys_of(rows)), strict=True):
             to_delete[owner][key] = None
@@ -262,9 +262,9 @@ class TierCatalog:
         blocks, used, evicted = 0, 0, 0
         for stride, size_class in tier.size_classes.items():
             records = [r for r in tier.slabs.values() if self._c.slabs[r]["size_class"] == size_class]
-            counts = sum((self._size_classes.census(r).counts for r in records), np.zeros(len(index.STATES) + 1, int))
-            blocks += int(counts[index.EXTERNAL])
-            used += int(counts[index.EXTERNAL] + counts[index.DEMOTING]) * stride
+            counts = sum((self._size_classes.census(r).counts for r in records), np.zeros(len(columns.STATES) + 1, int))
+            blocks += int(counts[columns.EXTERNAL])
+            used += int(counts[columns.EXTERNAL] + counts[columns.DEMOTING]) * stride
             evicted += int(self._c.size_classes[size_class]["evicted"])
         return {
             "index": tier.index,
@@ -295,7 +295,7 @@ class TierCatalog:
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.size_classes:
-            offered = index.NOT_OFFERED if tier.unreached else index.TO_READERS
+            offered = columns.NOT_OFFERED if tier.unreached else columns.TO_READERS
             tier.size_classes[stride] = self._size_classes.add_tier(tier.index, offered)
         return tier.size_classes[stride]
 
@@ -322,6 +322,6 @@ class TierCatalog:
     def _schedule_delete_slab(self, tier: ExternalTier, record: int) -> None:
         base, slots = self._size_classes.span(record)
         rows, n = np.empty(slots, np.int64), 0
-        for state in (index.EXTERNAL, index.DEMOTING):
+        for state in (columns.EXTERNAL, columns.DEMOTING):
             n = slabs.in_state(self._c, base, slots, state, rows, n)
         tier.to_delete.update(dict.fromkeys(split_keys(self._size_classes.keys_of(rows[:n]))))

@@ -15,7 +15,7 @@ from helpers.pools import eventually
 from raykv import registry
 from raykv.actors import drain, supervisor
 from raykv.directory import membership, tier_catalog
-from raykv.directory.kernels import index
+from raykv.directory.kernels import columns
 from raykv.protocol import Inventory
 from raykv.system.periodic import Periodic
 
@@ -527,7 +527,7 @@ def test_a_block_that_is_forgotten_while_it_is_demoted_is_deleted_in_the_tier() 
     pool.store("a", KEYS[:2])
     demoting = pool.demote("a", whole=True)
     forget(pool, KEYS[:1])
-    assert not in_external_tier(pool, KEYS[:1], index.DEMOTING)[0]
+    assert not in_external_tier(pool, KEYS[:1], columns.DEMOTING)[0]
     assert split(pool.demote("a", demoting).to_delete) == KEYS[:1] and in_external_tier(pool, KEYS[:2]) == [False, True]
     check_invariants(pool.directory)
 

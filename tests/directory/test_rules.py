@@ -12,7 +12,7 @@ from helpers.oracle.slots import LOCATION, unpack
 from helpers.world import DOCUMENTS
 
 from raykv.directory.allocator import staging_window
-from raykv.directory.kernels import index
+from raykv.directory.kernels import columns
 from raykv.protocol import Call, CommitRequest, MatchRequest, ReserveRequest, SweepResult
 
 # ---------------------------------------------------------------------- locate_prefix
@@ -381,7 +381,7 @@ def test_a_row_is_held_no_more_often_than_it_can_count() -> None:
     pool = Pool()
     pool.store("a", KEYS[:1])
     lease, got = pool.match("a", KEYS[:1] * 70_000)
-    assert blocks(got) == index.HOLDS_MAX
+    assert blocks(got) == columns.HOLDS_MAX
     pool.release("a", lease)
     assert pool.read("a", KEYS[:1]) == 1
     check_invariants(pool.directory)

@@ -7,7 +7,7 @@ from helpers.directory_pool import KEYS, PAGE, Pool, blocks
 from helpers.oracle.slots import LOCATION, unpack
 
 from raykv.directory.allocator import staging_window
-from raykv.directory.kernels import index
+from raykv.directory.kernels import columns
 from raykv.protocol import FREED, Inventory, SlabReport, SweepResult
 
 SLOTS = 8
@@ -347,6 +347,6 @@ def test_another_size_takes_over_a_slab_that_is_closing() -> None:
     set_slab_target(pool, 2, [])
     set_slab_target(pool, 3, [])
     assert all(
-        (c.rows["state"][slice(first, first + n)] != index.CLOSED).all()
+        (c.rows["state"][slice(first, first + n)] != columns.CLOSED).all()
         for first, n in map(pool.directory._size_classes.span, pool.directory.nodes["a"].slabs.values())
     ), closing

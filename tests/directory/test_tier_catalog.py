@@ -10,7 +10,7 @@ from helpers.oracle.slots import split, unpack
 from helpers.world import DOCUMENTS
 
 from raykv.directory import demotion, kernels, tier_catalog
-from raykv.directory.kernels import index
+from raykv.directory.kernels import columns
 from raykv.protocol import ArenaDescription, Call, DemotionReport, Demotions, ExistingBlocks, TierReport
 
 NOTHING = Demotions(b"", b"", b"", b"", 0)
@@ -598,7 +598,7 @@ def test_the_directory_knows_exactly_what_is_in_a_tier(seed: int) -> None:
             case "wait":
                 pool.tick(4.0)
         known = {key for key in every if in_external_tier(pool, [key])[0]}
-        on_their_way = {key for key in every if in_external_tier(pool, [key], index.DEMOTING)[0]}
+        on_their_way = {key for key in every if in_external_tier(pool, [key], columns.DEMOTING)[0]}
         there = pool.directory._tier_catalog.tiers["a"]
         deleting = {key for _, keys in there.deleting.values() for key in keys}  # once that answer is there
         assert known <= content <= known | on_their_way | there.to_delete.keys() | deleting

@@ -8,7 +8,7 @@ import numpy as np
 from helpers.oracle.oracle import Oracle
 from helpers.oracle.slots import IN_TABLE, STORED
 from raykv.directory.directory import Directory
-from raykv.directory.kernels import index
+from raykv.directory.kernels import columns
 from raykv.protocol import host_of
 
 
@@ -27,7 +27,13 @@ def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[
             for slot, row in enumerate(c.rows[base : base + slots].tolist()):
                 k0, k1, gen, last, _, _, _, holds, state, uses = row
                 out[there.index, number, slot] = _row(
-                    index.STATES[state], struct.pack("<QQ", k0, k1), gen, last, holds, uses, int(c.slabs[record]["gen"])
+                    columns.STATES[state],
+                    struct.pack("<QQ", k0, k1),
+                    gen,
+                    last,
+                    holds,
+                    uses,
+                    int(c.slabs[record]["gen"]),
                 )
     return out
 
@@ -55,7 +61,7 @@ def _row(state: str, key: bytes, gen: int, last: int, holds: int, uses: int, sla
 
 def _where(directory: Directory, row: int) -> tuple[int, int, int]:
     c = directory._size_classes.c
-    slab = c.slabs[c.pages[row >> index.PAGE_BITS]]
+    slab = c.slabs[c.pages[row >> columns.PAGE_BITS]]
     return int(c.size_classes[slab["size_class"]]["node"]), int(slab["number"]), row - int(slab["base"])
 
 
@@ -101,13 +107,13 @@ def check_invariants(directory: Directory) -> None:
     half = np.concatenate(
         [np.arange(first, first + n) for first, n in map(directory._size_classes.span, closing)] or [np.zeros(0, int)]
     )
-    assert (state[np.setdiff1d(live, half)] < index.CLOSED).all()
+    assert (state[np.setdiff1d(live, half)] < columns.CLOSED).all()
     for node in directory.nodes.values():
         mine = [*node.spare, *node.slabs, *node.withdrawn]
         assert len(set(mine)) == len(mine) and set(mine) >= set(range(node.offered)), "a slab lost, or there twice"
     assert not rows["holds"][np.setdiff1d(np.arange(len(rows)), live)].any()
     for node in directory.stats(0.0)["nodes"].values():
-        assert sum(node[name] for name in index.STATES) == node["slots"]
+        assert sum(node[name] for name in columns.STATES) == node["slots"]
     _check_lists(directory, live)
     _check_table(directory, live)
     _check_holds(directory, live)
@@ -119,17 +125,17 @@ def _check_lists(directory: Directory, live: Any) -> None:
     c = directory._size_classes.c
     rows = c.rows.tolist()
     size_classes = {
-        size_class: index.READY for node in directory.nodes.values() for size_class in node.size_classes.values()
+        size_class: columns.READY for node in directory.nodes.values() for size_class in node.size_classes.values()
     }
     size_classes |= {
-        size_class: index.EXTERNAL
+        size_class: columns.EXTERNAL
         for tier in directory._tier_catalog.tiers.values()
         for size_class in tier.size_classes.values()
     }
     seen = set()
     for size_class, kept in size_classes.items():
-        for which, of in enumerate((index.FREE, kept, index.REPLICA)):
-            head, tail, count, clean_tail, clean_count = c.lists[size_class * index.LISTS_PER_CLASS + which].tolist()
+        for which, of in enumerate((columns.FREE, kept, columns.REPLICA)):
+            head, tail, count, clean_tail, clean_count = c.lists[size_class * columns.LISTS_PER_CLASS + which].tolist()
             assert which == 1 or (clean_tail, clean_count) == (-1, 0)
             before, row, length, last, clean = -1, head, 0, 1 << 62, 0
             while row >= 0:
@@ -138,49 +144,49 @@ def _check_lists(directory: Directory, live: Any) -> None:
                 seen.add(row)
                 assert rows[row][4] == before and rows[row][8] == of
                 clean += clean > 0 or row == clean_tail
-                assert int(c.slabs[c.pages[row >> index.PAGE_BITS]]["size_class"]) == size_class
-                if of != index.FREE:
+                assert int(c.slabs[c.pages[row >> columns.PAGE_BITS]]["size_class"]) == size_class
+                if of != columns.FREE:
                     assert rows[row][3] < last, "not in the order of use"
                     last = rows[row][3]
                 before, row = row, rows[row][5]
             assert (length, before) == (count, tail)
             assert clean == clean_count and (clean_count > 0) == (clean_tail >= 0), "not the clean rows"
         staging = [
-            r for r in live.tolist() if rows[r][8] == index.STAGING and _size_class_of(directory, r) == size_class
+            r for r in live.tolist() if rows[r][8] == columns.STAGING and _size_class_of(directory, r) == size_class
         ]
         assert len(staging) == c.size_classes[size_class]["staging"] <= c.size_classes[size_class]["window"]
         quarantined = [
-            r for r in live.tolist() if rows[r][8] == index.QUARANTINED and _size_class_of(directory, r) == size_class
+            r for r in live.tolist() if rows[r][8] == columns.QUARANTINED and _size_class_of(directory, r) == size_class
         ]
         assert len(quarantined) == c.size_classes[size_class]["quarantined"]
     for row in live.tolist():
         _, _, _, _, before, _, _, holds, state, _ = rows[row]
-        listed = before != index.NOWHERE
+        listed = before != columns.NOWHERE
         assert listed == (row in seen)
-        unheld = holds == 0 and state in (index.FREE, index.READY, index.REPLICA, index.EXTERNAL)
+        unheld = holds == 0 and state in (columns.FREE, columns.READY, columns.REPLICA, columns.EXTERNAL)
         assert listed or not unheld, "an unheld slot that nobody can take"
-        assert not listed or unheld or state in (index.READY, index.EXTERNAL)
-        assert holds > 0 or state not in (index.WRITING, index.STAGING, index.DROPPED)
-        assert holds == 0 or state not in (index.FREE, index.QUARANTINED)
+        assert not listed or unheld or state in (columns.READY, columns.EXTERNAL)
+        assert holds > 0 or state not in (columns.WRITING, columns.STAGING, columns.DROPPED)
+        assert holds == 0 or state not in (columns.FREE, columns.QUARANTINED)
 
 
 def _size_class_of(directory: Directory, row: int) -> int:
     c = directory._size_classes.c
-    return int(c.slabs[c.pages[row >> index.PAGE_BITS]]["size_class"])
+    return int(c.slabs[c.pages[row >> columns.PAGE_BITS]]["size_class"])
 
 
 def _check_table(directory: Directory, live: Any) -> None:
     c = directory._size_classes.c
     chains = chains_of(directory)
-    assert len(chains) == c.state[index.ENTRIES]
+    assert len(chains) == c.state[columns.ENTRIES]
     in_table = [(key, row) for key in chains for row in chain_of(directory, key)]
     assert all(struct.pack("<QQ", *c.rows[row].tolist()[:2]) == key for key, row in in_table)
-    wanted = [index.STATES.index(state) for state in IN_TABLE]
+    wanted = [columns.STATES.index(state) for state in IN_TABLE]
     assert sorted(row for _, row in in_table) == sorted(live[np.isin(c.rows["state"][live], wanted)].tolist())
     for key in chains:
         states = [int(c.rows[row]["state"]) for row in chain_of(directory, key)]
-        primaries = states.count(index.READY) + states.count(index.WRITING)
-        assert primaries == 1 or (primaries == 0 and index.REPLICA not in states), "replicas of nothing"
+        primaries = states.count(columns.READY) + states.count(columns.WRITING)
+        assert primaries == 1 or (primaries == 0 and columns.REPLICA not in states), "replicas of nothing"
 
 
 def _check_holds(directory: Directory, live: Any) -> None:
@@ -196,7 +202,7 @@ def _check_holds(directory: Directory, live: Any) -> None:
     for key, (row, gen) in directory.pins.items():
         holds[row] += 1
         assert row in chain_of(directory, key) and rows["gen"][row] == gen, "a pin of what is gone"
-        assert index.STATES[rows["state"][row]] in ("ready", "external"), "a copy that is evicted first is pinned"
+        assert columns.STATES[rows["state"][row]] in ("ready", "external"), "a copy that is evicted first is pinned"
     for target in directory._gpu_demotion._under_way.values():
         np.add.at(holds, target[target >= 0], 1)
     assert (holds == rows["holds"]).all(), "a count that is not that of the holds"
@@ -206,22 +212,22 @@ def _check_tiers(directory: Directory) -> None:
     """A key is in a tier once, and no key that is there is to be deleted."""
     rows = directory._size_classes.c.rows
     for node in directory.nodes.values():
-        assert not (rows["state"][_rows_in(directory, node)] == index.EXTERNAL).any()
+        assert not (rows["state"][_rows_in(directory, node)] == columns.EXTERNAL).any()
     for tier in directory._tier_catalog.tiers.values():
         mine = _rows_in(directory, tier)
-        assert np.isin(rows["state"][mine], (index.FREE, index.DEMOTING, index.EXTERNAL, index.DROPPED)).all()
-        tier_class = mine[np.isin(rows["state"][mine], (index.DEMOTING, index.EXTERNAL))]
+        assert np.isin(rows["state"][mine], (columns.FREE, columns.DEMOTING, columns.EXTERNAL, columns.DROPPED)).all()
+        tier_class = mine[np.isin(rows["state"][mine], (columns.DEMOTING, columns.EXTERNAL))]
         keys = [struct.pack("<QQ", *rows[row].tolist()[:2]) for row in tier_class.tolist()]
         assert len(set(keys)) == len(keys), "a key twice in a tier"
         external = {
-            key for key, row in zip(keys, tier_class.tolist(), strict=True) if rows[row]["state"] == index.EXTERNAL
+            key for key, row in zip(keys, tier_class.tolist(), strict=True) if rows[row]["state"] == columns.EXTERNAL
         }
         assert not external & tier.to_delete.keys(), "a block in the tier is about to be deleted"
         demoting = [
             (r, g) for at, gens in tier.demoting.values() for r, g in zip(at.tolist(), gens.tolist(), strict=True)
         ]
-        under_way = [r for r, g in demoting if rows[r]["gen"] == g and rows[r]["state"] == index.DEMOTING]
-        assert sorted(under_way) == tier_class[rows["state"][tier_class] == index.DEMOTING].tolist()
+        under_way = [r for r, g in demoting if rows[r]["gen"] == g and rows[r]["state"] == columns.DEMOTING]
+        assert sorted(under_way) == tier_class[rows["state"][tier_class] == columns.DEMOTING].tolist()
         stats = directory.stats(0.0)["tiers"][tier.owner or ""]
         assert stats["blocks"] == len(external) and stats["bytes_used"] <= max(stats["capacity"], tier.slab_bytes)
 
@@ -231,13 +237,13 @@ def _check_gpu_demotion(directory: Directory) -> None:
     rows, demoting = directory._size_classes.c.rows, set()
     for name, target in directory._gpu_demotion._under_way.items():
         for row in target[target >= 0].tolist():
-            assert row not in demoting and rows[row]["state"] in (index.DEMOTING, index.DROPPED)
+            assert row not in demoting and rows[row]["state"] in (columns.DEMOTING, columns.DROPPED)
             assert _where(directory, row)[0] == directory.nodes[host_of(name)].index
             demoting.add(row)
     keys = []
     for node in directory.nodes.values():
         mine = _rows_in(directory, node)
-        found = mine[rows["state"][mine] == index.DEMOTING].tolist()
+        found = mine[rows["state"][mine] == columns.DEMOTING].tolist()
         assert not found or not node.on_gpu
         assert demoting >= set(found), "a demotion that is nobody's"
         keys += [struct.pack("<QQ", *rows[row].tolist()[:2]) for row in found]

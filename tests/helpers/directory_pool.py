@@ -9,7 +9,7 @@ import numpy as np
 from helpers.directory_checks import chain_of, check_invariants
 from helpers.oracle.slots import LOCATION, split, unpack
 from raykv.directory.directory import Directory
-from raykv.directory.kernels import index
+from raykv.directory.kernels import columns
 from raykv.protocol import (
     ArenaDescription,
     Call,
@@ -171,13 +171,13 @@ class Pool:
 
     def has(self, keys: list[bytes]) -> list[bool]:
         rows = self.directory._size_classes.c.rows
-        present = (index.READY, index.REPLICA)
+        present = (columns.READY, columns.REPLICA)
         return [any(rows[row]["state"] in present for row in chain_of(self.directory, key)) for key in keys]
 
     def keys(self) -> set[bytes]:
         """All that is stored."""
         rows = self.directory._size_classes.c.rows
-        stored = rows[np.isin(rows["state"], (index.READY, index.REPLICA))]
+        stored = rows[np.isin(rows["state"], (columns.READY, columns.REPLICA))]
         return {struct.pack("<QQ", k0, k1) for k0, k1 in zip(stored["k0"], stored["k1"], strict=True)}
 
     def count(self, state: str, node: str = "a") -> int:
@@ -196,8 +196,8 @@ class Pool:
 def primary(pool: Pool, key: bytes) -> str:
     """The node whose copy is the primary."""
     c = pool.directory._size_classes.c
-    (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == index.READY]
-    return pool.name(int(c.size_classes[c.slabs[c.pages[row >> index.PAGE_BITS]]["size_class"]]["node"]))
+    (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == columns.READY]
+    return pool.name(int(c.size_classes[c.slabs[c.pages[row >> columns.PAGE_BITS]]["size_class"]]["node"]))
 
 
 def blocks(got: Matched) -> int:

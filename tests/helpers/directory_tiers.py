@@ -4,7 +4,7 @@ import struct
 
 from helpers.directory_checks import chain_of
 from helpers.directory_pool import KEYS, PAGE, Pool
-from raykv.directory.kernels import index
+from raykv.directory.kernels import columns
 from raykv.protocol import ExistingBlocks, TierReport, is_tier
 
 SLAB = 8 * PAGE  # of a tier: 4 blocks of a page, which take a page more there
@@ -37,7 +37,7 @@ def tier(pool: Pool, owner: str = "a") -> dict[str, int | str]:
     return dict(pool.directory.stats(pool.now)["tiers"][owner])
 
 
-def in_external_tier(pool: Pool, keys: list[bytes], state: int = index.EXTERNAL) -> list[bool]:
+def in_external_tier(pool: Pool, keys: list[bytes], state: int = columns.EXTERNAL) -> list[bool]:
     rows = pool.directory._size_classes.c.rows
     return [any(rows[row]["state"] == state for row in chain_of(pool.directory, key)) for key in keys]
 

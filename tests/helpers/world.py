@@ -29,7 +29,7 @@ from helpers.oracle.slots import LOCATION, unpack
 from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, TIER_SLAB
 from raykv.directory import demotion, membership, tier_catalog
 from raykv.directory.directory import Directory
-from raykv.directory.kernels import index
+from raykv.directory.kernels import columns
 from raykv.protocol import (
     FREED,
     ArenaDescription,
@@ -360,7 +360,7 @@ class World:
 
     def _present(self, key: bytes) -> bool:
         rows = chain_of(self.real, key)
-        return any(self.real._size_classes.c.rows[row]["state"] in (index.READY, index.REPLICA) for row in rows)
+        return any(self.real._size_classes.c.rows[row]["state"] in (columns.READY, columns.REPLICA) for row in rows)
 
     def commit(self) -> None:
         rng = self.rng
@@ -722,15 +722,15 @@ class World:
         self.check()
         rows = self.real._size_classes.c.rows
         assert not rows["holds"].any()
-        resting = [index.FREE, index.READY, index.REPLICA, index.EXTERNAL, index.CLOSED]
-        resting += [] if self.with_oracle else [index.DEMOTING]  # a node may have changed its tier
+        resting = [columns.FREE, columns.READY, columns.REPLICA, columns.EXTERNAL, columns.CLOSED]
+        resting += [] if self.with_oracle else [columns.DEMOTING]  # a node may have changed its tier
         assert np.isin(rows["state"], resting).all()
         stats = self.do("stats", self.now)
         assert (stats["clients"], stats["leases"], stats["reservations"]) == (0, 0, 0)
         for name in list(self.real.nodes):
             self.do("remove_node", name, self.now)
         self.check()
-        assert np.isin(self.real._size_classes.c.rows["state"], (index.FREE, index.EXTERNAL, index.CLOSED)).all()
+        assert np.isin(self.real._size_classes.c.rows["state"], (columns.FREE, columns.EXTERNAL, columns.CLOSED)).all()
 
 
 _USE = {

@@ -4,7 +4,6 @@ import inspect
 from typing import get_args, get_type_hints
 
 from raykv.actors.directory import Directory
-
 from raykv.client.directory_client import DirectoryActor, plain
 from raykv.protocol import Call, Counted, Matched, MatchRequest, Reserved
 

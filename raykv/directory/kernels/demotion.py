@@ -7,8 +7,7 @@ from GPUs too (gpu_demotion.py).
 
 import numpy as np
 
-from raykv.directory.kernels.eviction import oldest
-from raykv.directory.kernels.index import (
+from raykv.directory.kernels.columns import (
     DEMOTING,
     EXTERNAL,
     FLAGS,
@@ -22,6 +21,9 @@ from raykv.directory.kernels.index import (
     READY,
     ROWS,
     C,
+)
+from raykv.directory.kernels.eviction import oldest
+from raykv.directory.kernels.index import (
     delete,
     first_of,
     forget,

@@ -7,13 +7,8 @@ where blocks have used up a staging window.
 
 import numpy as np
 
+from raykv.directory.kernels.columns import CLOCK, INT, LISTS_PER_CLASS, REPLICA, TO_ALL, C
 from raykv.directory.kernels.index import (
-    CLOCK,
-    INT,
-    LISTS_PER_CLASS,
-    REPLICA,
-    TO_ALL,
-    C,
     alone,
     delete,
     forget,

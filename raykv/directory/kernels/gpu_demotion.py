@@ -6,26 +6,10 @@ nothing. While it is copied, its row in memory is DEMOTING and held, so that nob
 
 import numpy as np
 
+from raykv.directory.kernels.columns import DEMOTING, DROPPED, INT, MASK, READY, REPLICA, ROWS, C
 from raykv.directory.kernels.demotion import start_demotion
 from raykv.directory.kernels.eviction import evict, oldest
-from raykv.directory.kernels.index import (
-    DEMOTING,
-    DROPPED,
-    INT,
-    MASK,
-    READY,
-    REPLICA,
-    ROWS,
-    C,
-    delete,
-    first_of,
-    link_old,
-    list_of,
-    listed,
-    suspend,
-    touch,
-    unlink,
-)
+from raykv.directory.kernels.index import delete, first_of, link_old, list_of, listed, suspend, touch, unlink
 from raykv.directory.kernels.leases import has_primary
 from raykv.directory.kernels.slots import room, take
 from raykv.system.jit import kernel

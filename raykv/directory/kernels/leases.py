@@ -7,8 +7,7 @@ which blocks would be lost with a node, since the answer is about who else has a
 import numpy as np
 
 from raykv.config import USES_MAX
-from raykv.directory.kernels.eviction import oldest
-from raykv.directory.kernels.index import (
+from raykv.directory.kernels.columns import (
     DROPPED,
     EXTERNAL,
     HOLDS_MAX,
@@ -26,6 +25,9 @@ from raykv.directory.kernels.index import (
     TO_READERS,
     WRITING,
     C,
+)
+from raykv.directory.kernels.eviction import oldest
+from raykv.directory.kernels.index import (
     first_of,
     hold,
     is_tier_row,

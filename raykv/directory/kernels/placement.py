@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from raykv.directory.kernels.eviction import evict, next_ahead, oldest, victim, victim_ahead
-from raykv.directory.kernels.index import (
+from raykv.directory.kernels.columns import (
     FLAGS,
     FLAGS_OUT,
     FLOAT,
@@ -16,13 +15,9 @@ from raykv.directory.kernels.index import (
     TO_ALL,
     WRITING,
     C,
-    free,
-    grant,
-    hold,
-    present,
-    quarantine,
-    taken,
 )
+from raykv.directory.kernels.eviction import evict, next_ahead, oldest, victim, victim_ahead
+from raykv.directory.kernels.index import free, grant, hold, present, quarantine, taken
 from raykv.directory.kernels.slots import can_stage, room, stage, take
 from raykv.system.jit import kernel
 

@@ -5,7 +5,7 @@ Also how rows become locations for messages (`describe`) and back (`rows_of`).
 
 import numpy as np
 
-from raykv.directory.kernels.index import (
+from raykv.directory.kernels.columns import (
     CLOCK,
     CLOSED,
     DEMOTING,
@@ -23,6 +23,8 @@ from raykv.directory.kernels.index import (
     REPLICA,
     ROWS,
     C,
+)
+from raykv.directory.kernels.index import (
     delete,
     forget,
     free,

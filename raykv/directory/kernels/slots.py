@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from raykv.directory.kernels.index import INT, LISTS_PER_CLASS, STAGING, C, forget, grant, unlink
+from raykv.directory.kernels.columns import INT, LISTS_PER_CLASS, STAGING, C
+from raykv.directory.kernels.index import forget, grant, unlink
 from raykv.system.jit import kernel
 
 

@@ -1,0 +1,100 @@
+"""The directory's columns: what a row, a list, a size class and a slab are, and the types that kernels take.
+
+A *row* stands for one slot of one node. While the slot holds a block, the row also stands for that copy of the block's
+key. Rows of a slab are consecutive, so a row's location needs no memory.
+"""
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from raykv.protocol import LOCATION
+
+# States of a row: FREE -> WRITING -> READY -> (evicted) WRITING ...; of a replica FREE -> STAGING -> REPLICA -> ...;
+# in an external tier FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...
+FREE, WRITING, READY, REPLICA, STAGING, QUARANTINED, DROPPED, DEMOTING, EXTERNAL, CLOSED = range(10)
+STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
+# QUARANTINED: its holder is gone and may still write; it is free once a node store has seen that the writer's lock is.
+# DROPPED: its block was forgotten, but somebody still holds the slot. CLOSED: it belongs to no slab.
+
+PAGE_BITS = 6  # rows are handed to slabs in pages of 64
+HOLDS_MAX = 65535
+# Who is sent to a size class: nobody; readers (the node leaves); readers, and writers of the same GPU; everybody.
+NOT_OFFERED, TO_READERS, TO_OWN, TO_ALL = range(4)
+NODE_BITS = 20  # of a node's index that number it; above them is the epoch, so that a new directory repeats none
+NODE_MASK = (1 << NODE_BITS) - 1
+NOWHERE = -2  # `prev` of a row that is not in a list
+
+ROW = np.dtype(
+    [
+        ("k0", "<u8"),
+        ("k1", "<u8"),
+        ("gen", "<i8"),
+        ("last", "<i8"),  # tick of the last touch
+        ("prev", "<i4"),  # towards the young end; NOWHERE
+        ("next", "<i4"),  # towards the old end
+        ("same", "<i4"),  # next row of the same key
+        ("holds", "<u2"),  # leases, reservations, pins and demotions that keep it
+        ("state", "u1"),
+        ("uses", "u1"),  # matches since it was stored
+    ]
+)
+# clean_tail: the youngest of the oldest rows that are all clean, -1 if there are none; clean_count: how many these are.
+# An eviction loses nothing of a clean row: its block is in the external tier, being demoted, or not wanted there.
+LIST = np.dtype([("head", "<i4"), ("tail", "<i4"), ("count", "<i8"), ("clean_tail", "<i8"), ("clean_count", "<i8")])
+SIZE_CLASS = np.dtype(  # the slots of one size on one node
+    [
+        ("node", "<i4"),
+        ("offered", "<i4"),
+        ("window", "<i8"),
+        ("staging", "<i8"),
+        ("quarantined", "<i8"),
+        ("evicted", "<i8"),
+    ]
+)
+SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("size_class", "<i4"), ("number", "<i4"), ("gen", "<i8")])
+LISTS_PER_CLASS = 3  # free rows, READY (or EXTERNAL) rows, REPLICA rows
+HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
+
+CLOCK, COUNTER, EPOCH, ENTRIES = range(4)  # of Columns.state
+
+
+class Columns(NamedTuple):
+    """All state that kernels touch."""
+
+    rows: NDArray[np.void]  # ROW
+    table: NDArray[np.int64]  # tag << 32 | row + 1, or 0
+    lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS of each size class
+    size_classes: NDArray[np.void]  # SIZE_CLASS
+    slabs: NDArray[np.void]  # SLAB
+    pages: NDArray[np.int32]  # slab of each page of rows
+    grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1
+    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES
+
+
+# Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array.
+INT, FLOAT = types.int64, types.float64
+ROWS = types.Array(types.int64, 1, "C")  # numbers of rows, generations, counts
+KEYS = types.Array(types.uint64, 2, "C", readonly=True)
+KEYS_OUT = types.Array(types.uint64, 2, "C")
+FLAGS = types.Array(types.uint8, 1, "C", readonly=True)
+FLAGS_OUT = types.Array(types.uint8, 1, "C")
+MASK = types.Array(types.bool_, 1, "C")
+LOCATIONS_OUT = numba.typeof(np.zeros(0, LOCATION))
+LOCATIONS = LOCATIONS_OUT.copy(readonly=True)
+HEAPS = numba.typeof(np.zeros(0, HEAP))
+C = numba.typeof(
+    Columns(
+        rows=np.zeros(0, ROW),
+        table=np.zeros(0, np.int64),
+        lists=np.zeros(0, LIST),
+        size_classes=np.zeros(0, SIZE_CLASS),
+        slabs=np.zeros(0, SLAB),
+        pages=np.zeros(0, np.int32),
+        grid=np.zeros((0, 0), np.int32),
+        state=np.zeros(0, np.int64),
+    )
+)
