@@ -49,7 +49,7 @@ def test_the_sdist_holds_every_file_of(folder: str, sdist: list[str]) -> None:
 
 def test_the_sdist_holds_what_a_checkout_is_worked_with(sdist: list[str]) -> None:
     files = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "cluster.yaml", "mkdocs.yml"}
-    assert files | {"pyproject.toml", "typings/raykv/actors/__init__.py"} <= set(sdist)
+    assert files | {"pyproject.toml", "actors/__init__.py"} <= set(sdist)
     assert not [name for name in sdist if name.endswith(".pyc")]
 
 
