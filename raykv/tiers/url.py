@@ -45,9 +45,12 @@ def _split(url: str) -> SplitResult:
 def _capacity(value: str | None, text: str) -> int:
     if value is None:
         raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
-    capacity = parse_size(f"external={text}: capacity", value)
-    if not isinstance(capacity, int):
-        raise ValueError(f"external={text}: capacity={value!r} is a fraction: write bytes, such as 200GiB")
+    try:
+        capacity = parse_size("capacity", value)
+    except ValueError:
+        capacity = 0.0
+    if not isinstance(capacity, int):  # a fraction means nothing here
+        raise ValueError(f"external={text}: capacity={value!r}: write bytes, such as 200GiB or 500GB")
     return capacity
 
 
