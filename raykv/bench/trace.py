@@ -32,9 +32,7 @@ from raykv.protocol import (
 )
 
 BLOCK_TOKENS = 512  # of the trace format
-BLOCK_BYTES = (
-    4 * MIB - ALIGN
-)  # any, since no bytes move; with a header a power of two, so that tiers have hardly more slots
+BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With a header a power of two, so that tiers have few slots more
 MIN_WINDOW = 64  # blocks of staging a node
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
