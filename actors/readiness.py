@@ -1,5 +1,6 @@
 """What a node says before a pool starts: whether it can take its part."""
 
+import importlib
 import os
 import re
 from importlib.metadata import version
@@ -40,7 +41,7 @@ def why_not_usable(node_id: str, seconds: float) -> str:
     pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
     try:
         ray.get(_import.options(scheduling_strategy=pinned).remote(), timeout=seconds)
-    except RayTaskError as error:  # it can't even be unpickled there
+    except RayTaskError as error:
         missing = re.search(r"No module named '[^']+'", str(error))
         return (
             f"Ray's workers on node {node_id[:16]} can't use raykv ({missing[0] if missing else reason_of(error)}): "
@@ -53,7 +54,8 @@ def why_not_usable(node_id: str, seconds: float) -> str:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _import() -> None:
-    """To run it is to import this module."""
+    """Import what a store needs. Ray sends this function whole, so that it runs even where there is no raykv."""
+    importlib.import_module("raykv.actors.node_store")
 
 
 def answer(question: Question) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What `raykv.start` says and does where a pool can't start, runs already, or was left; and that nothing is left."""
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from helpers.command_line import command
-from helpers.pools import actor_names, eventually, other_node, shm_files, worker
+from helpers.pools import Attached, actor_names, eventually, other_node, shm_files, worker
 
 import raykv
 from raykv import registry
@@ -112,20 +111,6 @@ def test_ctrl_c_stops_what_was_started(name: str, seconds: float) -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     eventually(lambda: nothing_left(name))
-
-
-class Attached:
-    """A client as an actor, and what it was warned of."""
-
-    def __init__(self, pool: str) -> None:
-        self.said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("raykv").addHandler(handler)
-        self.pool = raykv.attach(pool)
-
-    def warnings(self) -> list[str]:
-        return self.said
 
 
 def test_a_node_that_joins_and_cannot_afford_its_store_is_seen(

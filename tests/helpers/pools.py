@@ -1,5 +1,6 @@
 """What the tests of a running pool share, in pytest's process and in Ray's."""
 
+import logging
 import os
 import signal
 import socket
@@ -148,6 +149,20 @@ class Worker:
 
     def faults(self) -> dict[str, int]:
         return dict(self.pool.session.directory.faults)
+
+
+class Attached:
+    """A client as an actor, and what it was warned of."""
+
+    def __init__(self, pool: str) -> None:
+        self.said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("raykv").addHandler(handler)
+        self.pool = raykv.attach(pool)
+
+    def warnings(self) -> list[str]:
+        return self.said
 
 
 def worker(pool: raykv.KVPool, node_id: str, kind: type = Worker, **arguments: Any) -> Any:
