@@ -7,9 +7,9 @@ from typing import Any
 
 import ray
 
-import raykv.directory.directory
 from raykv import registry
 from raykv.config import WRITE_SHARES
+from raykv.directory.directory import Directory
 from raykv.protocol import (
     ArenaDescription,
     Call,
@@ -30,7 +30,7 @@ from raykv.system.jit import compile_all
 Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles that fastest
 
 
-class Directory:
+class DirectoryActor:
     """Where every block of a pool is. One actor, synchronous: calls are answered in the order they came."""
 
     def __init__(self, pool: str) -> None:
@@ -38,7 +38,7 @@ class Directory:
         compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
         settings = registry.await_settings(pool)
         epoch = registry.take_epoch(pool)
-        self._directory = raykv.directory.directory.Directory(
+        self._directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
         for name in registry.names(pool, "leaving"):
@@ -145,4 +145,4 @@ class Directory:
 def start_directory(pool: str, number: int, node_id: str) -> Any:
     """Start a directory near a node, or find it. Returns at once; it answers when its kernels are loaded."""
     options = registry.options(registry.directory_name(pool, number), node_id, pinned=False)
-    return ray.remote(Directory).options(**options).remote(pool)
+    return ray.remote(DirectoryActor).options(**options).remote(pool)

@@ -46,8 +46,8 @@ class RemoteMethod(Protocol[P, Answer]):
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> "ray.ObjectRef[Answer]": ...
 
 
-class DirectoryActor(Protocol):
-    """What clients and routers ask of the directory (`raykv.actors.directory.Directory`).
+class DirectoryStub(Protocol):
+    """What clients and routers ask of the directory (`raykv.actors.directory.DirectoryActor`).
 
     Each request and answer is sent as a plain tuple of the named fields; see `plain`.
     """
@@ -206,7 +206,7 @@ class DirectoryClient:
                     self.actor.disconnect.remote(self._client)
 
     def _ask(
-        self, kind: type[A], send: Callable[[DirectoryActor, Call], "ray.ObjectRef[A]"], hold: int | None = None
+        self, kind: type[A], send: Callable[[DirectoryStub, Call], "ray.ObjectRef[A]"], hold: int | None = None
     ) -> A | None:
         """The answer to a call, or None: a miss. hold: id that is held from now on, unless the answer is None."""
         refuse_forked()
@@ -219,7 +219,7 @@ class DirectoryClient:
         return answer
 
     def _send(
-        self, kind: type[A], send: Callable[[DirectoryActor, Call], Any], deadline: float, hold: int | None = None
+        self, kind: type[A], send: Callable[[DirectoryStub, Call], Any], deadline: float, hold: int | None = None
     ) -> A | None:
         assert self.actor is not None
         try:
@@ -291,9 +291,9 @@ def _heartbeat(reference: "weakref.ref[DirectoryClient]", wake: threading.Event)
         del client
 
 
-def _found(pool: str) -> DirectoryActor | None:
+def _found(pool: str) -> DirectoryStub | None:
     try:
-        return cast(DirectoryActor, find_directory(pool))
+        return cast(DirectoryStub, find_directory(pool))
     except (ValueError, RayError):
         return None
 

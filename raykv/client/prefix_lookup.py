@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv import registry
-from raykv.client.directory_client import DirectoryActor
+from raykv.client.directory_client import DirectoryStub
 from raykv.config import HEARTBEAT_S
 
 log = logging.getLogger("raykv")
@@ -29,7 +29,7 @@ class PrefixLookup:
         """model: as it was announced."""
         self.announced: dict[str, Any] | None = None  # how prompts become keys; None while that is unknown
         self._pool, self._model = pool, model
-        self._directory: DirectoryActor | None = None
+        self._directory: DirectoryStub | None = None
         self._search: asyncio.Task[None] | None = None
 
     def look(self) -> None:
@@ -65,7 +65,7 @@ class PrefixLookup:
                 self._directory, self.announced = directory, announced
                 return
 
-    def _find(self) -> tuple[DirectoryActor, dict[str, Any]]:
+    def _find(self) -> tuple[DirectoryStub, dict[str, Any]]:
         """The directory, and what was announced. Raises ValueError where either is missing."""
         announced = registry.get(self._pool, f"model/{self._model}")
         if announced is None:
