@@ -13,7 +13,10 @@ def test_every_method_of_the_stub_is_the_actors_with_as_many_arguments() -> None
     assert len(stub) >= 12
     for name, method in stub.items():
         asked, _ = get_args(method)
-        parameters = list(inspect.signature(getattr(DirectoryActor, name)).parameters)
+        parameters = [*inspect.signature(getattr(DirectoryActor, name)).parameters]
+        parameters = [
+            parameter for parameter in parameters if parameter != "_ray_trace_ctx"
+        ]  # Ray's, once it has actors
         assert len(parameters) - 1 == len(asked), f"{name}{asked}, but the actor takes {parameters}"
 
 
