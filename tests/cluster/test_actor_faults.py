@@ -102,7 +102,9 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Call
         assert not pool.session.local.arena.write(locations, late, blocks).any()
         directory = pool.session.directory
         eventually(lambda: directory.nodes())  # the new one answers
+        faults = dict(directory.faults)
         assert directory.commit(hold, grant.locations, late.tobytes(), b"\1" * 4) == 0
+        assert directory.faults == faults, "it answered, and took none of them"
         load = [there.churn.remote(10.0, seed=i, prompts=4, blocks=20) for i, there in enumerate(workers)]
         now = pool.stats()["epoch"]
     finally:
