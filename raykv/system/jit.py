@@ -2,10 +2,13 @@
 
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import re
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,8 @@ import numba
 log = logging.getLogger("raykv")
 F = TypeVar("F", bound=Callable[..., Any])
 _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
+Progress = Callable[[int, int], object]
+KERNELS_PER_PROCESS = 4  # at least: a process takes a second to start
 _complete: set[str] = set()  # packages whose kernels this process has
 
 
@@ -138,20 +143,61 @@ def _load(function: Any, types: tuple[Any, ...]) -> bool:
     return found is not None
 
 
-def compile_all(package: str, on_progress: Callable[[int, int], object] = lambda done, kernels: None) -> None:
-    """Load the machine code of every kernel of a package that Python calls, or compile it.
+def compile_all(package: str, on_progress: Progress = lambda done, kernels: None) -> None:
+    """Load the machine code of every kernel of a package that Python calls, or compile it, on all cores.
 
     From then on none is compiled for arguments of other types: those are a TypeError, where the first caller would
-    wait for a compiler. on_progress: called with (kernels done, kernels in all) after each that was compiled.
+    wait for a compiler. on_progress: called with (kernels done, kernels to compile) after each that was compiled.
     """
     if package in _complete:
         return
     kernels = entries(package)
-    for done, (function, types) in enumerate(kernels, 1):
-        if types not in function.overloads and not _load(function, types):
+    missing = [(function, types) for function, types in kernels if not _loaded(function, types)]
+    _compile_in_processes([_name(function) for function, _ in missing], on_progress)
+    for function, types in missing:
+        if not _loaded(function, types):
             function.compile(types)
-            on_progress(done, len(kernels))
     for function, _ in kernels:  # now that none is compiled into another any more
         function.disable_compile()
     Path(_mark(package)).touch()
     _complete.add(package)
+
+
+def _name(function: Any) -> str:
+    return f"{function.py_func.__module__}:{function.py_func.__name__}"
+
+
+def _loaded(function: Any, types: tuple[Any, ...]) -> bool:
+    return types in function.overloads or _load(function, types)
+
+
+def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
+    """Have kernels compiled into numba's cache, a share in each of several processes. One that fails leaves its share.
+
+    names: see `_name`. None are started for a few kernels.
+    """
+    processes = min(os.cpu_count() or 1, len(names) // KERNELS_PER_PROCESS)
+    if processes < 2:
+        return
+    report, said = os.pipe()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "import sys; from raykv.system import jit; jit.compile_some(sys.argv[1:])"]
+    running = [
+        subprocess.Popen([*command, *names[share::processes]], stdout=said, env=environment)
+        for share in range(processes)
+    ]
+    os.close(said)
+    with open(report) as lines:
+        for done, _ in enumerate(lines, 1):
+            on_progress(done, len(names))
+    for process in running:
+        process.wait()
+
+
+def compile_some(names: list[str]) -> None:
+    """In a process of its own: compile these kernels for the next process, and print a line for each."""
+    for name in names:
+        module, _, function = name.partition(":")
+        kernel = getattr(importlib.import_module(module), function)
+        kernel.compile(next(types for entry, types in _entries if entry is kernel))
+        print(name, flush=True)
