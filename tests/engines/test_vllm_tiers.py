@@ -66,6 +66,7 @@ def engines(url: str, model: Path, start_for_module: Callable[..., raykv.KVPool]
         return ray.remote(Engine).options(**options).remote(pool.name, str(model), 64 * MIB, "no fault")
 
     actors = engine(pool.node_id), engine(other_node(pool))
+    ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=300)  # vLLM is imported, and maybe compiled
     yield Engines(pool, *actors)
     for actor in actors:
         ray.get(actor.close.remote(), timeout=60)
