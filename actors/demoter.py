@@ -51,14 +51,14 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
     maker: what `register_tier` got, pickled; None where the pool has no tier of its own.
     Raises ValueError for a URL that names no tier.
     """
-    if maker is not None:  # first: what may stand in the URL depends on it
+    if maker is not None:  # before `parse`: the registered scheme decides which parameters the URL may have
         register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
     parsed = replace(parse(url), pool=pool)
     return GuardedTier(partial(open_tier, parsed), fingerprint), parsed.capacity
 
 
 def content_seed(pool: str) -> bytes:
-    """What all stores of a pool name the content of a tier after where nothing is there yet."""
+    """The seed, equal in all stores of a pool, from which the content of an empty tier gets its name."""
     registry.put(pool, "seed", secrets.token_bytes(CONTENT_BYTES), overwrite=False)
     return registry.get(pool, "seed") or bytes(CONTENT_BYTES)
 
@@ -74,7 +74,7 @@ class Demoter:
         # that is late reads on after it is released: see GuardedTier.storing.
         self.read_guard = threading.Lock()
         self._node_id, self._capacity = node_id, capacity
-        self._report = NOTHING_DONE  # what the directory was not told yet
+        self._report = NOTHING_DONE  # not sent to the directory yet
         self._lost = False  # the content of the tier is gone, and the directory does not know
         self._reported_up, self._reported_at = False, 0.0  # the state of the tier that the directory knows, and when
         self._served = False  # the directory knows the tier, all of it, and every node reaches it
@@ -192,7 +192,7 @@ class Demoter:
         return self.external.delete([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
 
     def _rest(self, give_up: bool) -> None:
-        """A tier that is full of other things is not asked again at once; a flush in vain ends."""
+        """Pause after the tier refused blocks. give_up: nothing was stored, so end a flush."""
         if give_up:
             self._idle.set()
         self._loop.sleep(REFUSED_S)

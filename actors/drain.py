@@ -92,6 +92,6 @@ def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: flo
         while len(part) and time.monotonic() < end:
             with Match(session, Keys(part, cache), tokens_per_s=1.0) as match:
                 pulled += match.fetch(whole=True)
-                part = part[match.num_blocks + 1 :]  # the one that ended the match is gone
+                part = part[match.num_blocks + 1 :]  # skip the block that ended the match: it is gone
     session.directory.heartbeat()  # the directory learns what was pulled before it counts
     return pulled

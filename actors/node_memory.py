@@ -80,7 +80,7 @@ class NodeMemory:
         self.joined.set()
 
     def _sweep(self, directory: Any, locations: NDArray[np.void]) -> None:
-        """Tell the directory which quarantined slots (n LOCATIONs) their writers have let go."""
+        """Tell the directory in which quarantined slots (n LOCATIONs) no write lock is held any more."""
         verdicts = self.arena.sweep(locations)
         keys, generations = self.arena.identify(locations)
         result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())

@@ -46,10 +46,10 @@ from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
-# Threads by concurrency group. A push waits for its peer's pull, and that for our read: each has threads of its own,
+# Threads by concurrency group. A push waits for the peer's pull, which waits for our read: each has threads of its own,
 # else stores that are busy with each other would wait for good. So have pulls from a tier ("promote") and reads of one
-# ("lift"): memory waits for neither.
-GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "lift": 8, "resize": 4}
+# ("tier_read"): memory waits for neither.
+GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "tier_read": 8, "resize": 4}
 
 
 class NodeStore:

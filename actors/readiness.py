@@ -1,5 +1,6 @@
 """What a node says before a pool starts: whether it can take its part."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -82,12 +83,16 @@ def answer(question: Question) -> dict[str, Any]:
 
 def _pools() -> set[str]:
     """Names of pools of which this user has arenas here."""
-    names = (re.fullmatch(rf"raykv-(.+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
+    names = (re.fullmatch(rf"raykv-([A-Za-z0-9_-]+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
     return {found[1] for found in names if found}
 
 
 def _bytes(paths: list[str]) -> int:
-    return sum(os.stat(path).st_blocks * 512 for path in paths)
+    size = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # its pool is being stopped
+            size += os.stat(path).st_blocks * 512
+    return size
 
 
 def _refusal(pool: str, external: str, fingerprint: bytes, maker: bytes | None) -> str:

@@ -33,7 +33,7 @@ class SingleFlight:
             if mine:
                 verdicts[mine] = work(mine)
         finally:
-            self._land(items, mine, verdicts)
+            self._finish(items, mine, verdicts)
         end = time.monotonic() + seconds
         for i in set(range(len(items))) - set(mine):
             try:
@@ -52,7 +52,7 @@ class SingleFlight:
                     mine.append(i)
             return mine, [self._flights[item] for item in items]
 
-    def _land(self, items: Sequence[Hashable], mine: list[int], verdicts: NDArray[np.uint8]) -> None:
+    def _finish(self, items: Sequence[Hashable], mine: list[int], verdicts: NDArray[np.uint8]) -> None:
         with self._lock:
             for i in mine:
                 self._flights.pop(items[i]).set_result(int(verdicts[i]))

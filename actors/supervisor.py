@@ -43,10 +43,11 @@ class Supervisor:
         self._pool = pool
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # of every store, the answer that is due
-        self._silent: dict[str, float] = {}  # of stores that have not answered, since when, or when that was looked at
+        self._silent: dict[str, float] = {}  # since when a store has not answered, or when that was last looked into
         self._served: set[str] = set()  # nodes whose store has answered
         self._draining: set[str] = set()  # nodes that are being emptied, or were
-        self._failed: dict[str, tuple[float, str]] = {}  # when and why a node has no store
+        now, failures = time.monotonic(), registry.failures(pool)  # of a supervisor before this one
+        self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
         self._answered = time.monotonic()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
@@ -86,6 +87,8 @@ class Supervisor:
         return max(0.1, self._loop.rest_of(HEARTBEAT_S))
 
     def _look(self) -> None:
+        if registry.settings(self._pool) is None:  # the pool is being stopped
+            return
         living = _living()
         self._drop_failed()
         for node_id in living - self._stores.keys():
@@ -136,6 +139,7 @@ class Supervisor:
                 if ping in done:
                     ray.get(ping, timeout=HEARTBEAT_S)
                     self._served.add(node_id)
+                    self._silent.pop(node_id, None)
                     if self._failed.pop(node_id, None):
                         registry.drop(self._pool, f"failed/{node_id}")
             except ActorDiedError as error:
@@ -189,7 +193,7 @@ class Supervisor:
         old = registry.get(self._pool, "directory")
         number = int(old.decode().rpartition("-")[2]) + 1 if old else 1
         directory = start_directory(self._pool, number, ray.get_runtime_context().get_node_id())
-        ray.get(directory.ping.remote(), timeout=START_DEADLINE_S)  # compiled, before anybody turns to it
+        ray.get(directory.ping.remote(), timeout=START_DEADLINE_S)  # its kernels are loaded before clients turn to it
         name = registry.directory_name(self._pool, number)
         registry.put(self._pool, "directory", name.encode())
         self._answered = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a user of raykv may catch. A fault of the pool is never one of these: it is a miss."""
+"""Errors that users may catch. A fault of the pool is none of these but a miss; DeviceError stays inside raykv."""
 
 
 class RayKVError(Exception):

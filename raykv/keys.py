@@ -71,7 +71,16 @@ class Keys(NDArray[np.uint8]):
 
     def __getitem__(self, which: Any) -> Any:
         """Rows of it are Keys; anything else has no cache."""
-        return super().__getitem__(which)
+        found = super().__getitem__(which)
+        columns = isinstance(which, tuple) and len(which) > 1
+        return found.view(np.ndarray) if columns and isinstance(found, Keys) else found
+
+    def __setitem__(self, which: Any, rows: Any) -> None:
+        """Raises ValueError for keys of another cache."""
+        other = _cache_of(rows)
+        if other is not None and other != _cache_of(self):
+            raise ValueError(f"keys of the cache {other} can't be put among those of {_cache_of(self)}")
+        super().__setitem__(which, rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         cache = _cache_of(self)

@@ -86,7 +86,7 @@ class Call(NamedTuple):
     seq: int  # rises with every call
     held: bytes = b""  # ids of the leases and reservations it still has; older ones that are not listed are released
     pulled: bytes = b""  # locations of staging slots that hold their block now
-    corrupt: bytes = b""  # locations of blocks whose bytes did not match their checksum
+    corrupt: bytes = b""  # locations where a reader did not find the block, or found other bytes than its checksum says
 
 
 class MatchRequest(NamedTuple):
@@ -202,7 +202,7 @@ class Heartbeat(NamedTuple):
 
     epoch: int
     floor: int  # generation up to which all blocks were cleared
-    sweep: bytes  # locations of quarantined slots: has their writer let go?
+    sweep: bytes  # locations of quarantined slots: is their write lock free?
 
 
 class SweepResult(NamedTuple):

@@ -1,11 +1,15 @@
 """The Ray actors of a pool, and how they are found: detached, named, in the namespace `raykv`."""
 
+import contextlib
 import json
 import os
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray._private.state import jobs
 from ray.experimental.internal_kv import (
     _internal_kv_del,
     _internal_kv_get,
@@ -25,6 +29,7 @@ from raykv.protocol import VERSION
 # become keys, for routers), `<pool>/failed/<node>` (why a node has no store), `<pool>/answer/<node>` (pickled: what a
 # node says before a pool starts), `<pool>/compiled` (kernels that the directory has compiled, and all).
 
+LOCK = "lock"  # held by the Ray job that starts or stops the pool
 AWAIT_S = 120.0
 AWAIT_LOOK_S = 0.02
 
@@ -122,7 +127,8 @@ def drop(pool: str, key: str) -> None:
 def forget(pool: str) -> None:
     """Remove all that is known of a pool."""
     for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
-        _internal_kv_del(key, namespace=NAMESPACE.encode())
+        if key != f"{pool}/{LOCK}".encode():
+            _internal_kv_del(key, namespace=NAMESPACE.encode())
 
 
 def names(pool: str, folder: str) -> list[str]:
@@ -164,6 +170,34 @@ def failures(pool: str) -> dict[str, str]:
     """Why nodes have no store, by Ray node id."""
     found = {node_id: get(pool, f"failed/{node_id}") for node_id in names(pool, "failed")}
     return {node_id: why.decode() for node_id, why in found.items() if why is not None}
+
+
+@contextlib.contextmanager
+def exclusive(pool: str, seconds: float) -> Iterator[None]:
+    """Only one process at a time starts or stops a pool. Waits while another does, and its Ray job lives.
+
+    Raises TimeoutError after so many seconds.
+    """
+    job, end = ray.get_runtime_context().get_job_id(), time.monotonic() + seconds
+    mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()
+    while not put(pool, LOCK, mine, overwrite=False):
+        holder = get(pool, LOCK) or b""
+        if holder and holder.decode().partition("/")[0] not in _living_jobs():
+            drop(pool, LOCK)  # it was killed
+        elif time.monotonic() > end:
+            raise TimeoutError(
+                f"another process has been starting or stopping pool {pool!r} for {seconds:.0f} s: end that process, "
+                f"or try again"
+            )
+        time.sleep(AWAIT_LOOK_S)
+    try:
+        yield
+    finally:
+        drop(pool, LOCK)
+
+
+def _living_jobs() -> set[str]:
+    return {job["JobID"] for job in jobs() if not job["IsDead"]}
 
 
 def take_epoch(pool: str, at_least: int = 1) -> int:

@@ -20,8 +20,9 @@ from raykv.actors.directory import start_directory
 from raykv.actors.node_store import start_store
 from raykv.actors.readiness import Question, why_not_usable
 from raykv.actors.supervisor import start_supervisor
-from raykv.client.pool import KVPool, connect
-from raykv.client.stop import kill_actors, stop_pool
+from raykv.client.pool import KVPool
+from raykv.client.session import connect
+from raykv.client.stop import end_pool
 from raykv.config import PoolConfig, fingerprint
 from raykv.errors import CapacityError, reason_of
 from raykv.protocol import VERSION
@@ -57,21 +58,23 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
         tier_for(parse(config.external))
     connect(config.name)
     secret = config.explicit_secret()
-    running = registry.settings(config.name)
-    if running is not None:
-        _check_same(config, secret, running, exist_ok)
-        start_supervisor(config.name, _head())  # whoever started it may have died before
-        return KVPool(config.name)
-    settings, question = _prepared(config, secret)
-    try:
-        if _started(question, settings, on_progress):
+    with registry.exclusive(config.name, START_DEADLINE_S):
+        running = registry.settings(config.name)
+        if running is not None:
+            _check_same(config, secret, running, exist_ok)
+            start_supervisor(config.name, _head())  # whoever started it may have died before
+            return KVPool(config.name)
+        settings, question = _prepared(config, secret)
+        if registry.actor_names(config.name):  # of a start that was killed
+            end_pool(config.name)
+        try:
+            _start_actors(question, settings, on_progress)
             pool = KVPool(config.name)
             start_supervisor(config.name, _head())
             return pool
-    except BaseException:  # KeyboardInterrupt, too
-        _undo(config.name, settings)
-        raise
-    return start(config, exist_ok=exist_ok)  # somebody else's start was faster
+        except BaseException:  # KeyboardInterrupt, too
+            end_pool(config.name)
+            raise
 
 
 def _prepared(config: PoolConfig, secret: bytes | None) -> tuple[dict[str, Any], Question]:
@@ -122,8 +125,8 @@ def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any
         )
 
 
-def _started(question: Question, settings: dict[str, Any], on_progress: Progress | None) -> bool:
-    """Start directory and stores of a pool that does not run; True once they serve, False where it runs by now."""
+def _start_actors(question: Question, settings: dict[str, Any], on_progress: Progress | None) -> None:
+    """Start directory and stores of a pool that does not run, and wait until they serve."""
     pool, head = question.pool, _head()
     directory = start_directory(pool, 1, head)
     stores = {node_id: start_store(pool, node_id, question) for node_id in _living()}
@@ -134,14 +137,12 @@ def _started(question: Question, settings: dict[str, Any], on_progress: Progress
         log.warning("pool %s: compiling its kernels, which takes a minute or so on a machine's first start", pool)
     if question.maker:
         registry.put(pool, "tier", question.maker)
-    registry.put(pool, "directory", registry.directory_name(pool, 1).encode(), overwrite=False)
-    if not registry.put(pool, "settings", json.dumps(settings).encode(), overwrite=False):
-        return False
+    registry.put(pool, "directory", registry.directory_name(pool, 1).encode())
+    registry.put(pool, "settings", json.dumps(settings).encode())
     _await_directory(pool, directory, on_progress)
     failed = {node_id: why for node_id, store in stores.items() if (why := _why_not_there(node_id, store))}
     if failed:
         raise CapacityError("\n".join(f"node {node_id[:16]}: {why}" for node_id, why in failed.items()))
-    return True
 
 
 def _await_directory(pool: str, directory: Any, on_progress: Progress | None) -> None:
@@ -160,16 +161,6 @@ def _why_not_there(node_id: str, store: Any) -> str:
     except RayError as error:
         return reason_of(error) if node_id in _living() else ""
     return ""
-
-
-def _undo(name: str, settings: dict[str, Any]) -> None:
-    """End what was started here, unless the pool is another's by now."""
-    running = registry.settings(name)
-    if running is None:
-        kill_actors(name)
-        registry.forget(name)
-    elif running["secret"] == settings["secret"]:
-        stop_pool(name)
 
 
 def _head() -> str:
@@ -194,8 +185,6 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
         for node_id in registry.names(pool, "answer"):
             answers[node_id] = pickle.loads(registry.get(pool, f"answer/{node_id}") or b"")
             registry.drop(pool, f"answer/{node_id}")
-        if registry.settings(pool) is not None:  # somebody else's start was faster
-            break
         silent = stores.keys() - answers.keys() - usable
         if silent and time.monotonic() > begin + SILENT_S:
             usable.add(node_id := min(silent))
@@ -238,7 +227,7 @@ def _warn_of_memory(pool: str, answers: dict[str, dict[str, Any]]) -> None:
         for other, size in answer["left"].items():
             left[other] = left.get(other, 0) + size
     for other, size in left.items():
-        if other != pool and registry.settings(other) is None:
+        if other != pool and registry.get(other, "settings") is None:
             log.warning(
                 "pool %s does not run, but %.2f GiB of shared memory are left of it: `raykv stop --name %s` frees them",
                 other,

@@ -1,4 +1,4 @@
-"""Rows of memory that callers hand over for blocks to come from or go to, checked before a byte moves."""
+"""The memory of callers that blocks are copied from or to, as Rows, checked before a byte moves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from raykv.arena import superblock
 from raykv.errors import ArenaMismatch
 from raykv.protocol import ALIGN
-from raykv.system.file_locks import lock
+from raykv.system.file_locks import held_elsewhere, lock
 
 SHM = "/dev/shm"
 
@@ -129,7 +129,7 @@ def _owned(path: str) -> bool:
     except OSError:
         return True
     try:
-        return not lock(fd, 0, ALIGN)
+        return held_elsewhere(fd, 0, ALIGN)  # asked, not taken: its store may be restarting
     finally:
         os.close(fd)
 

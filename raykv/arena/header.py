@@ -41,7 +41,7 @@ KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
 INT, SHAPE = types.int64, types.UniTuple(types.int64, 3)
 WORDS = types.Array(types.int64, 1, "C")
 COLUMN = types.Array(types.int64, 1, "C", readonly=True)
-ROWS = types.Array(types.int64, 2, "C", readonly=True)  # a place, a key or what was found, a row
+ROWS = types.Array(types.int64, 2, "C", readonly=True)  # a row each: a location, a key or what was found
 ROWS_OUT = types.Array(types.int64, 2, "C")
 MASK, FLAGS = types.Array(types.bool_, 1, "C"), types.Array(types.uint8, 1, "C")
 

@@ -109,10 +109,10 @@ def run(transport: str) -> dict[str, Any]:
             if turn >= WARM:
                 for column, value in zip((ours, ray_gets, sockets), seconds, strict=True):
                     column.append(value)
-        (lane,) = (lane for lane in pool.stats()["transports"] if lane["reader"] == here)
+        (route,) = (route for route in pool.stats()["transports"] if route["reader"] == here)
     return {
-        "transport": lane["transport"],
-        "failed": sum(lane["failed"].values()),
+        "transport": route["transport"],
+        "failed": sum(route["failed"].values()),
         "read_gbps": _gbps(ours),
         "ray_get_gbps": _gbps(ray_gets),
         "socket_gbps": _gbps(sockets),

@@ -1,6 +1,6 @@
 """`raykv bench demotion`: reads, stores and matches while blocks are demoted to a disk, beside the same while none are.
 
-Only blocks that were asked for go down here: those of a backlog. What is stored while the clock runs never is.
+Only the blocks of a backlog are demoted, because only they are matched. Blocks stored in a timed window are not.
 """
 
 import statistics
@@ -20,13 +20,13 @@ from raykv.config import MIB
 T = TypeVar("T")
 POOL = "bench-demotion"
 CPU_MEMORY = 4096 * MIB
-CAPACITY = "3GiB"  # full after two backlogs: what goes down takes the place of older blocks there
+CAPACITY = "3GiB"  # full after two backlogs: demoted blocks then evict older ones from the tier
 BACKLOG = 48  # batches of 32 MiB
 READ = 12  # batches that are read in turn
 STORES, READS, MATCHES = 6, 6, 24  # of a window
 WINDOWS = 4  # at most, of a backlog
 WARM, PAIRS = 2, 8
-PATIENCE_S = 60.0
+DEADLINE_S = 60.0
 
 
 class Window(NamedTuple):
@@ -39,34 +39,34 @@ class Window(NamedTuple):
 
 class Engine(local.Worker):
     def __init__(self) -> None:
-        raykv.client.directory_client.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]  # what is late counts, too
+        raykv.client.directory_client.METADATA_DEADLINE_S = DEADLINE_S  # type: ignore[attr-defined]  # what is late counts, too
         super().__init__(POOL)
         self.fresh = self.turn = 0  # the last batch that was stored, and how many were read
         self.read_batches: list[int] = []
         self.small = self.pool.cache(model="bench", block_tokens=16, block_bytes=4096)
         self.prompt = self.small.keys(np.arange(MATCH_KEYS * 16))
 
-    def settle(self) -> None:
+    def prepare(self) -> None:
         """Store the blocks that every window reads and matches."""
         stored = 0
         while stored < MATCH_KEYS:  # the first store of this size takes slabs from the other one
             stored += self.small.store(self.prompt, np.zeros((MATCH_KEYS, 4096), np.uint8))
-        self.read_batches = [_patiently(self._store)[0] for _ in range(READ)]
+        self.read_batches = [_until_done(self._store)[0] for _ in range(READ)]
 
     def fill(self) -> None:
         """Store blocks that are to be demoted."""
-        for batch in [_patiently(self._store)[0] for _ in range(BACKLOG)]:
-            _patiently(lambda batch=batch: self._ask_for(batch))  # type: ignore[misc]
+        for batch in [_until_done(self._store)[0] for _ in range(BACKLOG)]:
+            _until_done(lambda batch=batch: self._ask_for(batch))  # type: ignore[misc]
 
     def window(self) -> Window:
         """Stores, reads and matches, mixed."""
         seconds = Window([], [], [])
         for i in range(MATCHES):
             if i % (MATCHES // STORES) == 0:
-                seconds.stores.append(_patiently(self._store)[1])
+                seconds.stores.append(_until_done(self._store)[1])
             if i % (MATCHES // READS) == 0:
-                seconds.reads.append(_patiently(self._read))
-            seconds.matches.append(_patiently(self._match))
+                seconds.reads.append(_until_done(self._read))
+            seconds.matches.append(_until_done(self._match))
         return seconds
 
     def _store(self) -> tuple[int, float]:
@@ -100,10 +100,10 @@ class Bench:
         return int(tier["demoted"])
 
     def until_demoted(self, blocks: int) -> None:
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + DEADLINE_S
         while self.demoted() < blocks:
             if time.monotonic() > end:
-                raise ValueError(f"{self.demoted()} of {blocks} blocks were demoted in {PATIENCE_S:.0f} s")
+                raise ValueError(f"{self.demoted()} of {blocks} blocks were demoted in {DEADLINE_S:.0f} s")
             time.sleep(0.05)
 
     def pair(self) -> tuple[list[Window], list[Window], float]:
@@ -135,7 +135,7 @@ def run(directory: str) -> dict[str, float]:
         settings = {"external": f"file://{folder}?capacity={CAPACITY}", "write": "through", "min_hits": 1}
         with local_cluster(1) as (node,), local_pool(POOL, CPU_MEMORY, secret=b"bench", **settings) as pool:
             engine = on_node(Engine, node)
-            ray.get(engine.settle.remote())
+            ray.get(engine.prepare.remote())
             bench = Bench(pool, engine)
             pairs = [bench.pair() for _ in range(WARM + PAIRS)][WARM:]
             assert pool.stats()["external_hits"] == 0, "what is read was to stay in memory"
@@ -151,9 +151,9 @@ def run(directory: str) -> dict[str, float]:
     return figures
 
 
-def _patiently(call: Callable[[], T]) -> T:
+def _until_done(call: Callable[[], T]) -> T:
     """Call until it succeeds: the directory offers no node that it has not heard of for seconds, as of a busy one."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + DEADLINE_S
     while True:
         try:
             return call()

@@ -57,12 +57,12 @@ def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Ctrl-C and SIGTERM wait until this is done: nothing is left half started or half stopped."""
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    seen: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for caught in came:
+        for caught in seen:
             signal.raise_signal(caught)

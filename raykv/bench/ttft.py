@@ -134,7 +134,7 @@ def run() -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         local_cluster(2, 512 * MIB) as (here, there),
-        # what is asked for again goes down: the prompt, and not what pushes it out of memory
+        # min_hits=1: the prompt is demoted, the filler that pushes it out of memory is not
         local_pool(
             POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
         ) as pool,

@@ -49,7 +49,7 @@ def main() -> None:
 @click.option("--gpu-memory", metavar="SIZE", default="0", show_default=True, help="The same of every GPU; 0: no tier.")
 @click.option("--locality", type=float, default=1.5, show_default=True, help="1 is exact cluster-wide LRU.")
 @TRANSPORT
-@click.option("--external", help="Tier below memory: file:///mnt/nvme/raykv?capacity=200GiB, redis://..., s3://...")
+@click.option("--external", help="External tier: file:///mnt/nvme/raykv?capacity=200GiB, redis://..., s3://...")
 @click.option(
     "--write", type=click.Choice(list(WRITE_SHARES)), default="back", show_default=True, help="What goes there."
 )
@@ -76,7 +76,7 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
 @NAME
 def stop(name: str) -> None:
     """End a pool, or what is left of one, and give its memory back."""
-    from raykv.client.pool import connect
+    from raykv.client.session import connect
     from raykv.client.stop import stop_pool
 
     connect(name)
@@ -188,7 +188,7 @@ def bench_directory(entries: int, as_json: bool) -> None:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @click.option("--nodes", default=8, show_default=True)
 @click.option("--capacity", default="5000,10000,30000", show_default=True, help="Blocks of all nodes together.")
-@click.option("--external", default=0, help="Blocks of external tiers below them.")
+@click.option("--external", default=0, help="Blocks of their external tiers.")
 @JSON
 def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bool) -> None:
     """Hit rate on a trace in Mooncake's format, against exact LRU and isolated caches."""
@@ -211,7 +211,7 @@ def bench_tiers(directory: str, as_json: bool) -> None:
 @click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
 @JSON
 def bench_demotion(directory: str, as_json: bool) -> None:
-    """Store, read and match in memory while blocks go down to a disk, against the same while none does."""
+    """Store, read and match in memory while blocks are demoted to a disk, against the same while none are."""
     from raykv.bench import demotion
 
     _report(lambda: demotion.run(directory), as_json)
@@ -319,7 +319,7 @@ def _status(pool: Any, as_json: bool) -> None:
     hits, lookups = stats["hits"], stats["lookups"]
     console.print(
         f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
-        f"{stats['gpu_hits']} on the GPU, {stats['remote_hits']} on another node, {stats['external_hits']} below), "
+        f"{stats['gpu_hits']} on the GPU, {stats['remote_hits']} on another node, {stats['external_hits']} in a tier), "
         f"{stats['leases']} leases, "
         f"{stats['reservations']} reservations, {stats['evicted']} evicted, {stats['clients']} clients"
     )

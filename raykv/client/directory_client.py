@@ -74,10 +74,10 @@ def plain(message: M) -> M:
 class DirectoryClient:
     """Calls the directory. Every call has a deadline; past it the answer is a miss, as are all until a probe returns.
 
-    The ids of leases and reservations are chosen here, and every call lists those that are held: whatever became of a
-    call that timed out, the directory releases what that granted. Thread-safe.
+    The ids of leases and reservations are chosen here, and every call lists those that are held: so after a
+    call that timed out, the directory releases what that call granted. Thread-safe.
 
-    actor: handle of the directory that was last in charge; None if there was none. faults: how often what went wrong.
+    actor: handle of the directory that was last in charge; None if there was none. faults: number of faults by kind.
     """
 
     def __init__(self, pool: str, newest_epoch: Callable[[], int]) -> None:
@@ -253,7 +253,7 @@ class DirectoryClient:
         return Call(self._client, next(self._seq), held, pulled, corrupt)
 
     def _tend(self) -> None:
-        """Tell the directory that this client is there, and what waits to be told; find it again if it was down."""
+        """Send a heartbeat, and reports that no call has carried yet; find the directory again if it was down."""
         if not self._up:
             actor = _found(self.pool)
             if actor is not None:

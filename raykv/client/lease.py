@@ -32,7 +32,7 @@ class Lease:
         """Ask for keys. block_s: seconds that the engine takes to compute a block. prefetch: see Match."""
         self._session, self._block_bytes = session, keys.cache.block_bytes
         self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a piece, and the pull of it
-        self.id, answer = session.directory.match(session.home, keys.tobytes(), self._block_bytes)
+        self.id, answer = session.directory.match(session.memory_name, keys.tobytes(), self._block_bytes)
         self.source = np.frombuffer(answer.source if answer else b"", LOCATION).copy()
         self.staged = np.zeros(len(self.source), LOCATION)
         if answer and answer.staged:
@@ -40,7 +40,7 @@ class Lease:
         self.keys = np.asarray(keys)[: len(self.source)]
         ours = self.staged[self.staged["slab_gen"] > 0] if answer and answer.staged else self.source
         if session.local is None or (ours["node"] != session.local.index).any():
-            session.refresh()  # the directory calls this node something else
+            session.refresh()  # this process has an old index of its node
             self.source, self.staged, self.keys = self.source[:0], self.staged[:0], self.keys[:0]
         self._external = external = is_tier(self.source["node"])
         piece_bytes = TIER_PIECE_BYTES if external.any() else PIECE_BYTES
@@ -150,7 +150,7 @@ class Lease:
             there[away - at] = False
             for arrived in self._pull(local, away):
                 there[arrived - at] = True
-                if not whole:  # else their staging slots are given back before this lease reads them
+                if not whole:  # else the slots are given back meanwhile, and must not be read later
                     self.source[arrived] = self.staged[arrived]
             at += _leading(there)
             if at < stop or stop == at or not whole:
@@ -158,7 +158,7 @@ class Lease:
         return at
 
     def _pull(self, local: LocalStore, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
-        """Begin to pull blocks into their staging slots. Iterates over those that came, in whatever order they do."""
+        """Begin to pull blocks into their staging slots. Yields those of each piece that arrived, as it arrives."""
         pulls: dict[Any, NDArray[np.intp]] = {}
         pieces = self._cut(away)
 
@@ -175,7 +175,7 @@ class Lease:
                     return
                 piece = pulls.pop(answer)
                 arrived = self._arrived(answer, piece)
-                if arrived.all():  # else what follows would be read for nothing
+                if arrived.all():  # else later pieces are not pulled: only leading blocks count
                     pull(1)
                 yield piece[arrived]
 
@@ -189,7 +189,7 @@ class Lease:
             return np.zeros(len(which), np.bool_)
         try:
             ok = local.arena.read(locations[which], self.keys[which], rows[which], verify)
-        except DeviceError as error:  # nobody else is to miss the blocks for that
+        except DeviceError as error:  # the blocks are good: they are not reported as corrupt
             directory.fault("gpu", error)
             return np.zeros(len(which), np.bool_)
         if not ok.all():

@@ -60,9 +60,9 @@ class LocalStore:
         return pull.remote(_transfer(source, keys, target))
 
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
-        """Those of blocks that could not be read which are not what the directory said.
+        """Of blocks that could not be read, those to report as corrupt.
 
-        The others are there, of another length than this reader believes: the reader is wrong, and the blocks are good.
+        Left out are good blocks whose length differs from what this reader expects: there the reader is wrong.
         """
         return locations[~self.arena.holds_other_length(locations, keys)]
 

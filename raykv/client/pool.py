@@ -10,10 +10,10 @@ from ray.exceptions import RayError, RayTaskError
 from raykv import keys, registry
 from raykv.arena.gpu.device import uuid_of
 from raykv.client.cache import KVCache
-from raykv.client.session import Session
+from raykv.client.session import Session, connect
 from raykv.client.stop import stop_pool
-from raykv.config import NAMESPACE, Size, memory_size
-from raykv.errors import CapacityError, PoolNotFound
+from raykv.config import Size, memory_size
+from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
 
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
@@ -120,7 +120,7 @@ class KVPool:
     def clear(self) -> int:
         """Forget every block for good: no restart finds them again. Returns how many keys there were.
 
-        Raises RayError if the pool's actors do not answer.
+        Raises RayError if the pool's actors do not answer, and ValueError if it has no directory.
         """
         directory = registry.find_directory(self.name)
         floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
@@ -190,18 +190,6 @@ def attach(name: str = "default", *, node_id: str | None = None, device: str | i
     gpu = None if device is None else uuid_of(device)
     connect(name)
     return KVPool(name, node_id, gpu)
-
-
-def connect(name: str) -> None:
-    """Join the Ray cluster of this machine, if this process is in none. name: of the pool that is asked for."""
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
-        except ConnectionError as error:
-            raise PoolNotFound(
-                f"no Ray cluster runs here: start one with `ray start --head` (or `ray up`), "
-                f"then the pool with `raykv start --name {name}`"
-            ) from error
 
 
 def _check_living(node_id: str) -> None:

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.client.directory_client import DirectoryStub
 from raykv.config import HEARTBEAT_S
+from raykv.errors import RayKVError
 
 log = logging.getLogger("raykv")
 
@@ -59,7 +60,7 @@ class PrefixLookup:
                 directory, announced = await asyncio.to_thread(self._find)
                 async with asyncio.timeout(DEADLINE_S):
                     await directory.locate_prefix.remote(b"")
-            except (ValueError, RayError, TimeoutError):
+            except (ValueError, RayError, RayKVError, TimeoutError):
                 await asyncio.sleep(HEARTBEAT_S)
             else:
                 self._directory, self.announced = directory, announced
@@ -67,6 +68,7 @@ class PrefixLookup:
 
     def _find(self) -> tuple[DirectoryStub, dict[str, Any]]:
         """The directory, and what was announced. Raises ValueError where either is missing."""
+        registry.settings(self._pool)  # refuses another version
         announced = registry.get(self._pool, f"model/{self._model}")
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")

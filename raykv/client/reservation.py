@@ -27,7 +27,7 @@ class Reservation:
         keys: (n, 16), at most KEYS_PER_CALL. position: of keys[0] in its chain.
         """
         self._session, self._block_bytes = session, keys.cache.block_bytes
-        self._id, granted = session.directory.reserve(session.home, keys.tobytes(), start, self._block_bytes)
+        self._id, granted = session.directory.reserve(session.memory_name, keys.tobytes(), start, self._block_bytes)
         self.covered = granted.covered if granted else start
         indices = np.frombuffer(granted.indices if granted else b"", np.int32)
         self._rows, self._keys = indices - start, np.asarray(keys)[indices]
@@ -58,7 +58,7 @@ class Reservation:
                 self._session.directory.fault("gpu", error)
 
     def commit(self) -> int:
-        """Have other nodes fetch what is to lie there, then offer the blocks. Ends the reservation.
+        """Push blocks whose slots are on other nodes, then offer all written blocks. Ends the reservation.
 
         Returns how many blocks are offered now that were not before.
         """

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
+from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound
 from raykv.protocol import host_of
 
@@ -61,11 +62,11 @@ class Session:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv")
         self._background = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-background")
 
-    def __reduce__(self) -> tuple[type["Session"], tuple[str]]:
-        return Session, (self.name,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _joined, (self.name,)
 
     @property
-    def home(self) -> str:
+    def memory_name(self) -> str:
         """What the directory calls the memory that this process copies from and to."""
         return self.local.name if self.local else self.node_id
 
@@ -119,3 +120,21 @@ class Session:
             self.local.store, self.local.index = found.store, found.index
             return
         self.local = found  # the old arena is unmapped when its last reader is done
+
+
+def connect(name: str) -> None:
+    """Join the Ray cluster of this machine, if this process is in none. name: of the pool that is asked for."""
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
+        except ConnectionError as error:
+            raise PoolNotFound(
+                f"no Ray cluster runs here: start one with `ray start --head` (or `ray up`), "
+                f"then the pool with `raykv start --name {name}`"
+            ) from error
+
+
+def _joined(name: str) -> Session:
+    """A session where it was pickled to."""
+    connect(name)
+    return Session(name)

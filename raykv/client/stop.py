@@ -1,6 +1,7 @@
 """How a pool ends: its actors are found by name, so that nothing else has to be left of it."""
 
 import contextlib
+import json
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from raykv.config import FLUSH_DEADLINE_S
 
 STOP_DEADLINE_S = 10.0
 DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
+START_DEADLINE_S = 300.0  # for a start that is under way
 LOOK_S = 0.05
 
 
@@ -22,11 +24,20 @@ def stop_pool(name: str) -> bool:
 
     What is on its way to an external tier is written first.
     """
-    there = registry.settings(name) is not None or bool(registry.actor_names(name))
+    with registry.exclusive(name, START_DEADLINE_S):
+        return end_pool(name)
+
+
+def end_pool(name: str) -> bool:
+    """As `stop_pool`, for a process that has the pool to itself: see `registry.exclusive`."""
+    settings = registry.get(name, "settings")
+    there = settings is not None or bool(registry.actor_names(name))
     _stop_watching(name)
     living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     stores = _stores(name, living)
-    _flush(list(stores.values()))
+    if settings is None or json.loads(settings).get("external"):
+        _flush(list(stores.values()))
+    registry.drop(name, "settings")  # nobody starts what ends now
     stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
     if stops:
         ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
@@ -74,7 +85,7 @@ def _stores(name: str, living: list[str]) -> dict[str, Any]:
 
 
 def _flush(stores: list[Any]) -> None:
-    """Have those stores that answer bring down to their external tier what is not there yet."""
+    """Have the stores that answer demote what is not in their external tier yet."""
     pings = {store.ping.remote(): store for store in stores}
     answered = ray.wait(list(pings), num_returns=len(pings), timeout=STOP_DEADLINE_S)[0] if pings else []
     flushes = [pings[ping].flush.remote(FLUSH_DEADLINE_S) for ping in answered]

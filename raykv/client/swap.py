@@ -1,4 +1,4 @@
-"""Blocks of requests that an engine has preempted: kept in the pool until the request comes back, then forgotten."""
+"""Blocks of preempted requests: the pool keeps them until the engine resumes the request, then forgets them."""
 
 import itertools
 import secrets
@@ -19,7 +19,7 @@ from raykv.keys import CacheId, Keys
 from raykv.protocol import data_deadline
 
 SLACK = 4  # times a read's deadline: what is not back by then is lost
-RETRY_S = 0.05  # between matches for blocks that are kept and did not come
+RETRY_S = 0.05  # between matches for blocks that are kept and were not read yet
 
 
 @dataclass
@@ -88,11 +88,11 @@ class Swaps:
     def _back(self, rows: Rows, request: Swapped | None) -> int:
         if request is None or not request.kept():
             return 0
-        patience = float(self._cache.block_tokens)  # tokens a second: the wait for a tier is a second a block
+        tokens_per_s = float(self._cache.block_tokens)  # so that a read waits for a tier at most a second a block
         end, done = time.monotonic() + SLACK * data_deadline(request.blocks * self._cache.block_bytes), 0
         try:
             while done < request.blocks:
-                with Match(self._session, request.keys[done:], patience) as match:
+                with Match(self._session, request.keys[done:], tokens_per_s) as match:
                     done += match.read_rows(rows[done : done + match.num_blocks])
                 if time.monotonic() > end:
                     break

@@ -117,7 +117,7 @@ class Allocator:
             left = int(eviction.restore_window(self._c, size_class, slots))
             if left and self.slots(node)[stride] > self._c.size_classes[size_class]["window"]:
                 self.lacking[size_class] = left
-            else:  # a size of few slots would lose the block that has just come
+            else:  # else a size of few slots would evict the block that was just promoted
                 del self.lacking[size_class]
 
     def promote_replicas(self, node: Node) -> None:

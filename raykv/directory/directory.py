@@ -66,8 +66,8 @@ class Directory(Membership):
     ) -> None:
         """epoch: above that of every directory before. locality: how many times as long as a writer's own oldest block
         another node's must have been idle to be evicted instead. client_ttl: seconds without a call after which a
-        client is gone. share: of a node's slots, to be free or copied to its external tier. min_hits: matches of a
-        block that is worth that.
+        client is gone. share: part of a node's slots that is kept free or copied to its external tier. min_hits: a
+        block is copied there once it was matched so often.
         """
         compile_all("raykv.directory")  # before the first caller waits for a kernel
         super().__init__(epoch, client_ttl, share, min_hits)

@@ -177,7 +177,7 @@ class Membership:
         return SlabTarget(self._size_classes.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes())
 
     def _set_withdrawn(self, node: Node, given_back: set[int]) -> None:
-        """What a node has given back is not what was agreed: an answer was lost or late, or it took slabs up again."""
+        """Take over what the node says it gave back, where that differs (an answer was lost or late)."""
         kept = sorted(node.withdrawn - given_back, reverse=True)
         lost = [number for number in given_back if number in node.slabs]
         for number in lost:

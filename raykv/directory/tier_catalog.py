@@ -103,7 +103,7 @@ class TierCatalog:
                 del self.tiers[name]
 
     def lose_content(self, node: str, content: bytes) -> None:
-        """The content of a node's tier is gone. content: name of what is there now; each is told of once."""
+        """The content of a node's tier is gone. content: name of what is there now; a repeated report is ignored."""
         tier = self.tier_of(node)
         if tier and tier.content != content:
             tier.content = content

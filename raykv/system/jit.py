@@ -1,5 +1,6 @@
 """The decorator of every numba kernel, the list of those that Python calls, and the folder of their machine code."""
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -23,6 +25,7 @@ _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, a
 Progress = Callable[[int, int], object]
 KERNELS_PER_PROCESS = 4  # at least: a process takes a second to start
 _complete: set[str] = set()  # packages whose kernels this process has
+_compiling = threading.Lock()  # guards _complete, and what all kernels of a process load their code with
 
 
 def _kernel_sources() -> list[Path]:
@@ -149,8 +152,13 @@ def compile_all(package: str, on_progress: Progress = lambda done, kernels: None
     From then on none is compiled for arguments of other types: those are a TypeError, where the first caller would
     wait for a compiler. on_progress: called with (kernels done, kernels to compile) after each that was compiled.
     """
-    if package in _complete:
-        return
+    with _compiling:
+        if package not in _complete:
+            _compile_entries(package, on_progress)
+            _complete.add(package)
+
+
+def _compile_entries(package: str, on_progress: Progress) -> None:
     kernels = entries(package)
     missing = [(function, types) for function, types in kernels if not _loaded(function, types)]
     _compile_in_processes([_name(function) for function, _ in missing], on_progress)
@@ -160,7 +168,6 @@ def compile_all(package: str, on_progress: Progress = lambda done, kernels: None
     for function, _ in kernels:  # now that none is compiled into another any more
         function.disable_compile()
     Path(_mark(package)).touch()
-    _complete.add(package)
 
 
 def _name(function: Any) -> str:
@@ -182,16 +189,15 @@ def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
     report, said = os.pipe()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", "import sys; from raykv.system import jit; jit.compile_some(sys.argv[1:])"]
-    running = [
-        subprocess.Popen([*command, *names[share::processes]], stdout=said, env=environment)
-        for share in range(processes)
-    ]
-    os.close(said)
-    with open(report) as lines:
-        for done, _ in enumerate(lines, 1):
+    with contextlib.ExitStack() as running:
+        lines = running.enter_context(open(report))
+        with open(said) as output:
+            for share in range(processes):
+                process = subprocess.Popen([*command, *names[share::processes]], stdout=output, env=environment)
+                running.callback(process.wait)
+                running.callback(process.kill)  # first; it has ended, or this process is to end
+        for done, _ in enumerate(lines, 1):  # until all of them have closed their end
             on_progress(done, len(names))
-    for process in running:
-        process.wait()
 
 
 def compile_some(names: list[str]) -> None:

@@ -29,7 +29,7 @@ class Block(NamedTuple):
 class Tier(Protocol):
     """Blocks by key, outside of the memory of nodes. What `register_tier` makes.
 
-    Thread-safe. A key always means the same bytes, so that storing it again is harmless. A failure of one block is told
+    Thread-safe. A key always means the same bytes, so that storing it again is harmless. The failure of a block stands
     in its place of the answer. OSError, or an error of the library's own, says that the whole tier is out of order.
     """
 
@@ -51,7 +51,7 @@ class Tier(Protocol):
         """Batches of (key, bytes of its body) of all blocks, oldest first as far as the tier knows."""
 
     def close(self) -> None:
-        """Let go of files and connections. No other call follows."""
+        """Close files and connections. No other call follows."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class FsspecTier:
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         heads: list[bytes | None] = []
         for part in pieces(out, PIECE_BYTES):
-            # a byte too many tells of a longer one
+            # one byte more than the body: shows an object that is longer
             found = self._read(keys[part], [HEAD_BYTES + body.nbytes + 1 for body in out[part]])
             heads += [_unpack(data, body) for data, body in zip(found, out[part], strict=True)]
         return heads

@@ -141,7 +141,7 @@ class GuardedTier:
         parts = [slice(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
         reading = deque(self._begin_load(keys[part], block_bytes) for part in parts[:1])
         for part, following in zip(parts, [*parts[1:], None], strict=True):
-            if following is not None:  # it is read while the caller uses this one
+            if following is not None:  # read ahead: the next piece loads while the caller uses this one
                 reading.append(self._begin_load(keys[following], block_bytes))
             asked, buffer = reading.popleft()
             heads = self._answer(asked, data_deadline((part.stop - part.start) * block_bytes), "load")
@@ -254,7 +254,7 @@ class GuardedTier:
             asked.cancel()  # a call that still waits for a thread must not begin: nobody wants its answer
             began = self._began[asked]
             late = time.monotonic() - deadline / 2
-            if began and (asked.done() or began[0] <= late):  # else it waited for earlier calls, which tell
+            if began and (asked.done() or began[0] <= late):  # else it was queued behind late calls, which count
                 self._fail(what, error)
         return None
 

@@ -23,7 +23,7 @@ class RedisTier:
 
     def __init__(self, url: TierUrl) -> None:
         """ValueError or OSError, saying what to change, where the server refuses or doesn't answer."""
-        self.shared = url.shared is not False  # a server on every node's localhost is not
+        self.shared = url.shared is not False  # shared=0: every node has a server of its own on localhost
         self._prefix = f"raykv:{url.pool}:".encode()
         self._client = _client(url)
         try:

@@ -25,7 +25,7 @@ from raykv.transports.base import Peer, PullRequest, Transport, ask
 from raykv.transports.nccl_pair import READER, SENDER, Pair, new_unique, why_not
 from raykv.transports.tcp import CLAIM, claims_of
 
-Offer = tuple[str, str]  # a name, which stays; a token, which is new with every process
+Offer = tuple[str, str]  # a name that outlives restarts, and a token that is new in every process
 
 
 class Nccl(Transport):

@@ -22,7 +22,7 @@ class ObjectStore(Transport):
         source, keys, arena, target, end = request
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours travel as one array
         source, keys, target = source[order], keys[order], target[order]
-        method = peer.store.read.options(concurrency_group="lift") if peer.external else peer.store.read
+        method = peer.store.read.options(concurrency_group="tier_read") if peer.external else peer.store.read
         answer = method.remote(source.tobytes(), keys.tobytes())
         # `wait` first: a `get` that waits keeps the lock of Ray's store client, and a thread that frees an object
         # meanwhile would wait for that lock while it has the GIL.

@@ -100,7 +100,7 @@ class TransportSelector:
                     verdicts = transport.pull(peer, offer, request)
                 except (OSError, RayError) as error:
                     late = isinstance(error, TimeoutError)
-                    if not late or request.end - begin > seconds / 2:  # else the time before it is to blame
+                    if not late or request.end - begin > seconds / 2:  # else little time was left: not its fault
                         _note_failure(state, transport.name, offer, peer, error)
                     if late:
                         raise

@@ -28,7 +28,7 @@ from raykv.transports.base import Peer, PullRequest, Transport
 
 log = logging.getLogger("raykv")
 
-# What a header says of a block. sum: xxh3_64 of when it was written
+# What a header says of a block. sum: xxh3_64, computed when the block was written
 CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])
 COUNT = struct.Struct("<I")
 WINDOW_BYTES = 2 * MIB  # received at a time: still in a core's cache when it is copied into slots

@@ -49,7 +49,7 @@ def test_mistakes_in_a_shell_get_one_line_that_says_what_to_do(cluster: Any, tmp
 
 
 @pytest.mark.own_cluster
-def test_demo() -> None:
+def test_the_demo_hits_the_pool() -> None:
     """Cold on engine 0, then from its node on engine 1, then again on engine 0."""
     figures = last_json(command("demo", "--requests", "3", "--json"))
     assert figures["tokens_equal"] is True

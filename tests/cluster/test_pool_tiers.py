@@ -1,4 +1,4 @@
-"""A pool with an external tier as its users see it, on two Ray nodes: what goes down, what comes back, what breaks."""
+"""A pool with an external tier as its users see it, on two Ray nodes: what is demoted, what is promoted, what fails."""
 
 import itertools
 import os
@@ -160,7 +160,7 @@ def total(pool: raykv.KVPool, what: str) -> int:
     return sum(tier[what] for tier in tiers(pool))
 
 
-def below(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> int:
+def in_tier_only(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> int:
     """How many of these blocks a match would read from a tier."""
     return int((locations(pool, cache, keys)["node"] & 1).sum())
 
@@ -171,7 +171,7 @@ def prompts(cache: raykv.KVCache, count: int, blocks: int = BLOCKS) -> list[Keys
 
 
 def store_slowly(pool: raykv.KVPool, cache: raykv.KVCache, kept: list[Keys]) -> None:
-    """At a pace that demotion can follow: a quarter of the memory, and then as much goes down."""
+    """Store a quarter of the memory at a time, and wait until as much is demoted."""
     for at in range(0, len(kept), MEMORY // 4):
         before, end = total(pool, "demoted"), time.monotonic() + 20.0
         stored = sum(store(cache, keys) for keys in kept[at : at + MEMORY // 4])
@@ -182,7 +182,7 @@ def store_slowly(pool: raykv.KVPool, cache: raykv.KVCache, kept: list[Keys]) -> 
 
 
 def keep_all(cache: raykv.KVCache, kept: list[Keys]) -> None:
-    """Store what is not there until all of it is: some may be evicted before it went down."""
+    """Store what is missing until nothing is: some blocks may be evicted before they are demoted."""
 
     def missing() -> list[Keys]:
         return [keys for keys in kept if not holds(cache, keys)]
@@ -196,13 +196,15 @@ def keep_all(cache: raykv.KVCache, kept: list[Keys]) -> None:
 
 
 def push_out(pool: raykv.KVPool, cache: raykv.KVCache, *pushed: Keys) -> None:
-    """Have it below, and no longer in memory."""
+    """Have the blocks in the tier, and no longer in memory."""
 
     def out() -> bool:
         store_slowly(pool, cache, list(pushed))
         for filler in prompts(cache, 5 * MEMORY // 4):  # more than there is room for
             store(cache, filler)
-        return [below(pool, cache, keys) for keys in pushed] == list(map(len, pushed))  # that look was a use of them
+        return [in_tier_only(pool, cache, keys) for keys in pushed] == list(
+            map(len, pushed)
+        )  # that look was a use of them
 
     eventually(out)
 
@@ -233,11 +235,11 @@ def test_three_times_the_memory_is_kept_and_read_through_either_node(files: rayk
     mine, there = a_cache(files), worker(files, other_node(files), Engine)
     kept = prompts(mine, 3 * MEMORY)
 
-    def all_below() -> bool:
+    def all_demoted() -> bool:
         store_slowly(files, mine, kept)
         return total(files, "blocks") == len(kept) * BLOCKS
 
-    eventually(all_below)
+    eventually(all_demoted)
     stats = files.stats()
     assert len(stats["tiers"]) == 2 and stats["keys"] == len(kept) * BLOCKS
     assert min(tier["blocks"] for tier in tiers(files)) > 0
@@ -467,7 +469,7 @@ def test_blocks_that_are_written_through_are_soon_in_the_tier(moody: raykv.KVPoo
     for keys in kept:
         assert store(mine, keys) == BLOCKS
     eventually(lambda: total(moody, "blocks") == 4 * BLOCKS)
-    assert [below(moody, mine, keys) for keys in kept] == [0] * 4  # memory has them, too
+    assert [in_tier_only(moody, mine, keys) for keys in kept] == [0] * 4  # memory has them, too
 
 
 def test_nobody_waits_for_a_tier_that_does_not_take_blocks(moody: raykv.KVPool, lifted: Moods) -> None:
@@ -566,7 +568,7 @@ def test_prefetched_blocks_are_read_from_memory(moody: raykv.KVPool, lifted: Moo
 
 @pytest.fixture(scope="module")
 def asked(start_for_module: Start, tmp_path_factory: pytest.TempPathFactory) -> raykv.KVPool:
-    """What was asked for once goes down at once."""
+    """A pool that demotes blocks as soon as they were matched once (min_hits=1)."""
     url = f"file://{tmp_path_factory.mktemp('shared')}?capacity=256MiB&shared=1"
     return start_for_module(cpu_memory=CPU, external=url, secret=b"s", write="through", min_hits=1)
 
@@ -580,7 +582,7 @@ def test_blocks_that_nobody_asked_for_are_not_demoted(asked: raykv.KVPool) -> No
     for _ in range(2):
         for keys in prompts(mine, 2 * MEMORY):
             store(mine, keys)
-    assert below(asked, mine, wanted) == BLOCKS
+    assert in_tier_only(asked, mine, wanted) == BLOCKS
     assert read(mine, unwanted).matched == 0
     assert total(asked, "blocks") == BLOCKS
 

@@ -1,4 +1,4 @@
-"""What went down to an external tier is there when all has been restarted: pools, node stores, Ray itself."""
+"""Demoted blocks are in their external tier after a restart of everything: pools, node stores, Ray itself."""
 
 import os
 import subprocess

@@ -71,8 +71,8 @@ def test_a_prefix_is_weighed_against_queues(shares: dict[str, float], queues: tu
 # ---------------------------------------------------------------------- a router by itself
 
 
-class Told:
-    """Stands in for the lookup: answers when told to, and counts questions."""
+class FakeLookup:
+    """Stands in for the lookup: answers when lookup to, and counts questions."""
 
     def __init__(self) -> None:
         self.announced: dict[str, Any] | None = {"root": ROOT.hex(), "block_tokens": BLOCK_TOKENS}
@@ -87,14 +87,14 @@ class Told:
         return await answer
 
 
-def router(*replicas: Any, kind: type[PrefixRouter] = PrefixRouter) -> tuple[PrefixRouter, Told]:
+def router(*replicas: Any, kind: type[PrefixRouter] = PrefixRouter) -> tuple[PrefixRouter, FakeLookup]:
     router = kind(
         deployment_id=DeploymentID("d"), handle_source=DeploymentHandleSource.UNKNOWN, use_replica_queue_len_cache=True
     )
     router.initialize_state("m")
-    router.lookup = told = Told()  # type: ignore[assignment]
+    router.lookup = lookup = FakeLookup()  # type: ignore[assignment]
     router.update_replicas(list(replicas))
-    return router, told
+    return router, lookup
 
 
 def request(**kwargs: Any) -> PendingRequest:
@@ -107,17 +107,17 @@ def keys_of(prompt: list[int]) -> bytes:
 
 def test_a_request_gets_the_replica_that_was_chosen_for_it() -> None:
     async def run() -> None:
-        prefix_router, told = router(A, B)
+        prefix_router, lookup = router(A, B)
         prompts = [1] * 8, [2] * 8
         first, second = (
             asyncio.create_task(prefix_router._choose_replica_for_request(request(token_ids=prompt)))
             for prompt in prompts
         )
-        while len(told.answers) < 2:
+        while len(lookup.answers) < 2:
             await asyncio.sleep(0)
-        told.answers[keys_of(prompts[1])].set_result({"b": 2})
+        lookup.answers[keys_of(prompts[1])].set_result({"b": 2})
         assert await second is B and not first.done(), "answered first, though it came second"
-        told.answers[keys_of(prompts[0])].set_result({"a": 2})
+        lookup.answers[keys_of(prompts[0])].set_result({"a": 2})
         assert await first is A
 
     asyncio.run(run())
@@ -135,9 +135,9 @@ def test_a_request_gets_the_replica_that_was_chosen_for_it() -> None:
 )
 def test_the_directory_is_not_asked_about_a_request_that_it_cannot_help(replicas: Any, asked: dict[str, Any]) -> None:
     async def run() -> None:
-        prefix_router, told = router(*replicas)
+        prefix_router, lookup = router(*replicas)
         assert await prefix_router._choose_replica_for_request(request(**asked)) in replicas
-        assert not told.answers
+        assert not lookup.answers
 
     asyncio.run(run())
 
@@ -148,35 +148,35 @@ def test_a_router_whose_keys_fail_still_routes() -> None:
             raise OSError("no such tokenizer")
 
     async def run() -> None:
-        prefix_router, told = router(A, B, kind=Broken)
+        prefix_router, lookup = router(A, B, kind=Broken)
         for _ in range(3):
             assert await prefix_router._choose_replica_for_request(request(token_ids=[1] * 8)) in (A, B)
-        assert not told.answers
+        assert not lookup.answers
 
     asyncio.run(run())
 
 
 def test_a_request_that_found_no_room_is_not_asked_for_again() -> None:
     async def run() -> None:
-        prefix_router, told = router(A, B)
+        prefix_router, lookup = router(A, B)
         refused = request(token_ids=[1] * 8)
         choice = asyncio.create_task(prefix_router._choose_replica_for_request(refused))
-        while not told.answers:
+        while not lookup.answers:
             await asyncio.sleep(0)
-        told.answers.popitem()[1].set_result({"a": 2})
+        lookup.answers.popitem()[1].set_result({"a": 2})
         assert await choice is A
         assert await prefix_router._choose_replica_for_request(refused, is_retry=True) in (A, B)
-        assert not told.answers
+        assert not lookup.answers
 
     asyncio.run(run())
 
 
 def test_tenants_and_adapters_have_keys_of_their_own() -> None:
     async def run() -> None:
-        prefix_router, told = router(A, B)
-        assert told.announced
+        prefix_router, lookup = router(A, B)
+        assert lookup.announced
         names = [
-            (await prefix_router.keys(request(token_ids=[1] * 8, **fields), told.announced)).tobytes()
+            (await prefix_router.keys(request(token_ids=[1] * 8, **fields), lookup.announced)).tobytes()
             for fields in ({}, {"salt": "x"}, {"lora": "x"})
         ]
         assert names[0] == keys_of([1] * 8) and len(set(names)) == 3

@@ -81,7 +81,7 @@ def fill(pool: raykv.KVPool) -> None:
         cache.store(cache.keys(np.full(32 * 16, next(_fillers))), blocks)
 
 
-def below(pool: raykv.KVPool, what: str) -> int:
+def of_tiers(pool: raykv.KVPool, what: str) -> int:
     return sum(tier[what] for tier in pool.stats().get("tiers", {}).values())
 
 
@@ -90,7 +90,7 @@ def test_demoted_chunks_are_loaded_by_another_engine(engines: Engines) -> None:
     right, cached = engines.afresh(engines.first, prompt)
     assert cached == 0
     eventually(lambda: engines.afresh(engines.first, prompt) == (right, CHUNKS * 128))
-    eventually(lambda: below(pool, "blocks") == CHUNKS)
+    eventually(lambda: of_tiers(pool, "blocks") == CHUNKS)
 
     def served() -> bool:
         fill(pool)

@@ -52,7 +52,7 @@ class Engine(Worker):
 
     def where(self) -> tuple[str, bool]:
         assert self.pool.session.local
-        return self.pool.session.home, isinstance(self.pool.session.local.arena, GpuArena)
+        return self.pool.session.memory_name, isinstance(self.pool.session.local.arena, GpuArena)
 
 
 class World:

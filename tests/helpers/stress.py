@@ -1,4 +1,4 @@
-"""The body of test_stress.py; prints what came of it as JSON on its last line."""
+"""The body of test_stress.py; prints its result as JSON on the last line."""
 
 import json
 import os

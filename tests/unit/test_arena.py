@@ -154,7 +154,7 @@ def test_a_wrong_location_is_a_miss(arena: Arena, client: Arena, change: str) ->
 
 @pytest.mark.parametrize("word", range(7))
 @pytest.mark.parametrize("value", [0, -1, 1 << 62, 12345])
-def test_altered_header(arena: Arena, word: int, value: int) -> None:
+def test_a_block_with_an_altered_header_is_a_miss(arena: Arena, word: int, value: int) -> None:
     """Nothing raises; a block that is still offered is the right one."""
     assert put(arena, 0, 2)
     words_of(arena, 0)[word] = value
@@ -166,7 +166,7 @@ def test_altered_header(arena: Arena, word: int, value: int) -> None:
     assert arena.sweep(locations([0], [2])).tolist() in ([1], [2])
 
 
-def test_altered_payload(arena: Arena) -> None:
+def test_a_block_with_altered_bytes_is_a_miss(arena: Arena) -> None:
     assert put(arena, 0, 2) and put(arena, 1, 3)
     arena.views(locations([0], [2]))[0][40_000] ^= 1
     keys, out = np.concatenate([key_of(2), key_of(3)]), np.zeros((2, 64 << 10), np.uint8)
@@ -278,7 +278,7 @@ def test_one_slot_twice_in_a_batch(arena: Arena) -> None:
     assert get(arena, 0, 2)
 
 
-def test_sweep(arena: Arena) -> None:
+def test_a_sweep_tells_written_from_freed_slots(arena: Arena) -> None:
     assert put(arena, 0, 2) and put(arena, 1, 3)
     where = locations([0, 1, 2], [2, 9, 4])  # finished; evicted and granted again but not begun; never begun
     assert arena.sweep(where).tolist() == [2, 1, 1]
@@ -295,7 +295,7 @@ def test_blocks_cleared_during_their_write_are_swept(arena: Arena, client: Arena
     assert not get(client, 0, 2) and get(client, 1, 4)
 
 
-def test_reformat(arena: Arena, client: Arena) -> None:
+def test_a_reformat_forgets_the_blocks_of_the_slab(arena: Arena, client: Arena) -> None:
     small, big = {"size": 8 << 10, "slab_gen": GEN + 10}, {"size": 1 << 20, "slab_gen": GEN + 400}
     assert all(put(client, slot, 2 + slot) for slot in range(SLAB // (64 << 10)))
     assert all(put(client, slot, 100 + slot, **small) for slot in (0, 1, 9, 511))
@@ -315,7 +315,7 @@ def test_sweep_of_a_slab_that_is_not_formatted_yet(arena: Arena) -> None:
     assert get(arena, 0, 2), "headers of the old format are not touched"
 
 
-def test_stamps(arena: Arena, client: Arena) -> None:
+def test_reads_stamp_headers(arena: Arena, client: Arena) -> None:
     assert put(arena, 0, 2)
     client._clock_base -= 100  # as if read 100 s later
     assert get(client, 0, 2) and not get(client, 0, 3)
@@ -491,7 +491,7 @@ def test_sweep_of_a_slab_of_another_format(arena: Arena) -> None:
     assert get(arena, 5, 21, size=8 << 10, slab_gen=GEN + 10)
 
 
-def test_views_of_neighbours(arena: Arena) -> None:
+def test_neighbouring_slots_are_one_view(arena: Arena) -> None:
     slots = [3, 4, 5, 9, 1, 2]
     assert all(put(arena, slot, 2 + slot) for slot in slots)
     views = arena.views(locations(slots, [2 + slot for slot in slots]))

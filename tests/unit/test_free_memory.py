@@ -77,7 +77,7 @@ def test_raylet_with_its_store_on_disk(proc: Path) -> None:
     assert free_memory.free_bytes(str(proc)).plasma_unfilled == MIB
 
 
-def test_check() -> None:
+def test_more_than_is_free_is_a_capacity_error() -> None:
     assert free_memory.free_bytes().memory_free > 0
     free_memory.check(1)
     with pytest.raises(CapacityError, match=r"asked for .*32768\.00 GiB.* are free: .*Lower cpu_memory"):

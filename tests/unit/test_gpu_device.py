@@ -62,7 +62,9 @@ def moved(pieces: list[tuple[int, int, int]], onto: Bytes, source: Bytes) -> Byt
 
 @one_by_one
 @given(layouts())
-def test_copies(gpu: Device, host_memory: Bytes, pieces: list[tuple[int, int, int]]) -> None:
+def test_every_byte_lands_where_the_table_says(
+    gpu: Device, host_memory: Bytes, pieces: list[tuple[int, int, int]]
+) -> None:
     """Into a GPU's memory and out of it again, every byte lands where the table says, and none beside."""
     region = gpu.allocate(MIB)
     try:
@@ -144,19 +146,19 @@ def test_threads_copy_at_once(gpu: Device, host_memory: Bytes) -> None:
         (np.array([[0, 0, 5], [16, 32, -1]]), r"\[16, 32, -1\]"),
     ],
 )
-def test_bad_tables(gpu: Device, table: NDArray[Any], message: str) -> None:
+def test_tables_of_wrong_shape_or_dtype_are_refused(gpu: Device, table: NDArray[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gpu.copy(table)
 
 
-def test_nothing_to_copy(gpu: Device) -> None:
+def test_an_empty_table_copies_nothing(gpu: Device) -> None:
     gpu.copy(np.zeros((0, 3), np.int64))
     gpu.copy(np.zeros((2, 0, 3), np.int64))
     gpu.copy(table_of((1, 2, 0)))  # addresses of nothing are not looked at
 
 
 @given(st.lists(st.integers(0, 5 * copy_kernel.UNIT), min_size=1, max_size=30))
-def test_units(lengths: list[int]) -> None:
+def test_units_cover_each_piece_once(lengths: list[int]) -> None:
     """Every unit is of one piece, in order, and those of a piece cover its bytes."""
     table = np.zeros((len(lengths), 3), np.int64)
     table[:, 2] = lengths
@@ -208,7 +210,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @one_by_one
 @given(layouts(), st.integers(1, copy_kernel.BLOCKS), st.sampled_from([1, 32, copy_kernel.THREADS]))
-def test_the_kernel_itself(compiled: Any, layout: list[tuple[int, int, int]], blocks: int, threads: int) -> None:
+def test_the_kernel_writes_every_byte_once(
+    compiled: Any, layout: list[tuple[int, int, int]], blocks: int, threads: int
+) -> None:
     """It writes every byte once, and none beside."""
     source, to = noise(MIB), np.zeros(MIB, np.uint8)
     pieces = copy_kernel.with_units(table_of(*((to.ctypes.data + a, source.ctypes.data + b, c) for a, b, c in layout)))
@@ -298,14 +302,14 @@ def test_a_region_that_was_closed(on_host: Any) -> None:
     region.close()
 
 
-def test_bad_regions(gpu: Device) -> None:
+def test_regions_of_bad_size_or_handle_are_refused(gpu: Device) -> None:
     with pytest.raises(ValueError, match="size=0"):
         gpu.allocate(0)
     with pytest.raises(ValueError, match="3 bytes"):
         gpu.open(b"abc", 1)
 
 
-def test_capacity(on_host: Any) -> None:
+def test_a_capacity_beyond_free_gpu_memory_is_refused(on_host: Any) -> None:
     gpu = devices.device(devices.visible()[1])
     assert gpu.capacity(0.25) == 16 * MIB and gpu.capacity(5 * MIB) == 5 * MIB
     gpu.allocate(40 * MIB)
@@ -319,12 +323,12 @@ def test_capacity(on_host: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [0, -1, 0.0, 1.5, True, "half"])
-def test_bad_capacity(gpu: Device, given: Any) -> None:
+def test_sizes_that_are_none_are_refused(gpu: Device, given: Any) -> None:
     with pytest.raises(ValueError, match="gpu_memory="):
         gpu.capacity(given)
 
 
-def test_register(on_host: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_range_is_registered_once_and_an_overlap_is_refused(on_host: Any, caplog: pytest.LogCaptureFixture) -> None:
     gpu, other = map(devices.device, devices.visible())
     memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
     address = memory.ctypes.data
@@ -391,7 +395,7 @@ def test_a_uuid_with_a_zero(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert cuda.uuid(1) == "GPU-0f0e0d0c-0b0a-0908-0706-050403020100"
 
 
-def test_fewer_gpus(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_hidden_by_cuda_visible_devices_are_refused(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, second = devices.visible()
     cuda.uuid.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -402,7 +406,7 @@ def test_fewer_gpus(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         devices.device(second)
 
 
-def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cupy_no_gpu_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     forget()
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert devices.visible() == []

@@ -51,7 +51,7 @@ def reference(secret: bytes, tokens: list[int], block_tokens: int, **more: bytes
     return out
 
 
-def test_known_answer() -> None:
+def test_keys_of_a_release_never_change() -> None:
     base = root(b"a secret", model="llama", layers=32)
     tokens = [1, -2, 2**31 - 1, -(2**31), 5, 6, 7]
     assert [key.tobytes() for key in chain(base, tokens, 3)] == reference(b"a secret", tokens, 3)
@@ -165,7 +165,7 @@ def test_rekey_is_one_to_one_in_every_form(hashes: list[bytes]) -> None:
         (7, "integers in one dimension"),
     ],
 )
-def test_bad_tokens(tokens: Any, says: str) -> None:
+def test_bad_tokens_are_refused(tokens: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         chain(ROOT, tokens, 1)
 
@@ -187,7 +187,7 @@ def test_bad_tokens(tokens: Any, says: str) -> None:
         {"root": b"short"},
     ],
 )
-def test_bad_arguments(bad: dict[str, Any]) -> None:
+def test_bad_arguments_are_refused(bad: dict[str, Any]) -> None:
     good: dict[str, Any] = {"root": ROOT, "token_ids": [1, 2, 3, 4, 5], "block_tokens": 2}
     chain(**good, extra=[None, None, b"a partial block may have one"])
     with pytest.raises(ValueError):

@@ -359,13 +359,13 @@ def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: No
             return np.where(arena.write(target, names, blocks()), PULLED, FAILED).astype(np.uint8)
 
     nccl.before_move = stalls(SENDER, 4)
-    way, peer = TransportSelector([reader.nccl, Other()]), sender.peer
-    assert way.pull(peer, locations(FROM), keys(), reader.arena, locations(TO)).tolist() == [PULLED] * 6
-    assert way.stats()["a node"] | {"gbps": 0} == {"transport": "other", "gbps": 0, "failed": {"nccl": 1}}
+    selector, peer = TransportSelector([reader.nccl, Other()]), sender.peer
+    assert selector.pull(peer, locations(FROM), keys(), reader.arena, locations(TO)).tolist() == [PULLED] * 6
+    assert selector.stats()["a node"] | {"gbps": 0} == {"transport": "other", "gbps": 0, "failed": {"nccl": 1}}
     nccl.before_move = stalls(SENDER, -1)
-    way._states[peer].routes["nccl"].retry_at = time.monotonic()
-    assert way.pull(peer, locations(FROM), keys(), reader.arena, locations(ELSEWHERE)).tolist() == [PULLED] * 6
-    assert way.stats()["a node"]["transport"] == "nccl"
+    selector._states[peer].routes["nccl"].retry_at = time.monotonic()
+    assert selector.pull(peer, locations(FROM), keys(), reader.arena, locations(ELSEWHERE)).tolist() == [PULLED] * 6
+    assert selector.stats()["a node"]["transport"] == "nccl"
 
 
 @pytest.mark.parametrize("stuck", ["join", "send", "headers"])

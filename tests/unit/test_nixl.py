@@ -226,7 +226,7 @@ def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) ->
     def run(part: int) -> None:
         mine = slice(part * SLOTS // 4, (part + 1) * SLOTS // 4)
         for _ in range(3):
-            with turns:  # as Lanes sees to
+            with turns:  # as TransportSelector does
                 verdicts.append(pull(nixl, peer, source[mine], keys[mine], ours, locations(np.arange(SLOTS)[mine], 1)))
 
     threads = [threading.Thread(target=run, args=(part,)) for part in range(4)]

@@ -1,4 +1,4 @@
-"""What every tier promises, and what is a folder's own. Servers that fail are in test_tiers_redis."""
+"""What every tier promises, and what is a folder's own. Servers that fail are in test_redis_tier."""
 
 import contextlib
 import dataclasses
@@ -612,7 +612,7 @@ def refusal(url: str) -> str:
     return "".join(traceback.format_exception(raised.value))
 
 
-def test_unknown_schemes() -> None:
+def test_unknown_schemes_are_refused() -> None:
     message = refusal("gopher://host/path?capacity=1GiB")
     assert all(word in message for word in ("'gopher'", "register_tier", "file", "redis", "valkeys", "s3"))
 

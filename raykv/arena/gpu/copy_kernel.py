@@ -89,7 +89,9 @@ class CopyStream:
         self._allocate(1 << 16)
 
     def _allocate(self, size: int) -> None:
-        self._table = self._cupy.cuda.Memory(size)  # first: it may fail, and must not be the smaller of the two
+        self._table = self._cupy.cuda.Memory(
+            size
+        )  # first, since `copy` goes by `_host`: if this fails, neither is replaced
         self._host = cuda.page_locked(self._cupy, size)
 
     def copy(self, pieces: Copies, after: int | None) -> None:

@@ -17,7 +17,7 @@ from raykv.errors import CapacityError, DeviceError
 
 BOUNCE_BYTES = 8 << 20  # of a bounce buffer
 HANDLE_BYTES = 64
-_GRAIN = 2 << 20  # CUDA exports memory in grains of this size: with no smaller one, nothing else goes along
+_GRAIN = 2 << 20  # CUDA exports whole grains of this size: smaller allocations would export neighbours too
 _OUT_OF_MEMORY, _PORTABLE = 2, 1  # cudaErrorMemoryAllocation, cudaHostRegisterPortable
 log = logging.getLogger("raykv")
 

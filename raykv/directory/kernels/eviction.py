@@ -71,7 +71,7 @@ def victim(c, size_class, heap, locality, may_leave):
     """
     tail = oldest(c, size_class)
     far_class = coldest(c, heap) if may_leave else np.int64(-1)
-    if far_class < 0:  # there may be none, though this one has a victim: a GPU's blocks are not the cluster's
+    if far_class < 0:  # no other will do; a GPU is not in the heap, and may have a victim
         return np.int64(size_class) if tail >= 0 else np.int64(-1)
     if tail < 0:
         return far_class
@@ -104,7 +104,7 @@ def evict(c, size_class):
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
         drop_replicas(c, row_at(c, position))
-    forget(c, row)
+    forget(c, row)  # the eviction
     c.size_classes[size_class].evicted += 1
     return row
 

@@ -48,8 +48,8 @@ def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, 
     slot size, in the order in which they are tried. source[i], out: the held or granted row, -1 where another client
     writes the key. staged[i], out: the row on the writer's node to write into where the granted one is elsewhere, else
     -1. granted, out: indices of the granted keys.
-    Returns (leading keys that are covered, number of grants). Not covered is the first key that found no room, or for
-    which this very call has used up the staging window.
+    Returns (leading keys that are covered, number of grants). The first key that is not covered found no room, or came
+    after this call had used up the staging window.
     """
     n, grants, tried, elsewhere = len(keys), 0, 0, 0
     ahead = victim_ahead(c, size_class, AHEAD)

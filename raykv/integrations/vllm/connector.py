@@ -162,8 +162,8 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
 def _digest(hf_config: Any) -> str:
     """Hash of a model's whole configuration: overrides of it may change its KV."""
     fields = json.loads(hf_config.to_json_string(use_diff=False))
-    told = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    counted = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

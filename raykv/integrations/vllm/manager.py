@@ -95,7 +95,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._pools, self._arguments = pools, arguments
         self._caches = self._make_caches()
         self._asks: dict[str, Ask] = {}
-        self._failed: set[str] = set()  # requests whose load failed: asked again, they would find the same
+        self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
         self._rate = 0.0  # tokens a second that requests got computed, lately

@@ -167,17 +167,17 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _read(self, source: ChunksToLoad, target: Any) -> int:
         """Bytes read: of all chunks, or 0 if one of them is not there any more."""
-        arena, at, names = source.parts[self._part]
-        locations, keys = np.frombuffer(at, LOCATION), _rows_of_keys(names)
+        nonce, where, data = source.parts[self._part]
+        locations, keys = np.frombuffer(where, LOCATION), _rows_of_keys(data)
         local, directory = self._pool.session.local, self._pool.session.directory
-        if local is None or local.arena.nonce != arena:  # not by index: a new directory calls nodes otherwise
+        if local is None or local.arena.nonce != nonce:  # not by index: a new directory calls nodes otherwise
             self._pool.session.refresh()
             directory.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
         rows = self._rows(target, len(keys))
         try:
             ok = local.arena.read(locations, keys, rows)
-        except DeviceError as error:  # nobody else is to miss the blocks for that
+        except DeviceError as error:  # the blocks are good: they are not reported as corrupt
             directory.fault("gpu", error)
             return 0
         if not ok.all():
