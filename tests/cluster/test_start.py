@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from helpers.command_line import command
-from helpers.pools import Attached, actor_names, eventually, other_node, shm_files, worker
+from helpers.pools import Attached, actor_names, eventually, shm_files, worker
 
 import raykv
 from raykv import registry
@@ -126,7 +126,7 @@ def test_a_node_that_joins_and_cannot_afford_its_store_is_seen(
     assert "no store" in shown.stdout and "Lower cpu_memory" in " ".join(shown.stdout.split())
     (said,) = ray.get(worker(pool, node.node_id, Attached).warnings.remote(), timeout=60)
     assert "no store on this node" in said and why in said
-    assert ray.get(worker(pool, other_node(pool), Attached).warnings.remote(), timeout=60) == []
+    assert ray.get(worker(pool, pool.node_id, Attached).warnings.remote(), timeout=60) == []
 
 
 def test_stop_ends_what_it_finds_by_name(start: Callable[..., raykv.KVPool], cluster: Any) -> None:
