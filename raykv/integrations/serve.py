@@ -44,7 +44,10 @@ NO_KEYS = np.zeros((0, 16), np.uint8)
 
 
 def announce(cache: KVCache, model: str) -> None:
-    """Tell the routers of `model` how prompts become keys of `cache`. For the constructor of a deployment."""
+    """Tell the routers of `model` how prompts become keys of `cache`. For the constructor of a deployment.
+
+    model: the name that routers are given in request_router_kwargs. Raises RayError if Ray does not answer.
+    """
     prefix_lookup.announce(cache.session.name, model, root=cache.root.hex(), block_tokens=cache.block_tokens)
 
 
@@ -60,7 +63,7 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """
 
     def initialize_state(self, model: str, pool: str = "default") -> None:
-        """Called by Serve with request_router_kwargs."""
+        """Called by Serve with request_router_kwargs. model: as announced. pool: its name."""
         self.lookup = prefix_lookup.PrefixLookup(pool, model)
         self._warned = False
 
@@ -69,7 +72,10 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self.lookup.look()  # new replicas may announce another cache
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
-        """Keys of a request's prompt, (n, 16); none where the pool can't help. announced: what replicas said."""
+        """Keys of a request's prompt, (n, 16) uint8; none where the pool can't help.
+
+        announced: what a replica told by `announce`. A ValueError leaves the choice to Serve.
+        """
         token_ids = request.kwargs.get("token_ids")
         if token_ids is None or len(token_ids) < announced["block_tokens"]:
             return NO_KEYS

@@ -79,9 +79,11 @@ def model_cache(
 ) -> KVCache:
     """The cache of `pool` that engines with this model share.
 
+    pool: of raykv.start or raykv.attach. block_tokens: tokens of a block, equal in all engines that are to share.
     model: a causal language model of transformers, on one device, with full attention in every layer.
     name, revision: must tell this model's weights and settings from any other's. Default: where it was loaded from, and
         the commit that the hub named.
+    Returns a KVCache whose other arguments are read off the model.
     Raises ValueError for a model without a name, or one whose layers keep anything but full attention.
     """
     name = name or model.config.name_or_path
@@ -120,7 +122,9 @@ def prefill(
 ) -> Prefill:
     """Run `model` over a prompt, except over the leading blocks that the pool has; store the new full blocks.
 
+    model: a causal language model. cache: of `model_cache` with this model.
     input_ids: 1-D, at least one token. At least the last is always computed: its logits are wanted.
+    Returns a Prefill.
     lora: the active adapter, if any. salt: what tells this request's tenant from others (see KVCache.keys).
     A pool that is down or empty makes this an ordinary prefill. Raises ValueError for input that is not 1-D, or a cache
     whose blocks are not this model's. To generate with `model.generate`, use `generate` of this module instead.
@@ -174,7 +178,10 @@ def generate(
 
 
 def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
-    """A cache that holds `blocks`, (n, block_bytes) uint8 on the model's device; n may be 0."""
+    """A cache that holds blocks.
+
+    blocks: (n, block_bytes) uint8 on the model's device; n may be 0. shape: of `block_shape`.
+    """
     past = PromptCache(config=model.config)
     if not len(blocks):
         return past
@@ -188,7 +195,10 @@ def restore(blocks: torch.Tensor, shape: Shape, model: Any) -> PromptCache:
 
 
 def extract(past: DynamicCache, shape: Shape, start: int, stop: int) -> torch.Tensor:
-    """Blocks `start` to `stop` of a cache, in host memory: (stop - start, block_bytes) uint8."""
+    """Blocks `start` to `stop` of a cache, in host memory: (stop - start, block_bytes) uint8.
+
+    past: of a prompt of at least `stop` blocks, batch 1. shape: of `block_shape`. Raises ValueError for other layers.
+    """
     _, _, kv_heads, block_tokens, head_dim = shape
     count = stop - start
     dtype = past.layers[0].keys.dtype

@@ -39,7 +39,7 @@ class Tier(Protocol):
         """Store blocks. Returns for each whether it is stored now; False: there is no room for it."""
 
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
-        """Read the body of each block into its `out` (contiguous and writable), and return the heads.
+        """Read the body of each block into its `out` (contiguous, writable, as long as the body), and return the heads.
 
         None instead of a head: not there, cut short, or of another length than its `out`, which is undefined then.
         """

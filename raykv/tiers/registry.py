@@ -14,6 +14,8 @@ _registered: dict[str, Maker] = {}  # by scheme
 def register_tier(scheme: str, make: Maker) -> None:
     """Let `external=` URLs of this scheme be opened by `make`, in this process.
 
+    scheme: of the URL, in any case. make: called with a TierUrl, returns an open Tier; it raises ValueError or OSError,
+    which say what to change, where that can't be.
     Other processes find it by an entry point named after the scheme, in the group "raykv.tiers".
     """
     _registered[scheme.lower()] = make

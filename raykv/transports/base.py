@@ -44,27 +44,35 @@ class Transport:
         return None
 
     def serve(self, *args: Any) -> Any:
-        """Answer a question of a peer's `pull`, which comes through `NodeStore.serve`."""
+        """Answer a question of a peer's `pull`, which comes through `NodeStore.serve`.
+
+        args: what this transport's own `pull` sends; check every index and length. Returns what that takes. Raises
+        ValueError for a question that makes no sense.
+        """
         raise ValueError(f"transport {self.name} answers no questions of peers")
 
     def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
         """Copy blocks of a peer.
 
-        offer: the peer's. Returns (n,) verdicts FAILED, PULLED, or ALTERED (the peer no longer has that block).
+        peer: whose memory. offer: the peer's. request: which blocks, and the slots for them.
+        Returns (n,) uint8 verdicts FAILED, PULLED, or ALTERED (the peer no longer has that block).
         Raises TimeoutError at the request's `end`; bytes that arrive later are written under the slots' locks. Raises
         OSError or RayError where this transport can't read from the peer: another one may.
         """
         raise NotImplementedError
 
     def withdraw(self, slab: int) -> None:
-        """Stop reading from and serving a slab of this node's arena: its memory is about to go."""
+        """Stop reading from and serving a slab of this node's arena: its memory is about to go. slab: its number."""
 
     def close(self) -> None:
         """Stop serving. Nothing is pulled any more."""
 
 
 def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
-    """Ask the `serve` of a peer's transport. TimeoutError at the time `end`."""
+    """Ask the `serve` of a peer's transport. end: time.monotonic(). args: picklable. Returns its answer.
+
+    Raises TimeoutError at the time `end`, and RayError where the peer does not answer or refuses.
+    """
     answer = peer.store.serve.remote(peer.name, transport, *args)
     return ray.get(answer, timeout=seconds_left(end))
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
 from raykv.actors.demoter import excess_of
 from raykv.actors.peers import Peers
 from raykv.actors.single_flight import SingleFlight
-
 from raykv.protocol import ALIGN, FAILED, PULLED
 from raykv.transports.base import Peer
 

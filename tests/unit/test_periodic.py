@@ -6,9 +6,9 @@ import time
 import pytest
 from helpers.pools import eventually
 from ray.exceptions import RayError
-from raykv.actors.directory_loop import DirectoryLoop
 
 from raykv import registry
+from raykv.actors.directory_loop import DirectoryLoop
 from raykv.system.periodic import Pause, Periodic
 
 LONG_S = 1000.0

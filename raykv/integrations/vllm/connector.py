@@ -39,7 +39,7 @@ WITHOUT = "or leave kv_transfer_config out"
 
 
 def kv_transfer_config(pool: str = "default") -> dict[str, Any]:
-    """The value of vLLM's `kv_transfer_config` that attaches an engine to a pool."""
+    """The value of vLLM's `kv_transfer_config` that attaches an engine to a pool. pool: its name. Returns a dict."""
     return {
         "kv_connector": "RayKVConnector",
         "kv_connector_module_path": "raykv.integrations.vllm",

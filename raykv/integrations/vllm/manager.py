@@ -105,6 +105,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """RETRY while the request's look-up runs; HIT for a chunk that is leased and on this node; else MISS.
+
+        Called by the scheduler: it never waits for Ray. key: vLLM's hash of a chunk.
+        """
         request = req_context.req_id
         if request in self._failed:
             return LookupResult.MISS
@@ -122,6 +126,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return LookupResult.HIT if ask.numbers.get(key, NOT_ASKED) < found.chunks else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
+        """Locations and keys of chunks that `lookup` found, for the workers. Leases last until `complete_load`."""
         ask = self._asks[req_context.req_id]
         ask.loading = True
         numbers = np.array([ask.numbers[key] for key in keys], np.int64)
@@ -131,6 +136,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return ChunksToLoad([(arena, where.tobytes(), rows.tobytes()) for arena, (where, rows) in parts])
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Release the leases of the request."""
         self._forget(req_context.req_id)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
@@ -155,6 +161,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             cache.recompute_tokens_per_s = self._rate
 
     def on_request_finished(self, req_context: Any) -> None:
+        """Forget the request, and release what it holds."""
         self._failed.discard(req_context.req_id)
         if (computing := self._computing.get(req_context.req_id)) and not computing.offered:
             del self._computing[req_context.req_id]
@@ -183,6 +190,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._forget(request)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was counted since the last call, for vLLM's metrics; None if nothing was."""
         if not self._counts:
             return None
         stats = OffloadingConnectorStats()

@@ -28,7 +28,7 @@ from raykv.integrations.vllm.connector import kv_transfer_config
 
 
 def routed_config(pool: str = "default") -> dict[str, Any]:
-    """The value of `kv_transfer_config` for engines behind a VLLMPrefixRouter."""
+    """The value of `kv_transfer_config` for engines behind a VLLMPrefixRouter. pool: its name. Returns a dict."""
     own = {"kv_connector": "RoutedConnector", "kv_connector_module_path": "raykv.integrations.vllm.announce"}
     return kv_transfer_config(pool) | own
 
@@ -49,7 +49,10 @@ class VLLMPrefixRouter(PrefixRouter):
 
 
 def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
-    """Keys of an OpenAI request's prompt, (chunks, 16), as its engine's connector has them."""
+    """Keys of an OpenAI request's prompt, (chunks, 16) uint8, as its engine's connector has them.
+
+    body: the request. announced: what the engine told. Raises ValueError for a request without one prompt.
+    """
     token_ids = _token_ids(body, announced)
     hashes = block_hashes(token_ids, announced, getattr(body, "cache_salt", None))
     last = announced["block_tokens"] // announced["hash_tokens"] - 1
@@ -57,7 +60,7 @@ def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
 
 
 def block_hashes(token_ids: list[int], announced: dict[str, Any], salt: str | None = None) -> list[bytes]:
-    """What vLLM calls a prompt's full blocks."""
+    """vLLM's own hashes of a prompt's full blocks. announced: what the engine told. salt: the request's cache_salt."""
     function, size = get_hash_fn_by_name(announced["hash_algorithm"]), announced["hash_tokens"]
     hashes, parent = [], function(announced["hash_seed"])
     extra = (("cache_salt", salt),) if salt else None
