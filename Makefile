@@ -2,8 +2,8 @@ PYTHON ?= python3
 
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
-# runs tests beside others, and prints what they print when they are done
-BESIDE = .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log; exit $$status
+# runs tests beside `clusters`, which are not to be starved, and prints what they print when they are done
+BESIDE = nice .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log; exit $$status
 
 .PHONY: demo check test lint units clusters engines alone docs pictures
 
