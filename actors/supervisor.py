@@ -89,7 +89,7 @@ class Supervisor:
     def _look(self) -> None:
         if registry.settings(self._pool) is None:  # the pool is being stopped
             return
-        living = _living()
+        living = registry.living()
         self._drop_failed()
         for node_id in living - self._stores.keys():
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
@@ -216,10 +216,6 @@ def _noticed() -> dict[str, float]:
 @functools.cache
 def _gcs(address: str) -> Any:
     return GcsClient(address=address)
-
-
-def _living() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def start_supervisor(pool: str, node_id: str) -> Any:

@@ -77,6 +77,11 @@ def node_store_name(pool: str, node_id: str) -> str:
     return f"{pool}/node-{node_id[:16]}"
 
 
+def living() -> set[str]:
+    """Ray node ids of the nodes that are alive."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
 def find(name: str) -> Any:
     """A handle of one of our actors. ValueError where there is none."""
     refuse_forked()

@@ -129,7 +129,7 @@ def _start_actors(question: Question, settings: dict[str, Any], on_progress: Pro
     """Start directory and stores of a pool that does not run, and wait until they serve."""
     pool, head = question.pool, _head()
     directory = start_directory(pool, 1, head)
-    stores = {node_id: start_store(pool, node_id, question) for node_id in _living()}
+    stores = {node_id: start_store(pool, node_id, question) for node_id in registry.living()}
     answers = _answers(pool, stores)
     _check(question, answers)
     _warn_of_memory(pool, answers)
@@ -159,7 +159,7 @@ def _why_not_there(node_id: str, store: Any) -> str:
     try:
         ray.get(store.describe_arena.remote(), timeout=ASK_DEADLINE_S)
     except RayError as error:
-        return reason_of(error) if node_id in _living() else ""
+        return reason_of(error) if node_id in registry.living() else ""
     return ""
 
 
@@ -168,10 +168,6 @@ def _head() -> str:
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return str(node["NodeID"])
     return str(ray.get_runtime_context().get_node_id())
-
-
-def _living() -> list[str]:
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -193,6 +193,6 @@ def attach(name: str = "default", *, node_id: str | None = None, device: str | i
 
 
 def _check_living(node_id: str) -> None:
-    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    living = registry.living()
     if node_id not in living:
         raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: {', '.join(living)}")

@@ -33,7 +33,7 @@ def end_pool(name: str) -> bool:
     settings = registry.get(name, "settings")
     there = settings is not None or bool(registry.actor_names(name))
     _stop_watching(name)
-    living = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    living = registry.living()
     stores = _stores(name, living)
     if settings is None or json.loads(settings).get("external"):
         _flush(list(stores.values()))
@@ -48,7 +48,7 @@ def end_pool(name: str) -> bool:
         _clean.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
             name, DEATH_DEADLINE_S if node_id in silent else 0.0
         )
-        for node_id in set(living) - stopped
+        for node_id in living - stopped
     ]
     ray.wait(cleans, num_returns=len(cleans), timeout=DEATH_DEADLINE_S) if cleans else None
     registry.forget(name)
@@ -76,7 +76,7 @@ def _stop_watching(name: str) -> None:
         ray.kill(supervisor)
 
 
-def _stores(name: str, living: list[str]) -> dict[str, Any]:
+def _stores(name: str, living: set[str]) -> dict[str, Any]:
     found = {}
     for node_id in living:
         with contextlib.suppress(ValueError):
