@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from raykv import registry
 from raykv.actors.directory_loop import DirectoryLoop, is_absence
 from raykv.arena.arena import Arena
+from raykv.client.directory_line import DirectoryLine
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
 from raykv.protocol import (
     ALIGN,
@@ -109,7 +109,7 @@ class Demoter:
 
     # ------------------------------------------------------------------ the thread
 
-    def _step(self, directory: Any) -> float:
+    def _step(self, directory: DirectoryLine) -> float:
         self._heartbeat(directory)
         demoted = self.external.up and self.index >= 0 and self._demote(directory)
         return self._pause_after(demoted)
@@ -124,7 +124,7 @@ class Demoter:
         self._pause = 0.0 if demoted else min(2 * self._pause + POLL_S / 4, IDLE_POLL_S)
         return self._pause
 
-    def _heartbeat(self, directory: Any) -> None:
+    def _heartbeat(self, directory: DirectoryLine) -> None:
         """Report the tier and its state to the directory; where it asks, also what lies in the tier."""
         self._lost |= self.external.probe() is False
         up, now = self.external.up, time.monotonic()
@@ -134,7 +134,7 @@ class Demoter:
             return
         lost = self.external.content if self._lost else b""
         report = TierReport(self._capacity, self.external.shared, up, lost)
-        answer = ray.get(directory.tier_heartbeat.remote(self._node_id, tuple(report)), timeout=2 * HEARTBEAT_S)
+        answer = directory.call("tier_heartbeat", self._node_id, tuple(report), seconds=2 * HEARTBEAT_S)
         if answer is None:  # this node has not joined yet
             self.index = -1
             return
@@ -145,7 +145,7 @@ class Demoter:
         if reply.list_it:
             self._report_existing(directory)
 
-    def _report_existing(self, directory: Any) -> None:
+    def _report_existing(self, directory: DirectoryLine) -> None:
         """Tell the directory what lies in the tier from before, and delete what there is no room for."""
         found = [block for batch in self.external.scan() for block in batch]
         if not self.external.up:  # it is listed anew when it is back
@@ -157,13 +157,13 @@ class Demoter:
             part = found[first : first + EXISTING_PER_CALL]
             keys, sizes = b"".join(key for key, _ in part), np.array([size for _, size in part], np.int64)
             blocks = ExistingBlocks(keys, sizes.tobytes(), last=first + EXISTING_PER_CALL >= len(found))
-            ray.get(directory.report_existing.remote(self._node_id, tuple(blocks)), timeout=2 * HEARTBEAT_S)
+            directory.call("report_existing", self._node_id, tuple(blocks), seconds=2 * HEARTBEAT_S)
 
-    def _demote(self, directory: Any) -> bool:
+    def _demote(self, directory: DirectoryLine) -> bool:
         """Demote one batch. Returns whether there was one."""
         whole = bool(self._flushes)
-        asked = directory.demote.remote(self._node_id, tuple(self._report._replace(whole=whole)))
-        demotions = Demotions(*ray.get(asked, timeout=4 * METADATA_DEADLINE_S))
+        report = tuple(self._report._replace(whole=whole))
+        demotions = Demotions(*directory.call("demote", self._node_id, report, seconds=4 * METADATA_DEADLINE_S))
         self._report, self._served = NOTHING_DONE._replace(seen=self._report.seen), demotions.number > 0
         if self._delete(demotions.to_delete):
             self._report = self._report._replace(seen=demotions.number)

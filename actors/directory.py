@@ -1,14 +1,23 @@
-"""The directory as an actor: a thin shell that adds the time."""
+"""The directory as an actor: a thin shell that adds the time, and answers on a socket beside Ray's calls.
 
+A call through Ray costs this process ten times what the answer does. So clients and node stores keep a connection each,
+which one thread serves; a lock keeps it and Ray's thread apart. Ray's calls are for administrators, and for whoever
+can't reach the socket.
+"""
+
+import functools
 import gc
+import logging
 import os
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
 from raykv import registry
-from raykv.config import WRITE_SHARES
+from raykv.config import WRITE_SHARES, may_use_sockets
 from raykv.directory.directory import Directory
 from raykv.protocol import (
     ArenaDescription,
@@ -24,14 +33,45 @@ from raykv.protocol import (
     SlabReport,
     SweepResult,
     TierReport,
+    packed,
+    unpacked,
 )
+from raykv.system import wire
 from raykv.system.jit import compile_all
+from raykv.system.listener import Connection, Listener
+
+log = logging.getLogger("raykv")
 
 Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles that fastest
 
 
+CALLS = frozenset(  # what may be asked over the socket, by the clients and by the node stores
+    (
+        *("match", "next_window", "reserve", "commit", "pin", "unpin", "forget", "preempted", "locate_prefix"),
+        *("client_heartbeat", "disconnect", "nodes", "join", "adopt", "heartbeat", "sweep_result", "tier_heartbeat"),
+        *("report_existing", "demote", "demote_gpu"),
+    )
+)
+FRAME_BYTES = 1 << 30  # the longest: what a store found in its arena
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def one_at_a_time(
+    method: Callable[Concatenate["DirectoryActor", P], T],
+) -> Callable[Concatenate["DirectoryActor", P], T]:
+    """A method that Ray's thread and the socket's may call: the Directory is a state machine for a single thread."""
+
+    @functools.wraps(method)
+    def locked(self: "DirectoryActor", *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast(Callable[Concatenate["DirectoryActor", P], T], locked)
+
+
 class DirectoryActor:
-    """Where every block of a pool is. One actor, synchronous: calls are answered in the order they came."""
+    """Where every block of a pool is. Calls are answered in the order they came."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
@@ -41,9 +81,12 @@ class DirectoryActor:
         self._directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
+        self._lock = threading.Lock()  # guards _directory
         for name in registry.names(pool, "leaving"):
             self.leave(name)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
+        self._listener = self._listen(settings["transport"])
+        registry.put_directory_address(pool, self._listener.address if self._listener else None)
 
     def __repr__(self) -> str:
         return f"Directory(pool={self._pool})"
@@ -51,39 +94,73 @@ class DirectoryActor:
     def ping(self) -> int:
         return os.getpid()
 
+    def _listen(self, transport: str) -> Listener | None:
+        """The socket, where clients may use one."""
+        if not may_use_sockets(transport):
+            return None
+        try:
+            return Listener(ray.util.get_node_ip_address(), "raykv-calls", FRAME_BYTES, self._answer)
+        except OSError as error:
+            log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
+            return None
+
+    def _answer(self, connection: Connection, request: bytes) -> bytes:
+        """The answer to a call that came over the socket: (whether it could be answered, the answer or why not)."""
+        try:
+            method, *arguments = unpacked(request)
+            if method not in CALLS:
+                raise ValueError(f"there is no such call, or not over the socket: {method!r}")
+            answer = True, getattr(self, method)(*arguments)
+        except Exception as error:  # the caller is confused; the others are to be served
+            log.error("pool %s: a call failed: %r", self._pool, error, exc_info=error)
+            answer = False, repr(error)
+        return wire.frame(packed(answer))
+
+    @one_at_a_time
     def match(self, call: Message, request: Message) -> Message:
         return tuple(self._directory.match(Call(*call), MatchRequest(*request), time.monotonic()))
 
+    @one_at_a_time
     def next_window(self, call: Message, request: Message) -> Message:
         return tuple(self._directory.next_window(Call(*call), NextWindowRequest(*request), time.monotonic()))
 
+    @one_at_a_time
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
         return self._directory.locate_prefix(keys)
 
+    @one_at_a_time
     def reserve(self, call: Message, request: Message) -> Message:
         return tuple(self._directory.reserve(Call(*call), ReserveRequest(*request), time.monotonic()))
 
+    @one_at_a_time
     def commit(self, call: Message, request: Message) -> Message:
         return tuple(self._directory.commit(Call(*call), CommitRequest(*request), time.monotonic()))
 
+    @one_at_a_time
     def pin(self, call: Message, keys: bytes) -> Message:
         return tuple(self._directory.pin(Call(*call), keys, time.monotonic()))
 
+    @one_at_a_time
     def unpin(self, call: Message, keys: bytes) -> Message:
         return tuple(self._directory.unpin(Call(*call), keys, time.monotonic()))
 
+    @one_at_a_time
     def forget(self, call: Message, keys: bytes) -> Message:
         return tuple(self._directory.forget(Call(*call), keys, time.monotonic()))
 
+    @one_at_a_time
     def preempted(self, call: Message, keys: bytes) -> Message:
         return tuple(self._directory.preempted(Call(*call), keys, time.monotonic()))
 
+    @one_at_a_time
     def client_heartbeat(self, call: Message) -> Message:
         return tuple(self._directory.client_heartbeat(Call(*call), time.monotonic()))
 
+    @one_at_a_time
     def disconnect(self, client: int) -> None:
         self._directory.disconnect(client, time.monotonic())
 
+    @one_at_a_time
     def join(self, name: str, arena: Message) -> Message:
         before = self._directory.epoch
         joined = self._directory.join(name, ArenaDescription(*arena), time.monotonic())
@@ -91,11 +168,13 @@ class DirectoryActor:
             registry.take_epoch(self._pool, joined.epoch)
         return tuple(joined)
 
+    @one_at_a_time
     def adopt(self, name: str, report: Message, found: Message) -> None:
         slabs = SlabReport(*report)
         self._directory.set_slab_target(name, slabs, time.monotonic())
         self._directory.adopt(name, Inventory(*found), time.monotonic(), slabs.offered)
 
+    @one_at_a_time
     def heartbeat(self, name: str, report: Message) -> tuple[Message, Message] | None:
         """A Heartbeat and a SlabTarget; None where the node must `join` again."""
         slabs = SlabReport(*report)
@@ -103,43 +182,58 @@ class DirectoryActor:
         answer = self._directory.heartbeat(name, slabs.offered, time.monotonic())
         return None if answer is None else (tuple(answer), tuple(target))
 
+    @one_at_a_time
     def sweep_result(self, result: Message) -> None:
         self._directory.sweep_result(SweepResult(*result), time.monotonic())
 
+    @one_at_a_time
     def leave(self, name: str) -> None:
         self._directory.leave(name, time.monotonic())
 
+    @one_at_a_time
     def sole_copies(self, name: str) -> Message | None:
         answer = self._directory.sole_copies(name, time.monotonic())
         return None if answer is None else tuple(answer)
 
+    @one_at_a_time
     def remove_node(self, name: str) -> int:
         return self._directory.remove_node(name, time.monotonic())
 
+    @one_at_a_time
     def tier_heartbeat(self, name: str, report: Message) -> Message | None:
         reply = self._directory.tier_heartbeat(name, TierReport(*report), time.monotonic())
         return None if reply is None else tuple(reply)
 
+    @one_at_a_time
     def report_existing(self, name: str, existing: Message) -> None:
         self._directory.report_existing(name, ExistingBlocks(*existing), time.monotonic())
 
+    @one_at_a_time
     def demote(self, name: str, report: Message) -> Message:
         return tuple(self._directory.demote(name, DemotionReport(*report), time.monotonic()))
 
+    @one_at_a_time
     def demote_gpu(self, name: str, report: Message) -> Message:
         return tuple(self._directory.demote_gpu(name, GpuDemotionReport(*report), time.monotonic()))
 
+    @one_at_a_time
     def nodes(self) -> dict[int, str]:
         """Ray node ids by the index that locations carry, of nodes and of their own tiers."""
         return self._directory.indices()
 
+    @one_at_a_time
     def clear(self) -> tuple[int, int]:
         """(generation up to which all blocks are forgotten, how many keys there were)."""
         keys = self._directory.clear(time.monotonic())
         return self._directory.floor, keys
 
+    @one_at_a_time
     def stats(self) -> dict[str, Any]:
-        return self._directory.stats(time.monotonic())
+        """As of Directory, and where it listens: `socket`, None if it doesn't, and `connections` to it."""
+        listener = self._listener
+        socket = f"{listener.address.host}:{listener.address.port}" if listener else None
+        connections = len(listener.served) if listener else 0
+        return {**self._directory.stats(time.monotonic()), "socket": socket, "connections": connections}
 
 
 def start_directory(pool: str, number: int, node_id: str) -> Any:

@@ -1,34 +1,48 @@
 """Periodic steps that need the directory: every store's heartbeats and demotion."""
 
 import logging
+import time
 from collections.abc import Callable
-from typing import Any
 
-from ray.exceptions import RayError
-
-from raykv import registry
+from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.system.periodic import Pause, Periodic
 
 log = logging.getLogger("raykv")
+LOOK_S = 0.25  # until a directory that is gone is noticed
 
 
 class DirectoryLoop(Periodic):
-    """Takes steps with a handle of the directory in charge. After an error it looks for the directory anew."""
+    """Takes steps with a line to the directory in charge. After an error it looks for the directory anew."""
 
     def __init__(
-        self, pool: str, name: str, step: Callable[[Any], Pause], on_error: Callable[[Exception], Pause]
+        self, pool: str, name: str, step: Callable[[DirectoryLine], Pause], on_error: Callable[[Exception], Pause]
     ) -> None:
-        """name: the thread's. step, on_error: see Periodic; a step is given the actor's handle."""
+        """name: the thread's. step, on_error: see Periodic."""
         super().__init__(name, self._with_directory, self._forget_directory)
         self._pool, self._name, self._ask, self._failed = pool, name, step, on_error
-        self._directory: Any = None
+        self._line, self._found = DirectoryLine(pool), False
+        self._due = 0.0  # time.monotonic() of the next step
+
+    def wake(self) -> None:
+        self._due = 0.0
+        super().wake()
 
     def _with_directory(self) -> Pause:
-        self._directory = self._directory or registry.find_directory(self._pool)
-        return self._ask(self._directory)
+        if not self._found and not self._line.find():
+            raise ValueError(f"pool {self._pool!r} has no directory")
+        self._found = True
+        if not self._line.look():
+            raise ConnectionError("the directory closed the connection")
+        if time.monotonic() < self._due:
+            return min(LOOK_S, self._due - time.monotonic())
+        self._due = float("inf")  # unless `wake` is called meanwhile
+        pause = self._ask(self._line)
+        if pause is not None and self._due:
+            self._due = time.monotonic() + pause
+        return min(LOOK_S, max(0.0, self._due - time.monotonic()))
 
     def _forget_directory(self, error: Exception) -> Pause:
-        self._directory = None
+        self._found, self._due = False, 0.0
         if is_absence(error):
             log.debug("pool %s: %s: %r", self._pool, self._name, error)
         else:  # a bug, or a device that failed: the next step may succeed
@@ -38,4 +52,4 @@ class DirectoryLoop(Periodic):
 
 def is_absence(error: Exception) -> bool:
     """Whether an error says no more than that the directory is dead, restarting or replaced."""
-    return isinstance(error, (RayError, ValueError))
+    return isinstance(error, ERRORS)

@@ -90,7 +90,7 @@ def _fetch(session: Session, keys: NDArray[np.uint8], block_bytes: int, end: flo
     for first in range(0, len(keys), KEYS_PER_CALL):
         part = keys[first : first + KEYS_PER_CALL]
         while len(part) and time.monotonic() < end:
-            with Match(session, Keys(part, cache), tokens_per_s=1.0) as match:
+            with Match(session, Keys(part, cache), tokens_per_s=1.0).ask() as match:
                 pulled += match.fetch(whole=True)
                 part = part[match.num_blocks + 1 :]  # skip the block that ended the match: it is gone
     session.directory.heartbeat()  # the directory learns what was pulled before it counts

@@ -17,6 +17,7 @@ from raykv.actors.node_memory import NodeMemory
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
 from raykv.arena.gpu_arena import GpuArena, copy_between
+from raykv.client.directory_line import DirectoryLine
 from raykv.config import METADATA_DEADLINE_S, slab_bytes
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import KEY_BYTES, LOCATION, PULLED, GpuDemotionReport, GpuDemotions, SlabReport
@@ -77,10 +78,10 @@ class GpuDemoter:
         """Demote nothing more."""
         self._loop.stop()
 
-    def _demote(self, directory: Any) -> float:
+    def _demote(self, directory: DirectoryLine) -> float:
         """Demote one batch. Returns the pause: none while there was something."""
-        asked = directory.demote_gpu.remote(self._gpu.name, tuple(self._report))
-        demotions = GpuDemotions(*ray.get(asked, timeout=4 * METADATA_DEADLINE_S))
+        report = tuple(self._report)
+        demotions = GpuDemotions(*directory.call("demote_gpu", self._gpu.name, report, seconds=4 * METADATA_DEADLINE_S))
         source, target = np.frombuffer(demotions.source, LOCATION), np.frombuffer(demotions.target, LOCATION)
         keys = np.frombuffer(demotions.keys, np.uint8).reshape(-1, KEY_BYTES)
         stored = _copy(self._gpu, source, keys, self._memory.arena, target)

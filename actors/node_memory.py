@@ -6,13 +6,12 @@ store owns one for the node and one for each GPU.
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
+from raykv.client.directory_line import DirectoryLine
 from raykv.config import HEARTBEAT_S
 from raykv.protocol import (
     LOCATION,
@@ -46,15 +45,15 @@ class NodeMemory:
         self.joined = threading.Event()
         self._report, self._on_directory_reply = report, on_directory_reply
 
-    def heartbeat(self, directory: Any) -> bool:
+    def heartbeat(self, directory: DirectoryLine) -> bool:
         """Report to the directory, and join one that does not know this memory. Returns whether it joined.
 
-        Raises RayError if the directory does not answer, ValueError if it is not the one in charge.
+        Raises one of `directory_line.ERRORS` if the directory does not answer, or is not the one in charge.
         """
         if not self.joined.is_set():  # a restarted store: the directory may know its node, but not this arena
             self._join(directory)
         report = self._report()
-        reply = ray.get(directory.heartbeat.remote(self.name, tuple(report)), timeout=2 * HEARTBEAT_S)
+        reply = directory.call("heartbeat", self.name, tuple(report), seconds=2 * HEARTBEAT_S)
         if reply is None:
             self._join(directory)
             return True
@@ -67,24 +66,23 @@ class NodeMemory:
             self._sweep(directory, np.frombuffer(heartbeat.sweep, LOCATION))
         return False
 
-    def _join(self, directory: Any) -> None:
+    def _join(self, directory: DirectoryLine) -> None:
         arena = self.arena
         described = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
-        joined = Joined(*ray.get(directory.join.remote(self.name, tuple(described)), timeout=JOIN_DEADLINE_S))
+        joined = Joined(*directory.call("join", self.name, tuple(described), seconds=JOIN_DEADLINE_S))
         if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
             raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
         inventory = inventory_of(arena, joined.node)
-        adopted = directory.adopt.remote(self.name, tuple(self._report()), tuple(inventory))
-        ray.get(adopted, timeout=JOIN_DEADLINE_S)
+        directory.call("adopt", self.name, tuple(self._report()), tuple(inventory), seconds=JOIN_DEADLINE_S)
         self.index = joined.node
         self.joined.set()
 
-    def _sweep(self, directory: Any, locations: NDArray[np.void]) -> None:
+    def _sweep(self, directory: DirectoryLine, locations: NDArray[np.void]) -> None:
         """Tell the directory in which quarantined slots (n LOCATIONs) no write lock is held any more."""
         verdicts = self.arena.sweep(locations)
         keys, generations = self.arena.identify(locations)
         result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
-        directory.sweep_result.remote(tuple(result))
+        directory.tell("sweep_result", tuple(result))
 
 
 def inventory_of(arena: Arena, index: int) -> Inventory:

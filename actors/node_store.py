@@ -27,6 +27,7 @@ from raykv.actors.single_flight import SingleFlight
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.files import remove_left_behind
 from raykv.arena.gpu_arena import GpuArena, copy_between
+from raykv.client.directory_line import DirectoryLine
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError
 from raykv.protocol import (
@@ -284,7 +285,7 @@ class NodeStore:
     def _heartbeat_of(self, memory: NodeMemory) -> DirectoryLoop:
         """The thread that keeps the directory informed of a memory."""
 
-        def step(directory: Any) -> float:
+        def step(directory: DirectoryLine) -> float:
             if memory.heartbeat(directory):
                 self._peers.forget_all()
             at_rest = memory.joined.is_set() and self._resizer.at_limit

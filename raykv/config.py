@@ -156,3 +156,11 @@ def capacity_bytes(memory: Size, total: int) -> int:
     """Bytes of an arena: `memory` is bytes, or a fraction of the `total` bytes that there are."""
     size = parse_size("memory", memory)
     return size if isinstance(size, int) else int(size * total)
+
+
+def may_use_sockets(transport: str) -> bool:
+    """Whether processes of a pool may connect to each other beside Ray.
+
+    transport: of PoolConfig. With RAY_USE_TLS all that crosses nodes must be encrypted: Ray encrypts, sockets do not.
+    """
+    return transport != "object_store" and os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false")

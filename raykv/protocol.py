@@ -1,8 +1,8 @@
 """Every message between clients, node stores and the directory, and what they are made of.
 
-A message is a NamedTuple whose fields are documented at its class. Arrays travel as bytes, which Ray copies fastest.
-Messages travel as plain tuples (`tuple(message)`; the receiver makes the class again), since pickling a class costs Ray
-more time than all the other arguments of a call.
+A message is a NamedTuple whose fields are documented at its class. Arrays travel as bytes, which is copied fastest.
+Messages travel as plain tuples (`tuple(message)`; the receiver makes the class again): over the directory's socket as
+msgpack (`packed`, `unpacked`), and through Ray, for which pickling a class would cost more than all other arguments.
 
 A field that is `bytes` holds, little-endian and contiguous:
 
@@ -16,10 +16,11 @@ Both sides of every message must have the same VERSION. `raykv.registry.settings
 import time
 from typing import Any, NamedTuple, overload
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 2  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 3  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -69,6 +70,20 @@ def epoch_of(generation: int) -> int:
 def seconds_left(end: float) -> float:
     """Seconds until the time `end` (time.monotonic()); never 0, which some calls take for no deadline."""
     return max(0.001, end - time.monotonic())
+
+
+def packed(message: Any) -> bytes:
+    """A message as it crosses a socket: of None, bool, int, str, bytes, tuples and dicts. Else raises TypeError."""
+    data: bytes = msgpack.packb(message)
+    return data
+
+
+def unpacked(data: bytes) -> Any:
+    """The message, of tuples, that `packed` made into bytes. Raises ValueError if it is none."""
+    try:
+        return msgpack.unpackb(data, use_list=False, strict_map_key=False)
+    except (msgpack.UnpackException, TypeError) as error:  # TypeError: a key of a dict that can't be hashed
+        raise ValueError(f"{len(data)} bytes are no message: {error!r}") from error
 
 
 def data_deadline(size: int) -> float:

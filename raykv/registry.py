@@ -21,13 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv.config import NAMESPACE
 from raykv.errors import ProtocolMismatch, RayKVError
 from raykv.protocol import VERSION
+from raykv.system.wire import Address
 
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
-# secret and the protocol's version), `<pool>/directory` (the name of the directory in charge), `<pool>/epoch/<n>`
-# (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON: the cpu_memory that it
-# was resized to), `<pool>/tier` (what was given to `register_tier`, pickled), `<pool>/model/<name>` (JSON: how prompts
-# become keys, for routers), `<pool>/failed/<node>` (why a node has no store), `<pool>/answer/<node>` (pickled: what a
-# node says before a pool starts), `<pool>/compiled` (kernels that the directory has compiled, and all).
+# secret and the protocol's version), `<pool>/directory` (the name of the directory in charge), `<pool>/address` (JSON:
+# its host, port and token), `<pool>/epoch/<n>` (taken by a directory), `<pool>/leaving/<node>` (about to leave),
+# `<pool>/memory/<node>` (JSON: the cpu_memory that it was resized to), `<pool>/tier` (what was given to
+# `register_tier`, pickled), `<pool>/model/<name>` (JSON: how prompts become keys, for routers), `<pool>/failed/<node>`
+# (why a node has no store), `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled`
+# (kernels that the directory has compiled, and all).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 AWAIT_S = 120.0
@@ -94,6 +96,20 @@ def find_directory(pool: str) -> Any:
     if name is None:
         raise ValueError(f"pool {pool!r} has no directory")
     return find(name.decode())
+
+
+def directory_address(pool: str) -> Address | None:
+    """Where the directory in charge listens. None if it can be called through Ray only, or there is none."""
+    value = get(pool, "address")
+    if not value:
+        return None
+    host, port, token = json.loads(value)
+    return Address(host, port, bytes.fromhex(token))
+
+
+def put_directory_address(pool: str, address: Address | None) -> None:
+    """Tell everybody. None: it does not listen."""
+    put(pool, "address", json.dumps([address.host, address.port, address.token.hex()]).encode() if address else b"")
 
 
 def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str, Any]:

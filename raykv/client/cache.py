@@ -83,7 +83,7 @@ class KVCache:
         compute their tokens. prefetch: fetch those of other nodes too, for a prompt that waits in a queue.
         Raises ValueError for keys that are not of this cache.
         """
-        return Match(self.session, key_chain.check(keys, self.id), self.recompute_tokens_per_s, prefetch)
+        return Match(self.session, key_chain.check(keys, self.id), self.recompute_tokens_per_s, prefetch).ask()
 
     def amatch(self, keys: Keys, *, prefetch: bool = False) -> AsyncMatch:
         """As `match`, for event loops: `async with cache.amatch(keys) as match`."""
@@ -103,31 +103,37 @@ class KVCache:
 
     # ------------------------------------------------------------------ store
 
-    def store(self, keys: Keys, blocks: Any, start: int = 0) -> int:
+    def store(self, keys: Keys, blocks: Any, start: int = 0, *, wait: bool = False) -> int:
         """Offer blocks to the cluster. Returns how many of them are newly stored.
 
         keys: (n, 16), of the whole prefix. blocks: (n - start, block_bytes) uint8, contiguous, numpy or torch, the
         blocks of keys[start:]. Those that the pool has, that somebody else is writing, or that find no room are left
-        out. Raises ValueError for keys that are not of this cache, and for blocks of another shape or dtype.
+        out. wait: until the directory has answered that it offers them; without it they are written, and the directory
+        is on the point of offering them. Raises ValueError for keys that are not of this cache, and for blocks of
+        another shape or dtype.
         """
-        return store_rows(self.session, *self._dense(keys, blocks, start))
+        return store_rows(self.session, *self._dense(keys, blocks, start), wait)
 
-    def store_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
+    def store_from(
+        self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0, *, wait: bool = False
+    ) -> int:
         """As `store`, out of paged memory: the block of keys[start + i] is row block_ids[i] of every array of `paged`.
 
         paged: one (pages, bytes) uint8 array, or several whose row bytes add up to block_bytes (one a layer, say).
         block_ids: (n - start,) int. Raises ValueError where they do not fit.
         """
-        return store_rows(self.session, *self._paged(keys, paged, block_ids, start))
+        return store_rows(self.session, *self._paged(keys, paged, block_ids, start), wait)
 
-    async def astore(self, keys: Keys, blocks: Any, start: int = 0) -> int:
+    async def astore(self, keys: Keys, blocks: Any, start: int = 0, *, wait: bool = False) -> int:
         """As `store`, without blocking the event loop. Cancelled, the copy ends before the cancellation is raised."""
         # Checked here: what a GPU must finish first is known by the stream of the thread that calls.
-        return await self.session.in_thread(store_rows, self.session, *self._dense(keys, blocks, start))
+        return await self.session.in_thread(store_rows, self.session, *self._dense(keys, blocks, start), wait)
 
-    async def astore_from(self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0) -> int:
+    async def astore_from(
+        self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0, *, wait: bool = False
+    ) -> int:
         """As `store_from`, without blocking the event loop. Cancelled, the copy ends before that is raised."""
-        return await self.session.in_thread(store_rows, self.session, *self._paged(keys, paged, block_ids, start))
+        return await self.session.in_thread(store_rows, self.session, *self._paged(keys, paged, block_ids, start), wait)
 
     def _dense(self, keys: Keys, blocks: Any, start: int) -> tuple[Keys, Rows, int]:
         keys = key_chain.check(keys, self.id)

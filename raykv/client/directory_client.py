@@ -10,14 +10,15 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayError
 
-from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
+from raykv.client.directory_line import ERRORS, DirectoryLine, Sent
+from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, METADATA_DEADLINE_S
 from raykv.protocol import (
     Call,
     CommitRequest,
@@ -28,46 +29,20 @@ from raykv.protocol import (
     Reserved,
     ReserveRequest,
 )
-from raykv.registry import find_directory, refuse_forked
+from raykv.registry import refuse_forked
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0
+HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a client for gone after CLIENT_TTL_S
+PROBE_S = 1.0  # to wait for a directory that may be stopped, before looking whether another is in charge
 
 Locations = NDArray[np.void]
-P = ParamSpec("P")
 A = TypeVar("A", Matched, Reserved, Counted)
-Answer = TypeVar("Answer")
 M = TypeVar("M", bound=tuple[Any, ...])
 
 
-class RemoteMethod(Protocol[P, Answer]):
-    """A method of an actor's handle."""
-
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> "ray.ObjectRef[Answer]": ...
-
-
-class DirectoryStub(Protocol):
-    """What clients and routers ask of the directory (`raykv.actors.directory.DirectoryActor`).
-
-    Each request and answer is sent as a plain tuple of the named fields; see `plain`.
-    """
-
-    match: RemoteMethod[[Call, MatchRequest], Matched]
-    next_window: RemoteMethod[[Call, NextWindowRequest], Matched]
-    reserve: RemoteMethod[[Call, ReserveRequest], Reserved]
-    commit: RemoteMethod[[Call, CommitRequest], Counted]
-    pin: RemoteMethod[[Call, bytes], Counted]  # bytes: keys
-    unpin: RemoteMethod[[Call, bytes], Counted]
-    forget: RemoteMethod[[Call, bytes], Counted]
-    preempted: RemoteMethod[[Call, bytes], Counted]
-    client_heartbeat: RemoteMethod[[Call], Counted]
-    disconnect: RemoteMethod[[int], None]  # the client's id
-    nodes: RemoteMethod[[], dict[int, str]]  # names of nodes by the index that locations carry
-    locate_prefix: RemoteMethod[[bytes], dict[str, int]]  # keys; by node id, blocks of their longest ready prefix
-
-
 def plain(message: M) -> M:
-    """A message as the plain tuple that is sent, which pickles faster than its class. Typed as what it says."""
+    """A message as the plain tuple that is sent. Typed as what it says."""
     return cast(M, tuple(message))
 
 
@@ -77,15 +52,15 @@ class DirectoryClient:
     The ids of leases and reservations are chosen here, and every call lists those that are held: so after a
     call that timed out, the directory releases what that call granted. Thread-safe.
 
-    actor: handle of the directory that was last in charge; None if there was none. faults: number of faults by kind.
+    line: the way to the directory. faults: number of faults by kind.
     """
 
     def __init__(self, pool: str, newest_epoch: Callable[[], int]) -> None:
         """newest_epoch: the newest directory epoch known on this node; an older directory is not believed."""
         self.pool = pool
+        self.line = DirectoryLine(pool)
         self.faults: Counter[str] = Counter()
         self._newest_epoch = newest_epoch
-        self.actor = _found(pool)
         self._client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
         self._seq = itertools.count(1)
@@ -93,15 +68,16 @@ class DirectoryClient:
         self._pulled: list[Locations] = []
         self._corrupt: list[Locations] = []
         self._to_forget: list[bytes] = []
-        self._lock = threading.Lock()  # guards _seq, _held, _pulled, _corrupt, and that calls are sent in their order
-        self._up = self.actor is not None  # it answered the last call in time
+        self._lock = threading.Lock()  # guards the fields above, and that calls are sent in the order of their _seq
+        self._news = False  # the directory does not know all of them
+        self._up = self.line.find()  # it answered the last call in time
         self._logged: dict[str, float] = {}
         self._last_call = time.monotonic()
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._pid = os.getpid()
         threading.Thread(
-            target=_heartbeat, args=(weakref.ref(self), self._wake), name="raykv-directory", daemon=True
+            target=_tend_forever, args=(weakref.ref(self), self._wake), name="raykv-directory", daemon=True
         ).start()
 
     # ------------------------------------------------------------------ blocks
@@ -112,13 +88,30 @@ class DirectoryClient:
         Returns (id of the lease, which is held until `release`, answer). None: nothing is held.
         """
         lease = next(self._ids)
-        request = plain(MatchRequest(lease, node, keys, block_bytes))
-        return lease, self._ask(Matched, lambda actor, call: actor.match.remote(call, request), lease)
+        return lease, self._ask(Matched, "match", MatchRequest(lease, node, keys, block_bytes), hold=lease)
+
+    async def amatch(self, node: str, keys: bytes, block_bytes: int) -> tuple[int, Matched | None]:
+        """As `match`, for event loops."""
+        lease = next(self._ids)
+        request = MatchRequest(lease, node, keys, block_bytes)
+        if not self._may_ask():
+            return lease, None
+        with self._lock:
+            call = self._call(hold=lease)
+        answer = None
+        try:  # sent a little later than its turn: what it lists is held longer, which harms nobody
+            found = await self.line.acall("match", call, plain(request), seconds=METADATA_DEADLINE_S)
+            answer = self._believed(Matched(*found))
+        except ERRORS as error:
+            self._down("directory", f"no {Matched.__name__} from it: {type(error).__name__}")
+        finally:  # cancelled, too
+            if answer is None:
+                self.release(lease)
+        return lease, answer
 
     def next_window(self, lease: int, start: int, block_bytes: int) -> Matched | None:
         """Give back the staging slots of a lease's blocks before `start`, and take some for those that follow."""
-        request = plain(NextWindowRequest(lease, start, block_bytes))
-        return self._ask(Matched, lambda actor, call: actor.next_window.remote(call, request))
+        return self._ask(Matched, "next_window", NextWindowRequest(lease, start, block_bytes))
 
     def reserve(self, node: str, keys: bytes, start: int, block_bytes: int) -> tuple[int, Reserved | None]:
         """Slots for what is missing of keys[start:], to write it from the memory called `node`.
@@ -126,28 +119,48 @@ class DirectoryClient:
         Returns (id of the reservation, which is held until `release`, answer). None: nothing is held.
         """
         reservation = next(self._ids)
-        request = plain(ReserveRequest(reservation, node, keys, start, block_bytes))
-        return reservation, self._ask(Reserved, lambda actor, call: actor.reserve.remote(call, request), reservation)
+        request = ReserveRequest(reservation, node, keys, start, block_bytes)
+        return reservation, self._ask(Reserved, "reserve", request, hold=reservation)
 
-    def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes) -> int:
-        """Offer the blocks of a reservation that were written (see CommitRequest). Returns how many are offered."""
-        request = plain(CommitRequest(reservation, locations, keys, written))
-        return _count(self._ask(Counted, lambda actor, call: actor.commit.remote(call, request)))
+    def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes, wait: bool = True) -> int:
+        """Offer the blocks of a reservation that were written (see CommitRequest).
+
+        Returns how many are offered. Without `wait` that is how many were written: the call is on its way, and
+        later calls of this process arrive after it. Blocks that it turns out not to offer are counted as a fault.
+        """
+        request = CommitRequest(reservation, locations, keys, written)
+        if wait:
+            return _count(self._ask(Counted, "commit", request))
+        if not self._may_ask():
+            return 0
+        expected = sum(written)
+        try:
+            with self._lock:
+                self.line.tell("commit", self._call(), plain(request), deliver=partial(self._on_committed, expected))
+        except ERRORS as error:
+            self._down("directory", f"a commit could not be sent: {error}")
+            return 0
+        return expected
+
+    def _on_committed(self, expected: int, answer: tuple[int, int] | None) -> None:
+        done = Counted(*answer).done if answer else 0
+        if done < expected:
+            self.fault("commit", f"{expected - done} of {expected} blocks that were written are not offered")
 
     def pin(self, keys: bytes) -> int:
         """Have blocks stay until `unpin`. Returns how many of the keys are pinned now."""
-        return _count(self._ask(Counted, lambda actor, call: actor.pin.remote(call, keys)))
+        return _count(self._ask(Counted, "pin", keys))
 
     def unpin(self, keys: bytes) -> None:
         """End what `pin` began."""
-        self._ask(Counted, lambda actor, call: actor.unpin.remote(call, keys))
+        self._ask(Counted, "unpin", keys)
 
     def preempted(self, keys: bytes) -> int | None:
         """Keep the blocks of a preempted request while this client is there, or until `forget_later`.
 
         Returns how many are kept: all, or 0. None where the directory did not answer, and may keep them all the same.
         """
-        answer = self._ask(Counted, lambda actor, call: actor.preempted.remote(call, keys))
+        answer = self._ask(Counted, "preempted", keys)
         return None if answer is None else answer.done
 
     def forget_later(self, keys: bytes) -> None:
@@ -158,11 +171,17 @@ class DirectoryClient:
     def nodes(self) -> dict[int, str]:
         """Names of the nodes by the index that locations carry; empty where the directory does not answer."""
         refuse_forked()
-        if self.actor is None:
-            return {}
         try:
-            return ray.get(self.actor.nodes.remote(), timeout=METADATA_DEADLINE_S)
-        except RayError:
+            return cast(dict[int, str], self.line.call("nodes", seconds=METADATA_DEADLINE_S))
+        except ERRORS:
+            return {}
+
+    async def anodes(self) -> dict[int, str]:
+        """As `nodes`, for event loops."""
+        refuse_forked()
+        try:
+            return cast(dict[int, str], await self.line.acall("nodes", seconds=METADATA_DEADLINE_S))
+        except ERRORS:
             return {}
 
     # ------------------------------------------------------------------ what the next call tells
@@ -171,20 +190,23 @@ class DirectoryClient:
         """A lease or reservation is not held any more."""
         with self._lock:
             self._held.discard(held)
+            self._news = True
 
     def pulled(self, locations: Locations) -> None:
         """Staging slots hold their block now."""
         with self._lock:
             self._pulled.append(locations)
+            self._news = True
 
     def corrupt(self, locations: Locations) -> None:
         """Blocks are not what the directory said."""
         with self._lock:
             self._corrupt.append(locations)
+            self._news = True
 
     def heartbeat(self) -> None:
         """Tell the directory now what it would learn with the next call, and that this client is there."""
-        self._ask(Counted, lambda actor, call: actor.client_heartbeat.remote(call))
+        self._ask(Counted, "client_heartbeat")
 
     # ------------------------------------------------------------------
 
@@ -201,40 +223,50 @@ class DirectoryClient:
         if not self._closed.is_set() and self._pid == os.getpid():
             self._closed.set()
             self._wake.set()
-            if ray.is_initialized() and self.actor is not None:
-                with contextlib.suppress(RayError):
-                    self.actor.disconnect.remote(self._client)
+            if ray.is_initialized():
+                with contextlib.suppress(*ERRORS):
+                    self.line.tell("disconnect", self._client)
+            self.line.close()
 
-    def _ask(
-        self, kind: type[A], send: Callable[[DirectoryStub, Call], "ray.ObjectRef[A]"], hold: int | None = None
-    ) -> A | None:
-        """The answer to a call, or None: a miss. hold: id that is held from now on, unless the answer is None."""
+    def _may_ask(self) -> bool:
+        """Whether an answer is to be expected. Counts a fault if not."""
         refuse_forked()
-        if not self._up or self._closed.is_set() or not ray.is_initialized():
-            self.faults["down"] += 1
+        if self._up and not self._closed.is_set() and ray.is_initialized():
+            return True
+        self.faults["down"] += 1
+        return False
+
+    def _ask(self, kind: type[A], method: str, *request: Any, hold: int | None = None) -> A | None:
+        """The answer to a call, or None: a miss. hold: id that is held from now on, unless the answer is None."""
+        if not self._may_ask():
             return None
-        answer = self._send(kind, send, METADATA_DEADLINE_S, hold)
+        answer = self._send(kind, method, *request, hold=hold)
         if answer is None and hold is not None:
             self.release(hold)
         return answer
 
     def _send(
-        self, kind: type[A], send: Callable[[DirectoryStub, Call], Any], deadline: float, hold: int | None = None
+        self, kind: type[A], method: str, *request: Any, seconds: float | None = None, hold: int | None = None
     ) -> A | None:
-        assert self.actor is not None
+        """seconds: default: METADATA_DEADLINE_S."""
+        plain_request = [plain(part) if isinstance(part, tuple) else part for part in request]
         try:
             with self._lock:  # calls must arrive in the order in which their lists of held ids were made
-                if hold is not None:
-                    self._held.add(hold)
-                ref = send(self.actor, plain(self._call()))
-            answer = kind(*ray.get(ref, timeout=deadline))
-        except RayError as error:
+                sent = self.line.send(method, self._call(hold), *plain_request)
+            return self._believed(kind(*self._wait(sent, seconds)))
+        except ERRORS as error:
             self._down("directory", f"no {kind.__name__} from it: {type(error).__name__}")
             return None
         except BaseException:  # a signal's: its caller will never know of the hold
             if hold is not None:
                 self.release(hold)
             raise
+
+    def _wait(self, sent: Sent, seconds: float | None) -> Any:
+        return self.line.wait(sent, METADATA_DEADLINE_S if seconds is None else seconds)
+
+    def _believed(self, answer: A) -> A | None:
+        """The answer, unless it is of a directory that was replaced."""
         if answer.epoch < self._newest_epoch():
             self._down("stale", f"a directory of epoch {answer.epoch} answered, which was replaced")
             return None
@@ -245,35 +277,37 @@ class DirectoryClient:
         self._wake.set()
         self.fault(kind, detail)
 
-    def _call(self) -> Call:
-        """Under the lock."""
-        self._last_call = time.monotonic()
+    def _call(self, hold: int | None = None) -> Call:
+        """Under the lock. hold: id that is held from now on."""
+        if hold is not None:
+            self._held.add(hold)
+        self._last_call, self._news = time.monotonic(), False
         pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
         held = np.array(sorted(self._held), np.uint64).tobytes()
-        return Call(self._client, next(self._seq), held, pulled, corrupt)
+        return plain(Call(self._client, next(self._seq), held, pulled, corrupt))
 
     def _tend(self) -> None:
-        """Send a heartbeat, and reports that no call has carried yet; find the directory again if it was down."""
+        """Send a heartbeat, and what no call has told yet; find the directory again if it was down."""
         if not self._up:
-            actor = _found(self.pool)
-            if actor is not None:
-                self.actor = actor
-                self._up = self._probe(10 * METADATA_DEADLINE_S)
+            if self.line.is_current() or self.line.find():
+                self._up = self._probe(PROBE_S)
             return
-        if time.monotonic() - self._last_call > HEARTBEAT_S / 2 or self._pulled or self._corrupt:
+        if not self.line.look():
+            self._down("directory", "it closed the connection")
+            return
+        if self._news or time.monotonic() - self._last_call > HEARTBEAT_AFTER_S:
             self._probe(4 * METADATA_DEADLINE_S)
         while self._to_forget and self._forget(self._to_forget[0]):
             self._to_forget.pop(0)
 
-    def _probe(self, deadline: float) -> bool:
-        return self._send(Counted, lambda actor, call: actor.client_heartbeat.remote(call), deadline) is not None
+    def _probe(self, seconds: float) -> bool:
+        return self._send(Counted, "client_heartbeat", seconds=seconds) is not None
 
     def _forget(self, keys: bytes) -> bool:
-        answer = self._send(Counted, lambda actor, call: actor.forget.remote(call, keys), 10 * METADATA_DEADLINE_S)
-        return answer is not None
+        return self._send(Counted, "forget", keys, seconds=10 * METADATA_DEADLINE_S) is not None
 
 
-def _heartbeat(reference: "weakref.ref[DirectoryClient]", wake: threading.Event) -> None:
+def _tend_forever(reference: "weakref.ref[DirectoryClient]", wake: threading.Event) -> None:
     """The thread of a client; ends with it."""
     while True:
         wake.wait(HEARTBEAT_S / 2)
@@ -289,13 +323,6 @@ def _heartbeat(reference: "weakref.ref[DirectoryClient]", wake: threading.Event)
         except Exception as error:  # a client that no longer probes would stay down for good
             client.fault("probe", repr(error))
         del client
-
-
-def _found(pool: str) -> DirectoryStub | None:
-    try:
-        return cast(DirectoryStub, find_directory(pool))
-    except (ValueError, RayError):
-        return None
 
 
 def _joined(parts: list[Locations]) -> bytes:

@@ -14,7 +14,7 @@ from raykv.client.session import Session
 from raykv.config import MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
-from raykv.protocol import ALTERED, LOCATION, PULLED, data_deadline, is_tier
+from raykv.protocol import ALTERED, LOCATION, PULLED, Matched, data_deadline, is_tier
 
 TIER_PIECE_BYTES = 32 * MIB  # what is pulled from an external tier at a time: a whole piece must come in time to count
 PIECES_AHEAD = 2
@@ -28,11 +28,15 @@ class Lease:
     (slab_gen 0: none). keys: (n, 16).
     """
 
-    def __init__(self, session: Session, keys: Keys, block_s: float, prefetch: bool) -> None:
-        """Ask for keys. block_s: seconds that the engine takes to compute a block. prefetch: see Match."""
-        self._session, self._block_bytes = session, keys.cache.block_bytes
+    def __init__(
+        self, session: Session, keys: Keys, block_s: float, prefetch: bool, lease: int, answer: Matched | None
+    ) -> None:
+        """keys: that were asked for. block_s: seconds that the engine takes to compute a block. prefetch: see Match.
+
+        lease, answer: what the directory client's `match` of these keys returned.
+        """
+        self._session, self._block_bytes, self.id = session, keys.cache.block_bytes, lease
         self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a piece, and the pull of it
-        self.id, answer = session.directory.match(session.memory_name, keys.tobytes(), self._block_bytes)
         self.source = np.frombuffer(answer.source if answer else b"", LOCATION).copy()
         self.staged = np.zeros(len(self.source), LOCATION)
         if answer and answer.staged:

@@ -1,7 +1,6 @@
 """A reader's leases on the leading blocks of a prompt."""
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from raykv.client.local_store import Locations
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
+from raykv.protocol import Matched
 from raykv.registry import refuse_forked
 
 
@@ -25,22 +25,55 @@ class Match:
     """
 
     def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False) -> None:
-        """tokens_per_s: how fast the engine computes, which limits the wait for an external tier.
+        """Nothing is leased before `ask` or `aask`.
 
-        prefetch: begin to pull blocks of other nodes now, not with the first read.
+        tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
+        blocks of other nodes with the match, not with the first read.
         """
         cache = keys.cache
         self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
+        self._block_tokens, self._block_s, self._prefetch = (
+            cache.block_tokens,
+            cache.block_tokens / tokens_per_s,
+            prefetch,
+        )
         self._leases: list[Lease] = []
-        for first in range(0, len(keys), KEYS_PER_CALL):
-            part = keys[first : first + KEYS_PER_CALL]
-            lease = Lease(session, part, cache.block_tokens / tokens_per_s, prefetch)
-            if len(lease):
-                self._leases.append(lease)
-            if len(lease) < len(part):
+
+    def ask(self) -> Self:
+        """Lease the blocks."""
+        directory, node = self._session.directory, self._session.memory_name
+        for part in self._parts():
+            if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes)):
                 break
-        self.num_blocks = sum(map(len, self._leases))
-        self.num_tokens = self.num_blocks * cache.block_tokens
+        return self
+
+    async def aask(self) -> Self:
+        """As `ask`, for event loops."""
+        directory, node = self._session.directory, self._session.memory_name
+        for part in self._parts():
+            if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes)):
+                break
+        return self
+
+    def _parts(self) -> Iterator[Keys]:
+        """As many keys as one call may ask for, again and again."""
+        for first in range(0, len(self._keys), KEYS_PER_CALL):
+            yield self._keys[first : first + KEYS_PER_CALL]
+
+    def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
+        """Keep what was leased. Returns whether it is all that was asked for."""
+        leased = Lease(self._session, part, self._block_s, self._prefetch, lease, answer)
+        if len(leased):
+            self._leases.append(leased)
+        return len(leased) == len(part)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self._leases))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self._block_tokens
 
     @property
     def nodes(self) -> list[str]:
@@ -48,8 +81,15 @@ class Match:
 
         Asks the directory for a node that it has not named yet; empty if that does not answer.
         """
-        indices = [index for lease in self._leases for index in lease.source["node"].tolist()]
-        return self._session.node_names(list(dict.fromkeys(indices)))
+        return self._session.node_names(self._indices())
+
+    def _indices(self) -> list[int]:
+        """Of the nodes, each once, in the blocks' order."""
+        return list(dict.fromkeys(index for lease in self._leases for index in lease.source["node"].tolist()))
+
+    async def name_nodes(self) -> None:
+        """Ask for the nodes' names now, from an event loop, so that `nodes` need not."""
+        await self._session.learn_names(self._indices())
 
     def read(self, out: Any, *, verify: bool = False) -> int:
         """Copy the blocks out. A second read may be shorter.
@@ -134,24 +174,16 @@ class AsyncMatch:
 
     def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool) -> None:
         """Arguments as of Match. Nothing is asked before the `async with`."""
-        self._session, self._keys, self._tokens_per_s, self._prefetch = session, keys, tokens_per_s, prefetch
-        self._match: Match | None = None
+        self._match = Match(session, keys, tokens_per_s, prefetch)
 
     async def __aenter__(self) -> Match:
         try:
-            return await self._session.in_thread(self._ask)
-        except asyncio.CancelledError:
-            self._release()
+            await self._match.aask()
+            await self._match.name_nodes()
+        except BaseException:
+            self._match.release()
             raise
+        return self._match
 
     async def __aexit__(self, *error: object) -> None:
-        self._release()
-
-    def _ask(self) -> Match:
-        self._match = match = Match(self._session, self._keys, self._tokens_per_s, self._prefetch)
-        _ = match.nodes  # the name of a node is asked for once: here, not on the loop
-        return match
-
-    def _release(self) -> None:
-        if self._match is not None:
-            self._match.release()
+        self._match.release()

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ray.exceptions import RayError
 
 from raykv import registry
-from raykv.client.directory_client import DirectoryStub
+from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.config import HEARTBEAT_S
 from raykv.errors import RayKVError
 
@@ -30,7 +29,8 @@ class PrefixLookup:
         """model: as it was announced."""
         self.announced: dict[str, Any] | None = None  # how prompts become keys; None while that is unknown
         self._pool, self._model = pool, model
-        self._directory: DirectoryStub | None = None
+        self._line = DirectoryLine(pool)
+        self._answers = False  # the directory answered the last question in time
         self._search: asyncio.Task[None] | None = None
 
     def look(self) -> None:
@@ -43,36 +43,36 @@ class PrefixLookup:
 
         keys: (n, 16) uint8, at most KEYS_PER_CALL. Empty where the directory does not answer in time.
         """
-        if self._directory is not None:
+        if self._answers:
             try:
-                async with asyncio.timeout(DEADLINE_S):
-                    found: dict[str, int] = await self._directory.locate_prefix.remote(keys.tobytes())
-                    return found
-            except (RayError, TimeoutError) as error:
+                found: dict[str, int] = await self._line.acall("locate_prefix", keys.tobytes(), seconds=DEADLINE_S)
+                return found
+            except ERRORS as error:
                 log.info("pool %s: the directory did not answer a router: %r", self._pool, error)
-                self._directory = self.announced = None
+                self._answers, self.announced = False, None
         self.look()
         return {}
 
     async def _look(self) -> None:
         while True:
             try:
-                directory, announced = await asyncio.to_thread(self._find)
-                async with asyncio.timeout(DEADLINE_S):
-                    await directory.locate_prefix.remote(b"")
-            except (ValueError, RayError, RayKVError, TimeoutError):
+                announced = await asyncio.to_thread(self._find)
+                await self._line.acall("locate_prefix", b"", seconds=DEADLINE_S)
+            except (*ERRORS, RayKVError):
                 await asyncio.sleep(HEARTBEAT_S)
             else:
-                self._directory, self.announced = directory, announced
+                self._answers, self.announced = True, announced
                 return
 
-    def _find(self) -> tuple[DirectoryStub, dict[str, Any]]:
-        """The directory, and what was announced. Raises ValueError where either is missing."""
+    def _find(self) -> dict[str, Any]:
+        """Find the directory. Returns what was announced. Raises ValueError where either is missing."""
         registry.settings(self._pool)  # refuses another version
         announced = registry.get(self._pool, f"model/{self._model}")
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")
-        return registry.find_directory(self._pool), json.loads(announced)
+        if not self._line.is_current() and not self._line.find():
+            raise ValueError(f"pool {self._pool!r} has no directory")
+        return dict(json.loads(announced))
 
 
 def announce(pool: str, model: str, **fields: Any) -> None:

@@ -57,10 +57,11 @@ class Reservation:
             except DeviceError as error:
                 self._session.directory.fault("gpu", error)
 
-    def commit(self) -> int:
+    def commit(self, wait: bool = False) -> int:
         """Push blocks whose slots are on other nodes, then offer all written blocks. Ends the reservation.
 
-        Returns how many blocks are offered now that were not before.
+        wait: for the directory's answer. Returns how many blocks are offered now that were not before; without `wait`,
+        how many were written and are about to be.
         """
         if not len(self):
             return 0
@@ -69,7 +70,7 @@ class Reservation:
         if not self._written.all():
             directory.fault("write", f"{int((~self._written).sum())} of {len(self)} blocks were not written")
         written = self._written.astype(np.uint8).tobytes()
-        count = directory.commit(self._id, self._locations.tobytes(), self._keys.tobytes(), written)
+        count = directory.commit(self._id, self._locations.tobytes(), self._keys.tobytes(), written, wait)
         self.release()
         return count
 
@@ -98,10 +99,10 @@ class Reservation:
         self.release()
 
 
-def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0) -> int:
+def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: bool = False) -> int:
     """Offer blocks, in as many reservations as it takes. Returns how many are newly stored.
 
-    rows: rows[i] is the block of keys[start + i]. Ends early where there is no room.
+    rows: rows[i] is the block of keys[start + i]. wait: see Reservation.commit. Ends early where there is no room.
     """
     stored, at = 0, start
     while at < len(keys):
@@ -109,7 +110,7 @@ def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0) -> int:
         batch = keys[first : first + KEYS_PER_CALL]
         with Reservation(session, batch, at - first, first) as reservation:
             reservation.copy_in(rows[at - start :])
-            count = reservation.commit()
+            count = reservation.commit(wait)
         stored += count
         at = first + reservation.covered
         if reservation.covered < len(batch) and not count:

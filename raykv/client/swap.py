@@ -92,7 +92,7 @@ class Swaps:
         end, done = time.monotonic() + SLACK * data_deadline(request.blocks * self._cache.block_bytes), 0
         try:
             while done < request.blocks:
-                with Match(self._session, request.keys[done:], tokens_per_s) as match:
+                with Match(self._session, request.keys[done:], tokens_per_s).ask() as match:
                     done += match.read_rows(rows[done : done + match.num_blocks])
                 if time.monotonic() > end:
                     break

@@ -1,7 +1,6 @@
 """Which transport reads from which node: the best that both have, and the next one while that fails."""
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from ray.exceptions import RayError
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
 from raykv.arena.gpu_arena import GpuArena
+from raykv.config import may_use_sockets
 from raykv.protocol import FAILED, PULLED, data_deadline, host_of
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport
@@ -159,8 +159,7 @@ def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
 
     chosen: `transport` of PoolConfig. host: address of this node that peers reach.
     """
-    # With RAY_USE_TLS everything that crosses nodes must be encrypted. Ray encrypts; the other transports do not.
-    if chosen == "object_store" or os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false"):
+    if not may_use_sockets(chosen):
         return TransportSelector([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
     try:

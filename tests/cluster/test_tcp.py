@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 import raykv
 import raykv.client.lease
 from raykv.config import KEYS_PER_CALL
-from raykv.transports.tcp import CLAIM, COUNT
+from raykv.system import wire
+from raykv.transports.tcp import CLAIM, REQUEST_BYTES
 
 pytestmark = pytest.mark.usefixtures("patiently")
 
@@ -80,7 +81,7 @@ def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
     keep(cache, keys)
     at = locations(pool, cache, keys)
     address = ray.get(node_store(pool, pool.node_id).offers.remote(pool.node_id), timeout=60)["tcp"]
-    request = COUNT.pack(5) + at.tobytes() + keys.tobytes()
+    request = wire.frame(at.tobytes() + keys.tobytes())
     with connection(address, token=b"guessed") as peer:
         assert closed(peer)
     with connection(address) as peer:
@@ -89,13 +90,13 @@ def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
             assert claims(peer)["there"].tolist() == [True] * 5
             receive(peer, 5 * BLOCK)
         wrong = np.flip(keys, axis=0)  # the middle one is right
-        peer.sendall(COUNT.pack(5) + at.tobytes() + wrong.tobytes())
+        peer.sendall(wire.frame(at.tobytes() + wrong.tobytes()))
         assert claims(peer)["there"].tolist() == [False, False, True, False, False]
         receive(peer, BLOCK)
         nonsense = np.random.default_rng(0).bytes(at.nbytes + keys.nbytes)
-        peer.sendall(COUNT.pack(5) + nonsense)
+        peer.sendall(wire.frame(nonsense))
         assert not claims(peer)["there"].any()
-        peer.sendall(COUNT.pack(KEYS_PER_CALL + 1))
+        peer.sendall(wire.LENGTH.pack((KEYS_PER_CALL + 1) * REQUEST_BYTES))
         assert closed(peer)
     with connection(address) as peer:  # who sends half a request hinders nobody
         peer.sendall(request[:100])

@@ -2,12 +2,13 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from helpers.pools import eventually
 from ray.exceptions import RayError
 
-from raykv import registry
+from raykv.actors import directory_loop
 from raykv.actors.directory_loop import DirectoryLoop
 from raykv.system.periodic import Pause, Periodic
 
@@ -129,18 +130,26 @@ def test_the_directory_is_looked_for_anew_after_an_error_only(monkeypatch: pytes
     outcomes = iter((0.0, 0.0, RayError("it died"), OSError("a bug"), 0.0))
     asked, failed, done = [], [], threading.Event()
 
-    def find(pool: str) -> str:
-        found = next(directories)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    class Line:
+        def __init__(self, pool: str) -> None:
+            self.found = ""
 
-    def step(directory: str) -> Pause:
-        asked.append(directory)
+        def find(self) -> bool:
+            found = next(directories)
+            if isinstance(found, Exception):
+                raise found
+            self.found = found
+            return True
+
+        def look(self) -> bool:
+            return True
+
+    def step(line: Any) -> Pause:
+        asked.append(line.found)
         outcome = next(outcomes)
         if isinstance(outcome, Exception):
             raise outcome
-        if directory == "third":
+        if line.found == "third":
             done.set()
             return None
         return outcome
@@ -149,7 +158,7 @@ def test_the_directory_is_looked_for_anew_after_an_error_only(monkeypatch: pytes
         failed.append(type(error))
         return 0.0
 
-    monkeypatch.setattr(registry, "find_directory", find)
+    monkeypatch.setattr(directory_loop, "DirectoryLine", Line)
     loop = DirectoryLoop("p", "raykv-test", step, on_error)
     loop.start()
     assert done.wait(20.0)

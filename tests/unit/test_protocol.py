@@ -1,23 +1,42 @@
-"""The typed stub of the directory and the actor must not come apart: mypy believes the stub."""
+"""What holds of all messages, and what they look like on a socket."""
 
-import inspect
-from typing import get_args, get_type_hints
+import contextlib
+from typing import Any
 
-from raykv.actors.directory import DirectoryActor
-from raykv.client.directory_client import DirectoryStub, plain
-from raykv.protocol import Call, Counted, Matched, MatchRequest, Reserved
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.actors.directory import CALLS, DirectoryActor
+from raykv.client.directory_client import plain
+from raykv.protocol import Call, Counted, Matched, MatchRequest, Reserved, packed, unpacked
+
+fields = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary()
+messages = st.recursive(
+    fields, lambda part: st.lists(part).map(tuple) | st.dictionaries(st.integers(0, 2**64 - 1), part)
+)
 
 
-def test_every_method_of_the_stub_is_the_actors_with_as_many_arguments() -> None:
-    stub = get_type_hints(DirectoryStub)
-    assert len(stub) >= 12
-    for name, method in stub.items():
-        asked, _ = get_args(method)
-        parameters = [*inspect.signature(getattr(DirectoryActor, name)).parameters]
-        parameters = [
-            parameter for parameter in parameters if parameter != "_ray_trace_ctx"
-        ]  # Ray's, once it has actors
-        assert len(parameters) - 1 == len(asked), f"{name}{asked}, but the actor takes {parameters}"
+def test_every_call_of_the_socket_is_a_method_of_the_actor() -> None:
+    assert all(callable(getattr(DirectoryActor, name)) for name in CALLS)
+
+
+@given(messages)
+def test_a_message_arrives_as_it_was_sent(message: Any) -> None:
+    assert unpacked(packed(message)) == message
+
+
+@given(st.binary())
+def test_bytes_that_are_no_message_are_a_value_error(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        unpacked(data)
+
+
+def test_half_a_message_is_a_value_error() -> None:
+    data = packed(("match", (1, 2, b"held")))
+    for stop in range(len(data)):
+        with pytest.raises(ValueError):
+            unpacked(data[:stop])
 
 
 def test_every_answer_of_the_directory_begins_with_its_epoch() -> None:

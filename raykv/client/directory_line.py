@@ -1,0 +1,147 @@
+"""The way to the directory in charge: its socket, or calls through Ray where the socket can't be."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from raykv import registry
+from raykv.client.pipeline import Pipeline, Request
+from raykv.protocol import packed, unpacked
+
+log = logging.getLogger("raykv")
+SOCKET_AGAIN_S = 5.0  # until a socket is tried again, after it failed and Ray's calls were used
+
+ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # what a call raises where the directory does not answer
+
+
+class Sent(NamedTuple):
+    """A call that was sent. ref: Ray's, where it went through Ray. request, pipeline: where it went over the socket."""
+
+    method: str
+    ref: Any = None
+    request: Request | None = None
+    pipeline: Pipeline | None = None
+
+
+class DirectoryLine:
+    """Calls methods of the directory (`raykv.actors.directory.DirectoryActor`). Thread-safe but for `find`.
+
+    Every argument and answer is of None, bool, int, str, bytes, and tuples and dicts of them.
+    actor: its handle; None if none was found. way: "socket" or "ray", as of the last `find`.
+    """
+
+    def __init__(self, pool: str) -> None:
+        """Finds nothing yet."""
+        self._pool = pool
+        self.actor: Any = None
+        self._pipeline: Pipeline | None = None
+        self._socket_at = 0.0  # time.monotonic() from which the socket is tried again
+
+    @property
+    def way(self) -> str:
+        return "socket" if self._pipeline is not None else "ray"
+
+    def find(self) -> bool:
+        """Find the directory in charge, and connect. Returns whether there is one; whether it answers shows a call.
+
+        Waits for Ray's internal KV, and a little for the directory's socket.
+        """
+        try:
+            self.actor = registry.find_directory(self._pool)
+            address = registry.directory_address(self._pool)
+        except (ValueError, RayError):
+            return False
+        self.close()
+        self._socket_at = time.monotonic() + SOCKET_AGAIN_S
+        if address is not None:
+            try:
+                self._pipeline = Pipeline(address)
+            except OSError as error:
+                log.debug("pool %s: the directory is called through Ray: %r", self._pool, error)
+        return True
+
+    def is_current(self) -> bool:
+        """Whether there is a connection, to the directory in charge. Waits for Ray's internal KV."""
+        pipeline = self._pipeline
+        return pipeline is not None and pipeline.alive and registry.directory_address(self._pool) == pipeline.address
+
+    def look(self) -> bool:
+        """For the thread that tends the line: deliver answers that nobody waits for, and try the socket again in time.
+
+        Returns whether the connection, if there is one, has not failed.
+        """
+        pipeline = self._pipeline
+        if pipeline is None:
+            if time.monotonic() > self._socket_at:
+                self.find()
+            return True
+        pipeline.look()
+        return pipeline.alive
+
+    def send(self, method: str, *arguments: Any) -> Sent:
+        """Call a method. Raises ConnectionError where that is known to fail."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return Sent(method, getattr(self._found(), method).remote(*arguments))
+        request = Request()
+        pipeline.send(packed((method, *arguments)), request)
+        return Sent(method, None, request, pipeline)
+
+    def wait(self, sent: Sent, seconds: float) -> Any:
+        """The answer. Raises one of ERRORS where there is none, which a ValueError says of a call that failed there."""
+        if sent.pipeline is None or sent.request is None:
+            return ray.get(sent.ref, timeout=seconds)
+        return _result(sent.method, sent.pipeline.wait(sent.request, seconds))
+
+    def call(self, method: str, *arguments: Any, seconds: float) -> Any:
+        """The answer to a call. Raises one of ERRORS."""
+        return self.wait(self.send(method, *arguments), seconds)
+
+    async def acall(self, method: str, *arguments: Any, seconds: float) -> Any:
+        """As `call`, for event loops."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            async with asyncio.timeout(seconds):
+                return await getattr(self._found(), method).remote(*arguments)
+        return _result(method, await pipeline.answer(packed((method, *arguments)), seconds))
+
+    def tell(self, method: str, *arguments: Any, deliver: Callable[[Any], None] | None = None) -> None:
+        """Call a method, and go on. Raises ConnectionError where that is known to fail.
+
+        deliver: called with the answer, by whatever thread reads it; with None if the call failed.
+        """
+        pipeline = self._pipeline
+        if pipeline is None:
+            ref = getattr(self._found(), method).remote(*arguments)
+            if deliver is not None:
+                ref.future().add_done_callback(lambda done: deliver(None if done.exception() else done.result()))
+            return
+
+        def on_answer(answer: bytes | ConnectionError) -> None:
+            if deliver is not None:
+                deliver(None if isinstance(answer, ConnectionError) else unpacked(answer)[1])
+
+        pipeline.send(packed((method, *arguments)), Request(on_answer))
+
+    def close(self) -> None:
+        """End the connection. Calls that wait fail."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
+
+    def _found(self) -> Any:
+        if self.actor is None:
+            raise ConnectionError(f"pool {self._pool!r} has no directory")
+        return self.actor
+
+
+def _result(method: str, answer: bytes) -> Any:
+    done, result = unpacked(answer)
+    if not done:
+        raise ValueError(f"the directory could not answer {method!r}: {result}")
+    return result

@@ -1,0 +1,249 @@
+"""A listener: one thread that accepts connections, has each prove the token, and hands over the frames that come in.
+
+What has not shown the token is bounded in number, time and bytes, and costs no thread. No error ends the loop.
+"""
+
+import contextlib
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from raykv.system import wire
+from raykv.system.wire import LENGTH, PROOF_BYTES, TOKEN_BYTES, Address
+
+log = logging.getLogger("raykv")
+
+UNPROVEN = 128  # connections that have not proved the token; one more ends the oldest of them
+ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
+ACCEPT_AGAIN_S = 0.1  # after the system could not accept one, for want of file descriptors, say
+RECEIVE_BYTES = 256 << 10  # at a time
+UNSENT_BYTES = 64 << 20  # a peer that lets more than this wait is not reading any more
+
+
+class Connection:
+    """A connection that was accepted. Only the listener's thread uses it, but for one that was lent."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.socket = peer
+        self.inbox, self.outbox = bytearray(), bytearray()
+        self.challenge = wire.challenge()
+        self.prove_until = time.monotonic() + wire.HANDSHAKE_S
+        self.proven, self.events = False, selectors.EVENT_READ
+
+    def send(self, data: bytes) -> None:
+        """Send without waiting; what the socket does not take now is sent later."""
+        if not self.outbox:
+            with contextlib.suppress(BlockingIOError):
+                data = data[self.socket.send(data) :]
+        self.outbox += data
+        if len(self.outbox) > UNSENT_BYTES:
+            raise ConnectionError("the peer does not read its answers")
+
+
+class Listener:
+    """Serves connections of one port. A server gives it `serve`, which is called with every frame, in its thread.
+
+    address: what whoever wants to connect must know. served: connections that have proved the token.
+    """
+
+    def __init__(
+        self, host: str, name: str, frame_bytes: int, serve: Callable[[Connection, bytes], bytes | None]
+    ) -> None:
+        """host: an address of this node. name: the thread's. frame_bytes: of the longest frame that is taken.
+
+        serve: returns the bytes to answer with. None: it has lent the connection to another thread, and the loop leaves
+        it alone until `give_back` or `drop`. What it raises ends the connection.
+        OSError where it is not possible to listen at `host`.
+        """
+        self._serve, self._frame_bytes = serve, frame_bytes
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=UNPROVEN)
+        self._socket.setblocking(False)
+        host, port = self._socket.getsockname()[:2]
+        self.address = Address(host, port, secrets.token_bytes(TOKEN_BYTES))
+        self._unproven: OrderedDict[Connection, None] = OrderedDict()  # oldest first
+        self.served: set[Connection] = set()
+        self._returned: deque[Connection] = deque()  # by `give_back`
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._closed = False
+        self._accept_at = 0.0  # time.monotonic() from which connections are accepted again; 0: they are
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._selector.register(self._socket, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections, and accept no more. From any thread."""
+        self._closed = True
+        self._notify()
+
+    def give_back(self, connection: Connection) -> None:
+        """Listen to a connection again that was lent. From any thread."""
+        self._returned.append(connection)
+        self._notify()
+
+    def drop(self, connection: Connection) -> None:
+        """End a connection that was lent. From any thread."""
+        self.served.discard(connection)
+        connection.socket.close()
+
+    def _notify(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread wakes up anyway; or closed
+            self._waker.send(b"\0")
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._round()
+            except Exception as error:  # a loop that ends would refuse everybody for good
+                log.error("a listener goes on after %r", error, exc_info=error)
+                time.sleep(ACCEPT_AGAIN_S)
+        for connection in [*self._unproven, *self.served]:
+            connection.socket.close()
+        for each in (self._socket, self._wake, self._waker, self._selector):
+            each.close()
+
+    def _round(self) -> None:
+        for key, _ in self._selector.select(self._pause()):
+            if key.fileobj is self._socket:
+                self._accept()
+            elif key.fileobj is self._wake:
+                self._take_back()
+            else:
+                self._attempt(self._attend, key.data)
+        self._expire()
+
+    def _pause(self) -> float | None:
+        """Seconds until something is due that no peer says."""
+        due = [self._accept_at] if self._accept_at else []
+        due += [connection.prove_until for connection in list(self._unproven)[:1]]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if self._accept_at and now >= self._accept_at:
+            self._accept_at = 0.0
+            self._selector.register(self._socket, selectors.EVENT_READ, None)
+        while self._unproven and (oldest := next(iter(self._unproven))).prove_until <= now:
+            self._end(oldest)
+
+    # ------------------------------------------------------------------ connections
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                peer, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # that of a peer that is gone already, or no file descriptor was left
+                log.debug("a connection could not be accepted: %r", error)
+                self._selector.unregister(self._socket)
+                self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
+                return
+            self._attempt(self._greet, Connection(peer))
+
+    def _greet(self, connection: Connection) -> None:
+        self._unproven[connection] = None
+        if len(self._unproven) > UNPROVEN:
+            self._end(next(iter(self._unproven)))
+        connection.socket.setblocking(False)
+        wire.prepare(connection.socket)
+        self._selector.register(connection.socket, connection.events, connection)
+        connection.send(connection.challenge)
+
+    def _attend(self, connection: Connection) -> None:
+        """Read what a peer sent, or send it what waits. While answers wait, no more questions are read."""
+        if connection.outbox:
+            del connection.outbox[: connection.socket.send(connection.outbox)]
+        else:
+            got = connection.socket.recv_into(self._buffer)
+            if not got:
+                raise ConnectionError("the peer closed the connection")
+            connection.inbox += self._buffer[:got]
+        self._work(connection)
+
+    def _work(self, connection: Connection) -> None:
+        """Serve what is whole in the inbox."""
+        if not connection.proven:
+            self._prove(connection)
+        while connection.proven and not connection.outbox:
+            body = self._next_frame(connection.inbox)
+            if body is None:
+                break
+            answer = self._serve(connection, body)
+            if answer is None:
+                self._selector.unregister(connection.socket)
+                return
+            connection.send(answer)
+        events = selectors.EVENT_WRITE if connection.outbox else selectors.EVENT_READ
+        if events != connection.events:
+            connection.events = events
+            self._selector.modify(connection.socket, events, connection)
+
+    def _attempt(self, step: Callable[[Connection], None], connection: Connection) -> None:
+        """Take a step with a connection. What goes wrong ends that connection only."""
+        try:
+            step(connection)
+        except BlockingIOError:  # a socket that seemed ready
+            pass
+        except (OSError, ValueError) as error:
+            log.debug("a connection ends: %r", error)
+            self._end(connection)
+        except Exception as error:  # a bug of ours, not of the peer's
+            log.error("a connection ends: %r", error, exc_info=error)
+            self._end(connection)
+
+    def _prove(self, connection: Connection) -> None:
+        """Whoever does not know the token is gone."""
+        if len(connection.inbox) < PROOF_BYTES:
+            return
+        given = bytes(connection.inbox[:PROOF_BYTES])
+        del connection.inbox[:PROOF_BYTES]
+        if not hmac.compare_digest(given, wire.proof(self.address.token, connection.challenge)):
+            raise ConnectionError("the peer does not know the token")
+        connection.proven = True
+        del self._unproven[connection]
+        self.served.add(connection)
+
+    def _next_frame(self, inbox: bytearray) -> bytes | None:
+        if len(inbox) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(inbox)
+        if length > self._frame_bytes:
+            raise ConnectionError(f"a frame of {length} bytes, of at most {self._frame_bytes}")
+        stop = LENGTH.size + length
+        if len(inbox) < stop:
+            return None
+        body = bytes(inbox[LENGTH.size : stop])
+        del inbox[:stop]
+        return body
+
+    def _take_back(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(1024, socket.MSG_DONTWAIT)
+        while self._returned:
+            self._attempt(self._resume, self._returned.popleft())
+
+    def _resume(self, connection: Connection) -> None:
+        connection.socket.setblocking(False)
+        connection.events = selectors.EVENT_READ
+        self._selector.register(connection.socket, connection.events, connection)
+        self._work(connection)  # what came before it was lent
+
+    def _end(self, connection: Connection) -> None:
+        self._unproven.pop(connection, None)
+        self.served.discard(connection)
+        with contextlib.suppress(KeyError, ValueError):  # not registered any more
+            self._selector.unregister(connection.socket)
+        connection.socket.close()

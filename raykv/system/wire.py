@@ -1,0 +1,91 @@
+"""Sockets between the processes of a pool: who may connect, and how messages are framed.
+
+A listener begins a connection with 32 random bytes. Whoever connects answers with their HMAC-SHA256, keyed by a token
+that it got through Ray. From then on each side sends frames: a length (uint32, little-endian) and so many bytes.
+"""
+
+import hmac
+import os
+import socket
+import struct
+import time
+from typing import NamedTuple
+
+LENGTH = struct.Struct("<I")
+CHALLENGE_BYTES = PROOF_BYTES = 32
+TOKEN_BYTES = 32
+HANDSHAKE_S = 1.0  # to connect, and to prove the token
+# A peer that vanished without a word is noticed after KEEPALIVE_IDLE_S + 3 * KEEPALIVE_S.
+KEEPALIVE_IDLE_S, KEEPALIVE_S, KEEPALIVE_PROBES = 5, 2, 3
+
+
+class Address(NamedTuple):
+    """Where a listener is, and the token that it wants to see."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+def connect(address: Address) -> socket.socket:
+    """A connection that has proved the token; it blocks. Raises ConnectionError, also where nobody answers in time."""
+    host, port, token = address
+    try:
+        peer = socket.create_connection((host, port), HANDSHAKE_S)
+    except TimeoutError as error:
+        raise ConnectionError(f"{host}:{port} does not answer") from error
+    try:
+        prepare(peer)
+        peer.sendall(proof(token, receive(peer, CHALLENGE_BYTES, time.monotonic() + HANDSHAKE_S)))
+        peer.settimeout(None)
+    except TimeoutError as error:
+        peer.close()
+        raise ConnectionError(f"{host}:{port} says nothing") from error
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def challenge() -> bytes:
+    """32 random bytes for whoever connects."""
+    return os.urandom(CHALLENGE_BYTES)
+
+
+def proof(token: bytes, challenge: bytes) -> bytes:
+    """What shows that one knows the token."""
+    return hmac.digest(token, challenge, "sha256")
+
+
+def prepare(peer: socket.socket) -> None:
+    """Send small messages at once, and notice a peer that vanishes."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+    ):
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def frame(body: bytes) -> bytes:
+    """A message as it is sent."""
+    return LENGTH.pack(len(body)) + body
+
+
+def receive(peer: socket.socket, count: int, end: float | None = None) -> bytes:
+    """Exactly `count` bytes. Raises as `receive_into`."""
+    data = bytearray(count)
+    receive_into(peer, memoryview(data), end)
+    return bytes(data)
+
+
+def receive_into(peer: socket.socket, view: memoryview, end: float | None) -> None:
+    """Fill `view`. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes before."""
+    while len(view):
+        peer.settimeout(None if end is None else max(0.001, end - time.monotonic()))
+        got = peer.recv_into(view)
+        if not got:
+            raise ConnectionError("the peer closed the connection")
+        view = view[got:]
