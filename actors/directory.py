@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 
 from raykv import registry
+from raykv.actors.succession import Succession
 from raykv.config import WRITE_SHARES, may_use_sockets
 from raykv.directory.directory import Directory
 from raykv.protocol import (
@@ -36,9 +37,10 @@ from raykv.protocol import (
     packed,
     unpacked,
 )
-from raykv.system import wire
+from raykv.system import free_memory, wire
 from raykv.system.jit import compile_all
 from raykv.system.listener import Connection, Listener
+from raykv.system.wire import Address
 
 log = logging.getLogger("raykv")
 
@@ -47,12 +49,13 @@ Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles th
 
 CALLS = frozenset(  # what may be asked over the socket, by the clients and by the node stores
     (
-        *("match", "next_window", "reserve", "commit", "pin", "unpin", "forget", "preempted", "locate_prefix"),
+        *("ping", "match", "next_window", "reserve", "commit", "pin", "unpin", "forget", "preempted", "locate_prefix"),
         *("client_heartbeat", "disconnect", "nodes", "join", "adopt", "heartbeat", "sweep_result", "tier_heartbeat"),
         *("report_existing", "demote", "demote_gpu"),
     )
 )
 FRAME_BYTES = 1 << 30  # the longest: what a store found in its arena
+SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels ahead where so much memory is free
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -73,26 +76,50 @@ def one_at_a_time(
 class DirectoryActor:
     """Where every block of a pool is. Calls are answered in the order they came."""
 
-    def __init__(self, pool: str) -> None:
+    def __init__(self, pool: str, name: str) -> None:
+        """name: this actor's. It serves if that is in charge, else it stands by: see Succession."""
         self._pool = pool
-        compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
-        settings = registry.await_settings(pool)
-        epoch = registry.take_epoch(pool)
-        self._directory = Directory(
-            epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
-        )
-        self._lock = threading.Lock()  # guards _directory
-        for name in registry.names(pool, "leaving"):
-            self.leave(name)
-        gc.freeze()  # a collection that walks all of numba would hold up every caller
-        self._listener = self._listen(settings["transport"])
-        registry.put_directory_address(pool, self._listener.address if self._listener else None)
+        self._state: Directory | None = None  # while in charge
+        self._listener: Listener | None = None
+        self._lock = threading.Lock()  # guards _state
+        if registry.settings(pool) is None or free_memory.free_bytes().free > SUCCESSOR_BYTES:
+            compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
+        self._settings = registry.await_settings(pool)
+        self._succession = Succession(pool, name, self._serve)
+        self._succession.start()
 
     def __repr__(self) -> str:
         return f"Directory(pool={self._pool})"
 
     def ping(self) -> int:
         return os.getpid()
+
+    def node_id(self) -> str:
+        """Of the Ray node that it runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def take_charge(self) -> None:
+        """Serve from now on, whatever directory did so before."""
+        self._succession.take()
+
+    def _serve(self) -> Address | None:
+        """Begin with an empty directory, of an epoch of its own. Returns where it listens."""
+        settings, epoch = self._settings, registry.take_epoch(self._pool)
+        directory = Directory(
+            epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
+        )
+        for name in registry.names(self._pool, "leaving"):
+            directory.leave(name, time.monotonic())
+        self._state = directory
+        gc.freeze()  # a collection that walks all of numba would hold up every caller
+        self._listener = self._listen(settings["transport"])
+        return self._listener.address if self._listener else None
+
+    @property
+    def _directory(self) -> Directory:
+        if self._state is None:
+            raise RuntimeError(f"{self!r} stands by: another directory is in charge")
+        return self._state
 
     def _listen(self, transport: str) -> Listener | None:
         """The socket, where clients may use one."""
@@ -238,5 +265,6 @@ class DirectoryActor:
 
 def start_directory(pool: str, number: int, node_id: str) -> Any:
     """Start a directory near a node, or find it. Returns at once; it answers when its kernels are loaded."""
-    options = registry.options(registry.directory_name(pool, number), node_id, pinned=False)
-    return ray.remote(DirectoryActor).options(**options).remote(pool)
+    name = registry.directory_name(pool, number)
+    options = registry.options(name, node_id, pinned=False)
+    return ray.remote(DirectoryActor).options(**options).remote(pool, name)

@@ -34,6 +34,8 @@ START_DEADLINE_S = 120.0
 DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
 NOTICE_S = 30.0  # to drain a node of which Ray does not say when it leaves
 STOP_DEADLINE_S = 10.0
+SUCCESSOR_AFTER_S = 10.0  # a pool that has just started has better things to do
+SUCCESSOR_LOOK_S = 5.0
 
 
 class Supervisor:
@@ -48,7 +50,10 @@ class Supervisor:
         self._draining: set[str] = set()  # nodes that are being emptied, or were
         now, failures = time.monotonic(), registry.failures(pool)  # of a supervisor before this one
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
-        self._answered = time.monotonic()
+        self._answered = now
+        self._successor_at = now + SUCCESSOR_AFTER_S  # when the successor is looked after again
+        self._successor_answer: Any = None  # that is due
+        self._successor_asked = now
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
 
@@ -104,6 +109,7 @@ class Supervisor:
         for node_id in set(registry.names(self._pool, "failed")) - living:
             registry.drop(self._pool, f"failed/{node_id}")
         self._look_for_leaving(directory, living)
+        self._keep_successor(directory, living)
 
     def _look_for_leaving(self, directory: Any, living: set[str]) -> None:
         for node_id in registry.names(self._pool, "leaving"):
@@ -187,21 +193,50 @@ class Supervisor:
             return self._start_directory()
 
     def _start_directory(self) -> Any:
-        """Start a directory and put it in charge; its epoch makes all refuse the one before, should it live."""
+        """Put another directory in charge; its epoch makes all refuse the one before, should it live."""
         if registry.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
-        old = registry.get(self._pool, "directory")
-        number = int(old.decode().rpartition("-")[2]) + 1 if old else 1
-        directory = start_directory(self._pool, number, ray.get_runtime_context().get_node_id())
-        ray.get(directory.ping.remote(), timeout=START_DEADLINE_S)  # its kernels are loaded before clients turn to it
-        name = registry.directory_name(self._pool, number)
-        registry.put(self._pool, "directory", name.encode())
+        old = registry.in_charge(self._pool).name
+        directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
+        ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
         self._answered = time.monotonic()
-        if old:
-            log.warning("%r: %s does not answer, %s takes over", self, old.decode(), name)
-            with contextlib.suppress(ValueError):
-                ray.kill(registry.find(old.decode()))
+        log.warning("%r: %s does not answer, the other directory takes over", self, old)
+        with contextlib.suppress(ValueError):
+            ray.kill(registry.find(old))
         return directory
+
+    def _keep_successor(self, directory: Any, living: set[str]) -> None:
+        """Have the other directory stand by, on another node where there is one."""
+        if time.monotonic() < self._successor_at:
+            return
+        self._successor_at = time.monotonic() + SUCCESSOR_LOOK_S
+        node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
+        others = sorted(living - {node_id} - set(registry.names(self._pool, "leaving")))
+        number = _other(registry.in_charge(self._pool).name)
+        successor = start_directory(self._pool, number, others[0] if others else node_id)
+        if self._successor_is_bad(node_id, bool(others)):
+            ray.kill(successor)
+            self._successor_answer = None
+        elif self._successor_answer is None:
+            self._successor_answer, self._successor_asked = successor.node_id.remote(), time.monotonic()
+
+    def _successor_is_bad(self, node_id: str, elsewhere: bool) -> bool:
+        """Whether it has not answered for too long, or is on the same node though it could be elsewhere."""
+        answer = self._successor_answer
+        if answer is None:
+            return False
+        if not ray.wait([answer], timeout=0)[0]:
+            return time.monotonic() > self._successor_asked + START_DEADLINE_S
+        self._successor_answer = None
+        try:
+            return elsewhere and ray.get(answer) == node_id
+        except RayError:  # it is being restarted
+            return False
+
+
+def _other(name: str) -> int:
+    """The number of a pool's other directory."""
+    return 2 if name.endswith("-1") else 1
 
 
 def _noticed() -> dict[str, float]:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray._private.state import jobs
@@ -24,12 +24,12 @@ from raykv.protocol import VERSION
 from raykv.system.wire import Address
 
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
-# secret and the protocol's version), `<pool>/directory` (the name of the directory in charge), `<pool>/address` (JSON:
-# its host, port and token), `<pool>/epoch/<n>` (taken by a directory), `<pool>/leaving/<node>` (about to leave),
-# `<pool>/memory/<node>` (JSON: the cpu_memory that it was resized to), `<pool>/tier` (what was given to
-# `register_tier`, pickled), `<pool>/model/<name>` (JSON: how prompts become keys, for routers), `<pool>/failed/<node>`
-# (why a node has no store), `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled`
-# (kernels that the directory has compiled, and all).
+# secret and the protocol's version), `<pool>/directory` (JSON: name of the directory in charge; its host, port and
+# token), `<pool>/epoch/<n>` (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>`
+# (JSON: the cpu_memory that it was resized to), `<pool>/tier` (what was given to `register_tier`, pickled),
+# `<pool>/model/<name>` (JSON: how prompts become keys, for routers), `<pool>/failed/<node>` (why a node has no store),
+# `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled` (kernels that the directory
+# has compiled, and all).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 AWAIT_S = 120.0
@@ -58,7 +58,7 @@ def refuse_forked() -> None:
 
 
 def directory_name(pool: str, number: int) -> str:
-    """Each directory that takes over from another has the next number."""
+    """A pool has two directories, 1 and 2: one is in charge, the other is its successor."""
     return f"{pool}/directory-{number}"
 
 
@@ -90,26 +90,31 @@ def find(name: str) -> Any:
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
+class InCharge(NamedTuple):
+    """The directory in charge. address: where it listens; None: it does not, or not yet."""
+
+    name: str
+    address: Address | None
+
+
+def in_charge(pool: str) -> InCharge:
+    """The directory in charge. ValueError where there is none."""
+    value = get(pool, "directory")
+    if not value:
+        raise ValueError(f"pool {pool!r} has no directory")
+    name, address = json.loads(value)
+    return InCharge(name, Address(address[0], address[1], bytes.fromhex(address[2])) if address else None)
+
+
+def put_in_charge(pool: str, name: str, address: Address | None) -> None:
+    """Tell everybody which directory is in charge."""
+    listens = [address.host, address.port, address.token.hex()] if address else None
+    put(pool, "directory", json.dumps([name, listens]).encode())
+
+
 def find_directory(pool: str) -> Any:
     """A handle of the directory that is in charge. ValueError where there is none."""
-    name = get(pool, "directory")
-    if name is None:
-        raise ValueError(f"pool {pool!r} has no directory")
-    return find(name.decode())
-
-
-def directory_address(pool: str) -> Address | None:
-    """Where the directory in charge listens. None if it can be called through Ray only, or there is none."""
-    value = get(pool, "address")
-    if not value:
-        return None
-    host, port, token = json.loads(value)
-    return Address(host, port, bytes.fromhex(token))
-
-
-def put_directory_address(pool: str, address: Address | None) -> None:
-    """Tell everybody. None: it does not listen."""
-    put(pool, "address", json.dumps([address.host, address.port, address.token.hex()]).encode() if address else b"")
+    return find(in_charge(pool).name)
 
 
 def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str, Any]:

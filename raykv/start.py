@@ -137,7 +137,7 @@ def _start_actors(question: Question, settings: dict[str, Any], on_progress: Pro
         log.warning("pool %s: compiling its kernels, which takes a minute or so on a machine's first start", pool)
     if question.maker:
         registry.put(pool, "tier", question.maker)
-    registry.put(pool, "directory", registry.directory_name(pool, 1).encode())
+    registry.put_in_charge(pool, registry.directory_name(pool, 1), None)
     registry.put(pool, "settings", json.dumps(settings).encode())
     _await_directory(pool, directory, on_progress)
     failed = {node_id: why for node_id, store in stores.items() if (why := _why_not_there(node_id, store))}

@@ -289,8 +289,8 @@ class DirectoryClient:
     def _tend(self) -> None:
         """Send a heartbeat, and what no call has told yet; find the directory again if it was down."""
         if not self._up:
-            if self.line.is_current() or self.line.find():
-                self._up = self._probe(PROBE_S)
+            connected = self.line.way == "socket" and self.line.look()
+            self._up = (connected and self._probe(PROBE_S)) or (self.line.find() and self._probe(PROBE_S))
             return
         if not self.line.look():
             self._down("directory", "it closed the connection")

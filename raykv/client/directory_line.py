@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.client.pipeline import Pipeline, Request
 from raykv.protocol import packed, unpacked
+from raykv.system.wire import Address
 
 log = logging.getLogger("raykv")
 SOCKET_AGAIN_S = 5.0  # until a socket is tried again, after it failed and Ray's calls were used
@@ -46,29 +47,35 @@ class DirectoryLine:
     def way(self) -> str:
         return "socket" if self._pipeline is not None else "ray"
 
-    def find(self) -> bool:
-        """Find the directory in charge, and connect. Returns whether there is one; whether it answers shows a call.
+    @property
+    def address(self) -> Address | None:
+        """Of the directory's socket; None while calls go through Ray."""
+        pipeline = self._pipeline
+        return None if pipeline is None else pipeline.address
 
-        Waits for Ray's internal KV, and a little for the directory's socket.
+    def find(self) -> bool:
+        """Find the directory in charge, and connect; a connection to it is kept. Returns whether there is one.
+
+        Whether it answers shows a call. Waits for Ray's internal KV, and a little for the directory's socket.
         """
         try:
-            self.actor = registry.find_directory(self._pool)
-            address = registry.directory_address(self._pool)
+            name, address = registry.in_charge(self._pool)
+            self.actor = registry.find(name)
         except (ValueError, RayError):
             return False
-        self.close()
-        self._socket_at = time.monotonic() + SOCKET_AGAIN_S
-        if address is not None:
-            try:
-                self._pipeline = Pipeline(address)
-            except OSError as error:
-                log.debug("pool %s: the directory is called through Ray: %r", self._pool, error)
+        pipeline = self._pipeline
+        if pipeline is None or not pipeline.alive or pipeline.address != address:
+            self.close()
+            self._pipeline = self._connected(address)
+            self._socket_at = time.monotonic() + SOCKET_AGAIN_S
         return True
 
-    def is_current(self) -> bool:
-        """Whether there is a connection, to the directory in charge. Waits for Ray's internal KV."""
-        pipeline = self._pipeline
-        return pipeline is not None and pipeline.alive and registry.directory_address(self._pool) == pipeline.address
+    def _connected(self, address: Address | None) -> Pipeline | None:
+        try:
+            return None if address is None else Pipeline(address)
+        except OSError as error:
+            log.debug("pool %s: the directory is called through Ray: %r", self._pool, error)
+            return None
 
     def look(self) -> bool:
         """For the thread that tends the line: deliver answers that nobody waits for, and try the socket again in time.

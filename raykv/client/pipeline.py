@@ -78,18 +78,17 @@ class Pipeline:
 
     def wait(self, request: Request, seconds: float) -> bytes:
         """The answer. Raises TimeoutError, ConnectionError."""
-        box, end, answer = request.box, time.monotonic() + seconds, None
+        box, end = request.box, time.monotonic() + seconds
         assert box is not None
-        while answer is None:
+        while (left := end - time.monotonic()) > 0:
             if self._reading.acquire(blocking=False):
                 self._read_for(box, end)
-            try:
-                answer = box.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                request.box = None
-                self._wake_next()  # it may have been this one's turn to read
-                raise TimeoutError(f"no answer in {seconds:.2f} s") from None
-        return _checked(answer)
+            with contextlib.suppress(queue.Empty):
+                if (answer := box.get(timeout=left)) is not None:
+                    return _checked(answer)
+        request.box = None
+        self._wake_next()  # it may have been this one's turn to read
+        raise TimeoutError(f"no answer in {seconds:.2f} s")
 
     async def answer(self, body: bytes, seconds: float) -> bytes:
         """Send a request, and wait for its answer without blocking the loop. Raises TimeoutError, ConnectionError."""
@@ -135,7 +134,7 @@ class Pipeline:
                 self._read(left)
         finally:
             self._reading.release()
-            self._wake_next()
+            self._wake_next()  # also this one, if it has no answer: it goes on, or gives up
 
     def _read(self, seconds: float) -> None:
         """Wait for bytes so long, and deliver the answers that are whole."""

@@ -70,7 +70,7 @@ class PrefixLookup:
         announced = registry.get(self._pool, f"model/{self._model}")
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")
-        if not self._line.is_current() and not self._line.find():
+        if not self._line.find():
             raise ValueError(f"pool {self._pool!r} has no directory")
         return dict(json.loads(announced))
 

@@ -1,0 +1,98 @@
+"""Which directory of a pool is in charge: of its two, one is, and the other is ready to take over at once.
+
+Neither needs the supervisor, nor waits for Ray to notice that a node is lost. Who takes charge takes an epoch that no
+directory had, so that two can't be in charge: what the older one says is refused by all who know of the newer.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+
+from raykv import registry
+from raykv.client.directory_line import ERRORS, DirectoryLine
+from raykv.client.pipeline import Pipeline
+from raykv.config import HEARTBEAT_S
+from raykv.system.periodic import Periodic
+from raykv.system.wire import Address
+
+log = logging.getLogger("raykv")
+SILENT_PINGS = 3  # of HEARTBEAT_S each, after which a directory is taken for lost
+LOOK_S = 0.1  # until a directory whose process ended is noticed
+
+
+class Succession:
+    """The thread in which a directory watches the one in charge, or whether it still is itself."""
+
+    def __init__(self, pool: str, name: str, take_charge: Callable[[], Address | None]) -> None:
+        """name: of this directory's actor. take_charge: makes it serve; returns where it listens."""
+        self._pool, self._name, self._take_charge = pool, name, take_charge
+        self._line = DirectoryLine(pool)
+        self._pinged, self._silent = 0.0, 0  # when the one in charge was last asked, and how often in vain since
+        self._known: Address | None = None  # where it was heard of
+        self._serves = False
+        self._taking = threading.Lock()  # the supervisor may ask for it, too
+        self._loop = Periodic("raykv-succession", self._step, self._on_error)
+
+    def start(self) -> None:
+        """Take charge now if this directory is named for it; else stand by."""
+        if registry.in_charge(self._pool).name == self._name:
+            self.take()
+        self._loop.start()
+
+    def take(self) -> None:
+        """Take charge, and tell everybody."""
+        with self._taking:
+            if not self._serves:
+                registry.put_in_charge(self._pool, self._name, self._take_charge())
+                self._serves = True
+
+    def _step(self) -> float:
+        if self._serves:
+            self._step_down_if_replaced()
+            return HEARTBEAT_S
+        if self._is_lost():
+            log.warning("pool %s: %s takes over: the directory before it does not answer", self._pool, self._name)
+            self.take()
+        return LOOK_S
+
+    def _on_error(self, error: Exception) -> float:
+        if not isinstance(error, (RayError, ValueError)):  # of Ray's KV, or of a pool that is being stopped
+            log.error("pool %s: %s: %r", self._pool, self._name, error, exc_info=error)
+        return HEARTBEAT_S
+
+    def _step_down_if_replaced(self) -> None:
+        """End this process if another directory is in charge: Ray starts it again, as the successor."""
+        if registry.in_charge(self._pool).name != self._name:
+            log.warning("pool %s: %s was replaced, and ends", self._pool, self._name)
+            os._exit(1)
+
+    def _is_lost(self) -> bool:
+        """Whether the directory in charge is gone: its process ended, or it has been silent for too long."""
+        if self._known and not self._line.look():
+            return self._has_ended(self._known)
+        if time.monotonic() < self._pinged + HEARTBEAT_S:
+            return False
+        self._pinged = time.monotonic()
+        if not self._line.find():
+            return False
+        try:
+            self._line.call("ping", seconds=HEARTBEAT_S)
+            self._silent, self._known = 0, self._line.address
+        except ERRORS:
+            self._silent += 1
+        return self._silent >= SILENT_PINGS
+
+    def _has_ended(self, address: Address) -> bool:
+        """Whether nobody listens where the directory did, though its node is there."""
+        self._known = None  # else: look for it anew
+        try:
+            Pipeline(address).close()
+        except ConnectionRefusedError:
+            return registry.in_charge(self._pool).address == address
+        except OSError:
+            pass
+        return False
