@@ -4,7 +4,7 @@
 
 A client reads one prompt 200 times a second. Then the process of the directory, that of its own node's store, or the
 raylet of the node that runs directory and supervisor, is killed by SIGKILL, or its node's processes are stopped, as a
-node is that has lost the network. What is counted is the time from the loss to the first whole hit after the first miss.
+node is that has lost the network. What is counted is the time from the loss to the first whole hit after a miss.
 """
 
 import argparse
