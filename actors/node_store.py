@@ -41,7 +41,7 @@ from raykv.protocol import (
     data_deadline,
     is_tier,
 )
-from raykv.system import free_memory
+from raykv.system import free_memory, sha256
 from raykv.system.jit import compile_all
 from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
@@ -66,6 +66,7 @@ class NodeStore:
         if question is not None and registry.settings(pool) is None:
             registry.put(pool, f"answer/{node_id}", pickle.dumps(answer(question)))
         compile_all("raykv.arena")  # before the settings are there, where it can
+        sha256.load()  # for clients of this node, which would compile it otherwise
         settings = registry.await_settings(pool)
         pool_fingerprint = fingerprint(pool, bytes.fromhex(settings["secret"]))
         saved_size, total = SavedSize(pool, node_id), free_memory.total_bytes()

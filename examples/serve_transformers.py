@@ -67,7 +67,7 @@ class Engine:
         return int(self.model(torch.tensor([[token]]), past_key_values=past).logits[0, -1].argmax())
 
 
-@serve.deployment
+@serve.deployment(max_ongoing_requests=100)  # by default 5, which one engine takes: the other would get none
 class Frontend:
     """Text to tokens, and a stream of JSON lines back: what was found, then token by token."""
 

@@ -17,20 +17,19 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from raykv.protocol import ALTERED, FAILED, PULLED
+from raykv.system.c_functions import address, call
 from raykv.system.jit import kernel
 
 Copies = NDArray[np.int64]  # (n, 3): target address, source address, bytes
 PAGE = 4096
-_WORD = ir.IntType(64)
 COPIES = types.Array(types.int64, 2, "C", readonly=True)  # types of arguments of kernels
 FUNCTIONS = types.Array(types.int64, 1, "C")
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:
-    """Address of the first of these functions that the library has."""
-    for name in names:
-        if hasattr(library, name):
-            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    """Of the first of these functions that the library has. Raises ImportError if it has none."""
+    if found := address(library, *names):
+        return found
     raise ImportError(f"{library._name} has no {names[0]}: install the wheel of xxhash from PyPI (pip install xxhash)")
 
 
@@ -49,17 +48,6 @@ def _functions() -> NDArray[np.int64]:
 
 _FUNCTIONS = _functions()
 _MEMCPY, _CREATE, _RESET, _UPDATE, _DIGEST, _FREE = range(6)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _call(typing_context: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
-    """Call the C function at an address with three words; one that takes fewer ignores the rest."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_WORD, [_WORD] * 3)
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-
-    return types.int64(types.int64, types.int64, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -85,7 +73,7 @@ def _memcpy(target: int, source: int, length: int, function: int) -> None:
         for line in range(0, 512, 64):
             _prefetch(source + done + 2 * PAGE + line)
         _prefetch(target + done + 2 * PAGE)
-        _call(function, target + done, source + done, min(PAGE, length - done))
+        call(function, target + done, source + done, min(PAGE, length - done))
 
 
 @kernel(COPIES, FUNCTIONS)
@@ -96,17 +84,17 @@ def _copy(table: Copies, functions: NDArray[np.int64]) -> None:
 
 @kernel(COPIES, types.int64, FUNCTIONS)
 def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64]) -> int:
-    state = _call(functions[_CREATE], 0, 0, 0)
-    _call(functions[_RESET], state, 0, 0)
+    state = call(functions[_CREATE], 0, 0, 0)
+    call(functions[_RESET], state, 0, 0)
     for i in range(len(table)):
         target, source, length = table[i, 0], table[i, 1], table[i, 2]
         for done in range(0, length, tile):
             size = min(tile, length - done)
             if target != source:
                 _memcpy(target + done, source + done, size, functions[_MEMCPY])
-            _call(functions[_UPDATE], state, target + done, size)
-    total = _call(functions[_DIGEST], state, 0, 0)
-    _call(functions[_FREE], state, 0, 0)
+            call(functions[_UPDATE], state, target + done, size)
+    total = call(functions[_DIGEST], state, 0, 0)
+    call(functions[_FREE], state, 0, 0)
     return total  # type: ignore[no-any-return]
 
 

@@ -72,18 +72,18 @@ def run(
             row[name] = round(serve(requests, *arguments), 2)
             advance()
 
-        figure("exact_lru", _isolated, _shares(capacity, 1))
-        figure("isolated", _isolated, _shares(capacity, nodes))
-        pool = _Pool(_shares(capacity, nodes), default)
-        figure("pool_strict", _Pool(_shares(capacity, nodes), 1.0).serve, nodes)
+        figure("exact_lru", _isolated, divided(capacity, 1))
+        figure("isolated", _isolated, divided(capacity, nodes))
+        pool = Pool(divided(capacity, nodes), default)
+        figure("pool_strict", Pool(divided(capacity, nodes), 1.0).serve, nodes)
         figure("pool", pool.serve, nodes)
-        figure("pool_one_writer", _Pool(_shares(capacity, nodes), default).serve, 1)
-        figure("pool_one_writer_strict", _Pool(_shares(capacity, nodes), 1.0).serve, 1)
+        figure("pool_one_writer", Pool(divided(capacity, nodes), default).serve, 1)
+        figure("pool_one_writer_strict", Pool(divided(capacity, nodes), 1.0).serve, 1)
         row["local_stores"] = round(100 * pool.local / max(1, pool.stored), 2)
         if external:
             figure("exact_lru_external", _isolated, [external])
-            figure("pool_shared_tier", _Pool(_shares(capacity, nodes), default, [external]).serve, nodes)
-            figure("pool_own_tiers", _Pool(_shares(capacity, nodes), default, _shares(external, nodes)).serve, nodes)
+            figure("pool_shared_tier", Pool(divided(capacity, nodes), default, [external]).serve, nodes)
+            figure("pool_own_tiers", Pool(divided(capacity, nodes), default, divided(external, nodes)).serve, nodes)
         results.append(row)
     return {
         "requests": len(requests),
@@ -114,12 +114,13 @@ def read(path: str | PathLike[str]) -> list[Request]:
     return requests
 
 
-def _shares(capacity: int, nodes: int) -> list[int]:
-    return [capacity // nodes + (i < capacity % nodes) for i in range(nodes)]
+def divided(capacity: int, parts: int) -> list[int]:
+    """A capacity in parts that differ by one at most."""
+    return [capacity // parts + (i < capacity % parts) for i in range(parts)]
 
 
-def _percent(requests: list[Request], hits: list[int]) -> float:
-    """hits: leading blocks of each request that were served."""
+def percent(requests: list[Request], hits: list[int]) -> float:
+    """Hit percent by tokens. hits: leading blocks of each request that were served."""
     served = sum(sum(request.tokens[:n]) for request, n in zip(requests, hits, strict=True))
     return 100 * served / max(1, sum(sum(request.tokens) for request in requests))
 
@@ -137,10 +138,10 @@ def _isolated(requests: list[Request], capacities: list[int]) -> float:
             cache.move_to_end(block)
         while len(cache) > capacities[at]:
             cache.popitem(last=False)
-    return _percent(requests, hits)
+    return percent(requests, hits)
 
 
-class _Pool:
+class Pool:
     """The real directory, and a client on every node that does what `KVCache` does."""
 
     def __init__(self, shares: list[int], locality: float, tiers: Sequence[int] = ()) -> None:
@@ -163,14 +164,16 @@ class _Pool:
 
     def serve(self, requests: list[Request], writers: int) -> float:
         """Send the requests to the first `writers` nodes in turn; hit percent."""
-        hits = []
-        for number, request in enumerate(requests):
-            node = number % writers
-            keys = _keys(request.ids)
-            hits.append(self._read(node, keys))
-            self._store(node, keys, hits[-1])
-            self._demote()
-        return _percent(requests, hits)
+        hits = [self.ask(number % writers, request.ids) for number, request in enumerate(requests)]
+        return percent(requests, hits)
+
+    def ask(self, node: int, ids: list[int]) -> int:
+        """A prompt on a node: read what there is, store the rest. Returns how many leading blocks were served."""
+        keys = _keys(ids)
+        served = self._read(node, keys)
+        self._store(node, keys, served)
+        self._demote()
+        return served
 
     def _read(self, node: int, keys: KeyArray) -> int:
         """Match and read. Remote blocks come through staging, a window at a time. Returns blocks read."""

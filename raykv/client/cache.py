@@ -13,6 +13,7 @@ from raykv.client.session import Session
 from raykv.client.swap import Swaps
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import CacheId, Keys
+from raykv.system import sha256
 
 
 class KVCache:
@@ -35,6 +36,7 @@ class KVCache:
         self.session = session
         self.recompute_tokens_per_s = recompute_tokens_per_s
         self._swaps = Swaps(session, cache, root)
+        sha256.load()  # before anybody waits for keys
 
     @property
     def block_tokens(self) -> int:

@@ -12,6 +12,7 @@ from raykv import registry
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.config import HEARTBEAT_S
 from raykv.errors import RayKVError
+from raykv.system import sha256
 
 log = logging.getLogger("raykv")
 
@@ -67,6 +68,7 @@ class PrefixLookup:
     def _find(self) -> dict[str, Any]:
         """Find the directory. Returns what was announced. Raises ValueError where either is missing."""
         registry.settings(self._pool)  # refuses another version
+        sha256.load()  # in this thread: keys are made on the event loop
         announced = registry.get(self._pool, f"model/{self._model}")
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")

@@ -16,6 +16,7 @@ import pytest
 
 import raykv.arena
 import raykv.directory
+import raykv.system
 from raykv.directory.kernels import index
 from raykv.system import jit
 
@@ -47,7 +48,7 @@ def _called(module: ModuleType) -> set[Any]:
     return found - {None}
 
 
-@pytest.mark.parametrize(("package", "at_least"), [(raykv.directory, 40), (raykv.arena, 15)])
+@pytest.mark.parametrize(("package", "at_least"), [(raykv.directory, 40), (raykv.arena, 15), (raykv.system, 1)])
 def test_every_kernel_that_python_calls_is_on_the_list(package: ModuleType, at_least: int) -> None:
     called = set().union(*(_called(module) for module in _modules(package)))
     listed = {function for function, _ in jit.entries(package.__name__)}

@@ -19,10 +19,16 @@ from hypothesis import strategies as st
 from ray import cloudpickle
 
 from raykv.keys import CacheId, Keys, chain, check, digest, rekey, root
+from raykv.system import sha256
 
 ROOT = root(b"secret", model="m", block_tokens=4)
 TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40)
 SIZES = st.integers(1, 6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    sha256.load()  # else the first example may take a second
 
 
 def first_change(one: Any, other: Any) -> int:

@@ -1,0 +1,187 @@
+"""What a pool of several directories would serve of a trace, beside one directory. A study: raykv has one.
+
+    python benchmarks/shards.py synthetic_trace.jsonl conversation_trace.jsonl
+
+A shard is a directory with a share of every node's slabs. One key decides which shard a prompt is sent to: its first,
+or that at a later block where the prompts of a trace begin alike. Blocks before that one are stored in every shard that
+needs them, so that a chain lies whole in one.
+
+Printed for each trace and capacity, in percent of tokens that were served:
+
+pool: real directories, each with a fixed share of every node.
+lru: exact LRUs, each with a fixed share.
+by age: exact LRUs that tell each other once a second how long ago their oldest block was used. Where one block has been
+    idle LOCALITY times as long as another, its shard gives a slab to the other's.
+
+Each is the mean over several ways in which keys fall to shards, and in brackets the worst. And:
+
+busiest: percent of all blocks asked for that the busiest shard is asked for.
+moves: slabs that changed hands.
+copied: blocks that were copied within their node to empty those slabs, in percent of all stored.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from statistics import mean
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from raykv.bench.trace import Pool, Request, divided, percent, read
+from raykv.config import PoolConfig
+
+SLABS = 32  # a node: see `raykv.config.slab_bytes`
+PERIOD = 4  # requests: about a second of both public traces
+SEEDS = 5
+LOCALITY = PoolConfig().locality
+
+Choose = Callable[[Request], int]
+
+
+class Slots:
+    """The slots of one shard, in slabs."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []  # the slab of each free slot
+        self.of: dict[int, int] = {}  # slab by block
+        self.sizes: dict[int, int] = {}  # by slab
+
+    def add(self, slab: int, size: int) -> None:
+        self.sizes[slab] = size
+        self.free += [slab] * size
+
+    def remove(self, slab: int) -> int:
+        """Empty it into free slots elsewhere, of which there must be enough. Returns how many blocks were copied."""
+        self.free = [other for other in self.free if other != slab]
+        del self.sizes[slab]
+        blocks = [block for block, at in self.of.items() if at == slab]
+        for block in blocks:
+            self.of[block] = self.free.pop()
+        return len(blocks)
+
+    def emptiest(self) -> int:
+        used = Counter(self.of.values())
+        return min(self.sizes, key=lambda slab: used[slab])
+
+
+class Shard:
+    """An exact LRU over its slots."""
+
+    def __init__(self) -> None:
+        self.slots = Slots()
+        self.used: OrderedDict[int, int] = OrderedDict()  # request that used it last, by block; the oldest first
+        self.stored = 0
+
+    def ask(self, ids: list[int], now: int) -> int:
+        """Leading blocks that were there. All are there afterwards, touched last to first, as far as they fit."""
+        served = next((i for i, block in enumerate(ids) if block not in self.used), len(ids))
+        for block in reversed(ids):
+            self.used[block] = now
+            self.used.move_to_end(block)
+        self.evict(len(self.used) - sum(self.slots.sizes.values()))
+        new = [block for block in ids if block in self.used and block not in self.slots.of]
+        self.slots.of |= {block: self.slots.free.pop() for block in new}
+        self.stored += len(new)
+        return served
+
+    def evict(self, count: int) -> None:
+        for _ in range(count):
+            block, _ = self.used.popitem(last=False)
+            if block in self.slots.of:  # else it came with this very request, which is longer than the shard
+                self.slots.free.append(self.slots.of.pop(block))
+
+    def idle(self, now: int) -> float:
+        """Requests since its oldest block was used; without end while there are free slots."""
+        return float("inf") if self.slots.free else now - next(iter(self.used.values()))
+
+
+class ByAge:
+    """Shards that move slabs to where blocks are evicted soonest."""
+
+    def __init__(self, capacity: int, nodes: int, shards: int, moving: bool) -> None:
+        self.shards, self.moving = [Shard() for _ in range(shards)], moving
+        self.moves = self.copied = 0
+        for slab, size in enumerate(divided(capacity, nodes * SLABS)):
+            self.shards[slab % shards].slots.add(slab, size)
+
+    def serve(self, requests: list[Request], choose: Choose) -> float:
+        hits = []
+        for now, request in enumerate(requests):
+            hits.append(self.shards[choose(request)].ask(request.ids, now))
+            if self.moving and now % PERIOD == 0:
+                self._even_out(now)
+        return percent(requests, hits)
+
+    def _even_out(self, now: int) -> None:
+        giver = max(self.shards, key=lambda shard: (shard.idle(now), len(shard.slots.free)))
+        taker = min(self.shards, key=lambda shard: shard.idle(now))
+        if giver.idle(now) > LOCALITY * taker.idle(now) and len(giver.slots.sizes) > 1:
+            slab = giver.slots.emptiest()
+            size = giver.slots.sizes[slab]
+            giver.evict(size - len(giver.slots.free))
+            self.copied += giver.slots.remove(slab)
+            taker.slots.add(slab, size)
+            self.moves += 1
+
+
+def chooser(shards: int, depth: int, seed: int) -> Choose:
+    """Which shard a prompt is sent to, by the key of its block number `depth`, or of its last one before."""
+
+    def choose(request: Request) -> int:
+        block = request.ids[min(depth, len(request.ids)) - 1]
+        return hash((seed, block)) % shards
+
+    return choose
+
+
+def serve_pools(requests: list[Request], capacity: int, nodes: int, shards: int, choose: Choose) -> float:
+    """Hit percent of so many real directories, each with a share of every node."""
+    of_shards = [divided(share, shards) for share in divided(capacity, nodes)]
+    pools = [Pool([node[shard] for node in of_shards], LOCALITY) for shard in range(shards)]
+    return percent(requests, [pools[choose(request)].ask(i % nodes, request.ids) for i, request in enumerate(requests)])
+
+
+def busiest(requests: list[Request], choose: Choose) -> float:
+    """Percent of all blocks asked for that the busiest shard is asked for."""
+    asked: Counter[int] = Counter()
+    for request in requests:
+        asked[choose(request)] += len(request.ids)
+    return 100 * max(asked.values()) / asked.total()
+
+
+def row(requests: list[Request], capacity: int, nodes: int, shards: int, depth: int) -> list[str]:
+    """One row of the table."""
+    pools, fixed, moving, shares, moves, copied = [], [], [], [], [], []
+    for seed in range(SEEDS if shards > 1 else 1):
+        choose = chooser(shards, depth, seed)
+        pools.append(serve_pools(requests, capacity, nodes, shards, choose))
+        fixed.append(ByAge(capacity, nodes, shards, moving=False).serve(requests, choose))
+        pool = ByAge(capacity, nodes, shards, moving=True)
+        moving.append(pool.serve(requests, choose))
+        shares.append(busiest(requests, choose))
+        moves.append(pool.moves)
+        copied.append(100 * pool.copied / sum(shard.stored for shard in pool.shards))
+    percents = [f"{mean(hits):.1f} ({min(hits):.1f})" for hits in (pools, fixed, moving)]
+    return [*percents, f"{mean(shares):.0f} ({max(shares):.0f})", f"{mean(moves):.0f}", f"{mean(copied):.1f}"]
+
+
+@click.command(help=__doc__)
+@click.argument("traces", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--nodes", default=8, show_default=True)
+@click.option("--capacity", default="5000,10000,30000", show_default=True, help="Blocks of all nodes.")
+@click.option("--shards", default="1,4,16", show_default=True)
+@click.option("--depth", default="1,2", show_default=True, help="Number of the block whose key decides.")
+def main(traces: tuple[str, ...], nodes: int, capacity: str, shards: str, depth: str) -> None:
+    for path in traces:
+        requests = read(path)
+        table = Table(*("depth", "blocks", "shards", "pool", "lru", "by age", "busiest", "moves", "copied"), title=path)
+        for number in map(int, depth.split(",")):
+            for blocks in map(int, capacity.split(",")):
+                for count in map(int, shards.split(",")):
+                    table.add_row(*map(str, (number, blocks, count)), *row(requests, blocks, nodes, count, number))
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""SHA-256 of many short pieces in one call: by the libcrypto that Python's hashlib links to, or else by hashlib itself.
+
+hashlib takes 600 ns to make an object and to finish it. A processor with SHA instructions hashes a block in 100.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from raykv.system.c_functions import address, call
+from raykv.system.jit import compile_all, kernel
+
+DIGEST_BYTES = 32
+CONTEXT_BYTES = 256  # a SHA256_CTX has 112
+LIBRARY = "libcrypto.so.3"  # the system's, where Python has its own inside
+
+Bytes = NDArray[np.uint8]
+Ends = NDArray[np.int64]
+_BYTES = types.Array(types.uint8, 1, "C", readonly=True)  # types of arguments of kernels
+_WRITABLE = types.Array(types.uint8, 1, "C")
+_WORDS = types.Array(types.int64, 1, "C", readonly=True)
+
+
+def _functions() -> NDArray[np.int64] | None:
+    """Addresses of libcrypto's functions. None where there is no libcrypto."""
+    # not its SHA256(), which since OpenSSL 3 looks up at every call who computes it
+    names = ("SHA256_Init", "SHA256_Update", "SHA256_Final")
+    for path in (getattr(importlib.import_module("_hashlib"), "__file__", None), LIBRARY):
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            continue
+        if all(found := [address(library, name) for name in names]):
+            return np.array(found, np.int64)
+    return None
+
+
+_FUNCTIONS = _functions()
+_INIT, _UPDATE, _FINAL = range(3)
+
+
+@kernel(_WRITABLE, _BYTES, _BYTES, _WORDS, types.boolean, _WRITABLE, _WORDS)
+def _digest(
+    out: Bytes, first: Bytes, data: Bytes, ends: Ends, chained: bool, context: Bytes, functions: NDArray[np.int64]
+) -> None:
+    parent, state, target, source = first.ctypes.data, context.ctypes.data, out.ctypes.data, data.ctypes.data
+    begin = 0
+    for i in range(len(ends)):
+        call(functions[_INIT], state, 0, 0)
+        call(functions[_UPDATE], state, parent, DIGEST_BYTES)
+        call(functions[_UPDATE], state, source + begin, ends[i] - begin)
+        call(functions[_FINAL], target, state, 0)
+        begin = ends[i]
+        if chained:
+            parent = target
+        target += DIGEST_BYTES
+
+
+@functools.cache
+def load() -> None:
+    """Load the kernel (4 ms), or compile it (0.3 s, once a user and machine). Else the first call of `digests` does."""
+    if _FUNCTIONS is not None:
+        compile_all("raykv.system")
+
+
+def digests(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
+    """SHA-256 of (parent, piece) for every piece: (n, 32) uint8. Chained: each digest is the parent of the next piece.
+
+    parent: 32 bytes. data: 1-D uint8, contiguous, the pieces one after the other. ends: (n,) int64, where in `data`
+    they end, at most its length.
+    """
+    if _FUNCTIONS is None:
+        return by_hashlib(parent, data, ends, chained)
+    load()
+    out = np.empty((len(ends), DIGEST_BYTES), np.uint8)
+    first = np.frombuffer(parent, np.uint8)
+    _digest(out.reshape(-1), first, data, ends, chained, np.empty(CONTEXT_BYTES, np.uint8), _FUNCTIONS)
+    return out
+
+
+def by_hashlib(parent: bytes, data: Bytes, ends: Ends, chained: bool) -> Bytes:
+    """As `digests`, on any Python."""
+    begin, joined, found = 0, data.tobytes(), []
+    for end in ends.tolist():
+        digest = hashlib.sha256(parent + joined[begin:end]).digest()
+        found.append(digest)
+        begin, parent = end, digest if chained else parent
+    return np.frombuffer(b"".join(found), np.uint8).reshape(-1, DIGEST_BYTES)
