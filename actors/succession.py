@@ -77,7 +77,7 @@ class Succession:
         if time.monotonic() < self._pinged + HEARTBEAT_S:
             return False
         self._pinged = time.monotonic()
-        if not self._line.find():
+        if registry.settings(self._pool) is None or not self._line.find():  # the pool is being stopped
             return False
         try:
             self._line.call("ping", seconds=HEARTBEAT_S)
@@ -92,7 +92,7 @@ class Succession:
         try:
             Pipeline(address).close()
         except ConnectionRefusedError:
-            return registry.in_charge(self._pool).address == address
+            return registry.settings(self._pool) is not None and registry.in_charge(self._pool).address == address
         except OSError:
             pass
         return False

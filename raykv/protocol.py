@@ -16,7 +16,7 @@ Both sides of every message must have the same VERSION. `raykv.registry.settings
 import time
 from typing import Any, NamedTuple, overload
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 

@@ -316,6 +316,7 @@ def _status(pool: Any, as_json: bool) -> None:
         console.print(f"node {_short(name)} has no store: {why}", markup=False, highlight=False)
     if stats["transports"]:
         console.print(_transports(stats["transports"]))
+    console.print(_directory(stats))
     hits, lookups = stats["hits"], stats["lookups"]
     console.print(
         f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
@@ -323,6 +324,12 @@ def _status(pool: Any, as_json: bool) -> None:
         f"{stats['leases']} leases, "
         f"{stats['reservations']} reservations, {stats['evicted']} evicted, {stats['clients']} clients"
     )
+
+
+def _directory(stats: dict[str, Any]) -> str:
+    if stats["socket"] is None:
+        return "the directory is called through Ray"
+    return f"the directory listens at {stats['socket']}, {stats['connections']} connections"
 
 
 def _short(name: str) -> str:

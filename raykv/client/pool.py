@@ -92,6 +92,8 @@ class KVPool:
         """The directory's counts of the whole pool, and `faults` of this client by kind. Nothing else while it is down.
 
         nodes: counts by Ray node id; of a GPU by the node's id, "/" and the GPU's UUID.
+        socket: host and port where the directory listens, and `connections` to it, of clients and of node stores; None
+        where all calls go through Ray.
         failed: why other nodes have no store, by Ray node id.
         transports: one entry for each memory (`reader`) that has read from another (`from`): the `transport` that was
         used last, its GB/s (1e9 bytes) as `gbps`, and how often each has `failed`. Stores that do not answer in time
