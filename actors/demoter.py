@@ -39,6 +39,7 @@ from raykv.tiers.guarded import GuardedTier
 log = logging.getLogger("raykv")
 POLL_S = 0.1
 IDLE_POLL_S = 0.5  # the longest pause between two questions to the directory
+SERVED_HEARTBEAT_S = 5.0  # of a tier that the directory serves: it says with every answer to `demote` that it does
 TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
 REFUSED_S = 1.0  # pause after a batch of which the tier refused some
 EXISTING_PER_CALL = 4096  # blocks
@@ -130,7 +131,8 @@ class Demoter:
         up, now = self.external.up, time.monotonic()
         if self.external.shared is None:  # it could not be opened yet
             return
-        if up == self._reported_up and not self._lost and now < self._reported_at + HEARTBEAT_S:
+        due = self._reported_at + (SERVED_HEARTBEAT_S if self._served else HEARTBEAT_S)
+        if up == self._reported_up and not self._lost and now < due:
             return
         lost = self.external.content if self._lost else b""
         report = TierReport(self._capacity, self.external.shared, up, lost)

@@ -126,6 +126,7 @@ def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str
         "get_if_exists": True,
         "max_restarts": -1,
         "num_cpus": 0,
+        "enable_task_events": False,  # calls that come every second are nothing to list on the dashboard
         "max_concurrency": threads,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=not pinned),
     }

@@ -139,7 +139,7 @@ def run() -> dict[str, Any]:
             POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
         ) as pool,
     ):
-        model = _model(folder)
+        model = save_model(folder)
         writer, reader = (_engine(node, model, folder) for node in (there, here))
         plain = _engine(here, model)
         far, near = on_node(Bytes, there), on_node(Bytes, here)
@@ -227,7 +227,8 @@ def _interval(ordered: list[float]) -> tuple[float, float]:
     return ordered[cut], ordered[n - 1 - cut]
 
 
-def _model(folder: str) -> str:
+def save_model(folder: str) -> str:
+    """Write the model's configuration into a folder. Returns what `Engine` takes."""
     from transformers import LlamaConfig
 
     path = Path(folder, "model")

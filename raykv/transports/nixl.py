@@ -26,6 +26,7 @@ from raykv.transports.base import Peer, PullRequest, Transport, ask, translated
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
+PROGRESS_US = 100_000  # between looks of NIXL's progress thread, which UCX wakes before if there is something to do
 LATE_S = 1.0  # for requests of a failed transfer that are under way: neither its release nor `_forget` stops them
 # What a peer is told of a block: as CLAIM in `raykv.transports.tcp`, and the slot's address.
 BLOCK_INFO = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])
@@ -46,6 +47,19 @@ def has_rdma() -> bool:
     return os.path.isdir(RDMA) and bool(os.listdir(RDMA))
 
 
+def _open_agent(name: str) -> Any:
+    """An agent of NIXL's Python API over a core with a progress thread that sleeps: the API's own spins on one core."""
+    from nixl._api import nixl_agent, nixl_agent_config, nixlBind
+
+    config = nixlBind.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, PROGRESS_US
+    config.syncMode = nixlBind.NIXL_THREAD_SYNC_STRICT
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.agent = nixlBind.nixlAgent(name, config)
+    agent.create_backend("UCX")
+    return agent
+
+
 @dataclass
 class RemoteAgent:
     """A peer's NIXL agent, as this process knows it."""
@@ -63,10 +77,7 @@ class Nixl(Transport):
 
     def __init__(self, arena: Arena) -> None:
         """arena: of host memory; it is read into and from. ImportError without NIXL."""
-        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-
-        config = nixl_agent_config(backends=["UCX"], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
-        self._agent: Any = nixl_agent(f"raykv-{secrets.token_hex(8)}", config)
+        self._agent = _open_agent(f"raykv-{secrets.token_hex(8)}")
         self._arena = arena
         self._registered: dict[int, Any] = {}  # what NIXL calls it, by slab
         self._version = 0  # of this agent's metadata, which changes with `_registered`

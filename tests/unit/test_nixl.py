@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 from helpers import nixl_peer
 from helpers.arena_worker import PRINT
@@ -262,6 +263,19 @@ def test_nothing_is_written_after_an_error(ours: Arena, theirs: Arena, monkeypat
         assert has(ours, newer, *other)
         again = locations(np.arange(SLOTS), 1, 4)
         assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)
+
+
+def test_an_agent_that_has_nothing_to_do_takes_no_processor_time(
+    ours: Arena, theirs: Arena, peer: nixl_peer.Peer
+) -> None:
+    nixl = Nixl(ours)
+    keys, blocks = some(1, 1)
+    at = locations(np.arange(1))
+    assert theirs.write(at, keys, blocks).all() and pull(nixl, peer, at, keys, ours, at) == [PULLED]
+    both = psutil.Process(), psutil.Process(peer.process.pid)
+    before = [sum(process.cpu_times()[:2]) for process in both]
+    time.sleep(2.0)
+    assert all(sum(process.cpu_times()[:2]) - then < 0.1 for process, then in zip(both, before, strict=True))
 
 
 def test_an_offer_of_a_dead_process_is_refused(ours: Arena, theirs: Arena) -> None:

