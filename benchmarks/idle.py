@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-import psutil  # type: ignore[import-untyped]
+import psutil
 import ray
 from rich.console import Console
 from rich.table import Table
