@@ -24,7 +24,7 @@ from raykv.arena.checksum import judge
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.protocol import ALTERED, KEY_BYTES, LOCATION, data_deadline, seconds_left
-from raykv.transports.base import Peer, PullRequest, Transport
+from raykv.transports.base import Peer, PullRequest, Transport, records_of
 
 log = logging.getLogger("raykv")
 
@@ -154,7 +154,7 @@ def _pull(peer: socket.socket, request: PullRequest) -> NDArray[np.uint8]:
     order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent in one piece
     peer.settimeout(seconds_left(end))
     peer.sendall(COUNT.pack(len(source)) + source[order].tobytes() + keys[order].tobytes())
-    claims = np.frombuffer(_receive(peer, len(source) * CLAIM.itemsize, end), CLAIM)
+    claims = records_of(_receive(peer, len(source) * CLAIM.itemsize, end), CLAIM, len(source))
     verdicts = np.full(len(source), ALTERED, np.uint8)
     there, size = np.flatnonzero(claims["there"]), int(source["bytes"][0])
     buffer = np.empty((max(1, min(len(there), WINDOW_BYTES // size)), size), np.uint8)
