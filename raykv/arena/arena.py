@@ -309,7 +309,7 @@ class Arena(Mapping):
             # Locks first: a writer that takes one after this sees the epoch that was raised before, and is refused.
             busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
             slab_gen, stride = header.load(words, entry), int(words[entry + 1])
-            formatted = slab_gen > 0 and stride >= ALIGN and stride % ALIGN == 0
+            formatted = 0 < slab_gen < GENERATIONS and stride >= ALIGN and stride % ALIGN == 0
             slots = self.slab_bytes // stride if formatted else 0
             columns = np.zeros((slots, 7), np.int64)
             locked = np.zeros(slots, np.bool_)
@@ -318,7 +318,7 @@ class Arena(Mapping):
             if header.load(words, entry) == slab_gen:
                 break
         locations = np.zeros(slots, LOCATION)
-        locations["slab"], locations["slab_gen"], locations["slot"] = slab, slab_gen, range(slots)
+        locations["slab"], locations["slab_gen"], locations["slot"] = slab, slab_gen if slots else 0, range(slots)
         locations["gen"] = columns[:, 1]
         locations["bytes"] = np.where(columns[:, 0] == header.READY, columns[:, 4], stride)
         return locations, columns

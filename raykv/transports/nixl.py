@@ -150,7 +150,7 @@ class Nixl(Transport):
             altered = np.zeros(len(info), np.bool_)
 
             def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
-                size = int(found.target["bytes"][0])
+                size = int(found.target["bytes"].max(initial=0))  # all have one; there may be none
                 self._transfer(remote.name, info["address"][which], slots, size)
                 checksums = block_copy.sums(slots, size)
                 altered[which] = np.array(checksums, np.uint64) != info["sum"][which]

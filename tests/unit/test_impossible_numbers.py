@@ -132,6 +132,16 @@ def test_a_slab_whose_size_of_slots_was_altered(stride: int) -> None:
     apart(format_a_slab_of_stride, stride)
 
 
+@pytest.mark.parametrize("generation", [-1, -(1 << 63), (1 << 63) - 1])
+def test_a_slab_whose_generation_was_altered(generation: int) -> None:
+    """Its store could not join any directory."""
+    with guarded() as gate:
+        gate.arena._memory[0][header.TABLE] = generation
+        found = gate.arena.inventory()
+        assert set(found.ready["slab"].tolist()) == {1} and not len(found.writing)
+        gate.there()
+
+
 def test_a_grant_older_than_its_slab_formats_nothing() -> None:
     with guarded() as gate:
         late = gate.grants(1)

@@ -129,6 +129,12 @@ def test_blocks_that_are_gone_and_slots_that_are_not_granted(ours: Arena, theirs
     assert has(ours, newer[2:3], keys[2:3], blocks[2:3])
 
 
+def test_blocks_of_which_none_is_there(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
+    keys, _ = some(1, 4)
+    at = locations(np.arange(4))
+    assert pull(Nixl(ours), peer, at, keys, ours, at) == [ALTERED] * 4
+
+
 def test_a_slab_that_was_given_back(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     """And is offered again: memory that was registered before is another by then."""
     nixl = Nixl(ours)
