@@ -26,6 +26,7 @@ from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import copy_between
 from raykv.errors import ArenaMismatch
 from raykv.protocol import ALIGN, FAILED, PULLED, BlocksRead, Transfer
+from raykv.system.jit import compile_all
 from raykv.tiers import Block, open_tier, parse
 from raykv.tiers.base import HEAD_BYTES, path_of
 from raykv.tiers.file import FileTier
@@ -44,6 +45,12 @@ IMPOSSIBLE = {
     "a slab below the file": {"slab": 0xFFFFFFFF},
     "a generation that no header keeps": {"slab_gen": 1 << 62, "gen": 1 << 63},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels() -> None:
+    """In this process: children that are to be done soon then have them too."""
+    compile_all("raykv.arena")
 
 
 def twisted(gate: Guarded, change: dict[str, int]) -> Any:
