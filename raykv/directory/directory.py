@@ -170,12 +170,12 @@ class Directory(Membership):
         client, start = self._on_call(call, now), request.start
         self.clients.end(client, request.reservation)
         keys, firsts = self._find(request.keys)
-        sound = 0 <= start <= len(keys) and is_block_size(request.block_bytes)
-        writer, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes) if sound else 0
+        writer = self.nodes.get(request.node)
+        stride = slot_bytes(request.block_bytes) if is_block_size(request.block_bytes) else 0
         size_class = (
             self._allocator.size_class(writer, stride) if writer and writer.offered_to >= columns.TO_OWN else -1
         )
-        if writer is None or size_class < 0:
+        if writer is None or size_class < 0 or not 0 <= start <= len(keys):
             return Reserved(self.epoch, start, b"", b"", b"")
         missing = int(placement.missing(self._c, firsts[start:]))
         if self._allocator.provision(writer, size_class, stride, missing):
