@@ -60,9 +60,12 @@ class Mutator(random.Random):
         """Some fields of some records at an edge, swapped, flipped, or those of another record."""
         changed, names = given.copy(), given.dtype.names or ()
         for _ in range(self.randint(1, 4)):
-            i, name, kind = self.randrange(len(given)), self.choice(names), self.randrange(4)
+            i, name, kind = self.randrange(len(given)), self.choice(names), self.randrange(5)
             bits = 8 * given.dtype[name].itemsize
-            if kind == 0:
+            if kind == 4:  # what overflows only together
+                for each in self.sample(names, self.randint(2, len(names))):
+                    changed[each][i] = (1 << 8 * given.dtype[each].itemsize - self.randrange(2)) - 1
+            elif kind == 0:
                 changed[name][i] = self.number() & (1 << bits) - 1
             elif kind == 1:
                 changed[name][i] ^= given.dtype[name].type(1 << self.randrange(bits))
