@@ -5,7 +5,7 @@ unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of w
 # runs tests beside `clusters`, which are not to be starved, and prints what they print when they are done
 BESIDE = nice .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log; exit $$status
 
-.PHONY: demo check test lint units clusters engines alone docs pictures
+.PHONY: demo check test lint units fuzz clusters engines alone docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -24,6 +24,9 @@ lint:
 
 units:
 	.venv/bin/pytest -n 2 --dist worksteal tests --ignore=tests/cluster --ignore=tests/engines
+
+fuzz:  # RAYKV_FUZZ_SECONDS, RAYKV_FUZZ_SEED: see CONTRIBUTING.md
+	.venv/bin/pytest tests/unit/test_doors.py
 
 clusters:
 	.venv/bin/pytest tests/cluster -m 'not own_cluster and not gpu'

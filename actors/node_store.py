@@ -31,15 +31,17 @@ from raykv.client.directory_line import DirectoryLine
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError
 from raykv.protocol import (
+    CONTENT_BYTES,
     FAILED,
-    KEY_BYTES,
     LOCATION,
     PULLED,
+    SLABS_MAX,
     BlocksRead,
     StoreDescription,
     Transfer,
     data_deadline,
     is_tier,
+    verdicts_of,
 )
 from raykv.system import free_memory, sha256
 from raykv.system.jit import compile_all
@@ -79,7 +81,7 @@ class NodeStore:
             if not tier[0].open(content_seed(pool)):
                 log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
         # Laid out for all of the node's memory: slabs that are not offered take none.
-        slabs = max(total // slab, limit)
+        slabs = min(max(total // slab, limit), SLABS_MAX)
         self._arena: Arena = open_own(pool, pool_fingerprint, slab, slabs, free_memory.check, limit=limit)
         self._demoter = Demoter(pool, node_id, self._arena, *tier) if tier else None
         transports = open_transports(self._arena, settings["transport"], ray.util.get_node_ip_address())
@@ -119,9 +121,9 @@ class NodeStore:
     def pull(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
         """Fetch the blocks of a Transfer into slots of this node. Returns a uint8 verdict for each.
 
-        Concurrent pulls into the same slot happen once.
+        Concurrent pulls into the same slot happen once. ValueError as Transfer.arrays.
         """
-        source, keys, target = _arrays(transfer)
+        source, keys, target = Transfer(*transfer).arrays()
         slots = [(int(slot["slab"]), int(slot["slot"]), int(slot["gen"])) for slot in target]
 
         def fetch(mine: list[int]) -> NDArray[np.uint8]:
@@ -132,7 +134,7 @@ class NodeStore:
     @ray.method(concurrency_group="push")
     def push(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
         """Have other nodes pull the blocks of a Transfer out of slots of this node. Returns verdicts as `pull`."""
-        source, keys, target = _arrays(transfer)
+        source, keys, target = Transfer(*transfer).arrays()
         verdicts = np.full(len(target), FAILED, np.uint8)
         for index in np.unique(target["node"]).tolist():
             there = target["node"] == index
@@ -140,7 +142,7 @@ class NodeStore:
             try:
                 answer = self._peers.get(index).store.pull.remote(tuple(part))
                 deadline = data_deadline(int(target["bytes"][there].sum()))
-                verdicts[there] = np.frombuffer(ray.get(answer, timeout=deadline), np.uint8)
+                verdicts[there] = verdicts_of(ray.get(answer, timeout=deadline), int(there.sum()))
             except (RayError, ValueError, KeyError) as error:
                 log.debug("push to node %d: %r", index, error)
                 self._peers.forget(index)
@@ -207,8 +209,11 @@ class NodeStore:
 
     @ray.method(concurrency_group="read")
     def read(self, locations: bytes, keys: bytes) -> tuple[Any, ...]:
-        """Blocks in one memory of this node, or in its external tier. Returns a BlocksRead; the reader verifies it."""
-        source, rows = np.frombuffer(locations, LOCATION), np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+        """Blocks in one memory of this node, or in its external tier. Returns a BlocksRead; the reader verifies it.
+
+        ValueError unless there is a key for each location, and a size that a tier can have.
+        """
+        source, rows, _ = Transfer(locations, keys, locations).arrays()
         if self._demoter and len(source) and source["node"][0] == self._demoter.index:
             return tuple(self._demoter.copier.read(rows, int(source["bytes"][0])))
         arena = self._memory_at(int(source["node"][0])).arena if len(source) else self._arena
@@ -242,8 +247,11 @@ class NodeStore:
     def clear(self, generation: int, content: bytes) -> None:
         """Forget all blocks up to a generation: a restarted directory must not find them again.
 
-        content: what the external tier's content is called from now on.
+        content: what the external tier's content is called from now on (CONTENT_BYTES). ValueError for another length,
+        or for what is no generation; nothing is forgotten then.
         """
+        if len(content) != CONTENT_BYTES:
+            raise ValueError(f"a content is named by {CONTENT_BYTES} bytes, not {len(content)}")
         for memory in self._memories:
             memory.arena.raise_floor(generation)
         if self._demoter:
@@ -294,13 +302,6 @@ class NodeStore:
 
         loop = DirectoryLoop(self._pool, "raykv-heartbeat", step, lambda _: loop.rest_of(HEARTBEAT_S / 4))
         return loop
-
-
-def _arrays(transfer: tuple[bytes, bytes, bytes]) -> tuple[NDArray[np.void], NDArray[np.uint8], NDArray[np.void]]:
-    """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION of a Transfer."""
-    source, keys, target = Transfer(*transfer)
-    rows = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-    return np.frombuffer(source, LOCATION), rows, np.frombuffer(target, LOCATION)
 
 
 def start_store(pool: str, node_id: str, question: Question | None = None) -> Any:

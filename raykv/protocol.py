@@ -14,6 +14,7 @@ Both sides of every message must have the same VERSION. `raykv.registry.settings
 """
 
 import time
+from numbers import Integral
 from typing import Any, NamedTuple, overload
 
 import msgpack
@@ -36,6 +37,10 @@ KEY_BYTES = 16
 ALIGN = 4096  # payload alignment, and so the smallest slot, in bytes
 CONTENT_BYTES = 8  # name of a tier's content since it was last cleared; nothing from before is read again
 COUNTER_BITS = 40  # a generation is epoch << COUNTER_BITS | counter
+EPOCHS = 1 << 21  # no epoch is as high: a header keeps a generation and two bits more in 8 bytes
+GENERATIONS = EPOCHS << COUNTER_BITS  # no generation is as high
+SLABS_MAX = 1 << 20  # of one arena or tier: what is counted by somebody else is not to fill a memory
+SLAB_BYTES_MAX = 1 << 30  # of an arena
 FAILED, PULLED, ALTERED = range(3)  # verdicts: what became of a block that was to cross nodes
 STILL_WRITTEN, FREED, FINISHED = range(3)  # verdicts of a sweep
 
@@ -55,6 +60,11 @@ def is_tier(index: int | NDArray[Any]) -> bool | NDArray[np.bool_]:
 def host_of(name: str) -> str:
     """Ray node id of a node, or of a node's GPU, whose name is that with "/" and its UUID."""
     return name.partition("/")[0]
+
+
+def is_block_size(block_bytes: int) -> bool:
+    """Whether a block can have so many bytes."""
+    return isinstance(block_bytes, Integral) and 0 < block_bytes <= SLAB_BYTES_MAX
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -321,6 +331,28 @@ class Transfer(NamedTuple):
     source: bytes  # locations
     keys: bytes
     target: bytes  # locations
+
+    def arrays(self) -> tuple[NDArray[np.void], NDArray[np.uint8], NDArray[np.void]]:
+        """source (n,) LOCATION, keys (n, 16) and target (n,) LOCATION. ValueError unless all blocks are of one size."""
+        source, target = np.frombuffer(self.source, LOCATION), np.frombuffer(self.target, LOCATION)
+        keys = np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES)
+        if not len(source) == len(keys) == len(target):
+            raise ValueError(f"{len(source)} sources, {len(keys)} keys and {len(target)} targets: give one of each")
+        sizes = np.unique([source["bytes"], target["bytes"]]).tolist()
+        if len(source) and (len(sizes) > 1 or not 0 < sizes[0] <= SLAB_BYTES_MAX):
+            raise ValueError(f"blocks of {', '.join(map(str, sizes))} bytes: give all of one size that a slab holds")
+        return source, keys, target
+
+
+def verdicts_of(answer: bytes, count: int) -> NDArray[np.uint8]:
+    """(count,) uint8 verdicts that another process gave. What is none of FAILED, PULLED and ALTERED is FAILED.
+
+    ValueError unless there are as many.
+    """
+    verdicts = np.frombuffer(answer, np.uint8)
+    if len(verdicts) != count:
+        raise ValueError(f"{len(verdicts)} verdicts for {count} blocks")
+    return np.where(verdicts <= ALTERED, verdicts, FAILED).astype(np.uint8)
 
 
 class BlocksRead(NamedTuple):

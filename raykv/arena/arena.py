@@ -19,7 +19,17 @@ from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.files import SHM, ArenaFile
 from raykv.arena.gpu import host_copy
 from raykv.arena.mapping import Addresses, Bytes, Mapping
-from raykv.protocol import ALIGN, FREED, KEY_BYTES, LOCATION, STILL_WRITTEN, epoch_of, slot_bytes
+from raykv.protocol import (
+    ALIGN,
+    EPOCHS,
+    FREED,
+    GENERATIONS,
+    KEY_BYTES,
+    LOCATION,
+    STILL_WRITTEN,
+    epoch_of,
+    slot_bytes,
+)
 from raykv.system.jit import compile_all
 
 Mask = NDArray[np.bool_]
@@ -108,7 +118,12 @@ class Arena(Mapping):
         return header.load(self._memory[0], header.INCARNATION)
 
     def raise_epoch(self, epoch: int) -> bool:
-        """Owner: from now on refuse grants older than `epoch`. False if the arena has heard of a newer one."""
+        """Owner: from now on refuse grants older than `epoch`. False if the arena has heard of a newer one.
+
+        ValueError for what is no epoch.
+        """
+        if not 0 <= epoch < EPOCHS:
+            raise ValueError(f"epoch {epoch}: there are less than {EPOCHS}")
         with self._mutex:
             if epoch < self.epoch:
                 return False
@@ -116,7 +131,12 @@ class Arena(Mapping):
             return True
 
     def raise_floor(self, generation: int) -> None:
-        """Owner: from now on `inventory` leaves out blocks up to a generation; they were cleared."""
+        """Owner: from now on `inventory` leaves out blocks up to a generation; they were cleared.
+
+        ValueError for what is no generation.
+        """
+        if not 0 <= generation < GENERATIONS:
+            raise ValueError(f"generation {generation}: there are less than {GENERATIONS}")
         with self._mutex:
             words, _ = self._memory
             header.store(words, header.FLOOR, max(generation, header.load(words, header.FLOOR)))
@@ -196,6 +216,10 @@ class Arena(Mapping):
         self, slots: _Slots, fill: Fill, positions: NDArray[Any] | None, expected: NDArray[np.uint64] | None
     ) -> Mask:
         words, _, records, keys, headers, addresses = slots
+        given = np.zeros(len(records), np.int64) if positions is None else np.ascontiguousarray(positions, np.int64)
+        for name, array in (("positions", given), ("checksums", expected)):
+            if array is not None and array.shape != (len(records),):
+                raise ValueError(f"{name} of shape {array.shape} for {len(records)} locations")
         self._format(words, records, headers)
         numbers = self._lock_numbers(headers)
         with self._locks.locked(numbers) as mine:
@@ -214,7 +238,6 @@ class Arena(Mapping):
             if expected is not None:
                 self.corrupt += int((ok & (sums != expected)).sum())
                 ok &= sums == expected
-            given = np.zeros(len(records), np.int64) if positions is None else np.ascontiguousarray(positions, np.int64)
             header.finish(words, headers, records, keys, sums.view(np.int64), given, self._now(), ok)
         return ok
 
@@ -270,7 +293,7 @@ class Arena(Mapping):
     def inventory(self) -> Contents:
         """Every ready block, and every slot that is being written, or was when its writer died: to be swept."""
         words, _ = self._memory
-        found = [self._inventory_of(words, slab) for slab in range(header.load(words, header.OFFERED))]
+        found = [self._inventory_of(words, slab) for slab in range(self.offered)]
         columns = np.concatenate([part[1] for part in found]) if found else np.zeros((0, 7), np.int64)
         locations = np.concatenate([part[0] for part in found]) if found else np.zeros(0, LOCATION)
         ready, writing = columns[:, 0] == header.READY, columns[:, 0] == header.WRITING
@@ -286,7 +309,8 @@ class Arena(Mapping):
             # Locks first: a writer that takes one after this sees the epoch that was raised before, and is refused.
             busy = self._locks.busy(first, first + self.slab_bytes // ALIGN)
             slab_gen, stride = header.load(words, entry), int(words[entry + 1])
-            slots = self.slab_bytes // stride if slab_gen > 0 and stride >= ALIGN else 0
+            formatted = 0 < slab_gen < GENERATIONS and stride >= ALIGN and stride % ALIGN == 0
+            slots = self.slab_bytes // stride if formatted else 0
             columns = np.zeros((slots, 7), np.int64)
             locked = np.zeros(slots, np.bool_)
             locked[[i - first for i in busy if i - first < slots]] = True
@@ -294,7 +318,7 @@ class Arena(Mapping):
             if header.load(words, entry) == slab_gen:
                 break
         locations = np.zeros(slots, LOCATION)
-        locations["slab"], locations["slab_gen"], locations["slot"] = slab, slab_gen, range(slots)
+        locations["slab"], locations["slab_gen"], locations["slot"] = slab, slab_gen if slots else 0, range(slots)
         locations["gen"] = columns[:, 1]
         locations["bytes"] = np.where(columns[:, 0] == header.READY, columns[:, 4], stride)
         return locations, columns
@@ -387,15 +411,14 @@ class Arena(Mapping):
         header.stamp(slots.words, slots.headers, self._now(), ok)
 
     def _now(self) -> int:
-        return max(0, int(time.time()) - self._clock_base)
+        return max(0, int(time.time()) - self._clock_base) & 0xFFFFFFFF  # as `inventory` tells it
 
     def _format(self, words: header.Words, records: header.Words, headers: header.Words) -> None:
         """Give slabs the format that grants were made for, unless somebody did already."""
         if header.formatted(words, headers, records):
             return
-        for slab, slab_gen, size, epoch in {
-            (r[0] >> 32, r[2], r[1] >> 32, epoch_of(r[3])) for r in records[headers >= 0].tolist()
-        }:
+        sound = records[(headers >= 0) & (records[:, 2] <= records[:, 3])]  # no slot is granted before its slab
+        for slab, slab_gen, size, epoch in {(r[0] >> 32, r[2], r[1] >> 32, epoch_of(r[3])) for r in sound.tolist()}:
             if header.load(words, header.TABLE + 2 * slab) < slab_gen:
                 self._reformat(words, slab, slab_gen, slot_bytes(size), epoch)
 

@@ -115,7 +115,13 @@ def _origin(name: str, arrays: Sequence[Any], views: list[NDArray[Any]]) -> tupl
 
 
 def rows_within(arrays: Sequence[NDArray[np.uint8]], row_bytes: int) -> Rows:
-    """Rows of `row_bytes` that lie one after another in each of the arrays."""
+    """Rows of `row_bytes` that lie one after another in each of the arrays.
+
+    ValueError unless those are contiguous uint8 of whole rows: another process may have sent them.
+    """
+    for array in arrays:
+        if array.dtype != np.uint8 or not array.flags.c_contiguous or array.size % row_bytes:
+            raise ValueError(f"{array.dtype} of shape {array.shape}: give contiguous uint8, rows of {row_bytes} bytes")
     addresses = [array.ctypes.data + np.arange(array.size // row_bytes) * row_bytes for array in arrays]
     column = np.concatenate([np.zeros(0, np.int64), *addresses])
     return Rows(column[:, None], np.array([row_bytes]), arrays, all(array.flags.writeable for array in arrays))

@@ -141,7 +141,8 @@ class GpuArena(Arena):
     def read_for_peer(self, locations: Locations, keys: Bytes) -> PeerBlocks:
         """Copies the blocks to host memory, and computes the checksums that are UNKNOWN."""
         checksums, positions, there = self.read_headers(locations, keys)
-        blocks = np.empty((int(there.sum()), int(locations["bytes"].max(initial=0))), np.uint8)
+        size = int(locations["bytes"][there].max(initial=0))  # of others, any number may have been sent
+        blocks = np.empty((int(there.sum()), size), np.uint8)
         there[there] = arrived = self.read(locations[there], keys[there], blocks, used=False)
         blocks = blocks[arrived]
         computed = np.array(block_copy.sums_of(rows_of([blocks])), np.uint64)
@@ -157,12 +158,17 @@ def copy_between(
     target_locations: Locations,
     used: bool = True,
 ) -> NDArray[np.uint8]:
-    """Copy blocks of one size between two arenas of a node store, of which at least one is a GPU's.
+    """Copy blocks of one size between two arenas of a node store, of which one is a GPU's as a rule.
 
-    used: as in Arena.read. Returns (n,) verdicts FAILED, PULLED or ALTERED. DeviceError where a GPU fails.
+    used: as in Arena.read. Returns (n,) verdicts FAILED, PULLED or ALTERED. DeviceError where a GPU fails. ValueError
+    where there is not one target for each source, or a slot of another size, into which more would be copied.
     """
     verdicts = np.full(len(source_locations), ALTERED, np.uint8)
     size = int(source_locations["bytes"].max(initial=0))
+    if len(target_locations) != len(verdicts) or any(
+        (side["bytes"] != size).any() for side in (source_locations, target_locations)
+    ):
+        raise ValueError(f"{len(verdicts)} blocks of {size} bytes for {len(target_locations)} slots: sizes differ")
     if isinstance(source, GpuArena) and isinstance(target, GpuArena):  # one may not reach the other
         checksums, positions, there, runs = source.read_for_peer(source_locations, keys)
         blocks, checksums = runs[0].reshape(-1, size), checksums[there]
@@ -189,9 +195,10 @@ def copy_between(
 
 
 def _slots_as_rows(arena: Arena, addresses: Addresses, size: int, other: Arena) -> Rows:
-    """Slots of one arena as rows that `other` reads into. One of the two is a GPU's."""
+    """Slots of one arena as rows that `other` reads into."""
     rows = Rows(addresses[:, None], np.array([size]), arena, writable=True)
     if isinstance(arena, GpuArena):
         return replace(rows, device=arena.gpu)
-    assert isinstance(other, GpuArena)
-    return replace(rows, registered=arena.register(other.gpu, addresses))
+    if isinstance(other, GpuArena):
+        return replace(rows, registered=arena.register(other.gpu, addresses))
+    return rows  # a confused caller's: nobody has to copy a block within a node's memory

@@ -4,8 +4,8 @@ Every access goes through these kernels: atomic loads and stores and fences orde
 eight 8-byte words: word (generation << 2 | state), key (2), length, chain position, last-read stamp, checksum, unused.
 
 Arguments of the kernels: `words` is the file as a flat int64 array; `shape` = (slab_bytes, first header, first payload
-byte), of which the header counts in words; `locations` (n, 4) and `keys` (n, 2) are int64 views of LOCATION and key
-arrays; `header` (n,) is the first word of each slot's header, -1 where there is no such slot; `ok` is an (n,) mask.
+byte, slabs), of which the header counts in words; `locations` (n, 4) and `keys` (n, 2) are int64 views of LOCATION and
+key arrays; `header` (n,) is the first word of each slot's header, -1 where there is no such slot; `ok` is an (n,) mask.
 """
 
 import platform
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol import ALIGN, COUNTER_BITS, FINISHED, FREED
+from raykv.protocol import ALIGN, COUNTER_BITS, FINISHED, FREED, GENERATIONS
 from raykv.system.jit import kernel
 
 if platform.machine() not in ("x86_64", "aarch64") or platform.system() != "Linux":
@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 
 Words = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Shape = tuple[int, int, int]
+Shape = tuple[int, int, int, int]
 
 FREE, WRITING, READY = 0, 1, 2
 MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint are two words each
@@ -38,7 +38,7 @@ HEADER_WORDS = 8
 KEY, LENGTH, POSITION, STAMP, CHECKSUM = 1, 3, 4, 5, 6
 
 # Types of arguments of kernels. What is only read may be read-only, so these take any array.
-INT, SHAPE = types.int64, types.UniTuple(types.int64, 3)
+INT, SHAPE = types.int64, types.UniTuple(types.int64, 4)
 WORDS = types.Array(types.int64, 1, "C")
 COLUMN = types.Array(types.int64, 1, "C", readonly=True)
 ROWS = types.Array(types.int64, 2, "C", readonly=True)  # a row each: a location, a key or what was found
@@ -96,14 +96,18 @@ def store(words: Words, at: int, value: int) -> None:
 
 @kernel(WORDS, SHAPE, ROWS, WORDS, WORDS)
 def locate(words: Words, shape: Shape, locations: Words, header: Words, payload: Words) -> None:
-    """Fill `header`, and the offset of each slot in the file (`payload`)."""
-    offered = _load(words, OFFERED)
+    """Fill `header`, and the offset of each slot in the file (`payload`).
+
+    Anybody may have sent the locations, or written the superblock: nothing is multiplied that could overflow.
+    """
+    offered = min(_load(words, OFFERED), shape[3])
     for i in range(len(locations)):
         slab, slot, size = locations[i, 0] >> 32, locations[i, 1] & 0xFFFFFFFF, locations[i, 1] >> 32
         stride = -(-size // ALIGN) * ALIGN
         header[i] = -1
         there = 0 <= slab < offered and _load(words, TABLE + 2 * slab + 1) != GIVEN_BACK
-        if there and size > 0 and (slot + 1) * stride <= shape[0]:
+        there = there and 0 <= locations[i, 2] < GENERATIONS and 0 <= locations[i, 3] < GENERATIONS
+        if there and 0 < size <= shape[0] and (slot + 1) * stride <= shape[0]:
             header[i] = shape[1] + (slab * (shape[0] // ALIGN) + slot) * HEADER_WORDS
             payload[i] = shape[2] + slab * shape[0] + slot * stride
 
@@ -241,7 +245,7 @@ def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int
     """
     smallest = words[TABLE + 2 * slab + 1]
     smallest = stride if smallest <= 0 else min(smallest, stride)
-    smallest = ALIGN if stride == GIVEN_BACK else smallest
+    smallest = ALIGN if stride == GIVEN_BACK else max(ALIGN, smallest)
     first = shape[1] + slab * (shape[0] // ALIGN) * HEADER_WORDS
     for h in range(first, first + shape[0] // smallest * HEADER_WORDS, HEADER_WORDS):
         _store(words, h, 0)

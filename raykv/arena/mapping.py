@@ -20,7 +20,7 @@ from raykv.arena.files import ArenaFile, inode
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import device
 from raykv.errors import CapacityError
-from raykv.protocol import ALIGN, epoch_of
+from raykv.protocol import ALIGN, GENERATIONS, epoch_of
 from raykv.system.file_locks import SlotLocks
 
 Bytes = NDArray[np.uint8]
@@ -43,7 +43,7 @@ class Mapping:
         self.nonce = superblock.nonce_of(words)
         self.slab_bytes, self.slabs = int(words[header.SLAB_BYTES]), int(words[header.SLABS])
         layout = superblock.layout(self.slab_bytes, self.slabs)
-        self._shape = (self.slab_bytes, layout.headers // 8, layout.payload)
+        self._shape = (self.slab_bytes, layout.headers // 8, layout.payload, self.slabs)
         self._inode = inode(os.fstat(file.fd))
         self._size = layout.size
         # Guards replacing `_memory`, and the owner's changes of epoch and floor. Taken inside `_slab_lock`.
@@ -65,7 +65,7 @@ class Mapping:
     @property
     def offered(self) -> int:
         """How many slabs may be used, plus those that were given back since."""
-        return header.load(self._memory[0], header.OFFERED)
+        return max(0, min(header.load(self._memory[0], header.OFFERED), self.slabs))
 
     @property
     def available(self) -> int:
@@ -75,7 +75,7 @@ class Mapping:
     def given_back(self) -> list[int]:
         """Numbers of slabs that were offered once, and whose memory was, or is to be, discarded."""
         words, _ = self._memory
-        strides = words[header.TABLE + 1 :][: 2 * header.load(words, header.OFFERED) : 2]
+        strides = words[header.TABLE + 1 :][: 2 * self.offered : 2]
         found: list[int] = np.flatnonzero(strides == header.GIVEN_BACK).tolist()
         return found
 
@@ -85,7 +85,9 @@ class Mapping:
         return header.load(self._memory[0], header.EPOCH)
 
     def region(self, slab: int) -> tuple[int, int]:
-        """A slab's address in this process's memory, and its bytes."""
+        """A slab's address in this process's memory, and its bytes. ValueError if there is no such slab."""
+        if not 0 <= slab < self.slabs:
+            raise ValueError(f"{self.path} has no slab {slab}, but {self.slabs}")
         start, length = self._payload(slab)
         return self._memory[1].ctypes.data + start, length
 
@@ -130,7 +132,7 @@ class Mapping:
         with self._slab_lock:
             words, _ = self._memory
             first, entry = slab * (self.slab_bytes // ALIGN), header.TABLE + 2 * slab
-            if not 0 <= slab < self.offered:
+            if not 0 <= slab < self.offered or not 0 <= generation < GENERATIONS:
                 return False
             with self._mutex, self._locks.locked_range(first, first + self.slab_bytes // ALIGN) as locked:
                 newer = header.load(words, entry) < generation and self.epoch <= epoch_of(generation)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import header
-from raykv.protocol import ALIGN
+from raykv.protocol import ALIGN, EPOCHS, GENERATIONS, SLAB_BYTES_MAX, SLABS_MAX
 
 MAGIC = int.from_bytes(b"raykv\0ar", "little")
 VERSION = 1
@@ -37,8 +37,11 @@ def layout(slab_bytes: int, slabs: int) -> Layout:
 
 def new_page(fingerprint: bytes, slab_bytes: int, slabs: int) -> NDArray[np.int64]:
     """The first page of a new arena. ValueError for a geometry that is not possible."""
-    if slab_bytes <= 0 or slab_bytes % SLAB_UNIT or slabs <= 0:
-        raise ValueError(f"{slabs} slabs of {slab_bytes} bytes: give at least one, of a multiple of {SLAB_UNIT} bytes")
+    if not _is_possible(slab_bytes, slabs):
+        raise ValueError(
+            f"{slabs} slabs of {slab_bytes} bytes: give 1 to {SLABS_MAX}, of a multiple of {SLAB_UNIT} bytes up to "
+            f"{SLAB_BYTES_MAX}"
+        )
     words = np.zeros(header.TABLE, np.int64)
     words[header.MAGIC], words[header.VERSION] = MAGIC, VERSION
     words[header.NONCE : header.NONCE + 2] = np.frombuffer(secrets.token_bytes(16), np.int64)
@@ -49,17 +52,23 @@ def new_page(fingerprint: bytes, slab_bytes: int, slabs: int) -> NDArray[np.int6
 
 
 def read(fd: int) -> NDArray[np.int64] | None:
-    """The file's first page, or None if this is not a whole arena."""
+    """The file's first page, or None if this is not a whole arena, or says what no process of ours has written."""
     page = os.pread(fd, ALIGN, 0)
     if len(page) < ALIGN:
         return None
     words = np.frombuffer(page, np.int64)
     slab_bytes, slabs = int(words[header.SLAB_BYTES]), int(words[header.SLABS])
-    if (words[header.MAGIC], words[header.VERSION]) != (MAGIC, VERSION) or slabs <= 0:
+    if (words[header.MAGIC], words[header.VERSION]) != (MAGIC, VERSION) or not _is_possible(slab_bytes, slabs):
         return None
-    if slab_bytes <= 0 or slab_bytes % SLAB_UNIT or os.fstat(fd).st_size != layout(slab_bytes, slabs).size:
+    if os.fstat(fd).st_size != layout(slab_bytes, slabs).size:
         return None
-    return words
+    counters = words[header.OFFERED : header.DISCARDS + 1].view(np.uint64)  # negative ones are above every limit
+    most = np.array([slabs, EPOCHS - 2, *[GENERATIONS] * 4], np.uint64)  # the next directory's epoch is one more
+    return words if (counters <= most).all() else None
+
+
+def _is_possible(slab_bytes: int, slabs: int) -> bool:
+    return 0 < slab_bytes <= SLAB_BYTES_MAX and slab_bytes % SLAB_UNIT == 0 and 0 < slabs <= SLABS_MAX
 
 
 def nonce_of(words: NDArray[np.int64]) -> bytes:

@@ -14,7 +14,7 @@ from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import GpuArena
 from raykv.client.directory_client import DirectoryClient, plain
 from raykv.config import MIB
-from raykv.protocol import PULLED, StoreDescription, Transfer, data_deadline
+from raykv.protocol import PULLED, StoreDescription, Transfer, data_deadline, verdicts_of
 
 DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
 PIECE_BYTES = 128 * MIB  # what crosses nodes at a time: the copy out of one piece overlaps the pull of the next
@@ -85,10 +85,10 @@ class LocalStore:
         """
         try:
             data = ray.get(answer, timeout=data_deadline(int(target["bytes"].sum())))
-        except RayError as error:
+            verdicts = verdicts_of(data, len(target))
+        except (RayError, ValueError) as error:
             directory.fault("pull", type(error).__name__)
             return np.zeros(len(target), np.uint8)
-        verdicts = np.frombuffer(data, np.uint8)
         if (verdicts != PULLED).any():
             directory.fault("pull", f"{int((verdicts != PULLED).sum())} blocks did not arrive")
         return verdicts

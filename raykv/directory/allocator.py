@@ -19,6 +19,7 @@ from raykv.protocol import LOCATION, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
 CLOSED_PER_CALL = 8  # slabs
+SLOTS_MAX = 1 << 22  # of a slab: 16 times what one of 1 GiB has
 
 
 @dataclass
@@ -160,8 +161,8 @@ class Allocator:
         return {entry[-1] for entry in sorted(order)[:count]}
 
     def size_class(self, node: Node, stride: int) -> int:
-        """The node's size class for slots of `stride` bytes; -1 where `stride` is 0 or more than a slab."""
-        if not 0 < stride <= node.slab_bytes:
+        """The node's size class for slots of `stride` bytes; -1 where a slab has none of them, or too many."""
+        if not 0 < stride <= node.slab_bytes <= stride * SLOTS_MAX:
             return -1
         if stride not in node.size_classes:
             window = max(1, node.window_bytes // stride)

@@ -35,6 +35,7 @@ from raykv.protocol import (
     TierReply,
     TierReport,
     host_of,
+    is_block_size,
     is_tier,
     slot_bytes,
 )
@@ -53,7 +54,9 @@ class Directory(Membership):
 
     A state machine for a single thread: it has no locks, and its caller must not call it from two threads at a time.
     Every call takes the time as `now` (seconds of any monotonic clock), and first does what time has made due. No call
-    raises because of what a late, repeated or confused caller sends. Keys are 16 bytes each, joined.
+    raises because of what a late, repeated or confused caller sends, but ValueError or TypeError for what is no
+    message: a part of a key, arrays of different lengths, counts that nothing has. No block is held or dropped for it.
+    Keys are 16 bytes each, joined.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class Directory(Membership):
         """Lease the longest prefix of the keys that is ready."""
         client = self._on_call(call, now)
         self.clients.end(client, request.lease)
+        if not is_block_size(request.block_bytes):
+            return Matched(self.epoch, b"", b"")
         reader, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes)
         size_class = self._allocator.size_class(reader, stride) if reader else -1
         keys, firsts = self._find(request.keys)
@@ -123,7 +128,8 @@ class Directory(Membership):
         """Staging slots for further blocks of a lease. Those of blocks before `request.start` are given back."""
         client, start = self._on_call(call, now), request.start
         hold = client.holds.get(request.lease)
-        if hold is None or hold.writes or not 0 <= start <= len(hold.source):
+        sound = hold is not None and 0 <= start <= len(hold.source) and is_block_size(request.block_bytes)
+        if hold is None or hold.writes or not sound:
             return Matched(self.epoch, b"", b"")
         leases.release(self._c, hold.staged[:start], hold.staged_gens[:start], hold.staged[:0], hold.staged_gens[:0])
         hold.staged[:start] = -1
@@ -164,7 +170,8 @@ class Directory(Membership):
         client, start = self._on_call(call, now), request.start
         self.clients.end(client, request.reservation)
         keys, firsts = self._find(request.keys)
-        writer, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes)
+        writer = self.nodes.get(request.node)
+        stride = slot_bytes(request.block_bytes) if is_block_size(request.block_bytes) else 0
         size_class = (
             self._allocator.size_class(writer, stride) if writer and writer.offered_to >= columns.TO_OWN else -1
         )
@@ -262,18 +269,19 @@ class Directory(Membership):
     def _on_call(self, call: Call, now: float) -> Client:
         """What each call tells besides its request: blocks that were pulled, holds that are over, corrupt blocks."""
         self._check(now)
+        pulled, corrupt = np.frombuffer(call.pulled, LOCATION), np.frombuffer(call.corrupt, LOCATION)
         client = self.clients.seen(call.client, now)
-        if call.pulled:
+        if len(pulled):
             promoted = np.zeros(len(self._c.size_classes), np.int64)
-            leases.pulled(self._c, *self._size_classes.rows_of(np.frombuffer(call.pulled, LOCATION)), promoted)
+            leases.pulled(self._c, *self._size_classes.rows_of(pulled), promoted)
             self._allocator.restore_windows(promoted)
             if promoted.any():  # the primaries before them are replicas now
                 self.pins.repair()
         self.clients.end_unlisted(client, call)
         if self._allocator.lacking:
             self._allocator.restore_lacking()
-        if call.corrupt:
-            rows, gens = self._size_classes.rows_of(np.frombuffer(call.corrupt, LOCATION))
+        if len(corrupt):
+            rows, gens = self._size_classes.rows_of(corrupt)
             self._tier_catalog.schedule_delete(rows, gens)
             self.counters["corrupt"] += int(slabs.drop(self._c, rows, gens))
             self.pins.repair()

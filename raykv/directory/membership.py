@@ -14,13 +14,18 @@ from raykv.directory.allocator import Allocator, Node, staging_window
 from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Client, Clients
 from raykv.directory.demotion import GpuDemotion
+from raykv.directory.found_blocks import FoundBlocks
 from raykv.directory.kernels import columns, index, leases, slabs
 from raykv.directory.kernels.columns import EPOCH, NODE_BITS
 from raykv.directory.pins import Pins
 from raykv.directory.size_classes import SizeClasses
 from raykv.directory.tier_catalog import TierCatalog
 from raykv.protocol import (
+    EPOCHS,
+    FINISHED,
     LOCATION,
+    SLABS_MAX,
+    STILL_WRITTEN,
     ArenaDescription,
     Heartbeat,
     Inventory,
@@ -33,6 +38,7 @@ from raykv.protocol import (
 
 SOLE_COPIES_PER_CALL = 4096  # of each size
 CHECK_EVERY_S = 0.5
+ARENA_BYTES_MAX = 1 << 50
 
 
 class Membership:
@@ -65,9 +71,10 @@ class Membership:
     def join(self, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
         """A node store started. Nothing is offered or granted there until `adopt`.
 
-        window: bytes of its staging window; None: see `staging_window`.
+        window: bytes of its staging window; None: see `staging_window`. ValueError for an arena that can't be.
         """
         self._check(now)
+        _check_arena(arena)
         if arena.epoch > self.epoch or (arena.epoch == self.epoch and arena.nonce not in self._stamped):
             self._c.state[EPOCH] = arena.epoch + 1
         self._stamped.add(arena.nonce)
@@ -92,17 +99,20 @@ class Membership:
         """Take up what a node store found in its arena. Where the node's rows are known, headers can only veto them.
 
         offered: slabs that are allocated there. Without it, blocks would be evicted until the next heartbeat.
+        ValueError for what is no Inventory, or no count of slabs. Locations that the arena can't have are left out.
         """
         self._check(now)
         node = self.nodes.get(name)
         if node is None:
             return
+        _check_slabs(offered)
+        blocks = FoundBlocks.of(found).in_arena(node.index, max(offered, node.limit))
         node.last_heartbeat = now
         joined = node.state == "joining"
         if joined:
-            self._take_up(node, found)
+            self._take_up(node, blocks)
         else:
-            self._veto(found)
+            self._veto(blocks)
         self._allocator.offer(node, offered)
         self._set_state(node, "alive")
         for other in self.nodes.values():
@@ -111,23 +121,20 @@ class Membership:
         if joined and not node.leaving:
             self._allocator.empty_windows(node)
 
-    def _take_up(self, node: Node, found: Inventory) -> None:
+    def _take_up(self, node: Node, found: FoundBlocks) -> None:
         """Make rows of the blocks in the arena of a node that joins, oldest first, children before parents."""
-        locations, keys = np.frombuffer(found.locations, LOCATION), key_array(found.keys)
-        writing = np.frombuffer(found.writing, LOCATION)
-        self._allocator.open_slabs_of(node, np.concatenate([locations, writing]))
-        slabs.set_aside(self._c, *self._size_classes.rows_of(writing))
-        positions = np.frombuffer(found.positions, np.uint32).astype(np.int64)
-        order = np.lexsort((-positions, np.frombuffer(found.stamps, np.uint32)))
-        order = order[locations["gen"][order] > self.floor]
-        rows, gens = self._size_classes.rows_of(locations[order])
+        self._allocator.open_slabs_of(node, np.concatenate([found.locations, found.writing]))
+        slabs.set_aside(self._c, *self._size_classes.rows_of(found.writing))
+        order = np.lexsort((-found.positions.astype(np.int64), found.stamps))
+        order = order[found.locations["gen"][order] > self.floor]
+        rows, gens = self._size_classes.rows_of(found.locations[order])
         known = rows >= 0
-        slabs.adopt(self._c, rows[known], keys[order][known], gens[known])
+        slabs.adopt(self._c, rows[known], found.keys[order][known], gens[known])
 
-    def _veto(self, found: Inventory) -> None:
+    def _veto(self, found: FoundBlocks) -> None:
         """Drop blocks whose header tells of another block that is as new, or newer."""
-        rows, gens = self._size_classes.rows_of(np.frombuffer(found.locations, LOCATION))
-        keys, known = key_array(found.keys), self._c.rows[rows]
+        rows, gens = self._size_classes.rows_of(found.locations)
+        keys, known = found.keys, self._c.rows[rows]
         other = (known["gen"] != gens) | (known["k0"] != keys[:, 0]) | (known["k1"] != keys[:, 1])
         vetoed = (rows >= 0) & other & (gens >= known["gen"])
         slabs.drop(self._c, rows[vetoed], known["gen"][vetoed])
@@ -136,8 +143,12 @@ class Membership:
     # ------------------------------------------------------------------ heartbeats
 
     def heartbeat(self, name: str, offered: int, now: float) -> Heartbeat | None:
-        """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and must `join` again."""
+        """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and must `join` again.
+
+        ValueError for what is no count of slabs.
+        """
         self._check(now)
+        _check_slabs(offered)
         node = self.nodes.get(name)
         if node is None or node.state == "joining":
             return None
@@ -154,6 +165,7 @@ class Membership:
         verdicts, keys = np.frombuffer(result.verdicts, np.uint8), key_array(result.keys)
         found_gens = np.frombuffer(result.generations, np.uint64).astype(np.int64)
         if len(rows) == len(verdicts) == len(keys) == len(found_gens):
+            verdicts = np.where(verdicts <= FINISHED, verdicts, STILL_WRITTEN).astype(np.uint8)
             slabs.sweep_result(self._c, rows, gens, verdicts, keys, found_gens, self.floor)
 
     def set_slab_target(self, name: str, report: SlabReport, now: float) -> SlabTarget:
@@ -161,8 +173,11 @@ class Membership:
 
         Slabs that it says were given back are gone, whatever was agreed before. Of those that it has too many, slabs in
         which nobody holds a slot are to be given back at once, oldest first, the others as holds end.
+        ValueError for what is no count of slabs.
         """
         self._check(now)
+        _check_slabs(report.limit)
+        numbers_back = np.frombuffer(report.given_back, np.int32)
         node = self.nodes.get(name)
         if node is None:
             return SlabTarget(0, b"")
@@ -170,7 +185,7 @@ class Membership:
             node.limit, node.window_bytes = report.limit, staging_window(node.slab_bytes * report.limit)
         for stride, size_class in node.size_classes.items():
             self._size_classes.resize_window(size_class, max(1, node.window_bytes // stride))
-        given_back = set(np.frombuffer(report.given_back, np.int32).tolist())
+        given_back = set(numbers_back[numbers_back >= 0].tolist())
         if given_back != node.withdrawn:
             self._set_withdrawn(node, given_back)
         numbers = self._allocator.withdraw(node, self.pins.rows()) if node.state != "joining" else []
@@ -306,3 +321,18 @@ class Membership:
         firsts = np.empty(len(found), np.int64)
         index.find(self._c, found, firsts)
         return found, firsts
+
+
+def _check_arena(arena: ArenaDescription) -> None:
+    """ValueError for what is no arena: its blocks would be rows without end, or generations that no header keeps."""
+    _check_slabs(arena.slab_count)
+    if not 0 < arena.slab_bytes <= ARENA_BYTES_MAX:
+        raise ValueError(f"slabs of {arena.slab_bytes} bytes: there are none")
+    if not 0 <= arena.epoch < EPOCHS - 1:
+        raise ValueError(f"an arena of epoch {arena.epoch}: there are less than {EPOCHS}")
+
+
+def _check_slabs(count: int) -> None:
+    """ValueError for what is no count of slabs."""
+    if not 0 <= count <= SLABS_MAX:
+        raise ValueError(f"{count} slabs: an arena has at most {SLABS_MAX}")

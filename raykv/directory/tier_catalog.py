@@ -17,7 +17,7 @@ from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array,
 from raykv.directory.demotion import Batch, blocks_per_call
 from raykv.directory.kernels import columns, demotion, slabs
 from raykv.directory.size_classes import SizeClasses
-from raykv.protocol import ALIGN, Demotions, TierReply, TierReport, slot_bytes
+from raykv.protocol import ALIGN, SLABS_MAX, Demotions, TierReply, TierReport, slot_bytes
 
 BATCH_BYTES = 32 * MIB  # demoted by one answer, of all sizes together
 NOTHING = Demotions(b"", b"", b"", b"", 0)
@@ -72,7 +72,7 @@ class TierCatalog:
         tier = self.tiers.get(name)
         if tier is None:
             slab = slab_bytes(report.capacity)
-            spare = list(reversed(range(max(1, report.capacity // slab))))
+            spare = list(reversed(range(max(1, min(report.capacity // slab, SLABS_MAX)))))
             owner = None if report.shared else node
             tier = self.tiers[name] = ExternalTier(new_index(), report.capacity, owner, spare, slab)
         self._set_reached(tier, node, report.reached)

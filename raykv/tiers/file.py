@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -27,6 +28,7 @@ PAGE = 4096  # what direct I/O wants addresses, lengths and offsets to be multip
 IN_FLIGHT = 4
 SPARE_BYTES = 128 << 20  # of deleted files that are kept: writing over one costs a file system less than a new one
 BATCH = 4096  # blocks of a scan
+NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL)  # of an open: a link, a socket, a pipe with direct I/O
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")
 _TEMPORARY = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}\.[0-9a-f]{16}-\d+")
@@ -126,6 +128,8 @@ class FileTier:
     def _put(self, block: Block) -> bool:
         try:
             self._write(block)
+        except IsADirectoryError:  # somebody's folder has the block's name
+            return False
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -160,8 +164,11 @@ class FileTier:
 
     def _remove(self, path: str) -> None:
         """Delete a file, or keep it to be written over. A reader may get what is written then: its caller notices."""
+        found = os.stat(path, dir_fd=self._folder, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode):  # not ours
+            return
         if not self.shared:
-            size = os.stat(path, dir_fd=self._folder).st_size
+            size = found.st_size
             with self._spare_lock:
                 if self._spare_bytes + size <= SPARE_BYTES:
                     spare = self._temporary(path)
@@ -194,12 +201,17 @@ class FileTier:
     def _get(self, row: tuple[bytes, memoryview]) -> bytes | None:
         key, out = row
         try:
-            fd = os.open(path_of(key), os.O_RDONLY | self._flag(out), dir_fd=self._folder)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._flag(out)  # what lies there may be no file
+            fd = os.open(path_of(key), flags, dir_fd=self._folder)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            return None
         try:
-            size, page = PAGE + out.nbytes, self._pages.into
-            if os.fstat(fd).st_size != size or _move(os.preadv, fd, page, out) < size:
+            size, page, found = PAGE + out.nbytes, self._pages.into, os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size or _move(os.preadv, fd, page, out) < size:
                 return None
             return bytes(page[:HEAD_BYTES])
         except OSError as error:
@@ -223,7 +235,9 @@ class FileTier:
                 with os.scandir(folder) as entries:
                     for entry in entries:
                         with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
-                            yield f"{name}/{entry.name}", entry.stat(follow_symlinks=False)
+                            found = entry.stat(follow_symlinks=False)
+                            if stat.S_ISREG(found.st_mode):  # nothing else is ours
+                                yield f"{name}/{entry.name}", found
             finally:
                 os.close(folder)
 

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol import ALIGN, CONTENT_BYTES, KEY_BYTES, data_deadline
+from raykv.protocol import ALIGN, CONTENT_BYTES, KEY_BYTES, SLAB_BYTES_MAX, data_deadline
 from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier
 
 log = logging.getLogger("raykv")
@@ -176,10 +176,11 @@ class GuardedTier:
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early where the tier fails; see `up`.
 
-        This has no deadline.
+        What is no key, or too large for a block, is left out. This has no deadline.
         """
         try:
-            yield from self._tier.scan() if self._up else ()
+            for batch in self._tier.scan() if self._up else ():  # a user may have written it
+                yield [(key, size) for key, size in batch if len(key) == KEY_BYTES and 0 <= size <= SLAB_BYTES_MAX]
         except Exception as error:
             self._fail("scan", error)
 

@@ -61,7 +61,7 @@ class RedisTier:
             with self._client.pipeline(transaction=False) as pipe:
                 for key in keys[part]:
                     pipe.get(self._name(key))
-                answers = pipe.execute()
+                answers = _of_strings(pipe.execute(raise_on_error=False))
             heads += [_unpack(answer, body) for answer, body in zip(answers, out[part], strict=True)]
         return heads
 
@@ -88,7 +88,7 @@ class RedisTier:
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(name)
-            return list(map(int, pipe.execute()))
+            return [int(size or 0) for size in _of_strings(pipe.execute(raise_on_error=False))]
 
     def close(self) -> None:
         self._client.close()
@@ -131,6 +131,14 @@ def _answer(connection: Any) -> Any:
         return connection.read_response()
     except OutOfMemoryError:
         return None
+
+
+def _of_strings(answers: list[Any]) -> list[Any]:
+    """Answers about keys; None for one that is no string, and so no block. Raises any other error."""
+    for error in answers:
+        if isinstance(error, Exception) and not str(error).startswith("WRONGTYPE"):
+            raise error
+    return [None if isinstance(answer, Exception) else answer for answer in answers]
 
 
 def _unpack(answer: bytes | None, out: memoryview) -> bytes | None:

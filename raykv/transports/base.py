@@ -77,6 +77,18 @@ def ask(peer: Peer, end: float, transport: str, *args: Any) -> Any:
     return ray.get(answer, timeout=seconds_left(end))
 
 
+def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np.void]:
+    """What a peer says of `count` blocks: a record of `kind` for each, whose `there` is a bool.
+
+    ConnectionError for anything else: another transport may read from that peer.
+    """
+    if not isinstance(answer, bytes) or len(answer) != count * kind.itemsize:
+        raise ConnectionError(f"a peer did not answer with a record for each of {count} blocks: {answer!r:.80}")
+    records = np.frombuffer(answer, kind).copy()
+    records["there"] = records["there"].view(np.uint8) != 0  # a bool of another value counts as more than one
+    return records
+
+
 @contextlib.contextmanager
 def translated(library: str) -> Iterator[None]:
     """Raise every error of a library, whose exceptions have no base class, as a ConnectionError."""

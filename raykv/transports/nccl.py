@@ -21,8 +21,8 @@ from ray.exceptions import GetTimeoutError
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
 from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline, seconds_left
-from raykv.transports.base import Peer, PullRequest, Transport, ask
-from raykv.transports.nccl_pair import READER, SENDER, Pair, new_unique, why_not
+from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of
+from raykv.transports.nccl_pair import READER, SENDER, UNIQUE_BYTES, Pair, new_unique, why_not
 from raykv.transports.tcp import CLAIM, claims_of
 
 Offer = tuple[str, str]  # a name that outlives restarts, and a token that is new in every process
@@ -57,10 +57,14 @@ class Nccl(Transport):
         if token != self._token:
             raise ValueError(f"{self._name} belongs to another process now: ask for the offer again")
         answers: dict[str, Callable[..., bytes]] = {"join": self._join, "send": self._send, "headers": self._claims}
+        if what not in answers:
+            raise ValueError(f"{what!r} is no question: ask {', '.join(answers)}")
         return answers[what](*args)
 
     def _join(self, reader: str, unique: bytes) -> bytes:
-        """Make this end of a pair. A reader that joins again has given up its earlier pair."""
+        """Make this end of a pair. A reader that joins again has given up its earlier pair. ValueError for no name."""
+        if len(unique) != UNIQUE_BYTES:
+            raise ValueError(f"a pair is named by {UNIQUE_BYTES} bytes, not {len(unique)}")
         with self._mutex:
             if reader in self._sending:
                 self._sending[reader].drop()
@@ -68,8 +72,10 @@ class Nccl(Transport):
         return b""
 
     def _send(self, reader: str, unique: bytes, locations: bytes, keys: bytes) -> bytes:
-        """As `_claims`, and begin to send the blocks that are there."""
+        """As `_claims`, and begin to send the blocks that are there. ValueError unless all are of one size."""
         source = np.frombuffer(locations, LOCATION)
+        if len(np.unique(source["bytes"])) != 1:  # more would be sent from the smaller slots
+            raise ValueError(f"{len(source)} blocks of {np.unique(source['bytes']).tolist()} bytes: ask for one size")
         with self._mutex:  # so that `withdraw` waits for every block whose send was promised
             pair = self._sending.get(reader)
             if pair is None or pair.unique != unique:
@@ -114,7 +120,8 @@ class Nccl(Transport):
         pair = self._pair_with(peer, offer, stop)
         ask = partial(_ask, peer, stop, offer[1])
         try:
-            claims = np.frombuffer(ask("send", self._name, pair.unique, source.tobytes(), keys.tobytes()), CLAIM)
+            answer = ask("send", self._name, pair.unique, source.tobytes(), keys.tobytes())
+            claims = records_of(answer, CLAIM, len(source))
             there = claims["there"]
             recheck = partial(ask, "headers", source[there].tobytes(), keys[there].tobytes())
             incoming = IncomingBlocks(pair, claims[there], int(source["bytes"][0]), stop, recheck)
@@ -165,7 +172,7 @@ class IncomingBlocks(NamedTuple):
             addresses = np.zeros(len(target), np.int64)
             addresses[which] = slots
             self.pair.move(addresses, self.size, self.stop)
-            unchanged[:] = np.frombuffer(self.recheck(), CLAIM)["there"]
+            unchanged[:] = records_of(self.recheck(), CLAIM, len(target))["there"]
             checksums: list[int] = np.where(unchanged, self.claims["sum"], ~self.claims["sum"])[which].tolist()
             return checksums
 

@@ -22,6 +22,7 @@ from raykv.transports.base import translated
 
 log = logging.getLogger("raykv")
 READER, SENDER = 0, 1  # ranks
+UNIQUE_BYTES = 128  # of a pair's name
 POLL_S = 2e-4  # between checks whether a transfer is done
 Result = TypeVar("Result")
 

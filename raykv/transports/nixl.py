@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena
 from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, seconds_left
-from raykv.transports.base import Peer, PullRequest, Transport, ask, translated
+from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
@@ -122,7 +122,7 @@ class Nixl(Transport):
         if remote.busy:
             raise ConnectionError("NIXL: an earlier transfer has not ended")
         data, version, metadata = ask(peer, end, self.name, offer, source.tobytes(), keys.tobytes(), remote.version)
-        info = np.frombuffer(data, BLOCK_INFO)
+        info = records_of(data, BLOCK_INFO, len(source))
         there = np.flatnonzero(info["there"])
         found = PullRequest(source[there], keys[there], arena, target[there], end)
         remote.busy = True
@@ -161,7 +161,7 @@ class Nixl(Transport):
             altered = np.zeros(len(info), np.bool_)
 
             def fill(which: NDArray[np.bool_], slots: Addresses) -> list[int]:
-                size = int(found.target["bytes"][0])
+                size = int(found.target["bytes"].max(initial=0))  # all have one; there may be none
                 self._transfer(remote.name, info["address"][which], slots, size)
                 checksums = block_copy.sums(slots, size)
                 altered[which] = np.array(checksums, np.uint64) != info["sum"][which]

@@ -28,12 +28,13 @@ class ObjectStore(Transport):
         # meanwhile would wait for that lock while it has the GIL.
         if not ray.wait([answer], timeout=seconds_left(end))[0]:
             raise GetTimeoutError(f"{len(source)} blocks did not arrive in time")
-        read = BlocksRead(*ray.get(answer, timeout=seconds_left(end)))
-        there = np.frombuffer(read.mask, np.bool_)
-        checksums = np.frombuffer(read.checksums, np.uint64)[there]
-        positions = np.frombuffer(read.positions, np.uint32)[there]
-        size = int(source["bytes"][0])
-        written = arena.write(target[there], keys[there], rows_within(read.runs, size), positions, checksums)
+        read, size = BlocksRead(*ray.get(answer, timeout=seconds_left(end))), int(source["bytes"][0])
+        there = np.frombuffer(read.mask, np.uint8) > 0
+        checksums, positions = np.frombuffer(read.checksums, np.uint64), np.frombuffer(read.positions, np.uint32)
+        if not len(there) == len(checksums) == len(positions) == len(source):
+            raise ConnectionError(f"a peer did not answer for each of {len(source)} blocks")
+        checksums, positions, rows = checksums[there], positions[there], rows_within(read.runs, size)
+        written = arena.write(target[there], keys[there], rows, positions, checksums)
         payloads = (block for run in read.runs for block in run.reshape(-1, size))
         verdicts = np.full(len(there), ALTERED, np.uint8)
         verdicts[order[there]] = judge(written, payloads, checksums)

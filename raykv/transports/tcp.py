@@ -20,7 +20,7 @@ from raykv.protocol import ALTERED, KEY_BYTES, LOCATION, data_deadline, seconds_
 from raykv.system import wire
 from raykv.system.listener import Connection, Listener
 from raykv.system.wire import Address
-from raykv.transports.base import Peer, PullRequest, Transport
+from raykv.transports.base import Peer, PullRequest, Transport, records_of
 
 log = logging.getLogger("raykv")
 
@@ -116,7 +116,7 @@ def _pull(peer: socket.socket, request: PullRequest) -> NDArray[np.uint8]:
     order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent in one piece
     peer.settimeout(seconds_left(end))
     peer.sendall(wire.frame(source[order].tobytes() + keys[order].tobytes()))
-    claims = np.frombuffer(wire.receive(peer, len(source) * CLAIM.itemsize, end), CLAIM)
+    claims = records_of(wire.receive(peer, len(source) * CLAIM.itemsize, end), CLAIM, len(source))
     verdicts = np.full(len(source), ALTERED, np.uint8)
     there, size = np.flatnonzero(claims["there"]), int(source["bytes"][0])
     buffer = np.empty((max(1, min(len(there), WINDOW_BYTES // size)), size), np.uint8)

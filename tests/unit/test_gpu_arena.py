@@ -409,6 +409,16 @@ def test_read_for_peer_of_blocks_that_are_evicted(ours: GpuArena, monkeypatch: p
     assert sums[ok].tolist() == sums_of(blocks[ok])
 
 
+def test_read_for_peer_of_a_size_that_no_slab_has(ours: GpuArena) -> None:
+    """Memory is taken for the blocks that are there, whatever the size of others is said to be."""
+    at, keys, blocks = some(4)
+    assert ours.write(at, keys, blocks).all()
+    at["bytes"][2:] = 0xFFFFFFFF
+    found = ours.read_for_peer(at, keys)
+    assert found.there.tolist() == [True, True, False, False]
+    assert (np.concatenate(found.runs).reshape(-1, SIZE) == blocks[:2]).all()
+
+
 def test_no_nixl_for_a_gpu(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes addresses for those of host memory."""
     host, ours = memory_arena(), gpu_arena(devices.device(devices.visible()[0]))

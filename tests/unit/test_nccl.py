@@ -490,6 +490,23 @@ def test_withdraw_waits_for_sends(nccl: Any, sender: Node, monkeypatch: pytest.M
     assert late.of_sender.aborted.wait(PATIENCE_S)
 
 
+def test_questions_that_make_no_sense(nccl: Any, sender: Node) -> None:
+    """More would be sent from a slot than it has, or a pair made that nobody can join."""
+    reader, sizes = ByHand(nccl, sender).connect(), locations(FROM)
+    sizes["bytes"][1] = 2 * SIZE
+    for question in (
+        ("send", reader.name, reader.unique, sizes.tobytes(), keys().tobytes()),
+        ("send", reader.name, reader.unique, b"", b""),
+        ("send", reader.name, reader.unique, locations(FROM).tobytes(), b""),
+        ("join", "another", b"short"),
+        ("abolish",),
+    ):
+        with pytest.raises(ValueError, match=r"[a-z]"):
+            reader.serve(*question)
+    reader.ask()
+    reader.receive()
+
+
 def test_a_send_by_a_pair_that_was_replaced(nccl: Any, sender: Node) -> None:
     reader = ByHand(nccl, sender).connect()
     reader.serve("join", reader.name, nccl.get_unique_id())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 from helpers import nixl_peer
 from helpers.arena_worker import PRINT
@@ -128,6 +128,12 @@ def test_blocks_that_are_gone_and_slots_that_are_not_granted(ours: Arena, theirs
     assert pull(nixl, peer, source, wanted, ours, target) == [PULLED, ALTERED, FAILED, ALTERED, ALTERED]
     assert has(ours, target[:1], keys[:1], blocks[:1]) and ours.corrupt == 1
     assert has(ours, newer[2:3], keys[2:3], blocks[2:3])
+
+
+def test_blocks_of_which_none_is_there(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
+    keys, _ = some(1, 4)
+    at = locations(np.arange(4))
+    assert pull(Nixl(ours), peer, at, keys, ours, at) == [ALTERED] * 4
 
 
 def test_a_slab_that_was_given_back(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:

@@ -1,0 +1,47 @@
+"""Runs a part of a test in a process of its own, whose death is a failure of the test and not the end of all tests."""
+
+import multiprocessing
+import resource
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE_S = 60.0
+MEMORY = 4 << 30  # bytes that a child may map besides what its parent has: more is a MemoryError
+_fork = multiprocessing.get_context("fork")
+
+
+def apart(function: Callable[..., Any], *args: Any, deadline: float = DEADLINE_S) -> Any:
+    """What function(*args) returns, in a forked child. It must be picklable.
+
+    AssertionError with the child's traceback if that raises, with its signal if it dies, and past the deadline.
+    """
+    ours, theirs = _fork.Pipe(duplex=False)
+    child = _fork.Process(target=_run, args=(theirs, function, args), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(deadline):
+            raise AssertionError(f"{function.__name__} is not done after {deadline:.0f} s")
+        raised, answer = ours.recv()
+    except EOFError:
+        child.join()
+        name = signal.Signals(-child.exitcode).name if child.exitcode and child.exitcode < 0 else child.exitcode
+        raise AssertionError(f"{function.__name__} killed its process: {name}") from None
+    finally:
+        child.kill()
+        child.join()
+    assert not raised, f"in a process of its own:\n{answer}"
+    return answer
+
+
+def _run(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
+    try:
+        pipe.send((False, function(*args)))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
