@@ -8,6 +8,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from raykv.system.jit import compile_all
+
 DEADLINE_S = 60.0
 MEMORY = 4 << 30  # bytes that a child may map besides what its parent has: more is a MemoryError
 _fork = multiprocessing.get_context("fork")
@@ -18,6 +20,8 @@ def apart(function: Callable[..., Any], *args: Any, deadline: float = DEADLINE_S
 
     AssertionError with the child's traceback if that raises, with its signal if it dies, and past the deadline.
     """
+    for package in ("raykv.arena", "raykv.directory"):
+        compile_all(package)  # here, once: in a child it would count against the deadline
     ours, theirs = _fork.Pipe(duplex=False)
     child = _fork.Process(target=_run, args=(theirs, function, args), daemon=True)
     child.start()
