@@ -20,7 +20,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 3  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 4  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -203,13 +203,14 @@ class SlabTarget(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """What a node store found in its arena. The first four have one length."""
+    """A piece of what a node store found in its arena, oldest first. The first four have one length."""
 
     locations: bytes  # of ready blocks
     keys: bytes
     positions: bytes  # uint32: of each block in its chain
     stamps: bytes  # uint32: of its last read, seconds
-    writing: bytes  # locations of slots that somebody still writes
+    writing: bytes  # locations of slots that somebody still writes; in the last piece
+    left: int = 0  # blocks in the pieces that follow; the node offers its blocks once there are none
 
 
 class Heartbeat(NamedTuple):

@@ -15,7 +15,7 @@ from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Client, Clients
 from raykv.directory.demotion import GpuDemotion
 from raykv.directory.kernels import columns, index, leases, slabs
-from raykv.directory.kernels.columns import EPOCH, NODE_BITS
+from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS
 from raykv.directory.pins import Pins
 from raykv.directory.size_classes import SizeClasses
 from raykv.directory.tier_catalog import TierCatalog
@@ -72,7 +72,7 @@ class Membership:
             self._c.state[EPOCH] = arena.epoch + 1
         self._stamped.add(arena.nonce)
         known = self.nodes.get(name)
-        if known and known.nonce == arena.nonce:
+        if known and known.nonce == arena.nonce and not known.is_half_adopted:
             known.last_heartbeat = now
             return Joined(known.index, self.epoch)
         self._remove(name)
@@ -91,6 +91,7 @@ class Membership:
     def adopt(self, name: str, found: Inventory, now: float, offered: int = 0) -> None:
         """Take up what a node store found in its arena. Where the node's rows are known, headers can only veto them.
 
+        It may come in pieces, between which others call: nothing is offered or granted there until the last.
         offered: slabs that are allocated there. Without it, blocks would be evicted until the next heartbeat.
         """
         self._check(now)
@@ -103,6 +104,8 @@ class Membership:
             self._take_up(node, found)
         else:
             self._veto(found)
+        if found.left:
+            return
         self._allocator.offer(node, offered)
         self._set_state(node, "alive")
         for other in self.nodes.values():
@@ -112,7 +115,7 @@ class Membership:
             self._allocator.empty_windows(node)
 
     def _take_up(self, node: Node, found: Inventory) -> None:
-        """Make rows of the blocks in the arena of a node that joins, oldest first, children before parents."""
+        """Make rows of blocks in the arena of a node that joins, oldest first, children before parents."""
         locations, keys = np.frombuffer(found.locations, LOCATION), key_array(found.keys)
         writing = np.frombuffer(found.writing, LOCATION)
         self._allocator.open_slabs_of(node, np.concatenate([locations, writing]))
@@ -122,7 +125,10 @@ class Membership:
         order = order[locations["gen"][order] > self.floor]
         rows, gens = self._size_classes.rows_of(locations[order])
         known = rows >= 0
-        slabs.adopt(self._c, rows[known], keys[order][known], gens[known])
+        if node.joined_at < 0:  # the first piece
+            self._c.state[CLOCK] = max(self._c.state[CLOCK], int(known.sum()) + found.left)
+            node.joined_at = int(self._c.state[CLOCK])
+        slabs.adopt(self._c, rows[known], keys[order][known], gens[known], node.joined_at - found.left)
 
     def _veto(self, found: Inventory) -> None:
         """Drop blocks whose header tells of another block that is as new, or newer."""
@@ -184,6 +190,7 @@ class Membership:
             self._size_classes.close(node.index, node.slabs.pop(number))
         node.spare[:] = [*kept, *(number for number in node.spare if number not in given_back)]
         node.withdrawn = given_back
+        self._allocator.may_have_spare.add(node.name)
         if lost:
             self._invalidate()
 

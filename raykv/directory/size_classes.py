@@ -52,6 +52,7 @@ class SizeClasses:
         )
         self.c.state[EPOCH] = epoch
         self.sizes: dict[int, list[int]] = {}  # size classes by slot size
+        self.classes: dict[int, RowArray] = {}  # the same as arrays
         self.heaps: dict[int, NDArray[np.void]] = {}  # of `eviction.coldest`, by slot size
         self._class_count = 0
         self._slab_count = 0
@@ -113,6 +114,7 @@ class SizeClasses:
 
     def _reset_heap(self, stride: int) -> None:
         heap = np.zeros(len(self.sizes[stride]), columns.HEAP)
+        self.classes[stride] = np.array(self.sizes[stride], np.int64)
         heap["size_class"] = self.sizes[stride]  # a valid heap: ticks of 0 are a lower bound of all
         self.heaps[stride] = heap
 
