@@ -87,15 +87,16 @@ class NodeMemory:
 
 
 def pieces_of(whole: Inventory) -> Iterator[Inventory]:
-    """An inventory in pieces, oldest first, children before parents: others call the directory between two of them."""
+    """An inventory in pieces, youngest first, parents first: others call the directory between two of them."""
     locations, keys = np.frombuffer(whole.locations, LOCATION), np.frombuffer(whole.keys, "V16")
     positions, stamps = (np.frombuffer(column, np.uint32) for column in (whole.positions, whole.stamps))
     order = np.lexsort((-positions.astype(np.int64), stamps))
-    for start in range(0, max(1, len(order)), PIECE_BLOCKS):
-        piece = order[start : start + PIECE_BLOCKS]
-        left = len(order) - start - len(piece)
-        parts = (column[piece].tobytes() for column in (locations, keys, positions, stamps))
-        yield Inventory(*parts, b"" if left else whole.writing, left)
+    for stop in range(max(1, len(order)), 0, -PIECE_BLOCKS):
+        left = max(0, stop - PIECE_BLOCKS)
+        piece = order[left:stop]
+        writing = b"" if left else whole.writing
+        found = (column[piece].tobytes() for column in (locations, keys, positions, stamps))
+        yield Inventory._make((*found, writing, left))
 
 
 def inventory_of(arena: Arena, index: int) -> Inventory:

@@ -203,14 +203,14 @@ class SlabTarget(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """A piece of what a node store found in its arena, oldest first. The first four have one length."""
+    """A piece of what a node store found in its arena, the youngest blocks first. The first four have one length."""
 
     locations: bytes  # of ready blocks
     keys: bytes
     positions: bytes  # uint32: of each block in its chain
     stamps: bytes  # uint32: of its last read, seconds
     writing: bytes  # locations of slots that somebody still writes; in the last piece
-    left: int = 0  # blocks in the pieces that follow; the node offers its blocks once there are none
+    left: int = 0  # older blocks, in the pieces that follow; the directory offers all once there are none
 
 
 class Heartbeat(NamedTuple):

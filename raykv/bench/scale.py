@@ -6,9 +6,9 @@ nodes (scale_load.py). Each number of nodes gets a new directory and new nodes.
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -197,7 +197,7 @@ def _pool(nodes: int, entries: int) -> Iterator[tuple[Server, list[Process], int
     """(a directory, the processes of the nodes that have joined it, its bytes before they did)."""
     count = min(LOADS, nodes)
     firsts = [nodes * i // count for i in range(count + 1)]
-    shares = [Share(a, b - a, entries // nodes, 1) for a, b in zip(firsts, firsts[1:], strict=False)]
+    shares = [Share(a, b - a, entries // nodes, 1) for a, b in itertools.pairwise(firsts)]
     with contextlib.ExitStack() as running:
         directory = running.enter_context(_running(serve, 2))
         loads = [running.enter_context(_running(simulate, share)) for share in shares]

@@ -1,8 +1,8 @@
 """The load that nodes put on a directory, from a process that speaks its protocol: for `raykv bench scale`.
 
-A node is a store, with a connection for its inventory and heartbeats, and ENGINES clients, each with a connection of its
-own, as in production. An engine asks RATE times a second, whether it was answered or not: a match of KEYS keys, the first
-half of which its earlier requests stored, a reserve of the others, and a commit whose answer nobody awaits.
+A node is a store, with a connection for its inventory and heartbeats, and ENGINES clients, each with a connection of
+its own, as in production. An engine asks RATE times a second, whether it was answered or not: a match of KEYS keys, the
+first half of which its earlier requests stored, a reserve of the others, and a commit whose answer nobody awaits.
 """
 
 import heapq
@@ -76,6 +76,8 @@ class Figures(NamedTuple):
 
 class Line:
     """A connection. Answers come in the order of the calls."""
+
+    period = HEARTBEAT_S  # seconds between two ticks
 
     def __init__(self, load: "Load") -> None:
         self.load = load
@@ -190,11 +192,15 @@ class Store(Line):
         locations["slab_gen"] = self.slab_gens[locations["slab"]]
         stamps = np.argsort(np.argsort(self.gens[slots])).astype(np.uint32)
         positions = np.zeros(len(slots), np.uint32)
-        return Inventory(*(part.tobytes() for part in (locations, self.keys[slots], positions, stamps)), b"")
+        return Inventory(
+            locations.tobytes(), self.keys[slots].tobytes(), positions.tobytes(), stamps.tobytes(), writing=b""
+        )
 
 
 class Engine(Line):
     """A client: one request at a time. Those that are due meanwhile wait for their turn."""
+
+    period = 1 / RATE
 
     def __init__(self, load: "Load", store: Store, prompts: list[bytes]) -> None:
         super().__init__(load)
@@ -256,6 +262,7 @@ class Load:
         self.stores = [Store(self, number, share.blocks, share.epoch) for number in numbers]
         self.prompts = max(1, min(PROMPTS, share.blocks // (2 * ENGINES * KEYS)))
         self.engines = [engine for store in self.stores for engine in self._engines(store)]
+        self.lines: list[Line] = [*self.stores, *self.engines]
         self.by_index: dict[int, Store] = {}
         self.by_socket: dict[int, Line] = {}
         self.to_connect: deque[Line] = deque()
@@ -263,8 +270,7 @@ class Load:
         self.asking = False
         self.epoll = select.epoll()
         now = time.monotonic()
-        periods = [(HEARTBEAT_S, line) for line in self.stores] + [(1 / RATE, line) for line in self.engines]
-        self.due = [(now + random.random() * period, i, period, line) for i, (period, line) in enumerate(periods)]
+        self.due = [(now + random.random() * line.period, i, line) for i, line in enumerate(self.lines)]
         heapq.heapify(self.due)
         self.reset()
 
@@ -301,16 +307,16 @@ class Load:
 
     def connect(self, address: Address) -> None:
         """Have all lines connect, in a random order."""
-        self.address, lines = address, [*self.stores, *self.engines]
-        self.to_connect = deque(random.sample(lines, len(lines)))
+        self.address = address
+        self.to_connect = deque(random.sample(self.lines, len(self.lines)))
 
     def round(self) -> None:
         """Connect some lines, ask what is due, and read what came."""
         for _ in range(min(CONNECTS, len(self.to_connect))):
             self._connect(self.to_connect.popleft())
         while self.due[0][0] <= time.monotonic():
-            due, number, period, line = self.due[0]
-            heapq.heapreplace(self.due, (due + period, number, period, line))
+            due, number, line = self.due[0]
+            heapq.heapreplace(self.due, (due + line.period, number, line))
             if line.socket is not None:
                 self._attempt(line, line.tick, due)
         pause = 0.0 if self.to_connect else min(0.05, max(0.0, self.due[0][0] - time.monotonic()))

@@ -34,7 +34,7 @@ class Node:
     limit: int  # slabs that it is to have
     state: str = "joining"  # then alive <-> suspect
     leaving: bool = False
-    joined_at: int = -1  # tick of the first piece of its inventory
+    floor: int = -1  # tick before that of the oldest block of its inventory, once a piece of that is here
     offered: int = 0  # slabs that were allocated
     withdrawn: set[int] = field(default_factory=set)  # of them, those that were, or are to be, given back
     closing: set[int] = field(default_factory=set)  # slabs to withdraw, in which somebody still holds a slot
@@ -55,7 +55,7 @@ class Node:
     @property
     def is_half_adopted(self) -> bool:
         """Whether some pieces of its inventory are here, but not the last."""
-        return self.state == "joining" and self.joined_at >= 0
+        return self.state == "joining" and self.floor >= 0
 
     @property
     def offered_to(self) -> int:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from raykv.directory.arrays import KeyArray, RowArray
 from raykv.directory.kernels import leases
 from raykv.directory.size_classes import SizeClasses

@@ -91,7 +91,7 @@ class Membership:
     def adopt(self, name: str, found: Inventory, now: float, offered: int = 0) -> None:
         """Take up what a node store found in its arena. Where the node's rows are known, headers can only veto them.
 
-        It may come in pieces, between which others call: nothing is offered or granted there until the last.
+        It may come in pieces, youngest first, between which others call: nothing is offered there until the last.
         offered: slabs that are allocated there. Without it, blocks would be evicted until the next heartbeat.
         """
         self._check(now)
@@ -125,10 +125,11 @@ class Membership:
         order = order[locations["gen"][order] > self.floor]
         rows, gens = self._size_classes.rows_of(locations[order])
         known = rows >= 0
-        if node.joined_at < 0:  # the first piece
-            self._c.state[CLOCK] = max(self._c.state[CLOCK], int(known.sum()) + found.left)
-            node.joined_at = int(self._c.state[CLOCK])
-        slabs.adopt(self._c, rows[known], keys[order][known], gens[known], node.joined_at - found.left)
+        if node.floor < 0:  # the first piece
+            total = int(known.sum()) + found.left
+            self._c.state[CLOCK] = max(self._c.state[CLOCK], total)
+            node.floor = int(self._c.state[CLOCK]) - total
+        slabs.adopt(self._c, rows[known], keys[order][known], gens[known], node.floor + found.left)
 
     def _veto(self, found: Inventory) -> None:
         """Drop blocks whose header tells of another block that is as new, or newer."""

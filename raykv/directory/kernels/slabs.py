@@ -6,7 +6,6 @@ Also how rows become locations for messages (`describe`) and back (`rows_of`).
 import numpy as np
 
 from raykv.directory.kernels.columns import (
-    CLOCK,
     CLOSED,
     DEMOTING,
     DROPPED,
@@ -29,6 +28,7 @@ from raykv.directory.kernels.index import (
     forget,
     free,
     insert,
+    link_old,
     list_of,
     prefetch,
     prefetch_entry,
@@ -151,28 +151,36 @@ def census(c, base, slots, counts):
 
 
 @kernel(C, ROWS, KEYS, ROWS, INT)
-def adopt(c, rows, keys, gens, youngest):
+def adopt(c, rows, keys, gens, floor):
     """Take up blocks found in free slots of a node that joins, oldest first. The first copy of a key is primary.
 
-    youngest: the tick of the last of them.
+    They are older than what the node's lists have already, which may have been touched since: the youngest come first
+    where an inventory comes in pieces. floor: the tick before that of the oldest. rows, out: -1 where not taken up.
     """
-    floor = youngest - len(rows)
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if c.rows[row].state != FREE:
+            rows[i] = -1
             continue
         unlink(c, list_of(c, row, FREE), row)
-        _enter(c, row, keys[i, 0], keys[i, 1], gens[i])
-        c.state[CLOCK] -= 1
+        _fill(c, row, keys[i, 0], keys[i, 1], gens[i])
         c.rows[row].last = floor + i + 1  # ages of nodes that are adopted one by one must interleave
-        older = np.int64(c.rows[row].next)
-        if older >= 0:  # somebody may have touched a block of an earlier piece
-            c.rows[row].last = max(c.rows[row].last, c.rows[older].last)
+    for j in range(len(rows)):
+        row = np.int64(rows[len(rows) - 1 - j])
+        if row >= 0:
+            link_old(c, list_of(c, row, c.rows[row].state), row)
 
 
 @kernel
 def _enter(c, row, k0, k1, gen):
     """Make a row that is in no list the newest copy of a key."""
+    _fill(c, row, k0, k1, gen)
+    touch(c, row)
+
+
+@kernel
+def _fill(c, row, k0, k1, gen):
+    """Make a row that is in no list another copy of a key, and still in no list."""
     c.rows[row].k0 = k0
     c.rows[row].k1 = k1
     c.rows[row].gen = gen
@@ -180,7 +188,6 @@ def _enter(c, row, k0, k1, gen):
     c.rows[row].uses = 0
     c.rows[row].state = REPLICA if taken(c, k0, k1) else READY
     insert(c, row)
-    touch(c, row)
 
 
 @kernel(C, ROWS, ROWS)
