@@ -45,6 +45,7 @@ BLOCK_BYTES, SLAB_SLOTS = 2 << 20, 512
 MIN_WINDOW, WINDOW_SHARE = 128, 50  # slots that a node keeps free for staging: so many, or that part of all
 HEARTBEAT_S = 1.0
 CONNECTS = 4  # at a time, between two rounds of answers
+CONNECT_AGAIN_S = 0.25  # after the directory refused one
 RECEIVE_BYTES = 1 << 20
 SEND_S = 30.0  # until a directory that takes no bytes is given up
 OLD_BYTES = KEYS // 2 * KEY_BYTES
@@ -266,6 +267,7 @@ class Load:
         self.by_index: dict[int, Store] = {}
         self.by_socket: dict[int, Line] = {}
         self.to_connect: deque[Line] = deque()
+        self.connect_at = 0.0  # time.monotonic()
         self.address: Address | None = None
         self.asking = False
         self.epoll = select.epoll()
@@ -307,30 +309,37 @@ class Load:
 
     def connect(self, address: Address) -> None:
         """Have all lines connect, in a random order."""
-        self.address = address
+        for line in self.lines:
+            if line.socket is not None:  # to the directory before
+                self._lose(line)
+        self.address, self.connect_at = address, 0.0
         self.to_connect = deque(random.sample(self.lines, len(self.lines)))
 
     def round(self) -> None:
         """Connect some lines, ask what is due, and read what came."""
         for _ in range(min(CONNECTS, len(self.to_connect))):
-            self._connect(self.to_connect.popleft())
+            if self.connect_at <= time.monotonic():
+                self._connect(self.to_connect.popleft())
         while self.due[0][0] <= time.monotonic():
             due, number, line = self.due[0]
             heapq.heapreplace(self.due, (due + line.period, number, line))
             if line.socket is not None:
                 self._attempt(line, line.tick, due)
-        pause = 0.0 if self.to_connect else min(0.05, max(0.0, self.due[0][0] - time.monotonic()))
+        connecting = self.to_connect and self.connect_at <= time.monotonic()
+        pause = 0.0 if connecting else min(0.05, max(0.0, self.due[0][0] - time.monotonic()))
         for number, _ in self.epoll.poll(pause):
             line = self.by_socket[number]
             self._attempt(line, line.read)
 
     def _connect(self, line: Line) -> None:
-        assert self.address is not None
+        if line.socket is not None or self.address is None:
+            return
         try:
             line.connect(self.address)
         except OSError:
             self.errors += 1
             self.to_connect.append(line)
+            self.connect_at = time.monotonic() + CONNECT_AGAIN_S
             return
         assert line.socket is not None
         self.by_socket[line.socket.fileno()] = line
@@ -350,6 +359,7 @@ class Load:
         self.epoll.unregister(line.socket)
         line.socket.close()
         line.socket = None
+        self.to_connect.append(line)
 
 
 def simulate(share: Share, orders: Connection) -> None:
