@@ -5,7 +5,7 @@ store owns one for the node and one for each GPU.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from raykv.protocol import (
 from raykv.transports.selector import TransportSelector
 
 JOIN_DEADLINE_S = 30.0
+PIECE_BLOCKS = 4096  # of an inventory; a piece takes the directory a millisecond or two
 
 
 class NodeMemory:
@@ -72,8 +73,8 @@ class NodeMemory:
         joined = Joined(*directory.call("join", self.name, tuple(described), seconds=JOIN_DEADLINE_S))
         if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
             raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
-        inventory = inventory_of(arena, joined.node)
-        directory.call("adopt", self.name, tuple(self._report()), tuple(inventory), seconds=JOIN_DEADLINE_S)
+        for piece in pieces_of(inventory_of(arena, joined.node)):
+            directory.call("adopt", self.name, tuple(self._report()), tuple(piece), seconds=JOIN_DEADLINE_S)
         self.index = joined.node
         self.joined.set()
 
@@ -83,6 +84,19 @@ class NodeMemory:
         keys, generations = self.arena.identify(locations)
         result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
         directory.tell("sweep_result", tuple(result))
+
+
+def pieces_of(whole: Inventory) -> Iterator[Inventory]:
+    """An inventory in pieces, youngest first, parents first: others call the directory between two of them."""
+    locations, keys = np.frombuffer(whole.locations, LOCATION), np.frombuffer(whole.keys, "V16")
+    positions, stamps = (np.frombuffer(column, np.uint32) for column in (whole.positions, whole.stamps))
+    order = np.lexsort((-positions.astype(np.int64), stamps))
+    for stop in range(max(1, len(order)), 0, -PIECE_BLOCKS):
+        left = max(0, stop - PIECE_BLOCKS)
+        piece = order[left:stop]
+        writing = b"" if left else whole.writing
+        found = (column[piece].tobytes() for column in (locations, keys, positions, stamps))
+        yield Inventory._make((*found, writing, left))
 
 
 def inventory_of(arena: Arena, index: int) -> Inventory:

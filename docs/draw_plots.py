@@ -1,4 +1,4 @@
-"""Draws the plots of `docs/benchmarks.md` from `docs/plots/figures.json`.
+"""Draws the plots of `docs/benchmarks.md` and `docs/scale.md` from `docs/plots/figures.json`.
 
     python -m docs.draw_plots
 

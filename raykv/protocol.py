@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 3  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 4  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -213,13 +213,14 @@ class SlabTarget(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """What a node store found in its arena. The first four have one length."""
+    """A piece of what a node store found in its arena, the youngest blocks first. The first four have one length."""
 
     locations: bytes  # of ready blocks
     keys: bytes
     positions: bytes  # uint32: of each block in its chain
     stamps: bytes  # uint32: of its last read, seconds
-    writing: bytes  # locations of slots that somebody still writes
+    writing: bytes  # locations of slots that somebody still writes; in the last piece
+    left: int = 0  # older blocks, in the pieces that follow; the directory offers all once there are none
 
 
 class Heartbeat(NamedTuple):

@@ -184,6 +184,19 @@ def bench_directory(entries: int, as_json: bool) -> None:
     _report(lambda: directory.run(entries), as_json)
 
 
+@bench.command("scale")
+@click.option("--nodes", default="8,64,128,256,1000", show_default=True, help="Numbers of nodes to try.")
+@click.option("--entries", default=10_000_000, show_default=True, help="Blocks of all nodes together.")
+@click.option("--seconds", default=10.0, show_default=True, help="That each number of nodes is measured.")
+@click.option("--take-over", default=0, help="Kill the directory of so many nodes, too.")
+@JSON
+def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_json: bool) -> None:
+    """How many nodes one directory carries, simulated by processes that speak its protocol."""
+    from raykv.bench import scale
+
+    _report(lambda: scale.run([int(part) for part in nodes.split(",")], entries, seconds, take_over), as_json)
+
+
 @bench.command("trace")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @click.option("--nodes", default=8, show_default=True)

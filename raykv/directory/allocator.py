@@ -35,6 +35,7 @@ class Node:
     limit: int  # slabs that it is to have
     state: str = "joining"  # then alive <-> suspect
     leaving: bool = False
+    floor: int = -1  # tick before that of the oldest block of its inventory, once a piece of that is here
     offered: int = 0  # slabs that were allocated
     withdrawn: set[int] = field(default_factory=set)  # of them, those that were, or are to be, given back
     closing: set[int] = field(default_factory=set)  # slabs to withdraw, in which somebody still holds a slot
@@ -51,6 +52,11 @@ class Node:
     @property
     def on_gpu(self) -> bool:
         return self.name != self.host
+
+    @property
+    def is_half_adopted(self) -> bool:
+        """Whether some pieces of its inventory are here, but not the last."""
+        return self.state == "joining" and self.floor >= 0
 
     @property
     def offered_to(self) -> int:
@@ -72,6 +78,7 @@ class Allocator:
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self.nodes: dict[str, Node] = {}
+        self.may_have_spare: set[str] = set()  # names of all nodes that have spare slabs, and maybe of others
         self.lacking: dict[int, int] = {}  # by size class, slots that its window lacks until holds on blocks end
         self._size_classes = size_classes
 
@@ -84,11 +91,14 @@ class Allocator:
         known = {*node.spare, *node.slabs, *node.withdrawn}
         node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in known]
         node.offered = max(node.offered, offered)
+        self.may_have_spare.add(node.name)
 
     def open_slabs_of(self, node: Node, locations: LocationArray) -> None:
         """Open the slabs of an arena in which blocks were found."""
-        for number in sorted(set(locations["slab"].tolist()) - node.withdrawn):
-            first = locations[locations["slab"] == number][0]
+        numbers, firsts = np.unique(locations["slab"], return_index=True)
+        for number, first in zip(numbers.tolist(), locations[firsts], strict=True):
+            if number in node.withdrawn or number in node.slabs:
+                continue
             stride = slot_bytes(int(first["bytes"]))
             size_class = self.size_class(node, stride)
             if size_class >= 0:
@@ -174,11 +184,11 @@ class Allocator:
 
         Returns whether it took any slab of another size.
         """
-        if need == 0 or self._size_classes.room(size_class) >= need:
+        with_spare = self._nodes_with_spare(writer)
+        if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # nobody has any to give
             return False
         took = self._provide_slots(writer, size_class, stride, 1)  # without one it can't stage for other nodes either
-        others = [n for n in self.nodes.values() if n is not writer and n.spare and n.offered_to == columns.TO_ALL]
-        for node in (writer, *sorted(others, key=lambda other: other.name != writer.host)):
+        for node in (writer, *sorted(with_spare, key=lambda other: other.name != writer.host)):
             its_class = self.size_class(node, stride)
             need -= max(0, self._open_spare(node, its_class, stride, need)) if its_class >= 0 else 0
             if need <= 0:
@@ -186,15 +196,26 @@ class Allocator:
         need += max(0, self._size_classes.room(size_class))
         return self._reclaim(writer, size_class, stride, self._size_classes.room, need) or took
 
+    def _nodes_with_spare(self, writer: Node) -> list[Node]:
+        """Nodes that take any writer's blocks and have spare slabs, but for the writer's."""
+        self.may_have_spare = {name for name in self.may_have_spare if name in self.nodes and self.nodes[name].spare}
+        found = [self.nodes[name] for name in self.may_have_spare]
+        wanted = [node for node in found if node is not writer and node.offered_to == columns.TO_ALL]
+        return sorted(wanted, key=lambda node: node.index)
+
     def make_room(self, node: Node, size_class: int, stride: int, need: int) -> None:
         """As `provision`, on this node only."""
         if self._open_spare(node, size_class, stride, need) < need:
             self._reclaim(node, size_class, stride, self._size_classes.room, need)
 
-    def provide_staging(self, reader: Node, size_class: int, stride: int, firsts: RowArray) -> bool:
-        """Give a size slabs to pull a prefix to its reader, as far as the window goes. Returns as `provision`."""
-        need = int(leases.staging_need(self._c, firsts, reader.index, size_class))
-        return need > 0 and self._provide_slots(reader, size_class, stride, need)
+    def staging_class(self, reader: Node | None, stride: int) -> int:
+        """The size class that blocks are pulled into for a reader; -1 where there is none, or none yet."""
+        size_class = self.size_class(reader, stride) if reader else -1
+        return size_class if reader and reader.state != "joining" else -1
+
+    def provide_staging(self, reader: Node, size_class: int, stride: int, need: int) -> bool:
+        """Give a size slabs for `need` blocks that a reader pulls. Returns as `provision`."""
+        return self._provide_slots(reader, size_class, stride, need)
 
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
         """Give a size spare slabs until `need` more blocks fit. Returns how many do."""

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from raykv.directory.arrays import KeyArray, RowArray
 from raykv.directory.kernels import leases
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import Call
 
 
-@dataclass
+@dataclass(slots=True)
 class Hold:
     """Rows held for a client, in the order of its keys: a lease, or a reservation (`writes`)."""
 
@@ -25,7 +23,7 @@ class Hold:
     writes: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class Client:
     last_seen: float
     holds: dict[int, Hold] = field(default_factory=dict)  # by the id that the client has chosen
@@ -41,7 +39,9 @@ class Clients(dict[int, Client]):
 
     def seen(self, client: int, now: float) -> Client:
         """A client calls, maybe for the first time."""
-        known = self.setdefault(client, Client(now))
+        known = self.get(client)
+        if known is None:
+            known = self[client] = Client(now)
         known.last_seen = now
         return known
 
@@ -53,7 +53,7 @@ class Clients(dict[int, Client]):
     def end_unlisted(self, client: Client, call: Call) -> None:
         """End what a call no longer lists, unless it was sent before that was asked for."""
         if client.holds:
-            held = set(np.frombuffer(call.held, np.uint64).tolist())
+            held = set(memoryview(call.held).cast("Q"))
             for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
                 self.end(client, i)
 

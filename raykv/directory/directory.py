@@ -11,9 +11,9 @@ import numpy as np
 
 from raykv.config import CLIENT_TTL_S
 from raykv.directory.allocator import Node
-from raykv.directory.arrays import LocationArray, RowArray, key_array, split_keys
+from raykv.directory.arrays import RowArray, key_array, split_keys
 from raykv.directory.clients import Client, Hold
-from raykv.directory.kernels import columns, demotion, leases, placement, slabs
+from raykv.directory.kernels import columns, demotion, index, leases, placement, slabs
 from raykv.directory.kernels.columns import ENTRIES, NODE_MASK
 from raykv.directory.membership import Membership
 from raykv.directory.tier_catalog import NOTHING
@@ -36,7 +36,6 @@ from raykv.protocol import (
     TierReport,
     host_of,
     is_block_size,
-    is_tier,
     slot_bytes,
 )
 from raykv.system.jit import compile_all
@@ -90,39 +89,31 @@ class Directory(Membership):
         self.clients.end(client, request.lease)
         if not is_block_size(request.block_bytes):
             return Matched(self.epoch, b"", b"")
-        reader, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes)
-        size_class = self._allocator.size_class(reader, stride) if reader else -1
-        keys, firsts = self._find(request.keys)
-        if reader and size_class >= 0 and self._allocator.provide_staging(reader, size_class, stride, firsts):
-            keys, firsts = self._find(request.keys)  # a slab that another size gave up may have held some
-        node = reader.index if reader else -1
-        source, staged = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
-        n, remote = leases.match(self._c, keys, firsts, node, size_class, source, staged)
-        source, staged = source[:n], staged[:n]
-        gens, locations = self._size_classes.describe(source, request.block_bytes)
-        self._count_hits(reader, len(keys), remote, locations)
+        reader, stride, keys = self.nodes.get(request.node), slot_bytes(request.block_bytes), key_array(request.keys)
+        size_class, on_gpu = self._allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
+        node, host = reader.index if reader else -1, self.nodes.get(reader.host) if reader and on_gpu else None
+        firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
+        locations, staged_locations = np.empty((2, len(keys)), LOCATION)
+        need = leases.find_prefix(self._c, keys, firsts, node, size_class)
+        if need and reader and self._allocator.provide_staging(reader, size_class, stride, need):
+            index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
+        n, remote, external, promoted = leases.match(
+            *(self._c, keys, firsts, node, size_class, host.index if host else -1, request.block_bytes),
+            *(source, gens, staged, staged_gens, locations, staged_locations),
+        )
+        counters = self.counters
+        counters["lookups"] += len(keys)
+        counters["hits"] += n
+        counters["remote_hits"] += remote - external - promoted
+        counters["external_hits"] += external
+        counters["promoted"] += promoted
+        counters["gpu_hits"] += n - remote if on_gpu else 0
         if n == 0:
             return Matched(self.epoch, b"", b"")
-        staged_gens, staged_locations = staged.copy(), b""
-        if remote:
-            staged_gens, described = self._size_classes.describe(staged, request.block_bytes)
-            staged_locations = described.tobytes()
         client.holds[request.lease] = Hold(
-            call.seq, node, size_class, keys[:n], source, gens, staged, staged_gens, writes=False
+            call.seq, node, size_class, keys[:n], source[:n], gens[:n], staged[:n], staged_gens[:n], writes=False
         )
-        return Matched(self.epoch, locations.tobytes(), staged_locations)
-
-    def _count_hits(self, reader: Node | None, lookups: int, remote: int, locations: LocationArray) -> None:
-        """remote: how many of the locations are not on the reader."""
-        external = int(np.count_nonzero(is_tier(locations["node"])))
-        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
-        promoted = int(np.count_nonzero(locations["node"] == host.index)) if host else 0
-        self.counters["lookups"] += lookups
-        self.counters["hits"] += len(locations)
-        self.counters["remote_hits"] += remote - external - promoted
-        self.counters["external_hits"] += external
-        self.counters["promoted"] += promoted
-        self.counters["gpu_hits"] += len(locations) - remote if reader and reader.on_gpu else 0
+        return Matched(self.epoch, locations[:n].tobytes(), staged_locations[:n].tobytes() if remote else b"")
 
     def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Matched:
         """Staging slots for further blocks of a lease. Those of blocks before `request.start` are given back."""
@@ -169,43 +160,43 @@ class Directory(Membership):
         """Grant slots to what is missing of keys[start:]. keys[:start] are their parents, touched along with them."""
         client, start = self._on_call(call, now), request.start
         self.clients.end(client, request.reservation)
-        keys, firsts = self._find(request.keys)
-        writer = self.nodes.get(request.node)
+        writer, keys = self.nodes.get(request.node), key_array(request.keys)
         stride = slot_bytes(request.block_bytes) if is_block_size(request.block_bytes) else 0
         size_class = (
             self._allocator.size_class(writer, stride) if writer and writer.offered_to >= columns.TO_OWN else -1
         )
         if writer is None or size_class < 0 or not 0 <= start <= len(keys):
             return Reserved(self.epoch, start, b"", b"", b"")
-        missing = int(placement.missing(self._c, firsts[start:]))
-        if self._allocator.provision(writer, size_class, stride, missing):
-            keys, firsts = self._find(request.keys)  # a slab that another size gave up may have held some
-        source, staged, granted = (np.empty(len(keys), np.int64) for _ in range(3))
-        others, heap = self._other_classes(writer, stride), self._size_classes.heaps[stride]
+        firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
+        granted, (locations, staged_locations) = np.empty(len(keys), np.int32), np.empty((2, len(keys)), LOCATION)
+        missing = placement.find_missing(self._c, keys, firsts, start, size_class)
+        if missing and self._allocator.provision(writer, size_class, stride, missing):
+            index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
+        others, heap = self._classes_in_turn(writer, stride), self._size_classes.heaps[stride]
         covered, grants = placement.reserve(
-            self._c, keys, firsts, start, size_class, others, heap, self.locality, source, staged, granted
+            *(self._c, keys, firsts, start, size_class, others, heap, self.locality, request.block_bytes),
+            *(source, gens, staged, staged_gens, granted, locations, staged_locations),
         )
         if not grants:  # else the client asks for the rest in another call
             self.counters["refused"] += len(keys) - covered
-        granted = granted[:grants]
-        gens, locations = self._size_classes.describe(source, request.block_bytes)
-        staged_gens, staged_locations = self._size_classes.describe(staged, request.block_bytes)
         client.holds[request.reservation] = Hold(
             call.seq, writer.index, size_class, keys, source, gens, staged, staged_gens, writes=True
         )
         return Reserved(
             self.epoch,
             covered,
-            granted.astype(np.int32).tobytes(),
-            locations.take(granted).tobytes(),
-            staged_locations.take(granted).tobytes(),
+            granted[:grants].tobytes(),
+            locations[:grants].tobytes(),
+            staged_locations[:grants].tobytes(),
         )
 
-    def _other_classes(self, writer: Node, stride: int) -> RowArray:
-        """Size classes of other nodes, in the order they are tried; for a GPU's writer its own node's memory first."""
-        size_class, host = writer.size_classes[stride], self.nodes.get(writer.host, writer).size_classes.get(stride, -1)
-        others = [other for other in self._size_classes.sizes[stride] if other != size_class]
-        return np.array(sorted(others, key=lambda other: other != host), np.int64)
+    def _classes_in_turn(self, writer: Node, stride: int) -> RowArray:
+        """Size classes of all nodes, in the order they are tried; for a GPU's writer its own node's memory first."""
+        classes = self._size_classes.classes[stride]
+        if not writer.on_gpu:
+            return classes
+        host = self.nodes.get(writer.host, writer).size_classes.get(stride, -1)
+        return classes[np.argsort(classes != host, kind="stable")]
 
     def commit(self, call: Call, request: CommitRequest, now: float) -> Counted:
         """Offer the blocks that were written, and end the reservation.
@@ -213,19 +204,20 @@ class Directory(Membership):
         Idempotent: each block is judged by its location, key and generation, whatever became of the reservation.
         """
         client = self._on_call(call, now)
-        rows, gens = self._size_classes.rows_of(np.frombuffer(request.locations, LOCATION))
-        keys, written = key_array(request.keys), np.frombuffer(request.written, np.uint8)
-        if not len(rows) == len(keys) == len(written):
+        locations, keys = np.frombuffer(request.locations, LOCATION), key_array(request.keys)
+        written = np.frombuffer(request.written, np.uint8)
+        if not len(locations) == len(keys) == len(written):
             return Counted(self.epoch)
-        accepted = np.zeros(len(rows), np.uint8)
         hold = client.holds.get(request.reservation)
-        if not written.all():  # only the reservation that has a slot may give it up
-            rows[(written == 0) & ~np.isin(rows, hold.source if hold else [])] = -1
-        placement.commit(self._c, rows, keys, gens, written, accepted)
+        if 0 in request.written:  # only the reservation that has a slot may give it up
+            rows, _ = self._size_classes.rows_of(locations)
+            theirs = (written == 0) & ~np.isin(rows, hold.source if hold else [])
+            written = np.where(theirs, np.uint8(placement.UNKNOWN), written)
+        accepted = placement.commit(self._c, locations, keys, written)
         if hold:
             self.clients.end(client, request.reservation)
-            self.counters["stored"] += int(accepted.sum())
-        return Counted(self.epoch, int(accepted.sum()))
+            self.counters["stored"] += accepted
+        return Counted(self.epoch, accepted)
 
     # ------------------------------------------------------------------ blocks by their keys
 

@@ -8,25 +8,30 @@ from numpy.typing import NDArray
 from raykv.directory.arrays import KeyArray, LocationArray, key_array
 from raykv.protocol import GENERATIONS, LOCATION, Inventory
 
+BLOCKS_MAX = 1 << 40  # of a node: more than any has
+
 
 class FoundBlocks(NamedTuple):
-    """An Inventory as arrays, of which all but the last have one length."""
+    """An Inventory as arrays, of which the first four have one length. left: as of Inventory."""
 
     locations: LocationArray
     keys: KeyArray
     positions: NDArray[np.uint32]
     stamps: NDArray[np.uint32]
     writing: LocationArray
+    left: int
 
     @classmethod
     def of(cls, found: Inventory) -> Self:
-        """ValueError unless the lengths are equal."""
+        """ValueError unless the lengths are equal, and `left` is a number of blocks."""
         locations, keys = np.frombuffer(found.locations, LOCATION), key_array(found.keys)
         positions, stamps = np.frombuffer(found.positions, np.uint32), np.frombuffer(found.stamps, np.uint32)
         if not len(locations) == len(keys) == len(positions) == len(stamps):
             lengths = f"{len(locations)} locations, {len(keys)} keys, {len(positions)} positions, {len(stamps)} stamps"
             raise ValueError(f"an inventory of {lengths}: give one of each")
-        return cls(locations, keys, positions, stamps, np.frombuffer(found.writing, LOCATION))
+        if not 0 <= found.left < BLOCKS_MAX:
+            raise ValueError(f"an inventory of which {found.left} blocks are to follow")
+        return cls(locations, keys, positions, stamps, np.frombuffer(found.writing, LOCATION), found.left)
 
     def in_arena(self, node: int, slabs: int) -> "FoundBlocks":
         """Without locations that the arena of a node with so many slabs can't have."""
@@ -37,6 +42,7 @@ class FoundBlocks(NamedTuple):
             self.positions[there],
             self.stamps[there],
             self.writing[writing],
+            self.left,
         )
 
 

@@ -16,7 +16,7 @@ from raykv.directory.clients import Client, Clients
 from raykv.directory.demotion import GpuDemotion
 from raykv.directory.found_blocks import FoundBlocks
 from raykv.directory.kernels import columns, index, leases, slabs
-from raykv.directory.kernels.columns import EPOCH, NODE_BITS
+from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS
 from raykv.directory.pins import Pins
 from raykv.directory.size_classes import SizeClasses
 from raykv.directory.tier_catalog import TierCatalog
@@ -79,7 +79,7 @@ class Membership:
             self._c.state[EPOCH] = arena.epoch + 1
         self._stamped.add(arena.nonce)
         known = self.nodes.get(name)
-        if known and known.nonce == arena.nonce:
+        if known and known.nonce == arena.nonce and not known.is_half_adopted:
             known.last_heartbeat = now
             return Joined(known.index, self.epoch)
         self._remove(name)
@@ -98,6 +98,7 @@ class Membership:
     def adopt(self, name: str, found: Inventory, now: float, offered: int = 0) -> None:
         """Take up what a node store found in its arena. Where the node's rows are known, headers can only veto them.
 
+        It may come in pieces, youngest first, between which others call: nothing is offered there until the last.
         offered: slabs that are allocated there. Without it, blocks would be evicted until the next heartbeat.
         ValueError for what is no Inventory, or no count of slabs. Locations that the arena can't have are left out.
         """
@@ -113,6 +114,8 @@ class Membership:
             self._take_up(node, blocks)
         else:
             self._veto(blocks)
+        if found.left:
+            return
         self._allocator.offer(node, offered)
         self._set_state(node, "alive")
         for other in self.nodes.values():
@@ -122,14 +125,18 @@ class Membership:
             self._allocator.empty_windows(node)
 
     def _take_up(self, node: Node, found: FoundBlocks) -> None:
-        """Make rows of the blocks in the arena of a node that joins, oldest first, children before parents."""
+        """Make rows of blocks in the arena of a node that joins, oldest first, children before parents."""
         self._allocator.open_slabs_of(node, np.concatenate([found.locations, found.writing]))
         slabs.set_aside(self._c, *self._size_classes.rows_of(found.writing))
         order = np.lexsort((-found.positions.astype(np.int64), found.stamps))
         order = order[found.locations["gen"][order] > self.floor]
         rows, gens = self._size_classes.rows_of(found.locations[order])
         known = rows >= 0
-        slabs.adopt(self._c, rows[known], found.keys[order][known], gens[known])
+        if node.floor < 0:  # the first piece
+            total = int(known.sum()) + found.left
+            self._c.state[CLOCK] = max(self._c.state[CLOCK], total)
+            node.floor = int(self._c.state[CLOCK]) - total
+        slabs.adopt(self._c, rows[known], found.keys[order][known], gens[known], node.floor + found.left)
 
     def _veto(self, found: FoundBlocks) -> None:
         """Drop blocks whose header tells of another block that is as new, or newer."""
@@ -199,6 +206,7 @@ class Membership:
             self._size_classes.close(node.index, node.slabs.pop(number))
         node.spare[:] = [*kept, *(number for number in node.spare if number not in given_back)]
         node.withdrawn = given_back
+        self._allocator.may_have_spare.add(node.name)
         if lost:
             self._invalidate()
 

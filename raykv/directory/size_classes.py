@@ -24,12 +24,21 @@ class Census(NamedTuple):
     held: bool  # whether somebody holds, or may still write to, one of its slots
 
 
+ROWS_AT_ONCE = 1 << 16  # that are added to the columns, and cleared
+
+
 def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
     if length <= len(array):
         return array
     grown = np.zeros(max(length, len(array) + len(array) // 8), array.dtype)
     grown[: len(array)] = array
     return grown
+
+
+def _grow_in_place(rows: NDArray[Any], length: int) -> None:
+    """Lengthen an array of which nobody keeps a view. The system moves its pages: a copy would hold up all callers."""
+    if length > len(rows):
+        rows.resize(max(length, len(rows) + min(len(rows) // 8, ROWS_AT_ONCE)), refcheck=False)
 
 
 def _pages(slots: int) -> int:
@@ -52,6 +61,7 @@ class SizeClasses:
         )
         self.c.state[EPOCH] = epoch
         self.sizes: dict[int, list[int]] = {}  # size classes by slot size
+        self.classes: dict[int, RowArray] = {}  # the same as arrays
         self.heaps: dict[int, NDArray[np.void]] = {}  # of `eviction.coldest`, by slot size
         self._class_count = 0
         self._slab_count = 0
@@ -113,6 +123,7 @@ class SizeClasses:
 
     def _reset_heap(self, stride: int) -> None:
         heap = np.zeros(len(self.sizes[stride]), columns.HEAP)
+        self.classes[stride] = np.array(self.sizes[stride], np.int64)
         heap["size_class"] = self.sizes[stride]  # a valid heap: ticks of 0 are a lower bound of all
         self.heaps[stride] = heap
 
@@ -178,12 +189,12 @@ class SizeClasses:
                 return first
         first = self._page_count
         self._page_count += pages
-        rows = _grown(self.c.rows, self._page_count << PAGE_BITS)
+        _grow_in_place(self.c.rows, self._page_count << PAGE_BITS)
         table = self.c.table
         while self._page_count << PAGE_BITS > len(table) * 3 // 4:
             table = np.zeros(len(table) * 2, np.int64)
         old = self.c.table
-        self.c = self.c._replace(rows=rows, pages=_grown(self.c.pages, self._page_count), table=table)
+        self.c = self.c._replace(pages=_grown(self.c.pages, self._page_count), table=table)
         if table is not old:
             index.rehash(self.c, old)
         return first

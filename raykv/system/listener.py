@@ -23,6 +23,7 @@ UNPROVEN = 128  # connections that have not proved the token; one more ends the 
 ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
 ACCEPT_AGAIN_S = 0.1  # after the system could not accept one, for want of file descriptors, say
 RECEIVE_BYTES = 256 << 10  # at a time
+BULK_BYTES = 128 << 10  # a longer frame is served alone, between two rounds of shorter ones
 UNSENT_BYTES = 64 << 20  # a peer that lets more than this wait is not reading any more
 
 
@@ -70,6 +71,7 @@ class Listener:
         self._unproven: OrderedDict[Connection, None] = OrderedDict()  # oldest first
         self.served: set[Connection] = set()
         self._returned: deque[Connection] = deque()  # by `give_back`
+        self._bulk: deque[Connection] = deque()  # whose next frame is long; not listened to until its turn
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = False
@@ -122,10 +124,14 @@ class Listener:
                 self._take_back()
             else:
                 self._attempt(self._attend, key.data)
+        if self._bulk:
+            self._attempt(self._serve_bulk, self._bulk.popleft())
         self._expire()
 
     def _pause(self) -> float | None:
         """Seconds until something is due that no peer says."""
+        if self._bulk:
+            return 0.0
         due = [self._accept_at] if self._accept_at else []
         due += [connection.prove_until for connection in list(self._unproven)[:1]]
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -174,18 +180,39 @@ class Listener:
         self._work(connection)
 
     def _work(self, connection: Connection) -> None:
-        """Serve what is whole in the inbox."""
+        """Serve what is whole in the inbox, up to a long frame."""
         if not connection.proven:
             self._prove(connection)
         while connection.proven and not connection.outbox:
-            body = self._next_frame(connection.inbox)
-            if body is None:
+            size = self._whole_frame(connection.inbox)
+            if not size:
                 break
-            answer = self._serve(connection, body)
-            if answer is None:
+            if size > BULK_BYTES:
                 self._selector.unregister(connection.socket)
+                self._bulk.append(connection)
                 return
-            connection.send(answer)
+            if not self._serve_frame(connection, size):
+                return
+        self._listen_to(connection)
+
+    def _serve_bulk(self, connection: Connection) -> None:
+        """Serve a long frame, at its turn, and go on."""
+        self._selector.register(connection.socket, connection.events, connection)
+        if self._serve_frame(connection, self._whole_frame(connection.inbox)):
+            self._work(connection)
+
+    def _serve_frame(self, connection: Connection, size: int) -> bool:
+        """Serve the frame that the inbox begins with. Returns whether the connection was not lent."""
+        body = bytes(connection.inbox[LENGTH.size : size])
+        del connection.inbox[:size]
+        answer = self._serve(connection, body)
+        if answer is None:
+            self._selector.unregister(connection.socket)
+            return False
+        connection.send(answer)
+        return True
+
+    def _listen_to(self, connection: Connection) -> None:
         events = selectors.EVENT_WRITE if connection.outbox else selectors.EVENT_READ
         if events != connection.events:
             connection.events = events
@@ -216,18 +243,14 @@ class Listener:
         del self._unproven[connection]
         self.served.add(connection)
 
-    def _next_frame(self, inbox: bytearray) -> bytes | None:
+    def _whole_frame(self, inbox: bytearray) -> int:
+        """Bytes of the frame that the inbox begins with, its length included; 0 where it is not whole yet."""
         if len(inbox) < LENGTH.size:
-            return None
+            return 0
         (length,) = LENGTH.unpack_from(inbox)
         if length > self._frame_bytes:
             raise ConnectionError(f"a frame of {length} bytes, of at most {self._frame_bytes}")
-        stop = LENGTH.size + length
-        if len(inbox) < stop:
-            return None
-        body = bytes(inbox[LENGTH.size : stop])
-        del inbox[:stop]
-        return body
+        return LENGTH.size + length if len(inbox) >= LENGTH.size + length else 0
 
     def _take_back(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -63,6 +63,16 @@ def test_bench_directory() -> None:
     assert figures["bytes_per_entry"] > 0
 
 
+def test_bench_scale() -> None:
+    """Two nodes, on a directory that is killed once."""
+    sizes = ("--nodes", "2", "--entries", "20000", "--seconds", "1", "--take-over", "2")
+    figures = last_json(command("bench", "scale", *sizes, "--json"))
+    (row,) = figures["results"]
+    assert row["calls_per_s"] > 100 and 0 < row["busy"] < 1 and row["hits"] == 0.5 and row["errors"] == 0
+    assert figures["largest_nodes"] in (0, 2)
+    assert figures["take_over"]["first_match_s"] > 0 and figures["take_over"]["all_joined_s"] > 0
+
+
 def test_bench_trace_with_external_tiers(tmp_path: Path) -> None:
     """Prompts of 10 blocks each, asked for in turn: twice as many as memory holds, all of which tiers do."""
     trace = tmp_path / "trace.jsonl"

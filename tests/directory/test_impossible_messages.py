@@ -130,6 +130,10 @@ def test_a_block_size_that_is_none_holds_nothing(size: Any) -> None:
     unharmed(pool)
 
 
+def replaced(found: Inventory, field: str, value: Any) -> Inventory:
+    return Inventory(**{**found._asdict(), field: value})
+
+
 @pytest.mark.parametrize("field", ["locations", "keys", "positions", "stamps"])
 def test_an_inventory_whose_parts_have_different_lengths_can_be_sent_again(field: str) -> None:
     pool = full()
@@ -137,7 +141,10 @@ def test_an_inventory_whose_parts_have_different_lengths_can_be_sent_again(field
     size = {"locations": LOCATION.itemsize, "keys": 16}.get(field, 4)
     for bad in (getattr(good, field) + bytes(size), b"", getattr(good, field)[:-1]):
         with pytest.raises(ValueError, match=r"[a-z]"):
-            pool.adopt("c", good._replace(**{field: bad}), 2)
+            pool.adopt("c", replaced(good, field, bad), 2)
+    for left in (-1, 1 << 40, 1 << 63):
+        with pytest.raises(ValueError, match="follow"):
+            pool.adopt("c", good._replace(left=left), 2)
     pool.adopt("c", good, 2)
     assert pool.has(KEYS[50:51])[0] and pool.count("quarantined", "c") == 1
     unharmed(pool)

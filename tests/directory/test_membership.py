@@ -219,3 +219,46 @@ def test_a_match_that_stages_nothing_takes_no_slab() -> None:
     pool.store("d", KEYS[200:206])
     pool.read("a", KEYS[200:206])
     assert pool.directory.stats(pool.now)["nodes"]["c"]["spare_slabs"] == spare, "it reads on another node"
+
+
+def pieces(whole: Inventory, size: int) -> list[Inventory]:
+    """An inventory as a store sends it, in pieces of `size` blocks."""
+
+    def piece(left: int) -> Inventory:
+        stop = left + size
+        locations, keys = (
+            whole.locations[left * LOCATION.size : stop * LOCATION.size],
+            whole.keys[left * 16 : stop * 16],
+        )
+        return Inventory(locations, keys, bytes(4 * size), bytes(4 * size), b"", left)
+
+    return [piece(left) for left in reversed(range(0, len(whole.keys) // 16, size))]
+
+
+def test_an_inventory_in_pieces_is_offered_after_the_last_and_keeps_the_order_of_use() -> None:
+    pool = Pool(nodes="b")
+    node, _ = pool.join("a")
+    for piece in pieces(inventory(1, KEYS[:6], node), 2):
+        assert pool.directory.heartbeat("a", 0, pool.now) is None
+        assert pool.read("a", KEYS[:6]) == 0
+        pool.adopt("a", piece)
+        assert not pool.store("b", [KEYS[5]]), "it is stored; and touched, before older blocks are known"
+    assert all(pool.has(KEYS[:6]))
+    check_invariants(pool.directory)
+    gone: list[int] = []
+    for i in range(16):
+        pool.store("a", [KEYS[100 + i]])
+        gone += [j for j, there in enumerate(pool.has(KEYS[:6])) if not there and j not in gone]
+    assert gone == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_store_that_joins_again_between_two_pieces_begins_anew() -> None:
+    pool = Pool(nodes="")
+    first, _ = pool.join("a")
+    pool.adopt("a", pieces(inventory(1, KEYS[:6], first), 3)[0])
+    node, _ = pool.join("a")
+    assert node != first
+    for piece in pieces(inventory(1, KEYS[:6], node), 3):
+        pool.adopt("a", piece)
+    assert pool.count("ready", "a") == 6 and pool.read("a", KEYS[:6]) == 6
+    check_invariants(pool.directory)

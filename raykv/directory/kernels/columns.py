@@ -80,8 +80,8 @@ INT, FLOAT = types.int64, types.float64
 ROWS = types.Array(types.int64, 1, "C")  # numbers of rows, generations, counts
 KEYS = types.Array(types.uint64, 2, "C", readonly=True)
 KEYS_OUT = types.Array(types.uint64, 2, "C")
+INDICES_OUT = types.Array(types.int32, 1, "C")
 FLAGS = types.Array(types.uint8, 1, "C", readonly=True)
-FLAGS_OUT = types.Array(types.uint8, 1, "C")
 MASK = types.Array(types.bool_, 1, "C")
 LOCATIONS_OUT = numba.typeof(np.zeros(0, LOCATION))
 LOCATIONS = LOCATIONS_OUT.copy(readonly=True)

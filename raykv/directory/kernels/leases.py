@@ -14,6 +14,7 @@ from raykv.directory.kernels.columns import (
     INT,
     KEYS,
     LISTS_PER_CLASS,
+    LOCATIONS_OUT,
     NODE_MASK,
     QUARANTINED,
     READY,
@@ -28,6 +29,7 @@ from raykv.directory.kernels.columns import (
 )
 from raykv.directory.kernels.eviction import oldest
 from raykv.directory.kernels.index import (
+    find,
     first_of,
     hold,
     is_tier_row,
@@ -45,6 +47,7 @@ from raykv.directory.kernels.index import (
     unfinished,
     unhold,
 )
+from raykv.directory.kernels.slabs import locate
 from raykv.directory.kernels.slots import stage, takeable
 from raykv.system.jit import kernel
 
@@ -89,8 +92,15 @@ def best(c, first, node):
     return source if source >= 0 else external, staging
 
 
-@kernel(C, ROWS, INT, INT)
-def staging_need(c, firsts, node, size_class):
+@kernel(C, KEYS, ROWS, INT, INT)
+def find_prefix(c, keys, firsts, node, size_class):
+    """As `find`. Returns the staging slots that a ready prefix lacks on its reader's node (size_class -1: none)."""
+    find(c, keys, firsts)
+    return _staging_need(c, firsts, node, size_class) if size_class >= 0 else np.int64(0)
+
+
+@kernel
+def _staging_need(c, firsts, node, size_class):
     """Staging slots that a ready prefix lacks on its reader's node, at most the rest of the window; 0 if it has all."""
     left = c.size_classes[size_class].window - c.size_classes[size_class].staging
     at_hand = takeable(c, size_class)
@@ -127,8 +137,27 @@ def locate_prefix(c, firsts, hosts, counts, last):
             break
 
 
-@kernel(C, KEYS, ROWS, INT, INT, ROWS, ROWS)
-def match(c, keys, firsts, node, size_class, source, staged):
+@kernel(C, KEYS, ROWS, INT, INT, INT, INT, ROWS, ROWS, ROWS, ROWS, LOCATIONS_OUT, LOCATIONS_OUT)
+def match(
+    c, keys, firsts, node, size_class, host, block_bytes, source, gens, staged, staged_gens, locations, staged_locations
+):
+    """Hold the longest ready prefix, and say where it is. source, staged: see `_hold_prefix`; gens: their generations.
+
+    host: the node whose GPU the reader is, else -1. Returns (number of blocks, how many of them are on other nodes, how
+    many in external tiers, how many on `host`).
+    """
+    n, remote = _hold_prefix(c, keys, firsts, node, size_class, source, staged)
+    external, promoted = 0, 0
+    for i in range(n):
+        gens[i] = locate(c, source[i], block_bytes, locations, i)
+        external += is_tier_row(c, source[i])
+        promoted += node_of(c, source[i]) == host
+        staged_gens[i] = locate(c, staged[i], block_bytes, staged_locations, i)
+    return n, remote, external, promoted
+
+
+@kernel
+def _hold_prefix(c, keys, firsts, node, size_class, source, staged):
     """Hold the longest ready prefix.
 
     firsts: the keys' first rows, of `find`. node, size_class: the reader's, -1 where it has none. source[i], out: the

@@ -4,12 +4,14 @@ import numpy as np
 
 from raykv.directory.kernels.columns import (
     FLAGS,
-    FLAGS_OUT,
     FLOAT,
     HEAPS,
     HOLDS_MAX,
+    INDICES_OUT,
     INT,
     KEYS,
+    LOCATIONS,
+    LOCATIONS_OUT,
     READY,
     ROWS,
     TO_ALL,
@@ -17,19 +19,29 @@ from raykv.directory.kernels.columns import (
     C,
 )
 from raykv.directory.kernels.eviction import evict, next_ahead, oldest, victim, victim_ahead
-from raykv.directory.kernels.index import free, grant, hold, present, quarantine, taken
+from raykv.directory.kernels.index import find, free, grant, hold, present, quarantine, taken
+from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
 from raykv.system.jit import kernel
 
+UNKNOWN = 2  # whether a block was written: nothing is done about it
 AHEAD = 4  # victims whose rows are prefetched
 
 
-@kernel(C, ROWS)
-def missing(c, firsts):
+@kernel(C, KEYS, ROWS, INT, INT)
+def find_missing(c, keys, firsts, start, size_class):
+    """As `find`. Returns how many slots keys[start:] lack; 0 where the size class has room for all of them."""
+    find(c, keys, firsts)
+    need = _missing(c, firsts, start)
+    return need if room(c, size_class) < need else np.int64(0)
+
+
+@kernel
+def _missing(c, firsts, start):
     """How many keys are neither in memory nor being written there. firsts: the keys' first rows, of `find`."""
-    count = 0
-    for first in firsts:
-        row = np.int64(first)
+    count = np.int64(0)
+    for i in range(start, len(firsts)):
+        row = np.int64(firsts[i])
         while row >= 0 and not (present(c.rows[row].state) or c.rows[row].state == WRITING):
             row = np.int64(c.rows[row].same)
         if row < 0:
@@ -37,15 +49,54 @@ def missing(c, firsts):
     return count
 
 
-@kernel(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, ROWS, ROWS, ROWS)
-def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted):
+@kernel(
+    *(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, INT),
+    *(ROWS, ROWS, ROWS, ROWS, INDICES_OUT, LOCATIONS_OUT, LOCATIONS_OUT),
+)
+def reserve(
+    c,
+    keys,
+    firsts,
+    start,
+    size_class,
+    others,
+    heap,
+    locality,
+    block_bytes,
+    source,
+    gens,
+    staged,
+    staged_gens,
+    granted,
+    locations,
+    staged_locations,
+):
+    """As `_grant_missing`, and say where the slots are.
+
+    gens, staged_gens, out: generations of `source` and `staged`. locations[j], staged_locations[j], out: of the slots
+    of keys[granted[j]].
+    """
+    covered, grants = _grant_missing(
+        c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted
+    )
+    for i in range(len(keys)):
+        gens[i] = c.rows[source[i]].gen if source[i] >= 0 else 0
+        staged_gens[i] = c.rows[staged[i]].gen if staged[i] >= 0 else 0
+    for j in range(grants):
+        locate(c, source[granted[j]], block_bytes, locations, j)
+        locate(c, staged[granted[j]], block_bytes, staged_locations, j)
+    return covered, grants
+
+
+@kernel
+def _grant_missing(c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted):
     """Hold what is present of keys[:], then grant slots to what is missing of keys[start:].
 
     A key goes to the writer's size class while that has room, else to one of `others` that has, else a block is
     evicted (`victim`).
 
-    firsts: the keys' first rows, of `find`. size_class: of the writer's node. others: the other size classes of this
-    slot size, in the order in which they are tried. source[i], out: the held or granted row, -1 where another client
+    firsts: the keys' first rows, of `find`. size_class: of the writer's node. others: the size classes of this slot
+    size, in the order in which they are tried. source[i], out: the held or granted row, -1 where another client
     writes the key. staged[i], out: the row on the writer's node to write into where the granted one is elsewhere, else
     -1. granted, out: indices of the granted keys.
     Returns (leading keys that are covered, number of grants). The first key that is not covered found no room, or came
@@ -97,21 +148,23 @@ def reserve(c, keys, firsts, start, size_class, others, heap, locality, source, 
     return n, grants
 
 
-@kernel(C, ROWS, KEYS, ROWS, FLAGS, FLAGS_OUT)
-def commit(c, rows, keys, gens, written, accepted):
-    """Make WRITING rows READY, or QUARANTINED where the write failed.
+@kernel(C, LOCATIONS, KEYS, FLAGS)
+def commit(c, locations, keys, written):
+    """Make WRITING rows READY where written[i] is 1, or QUARANTINED where it is 0.
 
-    accepted[i], out: whether the block is offered now. Idempotent: each row is judged by its key and generation.
+    Idempotent: each row is judged by its key and generation. Returns how many blocks are offered now.
     """
-    for i in range(len(rows)):
-        row = np.int64(rows[i])
-        accepted[i] = 0
-        if row < 0 or c.rows[row].gen != gens[i] or c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]:
+    accepted = 0
+    for i in range(len(locations)):
+        row = row_of(c, locations, i)
+        if row < 0 or c.rows[row].gen != np.int64(locations[i].gen):
+            continue
+        if c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]:
             continue
         state = c.rows[row].state
-        if state == WRITING and not written[i]:
+        if state == WRITING and written[i] == 0:
             quarantine(c, row)
-        elif written[i] and (state == WRITING or present(state)):
-            if state == WRITING:
-                c.rows[row].state = READY
-            accepted[i] = 1
+        elif written[i] == 1 and (state == WRITING or present(state)):
+            c.rows[row].state = READY if state == WRITING else state
+            accepted += 1
+    return accepted

@@ -6,7 +6,6 @@ Also how rows become locations for messages (`describe`) and back (`rows_of`).
 import numpy as np
 
 from raykv.directory.kernels.columns import (
-    CLOCK,
     CLOSED,
     DEMOTING,
     DROPPED,
@@ -29,6 +28,7 @@ from raykv.directory.kernels.index import (
     forget,
     free,
     insert,
+    link_old,
     list_of,
     prefetch,
     prefetch_entry,
@@ -150,24 +150,37 @@ def census(c, base, slots, counts):
     return newest, held
 
 
-@kernel(C, ROWS, KEYS, ROWS)
-def adopt(c, rows, keys, gens):
-    """Take up blocks found in free slots of a node that joined, oldest first. The first copy of a key is primary."""
-    c.state[CLOCK] = max(c.state[CLOCK], len(rows))
-    floor = c.state[CLOCK] - len(rows)
+@kernel(C, ROWS, KEYS, ROWS, INT)
+def adopt(c, rows, keys, gens, floor):
+    """Take up blocks found in free slots of a node that joins, oldest first. The first copy of a key is primary.
+
+    They are older than what the node's lists have already, which may have been touched since: the youngest come first
+    where an inventory comes in pieces. floor: the tick before that of the oldest. rows, out: -1 where not taken up.
+    """
     for i in range(len(rows)):
         row = np.int64(rows[i])
         if c.rows[row].state != FREE:
+            rows[i] = -1
             continue
         unlink(c, list_of(c, row, FREE), row)
-        _enter(c, row, keys[i, 0], keys[i, 1], gens[i])
+        _fill(c, row, keys[i, 0], keys[i, 1], gens[i])
         c.rows[row].last = floor + i + 1  # ages of nodes that are adopted one by one must interleave
-        c.state[CLOCK] -= 1
+    for j in range(len(rows)):
+        row = np.int64(rows[len(rows) - 1 - j])
+        if row >= 0:
+            link_old(c, list_of(c, row, c.rows[row].state), row)
 
 
 @kernel
 def _enter(c, row, k0, k1, gen):
     """Make a row that is in no list the newest copy of a key."""
+    _fill(c, row, k0, k1, gen)
+    touch(c, row)
+
+
+@kernel
+def _fill(c, row, k0, k1, gen):
+    """Make a row that is in no list another copy of a key, and still in no list."""
     c.rows[row].k0 = k0
     c.rows[row].k1 = k1
     c.rows[row].gen = gen
@@ -175,7 +188,6 @@ def _enter(c, row, k0, k1, gen):
     c.rows[row].uses = 0
     c.rows[row].state = REPLICA if taken(c, k0, k1) else READY
     insert(c, row)
-    touch(c, row)
 
 
 @kernel(C, ROWS, ROWS)
@@ -254,31 +266,42 @@ def in_state(c, base, slots, state, out, count):
 def describe(c, rows, block_bytes, gens, out):
     """gens[i], out[i] = generation and LOCATION of rows[i]; both 0 where rows[i] is negative."""
     for i in range(len(rows)):
-        row = np.int64(rows[i])
-        if row < 0:
-            gens[i] = 0
-            out[i].slab_gen = 0
-            continue
-        slab = c.pages[row >> PAGE_BITS]
-        gens[i] = c.rows[row].gen
-        out[i].node = c.size_classes[c.slabs[slab].size_class].node
-        out[i].slab = c.slabs[slab].number
-        out[i].slot = row - c.slabs[slab].base
-        out[i].bytes = block_bytes
-        out[i].slab_gen = c.slabs[slab].gen
-        out[i].gen = c.rows[row].gen
+        gens[i] = locate(c, np.int64(rows[i]), block_bytes, out, i)
+
+
+@kernel
+def locate(c, row, block_bytes, out, i):
+    """out[i] = LOCATION of a row, zeros where it is negative. Returns its generation, or 0."""
+    if row < 0:
+        out[i].node = out[i].slab = out[i].slot = out[i].bytes = 0
+        out[i].slab_gen = out[i].gen = 0
+        return np.int64(0)
+    slab = c.pages[row >> PAGE_BITS]
+    out[i].node = c.size_classes[c.slabs[slab].size_class].node
+    out[i].slab = c.slabs[slab].number
+    out[i].slot = row - c.slabs[slab].base
+    out[i].bytes = block_bytes
+    out[i].slab_gen = c.slabs[slab].gen
+    out[i].gen = c.rows[row].gen
+    return c.rows[row].gen
 
 
 @kernel(C, LOCATIONS, ROWS)
 def rows_of(c, locations, rows):
     """rows[i] = the row of locations[i], or -1 where the slab is gone or was formatted anew."""
     for i in range(len(locations)):
-        rows[i] = -1
-        node, number = np.int64(locations[i].node) & NODE_MASK, np.int64(locations[i].slab)
-        if node >= c.grid.shape[0] or number >= c.grid.shape[1]:
-            continue
-        slab = c.grid[node, number]
-        if slab < 0 or c.size_classes[c.slabs[slab].size_class].node != np.int64(locations[i].node):
-            continue
-        if c.slabs[slab].gen == np.int64(locations[i].slab_gen) and locations[i].slot < c.slabs[slab].slots:
-            rows[i] = c.slabs[slab].base + np.int64(locations[i].slot)
+        rows[i] = row_of(c, locations, i)
+
+
+@kernel
+def row_of(c, locations, i):
+    """The row of locations[i], or -1 where the slab is gone or was formatted anew."""
+    node, number = np.int64(locations[i].node) & NODE_MASK, np.int64(locations[i].slab)
+    if node >= c.grid.shape[0] or number >= c.grid.shape[1]:
+        return np.int64(-1)
+    slab = c.grid[node, number]
+    if slab < 0 or c.size_classes[c.slabs[slab].size_class].node != np.int64(locations[i].node):
+        return np.int64(-1)
+    if c.slabs[slab].gen != np.int64(locations[i].slab_gen) or locations[i].slot >= c.slabs[slab].slots:
+        return np.int64(-1)
+    return c.slabs[slab].base + np.int64(locations[i].slot)
