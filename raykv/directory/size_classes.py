@@ -14,6 +14,7 @@ from raykv.directory.kernels import columns, eviction, index, slabs
 from raykv.directory.kernels import slots as free_slots
 from raykv.directory.kernels.columns import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS
 from raykv.protocol import COUNTER_BITS, LOCATION
+from raykv.system import reserved
 
 
 class Census(NamedTuple):
@@ -24,7 +25,7 @@ class Census(NamedTuple):
     held: bool  # whether somebody holds, or may still write to, one of its slots
 
 
-ROWS_AT_ONCE = 1 << 16  # that are added to the columns, and cleared
+RESERVED_ROWS = 1 << 28  # whose addresses are reserved: 16 GiB of them
 
 
 def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
@@ -35,12 +36,6 @@ def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
     return grown
 
 
-def _grow_in_place(rows: NDArray[Any], length: int) -> None:
-    """Lengthen an array of which nobody keeps a view. The system moves its pages: a copy would hold up all callers."""
-    if length > len(rows):
-        rows.resize(max(length, len(rows) + min(len(rows) // 8, ROWS_AT_ONCE)), refcheck=False)
-
-
 def _pages(slots: int) -> int:
     return -(-slots // (1 << PAGE_BITS))
 
@@ -49,8 +44,9 @@ class SizeClasses:
     """All size classes of a pool, by number."""
 
     def __init__(self, epoch: int) -> None:
+        self._reserved = reserved.zeros(RESERVED_ROWS, 64, columns.ROW)  # a copy of all rows would hold up callers
         self.c = columns.Columns(
-            rows=np.zeros(64, columns.ROW),
+            rows=self._reserved[:64],
             table=np.zeros(128, np.int64),
             lists=np.zeros(0, columns.LIST),
             size_classes=np.zeros(0, columns.SIZE_CLASS),
@@ -189,15 +185,24 @@ class SizeClasses:
                 return first
         first = self._page_count
         self._page_count += pages
-        _grow_in_place(self.c.rows, self._page_count << PAGE_BITS)
+        rows = self._grown_rows(self._page_count << PAGE_BITS)
         table = self.c.table
         while self._page_count << PAGE_BITS > len(table) * 3 // 4:
             table = np.zeros(len(table) * 2, np.int64)
         old = self.c.table
-        self.c = self.c._replace(pages=_grown(self.c.pages, self._page_count), table=table)
+        self.c = self.c._replace(rows=rows, pages=_grown(self.c.pages, self._page_count), table=table)
         if table is not old:
             index.rehash(self.c, old)
         return first
+
+    def _grown_rows(self, length: int) -> NDArray[np.void]:
+        rows = self.c.rows
+        if length <= len(rows):
+            return rows
+        if length > len(self._reserved):
+            self._reserved = reserved.zeros(8 * length, length, columns.ROW)
+            self._reserved[: len(rows)] = rows
+        return self._reserved[: max(length, len(rows) + len(rows) // 8)]
 
     def _grow_grid(self, node: int, number: int) -> None:
         shape = self.c.grid.shape
