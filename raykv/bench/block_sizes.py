@@ -50,6 +50,8 @@ class Times(NamedTuple):
 
 def shapes(blocks: str, block_bytes: str) -> list[Shape]:
     """Of "1,4" and "64KiB,2MiB": every number with every size. Raises ValueError where that is none."""
+    if not all(count.isdecimal() for count in blocks.split(",")):
+        raise ValueError(f"blocks={blocks!r}: give numbers, such as 1,4,16,64")
     sizes = [parse_size("block-bytes", part) for part in block_bytes.split(",")]
     made = [Shape(int(count), int(size)) for count, size in itertools.product(blocks.split(","), sizes)]
     for shape in made:
