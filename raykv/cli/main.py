@@ -156,12 +156,15 @@ def bench() -> None:
 
 
 @bench.command("local")
+@click.option("--blocks", metavar="COUNTS", help="Also a table by blocks of a call: 1,4,16,64, say.")
+@click.option("--block-bytes", metavar="SIZES", help="Also a table by block size: 64KiB,512KiB,2MiB, say.")
 @JSON
-def bench_local(as_json: bool) -> None:
-    """Store and read on one node, against memcpy and an empty actor call."""
-    from raykv.bench import local
+def bench_local(blocks: str | None, block_bytes: str | None, as_json: bool) -> None:
+    """Store and read on one node, against memcpy, an empty actor call and a socket."""
+    from raykv.bench import block_sizes, local
 
-    _report(local.run, as_json)
+    shapes = block_sizes.shapes(blocks or "16", block_bytes or "2MiB") if blocks or block_bytes else None
+    _report(lambda: local.run(shapes), as_json)
 
 
 @bench.command("cross")

@@ -46,14 +46,14 @@ class Lease:
         if session.local is None or (ours["node"] != session.local.index).any():
             session.refresh()  # this process has an old index of its node
             self.source, self.staged, self.keys = self.source[:0], self.staged[:0], self.keys[:0]
-        self._external = external = is_tier(self.source["node"])
-        piece_bytes = TIER_PIECE_BYTES if external.any() else PIECE_BYTES
-        self._piece_blocks = max(1, piece_bytes // self._block_bytes)
-        self._wait_budget_s = block_s * int(external.sum()) if external.any() else None
+        self._external = is_tier(self.source["node"])
+        external = int(self._external.sum())
+        self._piece_blocks = max(1, (TIER_PIECE_BYTES if external else PIECE_BYTES) // self._block_bytes)
+        self._wait_budget_s = block_s * external if external else None
         self._since = time.monotonic()
         if not len(self.source):
             self.release()
-        elif session.local is not None and (prefetch or external.any()):
+        elif session.local is not None and (prefetch or external):
             self._begin(session.local)
 
     def __len__(self) -> int:
@@ -65,6 +65,8 @@ class Lease:
 
     def read(self, rows: Rows, verify: bool) -> int:
         """Copy the blocks out, rows[i] of block i. Returns how many leading rows hold their block."""
+        if self._here().all():
+            return _leading(self._copy(self.source, self.keys, rows, verify))
         at = 0
         while at < len(self):
             stop = self._reach(at)
@@ -132,9 +134,10 @@ class Lease:
         valid = np.zeros(stop - at, np.bool_)
         arrivals = self._pull(local, away)
         near = np.setdiff1d(np.arange(at, stop), away)
-        valid[near - at] = self._copy(self.source, near, rows, verify)  # while the first pieces are on their way
+        # While the first pieces are on their way:
+        valid[near - at] = self._copy(self.source[near], self.keys[near], rows[near], verify)
         for arrived in arrivals:
-            valid[arrived - at] = self._copy(self.staged, arrived, rows, verify)
+            valid[arrived - at] = self._copy(self.staged[arrived], self.keys[arrived], rows[arrived], verify)
         return _leading(valid)
 
     def fetch(self, whole: bool) -> int:
@@ -186,18 +189,18 @@ class Lease:
         pull(PIECES_AHEAD)
         return arrivals()
 
-    def _copy(self, locations: Locations, which: NDArray[np.intp], rows: Rows, verify: bool) -> NDArray[np.bool_]:
-        """Read these blocks out of slots of this node; which of them are valid."""
+    def _copy(self, locations: Locations, keys: NDArray[np.uint8], rows: Rows, verify: bool) -> NDArray[np.bool_]:
+        """Read blocks out of slots of this node; which of them are valid."""
         local, directory = self._session.local, self._session.directory
-        if local is None or not len(which) or (locations["node"][which] != local.index).any():  # replaced meanwhile
-            return np.zeros(len(which), np.bool_)
+        if local is None or not len(locations) or (locations["node"] != local.index).any():  # replaced meanwhile
+            return np.zeros(len(locations), np.bool_)
         try:
-            ok = local.arena.read(locations[which], self.keys[which], rows[which], verify)
+            ok = local.arena.read(locations, keys, rows, verify)
         except DeviceError as error:  # the blocks are good: they are not reported as corrupt
             directory.fault("gpu", error)
-            return np.zeros(len(which), np.bool_)
+            return np.zeros(len(locations), np.bool_)
         if not ok.all():
-            directory.corrupt(local.wrong(locations[which[~ok]], self.keys[which[~ok]]))
+            directory.corrupt(local.wrong(locations[~ok], keys[~ok]))
             directory.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
         return ok
 

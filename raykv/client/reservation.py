@@ -48,7 +48,7 @@ class Reservation:
         rows: rows[i] is the block of keys[start + i].
         """
         local = self._session.local
-        target = np.where(self._away, self._staged, self._locations)
+        target = np.where(self._away, self._staged, self._locations) if self._away.any() else self._locations
         if local is None or (target["node"] != local.index).any():
             self._session.refresh()
         else:

@@ -86,6 +86,27 @@ def test_bench_trace_with_external_tiers(tmp_path: Path) -> None:
     assert refused.returncode == 1 and "every node needs a block" in refused.stderr
 
 
+@pytest.mark.own_cluster
+def test_bench_local_by_blocks_and_their_size() -> None:
+    figures = last_json(command("bench", "local", "--blocks", "1,4", "--block-bytes", "512KiB", "--json"))
+    assert [(row["blocks"], row["block_bytes"]) for row in figures["results"]] == [(1, 512 << 10), (4, 512 << 10)]
+    floors = {"store_memcpy1_gbps", "store_memcpy_gbps", "memcpy1_gbps", "memcpy_gbps"}
+    for row in figures["results"]:
+        assert all(row[name] > 0 for name in ("store_e2e_gbps", "read_e2e_gbps", *floors))
+        assert row["store_of_memcpy1"] == pytest.approx(row["store_e2e_gbps"] / row["store_memcpy1_gbps"])
+        assert row["read_of_memcpy"] == pytest.approx(row["read_e2e_gbps"] / row["memcpy_gbps"])
+    assert figures["match_us_p50"] > figures["socket_us_p50"] > 0
+    assert figures["match_keys_per_s"] > 0 and figures["actor_match_keys_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "sizes", [("--blocks", "0"), ("--blocks", "65"), ("--block-bytes", "0.5"), ("--blocks", "few")]
+)
+def test_bench_local_refuses_other_sizes(sizes: tuple[str, str]) -> None:
+    refused = command("bench", "local", *sizes)
+    assert refused.returncode == 1 and "Error: " in refused.stderr and "Traceback" not in refused.stderr
+
+
 def test_bench_tiers(tmp_path: Path) -> None:
     figures = last_json(command("bench", "tiers", "--directory", str(tmp_path), "--json"))
     assert figures["file_store_ratio"] > 0 and figures["file_load_ratio"] > 0

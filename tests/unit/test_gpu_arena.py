@@ -276,8 +276,7 @@ def test_verdicts_of_blocks_that_were_not_copied(
     local: Any = object.__new__(LocalStore)
     local.arena, local.index = host, index
     lease._session = SimpleNamespace(directory=directory, local=local)
-    lease.keys = keys
-    assert not lease._copy(at, np.arange(2), rows, False).any()
+    assert not lease._copy(at, keys, rows, False).any()
     assert (directory.faults, directory.blamed) == (faults, blamed)
     host.close(unlink=True)
     gc.collect()  # frames of what was raised, while this CuPy is here

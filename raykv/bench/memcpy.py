@@ -1,0 +1,33 @@
+"""The floor of every copy: the same bytes copied by hand, by so many threads."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+Blocks = list[NDArray[np.uint8]]
+
+
+class Memcpy:
+    """Copies blocks with `threads` threads; one is the caller's own."""
+
+    def __init__(self, threads: int) -> None:
+        self._shares = threads
+        self._threads = ThreadPoolExecutor(threads)
+
+    def seconds(self, to: Blocks, of: Blocks) -> float:
+        """Seconds to copy blocks, a share of them in each thread."""
+        shares = [list(zip(to, of, strict=True))[i :: self._shares] for i in range(self._shares)]
+        begin = time.perf_counter()
+        if len(shares) == 1:
+            _copy(shares[0])
+        else:
+            for done in [self._threads.submit(_copy, share) for share in shares]:
+                done.result()
+        return time.perf_counter() - begin
+
+
+def _copy(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
+    for to, of in pairs:
+        np.copyto(to, of)

@@ -1,0 +1,23 @@
+"""Blocks that a bench needs stored before it begins, on a machine that may be busy."""
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.client.cache import KVCache
+from raykv.keys import Keys
+
+LATE_S = 0.2  # to wait after an answer that was late: until the directory is found again
+TRIES = 20
+
+
+def store_all(cache: KVCache, keys: Keys, blocks: NDArray[np.uint8]) -> None:
+    """Store blocks until all are there. Slabs may have to be taken from another size first."""
+    for _ in range(TRIES):
+        cache.store(keys, blocks, wait=True)
+        with cache.match(keys) as match:
+            if match.num_blocks == len(keys):
+                return
+        time.sleep(LATE_S)
+    raise AssertionError(f"{match.num_blocks} of {len(keys)} blocks are stored: {cache.session.directory.faults}")
