@@ -74,6 +74,24 @@ def frame(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def take_frame(inbox: bytearray, longest: int) -> bytes | None:
+    """The first message of what came in, which is taken from it; None while it is not whole.
+
+    ConnectionError if it is longer than so many bytes.
+    """
+    if len(inbox) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack_from(inbox)
+    if length > longest:
+        raise ConnectionError(f"a frame of {length} bytes, of at most {longest}")
+    stop = LENGTH.size + length
+    if len(inbox) < stop:
+        return None
+    body = bytes(inbox[LENGTH.size : stop])
+    del inbox[:stop]
+    return body
+
+
 def receive(peer: socket.socket, count: int, end: float | None = None) -> bytes:
     """Exactly `count` bytes. Raises as `receive_into`."""
     data = bytearray(count)
