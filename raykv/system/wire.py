@@ -15,8 +15,8 @@ LENGTH = struct.Struct("<I")
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
 HANDSHAKE_S = 1.0  # to connect, and to prove the token
-# A peer that vanished without a word is noticed after KEEPALIVE_IDLE_S + 3 * KEEPALIVE_S.
 KEEPALIVE_IDLE_S, KEEPALIVE_S, KEEPALIVE_PROBES = 5, 2, 3
+GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer is, that says or takes nothing for so long
 
 
 class Address(NamedTuple):
@@ -58,13 +58,14 @@ def proof(token: bytes, challenge: bytes) -> bytes:
 
 
 def prepare(peer: socket.socket) -> None:
-    """Send small messages at once, and notice a peer that vanishes."""
+    """Send small messages at once, and notice a peer that vanishes, or does not take what is sent."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
         (socket.TCP_KEEPINTVL, KEEPALIVE_S),
         (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, int(GONE_S * 1e3)),
     ):
         peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
