@@ -188,14 +188,17 @@ def interrupted_after(seconds: float) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    main = threading.main_thread().ident
+    assert main
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGUSR1))
+    timer.start()
     try:
         with pytest.raises(Interrupted):
             yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("reads", (True, False))
