@@ -137,11 +137,11 @@ class DirectoryActor:
             method, *arguments = unpacked(request)
             if method not in CALLS:
                 raise ValueError(f"there is no such call, or not over the socket: {method!r}")
-            answer = True, getattr(self, method)(*arguments)
+            answer = packed((True, getattr(self, method)(*arguments)))
         except Exception as error:  # the caller is confused; the others are to be served
             log.error("pool %s: a call failed: %r", self._pool, error, exc_info=error)
-            answer = False, repr(error)
-        return wire.frame(packed(answer))
+            answer = packed((False, repr(error)))
+        return wire.frame(answer)
 
     @one_at_a_time
     def match(self, call: Message, request: Message) -> Message:

@@ -312,7 +312,10 @@ def _tend_forever(reference: "weakref.ref[DirectoryClient]", wake: threading.Eve
     while True:
         wake.wait(HEARTBEAT_S / 2)
         client = reference()
-        if client is None or client._closed.is_set():
+        if client is None:
+            return
+        if client._closed.is_set():
+            client.line.close()  # it may have been found since
             return
         if wake.is_set() and not client._up:
             time.sleep(0.05)  # a directory that is restarting refuses at once

@@ -96,7 +96,7 @@ class DirectoryLine:
         if pipeline is None:
             return Sent(method, getattr(self._found(), method).remote(*arguments))
         request = Request()
-        pipeline.send(packed((method, *arguments)), request)
+        pipeline.send(packed((method, *arguments)), request.deliver)
         return Sent(method, None, request, pipeline)
 
     def wait(self, sent: Sent, seconds: float) -> Any:
@@ -131,9 +131,10 @@ class DirectoryLine:
 
         def on_answer(answer: bytes | ConnectionError) -> None:
             if deliver is not None:
-                deliver(None if isinstance(answer, ConnectionError) else unpacked(answer)[1])
+                done, result = (False, None) if isinstance(answer, ConnectionError) else unpacked(answer)
+                deliver(result if done else None)
 
-        pipeline.send(packed((method, *arguments)), Request(on_answer))
+        pipeline.send(packed((method, *arguments)), on_answer)
 
     def close(self) -> None:
         """End the connection. Calls that wait fail."""

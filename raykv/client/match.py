@@ -42,9 +42,13 @@ class Match:
     def ask(self) -> Self:
         """Lease the blocks."""
         directory, node = self._session.directory, self._session.memory_name
-        for part in self._parts():
-            if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes)):
-                break
+        try:
+            for part in self._parts():
+                if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes)):
+                    break
+        except BaseException:  # a signal's: nobody would release what was leased before it
+            self.release()
+            raise
         return self
 
     async def aask(self) -> Self:
@@ -62,7 +66,11 @@ class Match:
 
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
         """Keep what was leased. Returns whether it is all that was asked for."""
-        leased = Lease(self._session, part, self._block_s, self._prefetch, lease, answer)
+        try:
+            leased = Lease(self._session, part, self._block_s, self._prefetch, lease, answer)
+        except BaseException:
+            self._session.directory.release(lease)
+            raise
         if len(leased):
             self._leases.append(leased)
         return len(leased) == len(part)

@@ -7,36 +7,38 @@ the socket among those that it watches.
 
 import asyncio
 import contextlib
+import logging
 import queue
 import select
 import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
 
 from raykv.system import wire
-from raykv.system.wire import LENGTH, Address
+from raykv.system.wire import Address
 
+log = logging.getLogger("raykv")
 RECEIVE_BYTES = 256 << 10  # at a time
-SEND_S = 0.25  # until a peer that takes no bytes is given up
+ANSWER_BYTES = 1 << 30  # the longest
+SEND_S = 0.25  # until a peer is given up that takes no byte, and sends none
 Answer = bytes | ConnectionError
-Box = queue.SimpleQueue[Answer | None]  # None in it: it is your turn to read the socket
+Deliver = Callable[[Answer], None]  # called with an answer, or with what ended the connection, by whoever reads it
 
 
 class Request:
-    """A request whose answer is due. deliver: called with the answer, or with what ended the connection.
+    """A request whose answer a thread waits for. answer: None until it is there."""
 
-    box: what a thread waits at; None if none does.
-    """
+    __slots__ = ("answer", "look_again")
 
-    __slots__ = ("box", "deliver")
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        self.look_again: queue.SimpleQueue[None] = queue.SimpleQueue()  # the answer is there, or nobody reads
 
-    def __init__(self, deliver: Callable[[Answer], None] | None = None) -> None:
-        self.box: Box | None = None if deliver else queue.SimpleQueue()
-        self.deliver = deliver or self.box.put  # type: ignore[union-attr]
+    def deliver(self, answer: Answer) -> None:
+        self.answer = answer
+        self.look_again.put(None)
 
 
 class Pipeline:
@@ -49,57 +51,65 @@ class Pipeline:
         """Raises ConnectionError where nobody answers."""
         self.address = address
         self._socket = wire.connect(address)
-        seconds, rest = divmod(SEND_S, 1)
-        timeout = struct.pack("ll", int(seconds), int(rest * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
-        self._sending = threading.Lock()  # guards that requests are sent in the order of `_due`
-        self._reading = threading.Lock()  # held by who reads the socket; guards _inbox
-        self._due: deque[Request] = deque()
+        self._readable, self._usable = select.poll(), select.poll()
+        self._readable.register(self._socket, select.POLLIN)
+        self._usable.register(self._socket, select.POLLIN | select.POLLOUT)
+        self._sending = threading.Lock()  # guards that requests are sent whole, in the order of `_due`
+        self._reading = threading.Lock()  # held by who reads the socket; guards _inbox, and taking from _due
+        self._due: deque[Deliver] = deque()
+        self._waiting: deque[Request] = deque()  # what threads are in `wait` for
         self._inbox, self._buffer = bytearray(), memoryview(bytearray(RECEIVE_BYTES))
         self._loops: Counter[asyncio.AbstractEventLoop] = Counter()  # requests that each waits for
         self.alive = True
 
-    def send(self, body: bytes, request: Request) -> None:
-        """Send a request. Raises ConnectionError where that fails; its answer is delivered then, too."""
-        data = wire.frame(body)
+    def send(self, body: bytes, deliver: Deliver) -> None:
+        """Send a request. Raises ConnectionError where that fails; that is delivered, too.
+
+        deliver: must not use this pipeline, nor wait.
+        """
+        data = memoryview(wire.frame(body))
         with self._sending:
             if not self.alive:
                 raise ConnectionError("the connection has failed")
-            self._due.append(request)
+            self._due.append(deliver)
             try:
-                self._socket.sendall(data)
+                self._put(data)
                 return
-            except OSError as error:  # BlockingIOError: it takes no bytes, and half a request may have been sent
-                failure = ConnectionError(f"a request could not be sent: {error!r}")
-        self._fail(failure)
-        raise failure
+            except OSError as error:
+                self.alive, why = False, f"a request could not be sent: {error!r}"
+            except BaseException:  # a signal's: half a request may have been sent
+                self.alive = False
+                self._hang_up()
+                raise
+        self._fail(ConnectionError(why))
+        raise ConnectionError(why)
 
     def wait(self, request: Request, seconds: float) -> bytes:
-        """The answer. Raises TimeoutError, ConnectionError."""
-        box, end = request.box, time.monotonic() + seconds
-        assert box is not None
-        while (left := end - time.monotonic()) > 0:
-            if self._reading.acquire(blocking=False):
-                self._read_for(box, end)
-            with contextlib.suppress(queue.Empty):
-                if (answer := box.get(timeout=left)) is not None:
-                    return _checked(answer)
-        request.box = None
-        self._wake_next()  # it may have been this one's turn to read
-        raise TimeoutError(f"no answer in {seconds:.2f} s")
+        """The answer to a request whose `deliver` was sent along. Raises TimeoutError, ConnectionError."""
+        end = time.monotonic() + seconds
+        self._waiting.append(request)
+        try:
+            while request.answer is None:
+                if self._reading.acquire(blocking=False):
+                    self._read_until(request, end)
+                else:
+                    request.look_again.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError(f"no answer in {seconds:.2f} s") from None
+        finally:
+            self._waiting.remove(request)
+            self._wake_next()  # it may have been this one's turn to read
+        return _checked(request.answer)
 
     async def answer(self, body: bytes, seconds: float) -> bytes:
         """Send a request, and wait for its answer without blocking the loop. Raises TimeoutError, ConnectionError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
-        request = Request(lambda answer: _call_in(loop, _resolve, future, answer))
         if not self._loops[loop]:
             loop.add_reader(self._socket, self.look)  # where a thread reads, that delivers the answer
         self._loops[loop] += 1
         try:
-            self.send(body, request)
+            self.send(body, lambda answer: _resolve_in(loop, future, answer))
             async with asyncio.timeout(seconds):
                 return _checked(await future)
         finally:
@@ -125,72 +135,89 @@ class Pipeline:
         with contextlib.suppress(AttributeError):  # it never was connected
             self._socket.close()
 
-    # ------------------------------------------------------------------ reading
+    # ------------------------------------------------------------------
 
-    def _read_for(self, box: Box, end: float) -> None:
-        """Read and deliver until something is in the box, or `end`. Releases `_reading`."""
+    def _put(self, data: memoryview) -> None:
+        """Send all of it. Reads meanwhile: a peer whose answers nobody reads takes no requests."""
+        while data:
+            try:
+                data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                if not self._usable.poll(SEND_S * 1e3):
+                    raise TimeoutError(f"the peer took nothing in {SEND_S:.2f} s") from None
+                self.look()
+
+    def _read_until(self, request: Request, end: float) -> None:
+        """Read and deliver until the request's answer is there. queue.Empty at `end`. Releases `_reading`."""
         try:
-            while box.empty() and (left := end - time.monotonic()) > 0:
+            while request.answer is None:
+                if (left := end - time.monotonic()) <= 0:
+                    raise queue.Empty
                 self._read(left)
         finally:
             self._reading.release()
-            self._wake_next()  # also this one, if it has no answer: it goes on, or gives up
 
     def _read(self, seconds: float) -> None:
         """Wait for bytes so long, and deliver the answers that are whole."""
-        if not self._poll.poll(seconds * 1e3):
+        if not self._readable.poll(seconds * 1e3):
             return
         try:
             got = self._socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
             if not got:
                 raise ConnectionError("the peer closed the connection")
+            self._inbox += self._buffer[:got]
+            while (body := wire.take_frame(self._inbox, ANSWER_BYTES)) is not None:
+                if not self._due:
+                    raise ConnectionError("the peer answered what nobody asked")
+                _deliver(self._due.popleft(), body)
         except BlockingIOError:
             return
         except OSError as error:
-            self._fail(error if isinstance(error, ConnectionError) else ConnectionError(repr(error)))
-            return
-        self._inbox += self._buffer[:got]
-        while self._due and (body := _first_frame(self._inbox)) is not None:
-            self._due.popleft().deliver(body)
+            self._end(ConnectionError(str(error)))
 
     def _wake_next(self) -> None:
-        """Have a thread read on that waits for its answer."""
-        for request in tuple(self._due):
-            box = request.box
-            if box is not None:
-                box.put(None)
-                return
+        """Have a thread read that waits for its answer; whoever reads now does so when it is done."""
+        if not self._reading.locked():
+            with contextlib.suppress(IndexError):  # none waits
+                self._waiting[0].look_again.put(None)
 
     def _fail(self, error: ConnectionError) -> None:
-        with self._sending:
-            self.alive = False
-        with contextlib.suppress(OSError):  # not connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)  # not closed: others may be using the descriptor
+        self._hang_up()
+        with self._reading:
+            self._end(error)
+
+    def _end(self, error: ConnectionError) -> None:
+        """Under `_reading`: fail all that waits. What is sent from now on fails, and calls this again."""
+        self._hang_up()
         while self._due:
-            with contextlib.suppress(IndexError):  # another thread does the same
-                self._due.popleft().deliver(error)
+            _deliver(self._due.popleft(), error)
 
-
-def _first_frame(inbox: bytearray) -> bytes | None:
-    if len(inbox) < LENGTH.size:
-        return None
-    stop = LENGTH.size + LENGTH.unpack_from(inbox)[0]
-    if len(inbox) < stop:
-        return None
-    body = bytes(inbox[LENGTH.size : stop])
-    del inbox[:stop]
-    return body
+    def _hang_up(self) -> None:
+        """Who reads or sends wakes up. The socket is not closed: others may be using the descriptor."""
+        self.alive = False
+        with contextlib.suppress(OSError):  # not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _checked(answer: Answer) -> bytes:
     if isinstance(answer, ConnectionError):
-        raise answer
+        raise ConnectionError(*answer.args)  # an exception of its own for everybody who waits
     return answer
 
 
-def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+def _deliver(deliver: Deliver, answer: Answer) -> None:
+    try:
+        deliver(answer)
+    except Exception as error:  # it is not the fault of who reads
+        log.error("an answer could not be delivered: %r", error, exc_info=error)
+
+
+def _resolve_in(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Answer], answer: Answer) -> None:
+    if asyncio._get_running_loop() is loop:
+        _resolve(future, answer)
+        return
     with contextlib.suppress(RuntimeError):  # the loop was closed
-        loop.call_soon_threadsafe(call, *arguments)
+        loop.call_soon_threadsafe(_resolve, future, answer)
 
 
 def _resolve(future: asyncio.Future[Answer], answer: Answer) -> None:

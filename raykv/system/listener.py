@@ -6,6 +6,7 @@ What has not shown the token is bounded in number, time and bytes, and costs no 
 import contextlib
 import hmac
 import logging
+import resource
 import secrets
 import selectors
 import socket
@@ -13,27 +14,30 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import partial
 
 from raykv.system import wire
-from raykv.system.wire import LENGTH, PROOF_BYTES, TOKEN_BYTES, Address
+from raykv.system.wire import PROOF_BYTES, TOKEN_BYTES, Address
 
 log = logging.getLogger("raykv")
 
-UNPROVEN = 128  # connections that have not proved the token; one more ends the oldest of them
+UNPROVEN = 1024  # connections that have not proved the token, of at most an eighth of the files that may be open
 ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
 ACCEPT_AGAIN_S = 0.1  # after the system could not accept one, for want of file descriptors, say
 RECEIVE_BYTES = 256 << 10  # at a time
-BULK_BYTES = 128 << 10  # a longer frame is served alone, between two rounds of shorter ones
-UNSENT_BYTES = 64 << 20  # a peer that lets more than this wait is not reading any more
+BULK_BYTES = 128 << 10  # a frame as long is served alone, between two rounds of shorter ones
 
 
 class Connection:
-    """A connection that was accepted. Only the listener's thread uses it, but for one that was lent."""
+    """A connection that was accepted. Only the listener's thread uses it, but for one that was lent.
+
+    outbox: of one answer at most. events: that the listener waits for; 0 while it is lent.
+    """
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
         self.inbox, self.outbox = bytearray(), bytearray()
-        self.challenge = wire.challenge()
+        self.challenge = b""
         self.prove_until = time.monotonic() + wire.HANDSHAKE_S
         self.proven, self.events = False, selectors.EVENT_READ
 
@@ -43,14 +47,13 @@ class Connection:
             with contextlib.suppress(BlockingIOError):
                 data = data[self.socket.send(data) :]
         self.outbox += data
-        if len(self.outbox) > UNSENT_BYTES:
-            raise ConnectionError("the peer does not read its answers")
 
 
 class Listener:
     """Serves connections of one port. A server gives it `serve`, which is called with every frame, in its thread.
 
-    address: what whoever wants to connect must know. served: connections that have proved the token.
+    address: what whoever wants to connect must know. served: connections that have proved the token. unproven: those
+    that have not, oldest first. most_unproven: how many of these may be; one more ends the oldest.
     """
 
     def __init__(
@@ -64,14 +67,15 @@ class Listener:
         """
         self._serve, self._frame_bytes = serve, frame_bytes
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.most_unproven = min(UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self._socket = socket.create_server((host, 0), family=family, backlog=UNPROVEN)
         self._socket.setblocking(False)
         host, port = self._socket.getsockname()[:2]
         self.address = Address(host, port, secrets.token_bytes(TOKEN_BYTES))
-        self._unproven: OrderedDict[Connection, None] = OrderedDict()  # oldest first
+        self.unproven: OrderedDict[Connection, None] = OrderedDict()
         self.served: set[Connection] = set()
         self._returned: deque[Connection] = deque()  # by `give_back`
-        self._bulk: deque[Connection] = deque()  # whose next frame is long; not listened to until its turn
+        self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = False
@@ -92,6 +96,8 @@ class Listener:
         """Listen to a connection again that was lent. From any thread."""
         self._returned.append(connection)
         self._notify()
+        if self._closed:
+            self.drop(connection)
 
     def drop(self, connection: Connection) -> None:
         """End a connection that was lent. From any thread."""
@@ -111,8 +117,9 @@ class Listener:
             except Exception as error:  # a loop that ends would refuse everybody for good
                 log.error("a listener goes on after %r", error, exc_info=error)
                 time.sleep(ACCEPT_AGAIN_S)
-        for connection in [*self._unproven, *self.served]:
-            connection.socket.close()
+        for connection in [*self.unproven, *self.served]:
+            self._hang_up(connection)
+        self.served.clear()
         for each in (self._socket, self._wake, self._waker, self._selector):
             each.close()
 
@@ -125,7 +132,8 @@ class Listener:
             else:
                 self._attempt(self._attend, key.data)
         if self._bulk:
-            self._attempt(self._serve_bulk, self._bulk.popleft())
+            connection, body = self._bulk.popleft()
+            self._attempt(partial(self._answer_bulk, body), connection)
         self._expire()
 
     def _pause(self) -> float | None:
@@ -133,15 +141,15 @@ class Listener:
         if self._bulk:
             return 0.0
         due = [self._accept_at] if self._accept_at else []
-        due += [connection.prove_until for connection in list(self._unproven)[:1]]
+        due += [connection.prove_until for connection in list(self.unproven)[:1]]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _expire(self) -> None:
         now = time.monotonic()
         if self._accept_at and now >= self._accept_at:
-            self._accept_at = 0.0
             self._selector.register(self._socket, selectors.EVENT_READ, None)
-        while self._unproven and (oldest := next(iter(self._unproven))).prove_until <= now:
+            self._accept_at = 0.0
+        while self.unproven and (oldest := next(iter(self.unproven))).prove_until <= now:
             self._end(oldest)
 
     # ------------------------------------------------------------------ connections
@@ -160,9 +168,13 @@ class Listener:
             self._attempt(self._greet, Connection(peer))
 
     def _greet(self, connection: Connection) -> None:
-        self._unproven[connection] = None
-        if len(self._unproven) > UNPROVEN:
-            self._end(next(iter(self._unproven)))
+        self.unproven[connection] = None
+        if len(self.unproven) > self.most_unproven:
+            oldest = next(iter(self.unproven))
+            self._attempt(self._attend, oldest)  # its proof may have come meanwhile
+            if oldest in self.unproven:
+                self._end(oldest)
+        connection.challenge = wire.challenge()
         connection.socket.setblocking(False)
         wire.prepare(connection.socket)
         self._selector.register(connection.socket, connection.events, connection)
@@ -184,33 +196,36 @@ class Listener:
         if not connection.proven:
             self._prove(connection)
         while connection.proven and not connection.outbox:
-            size = self._whole_frame(connection.inbox)
-            if not size:
+            body = wire.take_frame(connection.inbox, self._frame_bytes)
+            if body is None:
                 break
-            if size > BULK_BYTES:
-                self._selector.unregister(connection.socket)
-                self._bulk.append(connection)
+            if len(body) >= BULK_BYTES:
+                self._leave_alone(connection)
+                self._bulk.append((connection, body))
                 return
-            if not self._serve_frame(connection, size):
+            if not self._answer(connection, body):
                 return
         self._listen_to(connection)
 
-    def _serve_bulk(self, connection: Connection) -> None:
-        """Serve a long frame, at its turn, and go on."""
-        self._selector.register(connection.socket, connection.events, connection)
-        if self._serve_frame(connection, self._whole_frame(connection.inbox)):
+    def _answer_bulk(self, body: bytes, connection: Connection) -> None:
+        """Serve a long frame, at its turn, and go on with the connection."""
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        connection.events = selectors.EVENT_READ
+        if self._answer(connection, body):
             self._work(connection)
 
-    def _serve_frame(self, connection: Connection, size: int) -> bool:
-        """Serve the frame that the inbox begins with. Returns whether the connection was not lent."""
-        body = bytes(connection.inbox[LENGTH.size : size])
-        del connection.inbox[:size]
+    def _answer(self, connection: Connection, body: bytes) -> bool:
+        """Serve a frame. Returns whether the connection was not lent."""
         answer = self._serve(connection, body)
         if answer is None:
-            self._selector.unregister(connection.socket)
+            self._leave_alone(connection)
             return False
         connection.send(answer)
         return True
+
+    def _leave_alone(self, connection: Connection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.events = 0
 
     def _listen_to(self, connection: Connection) -> None:
         events = selectors.EVENT_WRITE if connection.outbox else selectors.EVENT_READ
@@ -240,17 +255,8 @@ class Listener:
         if not hmac.compare_digest(given, wire.proof(self.address.token, connection.challenge)):
             raise ConnectionError("the peer does not know the token")
         connection.proven = True
-        del self._unproven[connection]
+        del self.unproven[connection]
         self.served.add(connection)
-
-    def _whole_frame(self, inbox: bytearray) -> int:
-        """Bytes of the frame that the inbox begins with, its length included; 0 where it is not whole yet."""
-        if len(inbox) < LENGTH.size:
-            return 0
-        (length,) = LENGTH.unpack_from(inbox)
-        if length > self._frame_bytes:
-            raise ConnectionError(f"a frame of {length} bytes, of at most {self._frame_bytes}")
-        return LENGTH.size + length if len(inbox) >= LENGTH.size + length else 0
 
     def _take_back(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -265,8 +271,15 @@ class Listener:
         self._work(connection)  # what came before it was lent
 
     def _end(self, connection: Connection) -> None:
-        self._unproven.pop(connection, None)
+        self.unproven.pop(connection, None)
         self.served.discard(connection)
         with contextlib.suppress(KeyError, ValueError):  # not registered any more
             self._selector.unregister(connection.socket)
         connection.socket.close()
+
+    def _hang_up(self, connection: Connection) -> None:
+        """End a connection that may be lent: who has it is using the descriptor, and closes it."""
+        with contextlib.suppress(OSError):  # it ended already
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        if connection.events:
+            connection.socket.close()

@@ -15,8 +15,8 @@ LENGTH = struct.Struct("<I")
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
 HANDSHAKE_S = 1.0  # to connect, and to prove the token
-# A peer that vanished without a word is noticed after KEEPALIVE_IDLE_S + 3 * KEEPALIVE_S.
 KEEPALIVE_IDLE_S, KEEPALIVE_S, KEEPALIVE_PROBES = 5, 2, 3
+GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer is, that says or takes nothing for so long
 
 
 class Address(NamedTuple):
@@ -58,13 +58,14 @@ def proof(token: bytes, challenge: bytes) -> bytes:
 
 
 def prepare(peer: socket.socket) -> None:
-    """Send small messages at once, and notice a peer that vanishes."""
+    """Send small messages at once, and notice a peer that vanishes, or does not take what is sent."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
         (socket.TCP_KEEPINTVL, KEEPALIVE_S),
         (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, int(GONE_S * 1e3)),
     ):
         peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -72,6 +73,24 @@ def prepare(peer: socket.socket) -> None:
 def frame(body: bytes) -> bytes:
     """A message as it is sent."""
     return LENGTH.pack(len(body)) + body
+
+
+def take_frame(inbox: bytearray, longest: int) -> bytes | None:
+    """The first message of what came in, which is taken from it; None while it is not whole.
+
+    ConnectionError if it is longer than so many bytes.
+    """
+    if len(inbox) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack_from(inbox)
+    if length > longest:
+        raise ConnectionError(f"a frame of {length} bytes, of at most {longest}")
+    stop = LENGTH.size + length
+    if len(inbox) < stop:
+        return None
+    body = bytes(inbox[LENGTH.size : stop])
+    del inbox[:stop]
+    return body
 
 
 def receive(peer: socket.socket, count: int, end: float | None = None) -> bytes:

@@ -5,6 +5,7 @@ connection begins as raykv.system.wire says. Then the reader sends requests, eac
 gets n CLAIMs (whether a block is there, and what its header says) and the bytes of the blocks that are there.
 """
 
+import contextlib
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ class BlockServer:
         """host: an address of this node to listen at. OSError where that is not possible."""
         self._arena = arena
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="raykv-send")
+        self._senders.submit(int)  # one thread at least: see _lend
         self._listener = Listener(host, "raykv-listen", KEYS_PER_CALL * REQUEST_BYTES, self._lend)
         self.address = self._listener.address
 
@@ -47,13 +49,16 @@ class BlockServer:
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _lend(self, connection: Connection, request: bytes) -> None:
-        self._senders.submit(self._send_blocks, connection, request)
+        with contextlib.suppress(RuntimeError):  # no thread can be started: one of those that there are takes its turn
+            self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:
         try:
             self._answer(connection.socket, request)
-        except (OSError, ValueError, DeviceError) as error:
-            log.debug("a connection that reads from here ends: %r", error)
+        except Exception as error:
+            expected = isinstance(error, (OSError, ValueError, DeviceError))  # else it is a bug of ours
+            level = logging.DEBUG if expected else logging.ERROR
+            log.log(level, "a connection that reads from here ends: %r", error, exc_info=not expected)
             self._listener.drop(connection)
         else:
             self._listener.give_back(connection)

@@ -9,6 +9,7 @@ import numpy as np
 import ray
 from helpers.pools import (
     BLOCK,
+    both_ways,
     come_back,
     eventually,
     keep,
@@ -80,8 +81,11 @@ def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., 
     eventually(lambda: settled(pool))
 
 
-def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(start: Callable[..., raykv.KVPool]) -> None:
-    pool = start()
+@both_ways
+def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
+    start: Callable[..., raykv.KVPool], transport: str
+) -> None:
+    pool = start(transport=transport)
     assert pool.session.local
     cache, prompts, workers = on_both(pool)
     old = registry.find_directory(pool.name)

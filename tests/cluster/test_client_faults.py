@@ -12,6 +12,7 @@ from helpers.pools import (
     BLOCK,
     TRANSPORTS,
     Worker,
+    both_ways,
     eventually,
     holds,
     keep,
@@ -107,8 +108,9 @@ def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.
         keep(cache, keys)
 
 
-def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPool]) -> None:
-    pool = start()
+@both_ways
+def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPool], transport: str) -> None:
+    pool = start(transport=transport)
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 100))
     keep(cache, keys)

@@ -27,6 +27,8 @@ BLOCK = 256 << 10
 # found, not imported: NIXL imports torch, and every worker that a test starts imports this module
 WITH_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed here")
 TRANSPORTS = [pytest.param("nixl", marks=WITH_NIXL), "tcp", "object_store"]
+WAYS = {"socket": "auto", "ray": "object_store"}  # to the directory, by the transport of a pool that has only that
+both_ways = pytest.mark.parametrize("transport", WAYS.values(), ids=WAYS)
 PATIENCE_S = 5.0
 
 

@@ -1,0 +1,525 @@
+"""Requests and answers on one connection: everybody gets the own answer, whatever becomes of the others."""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+from helpers.echo_server import PATIENCE_S, Server, expected, open_files, question, serving
+from helpers.pools import eventually
+
+import raykv.client.pipeline
+from raykv.client.pipeline import Answer, Pipeline, Request
+from raykv.system import wire
+from raykv.system.wire import Address
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+with suppress(ImportError):
+    import uvloop
+
+    LOOPS["uvloop"] = uvloop.new_event_loop
+
+a_loop = pytest.mark.parametrize("new_loop", LOOPS.values(), ids=LOOPS)
+MIB = 1 << 20
+Ask = Callable[[int, int, float], bytes]
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Pipeline]:
+    with serving() as listener:
+        pipeline = Pipeline(listener.address)
+        yield pipeline
+        assert not pipeline._due and not pipeline._waiting and not pipeline._loops
+        pipeline.close()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(count) as executor:
+        yield executor
+
+
+def send(pipeline: Pipeline, number: int, size: int = 0, seconds: float = 0.0) -> Request:
+    request = Request()
+    pipeline.send(question(number, size, seconds), request.deliver)
+    return request
+
+
+def ask(pipeline: Pipeline, number: int, size: int = 0, seconds: float = 0.0) -> None:
+    """Ask, and see that it is answered."""
+    assert pipeline.wait(send(pipeline, number, size, seconds), PATIENCE_S) == expected(number, size)
+
+
+async def aask(pipeline: Pipeline, number: int, size: int = 0, seconds: float = 0.0) -> None:
+    assert await pipeline.answer(question(number, size, seconds), PATIENCE_S) == expected(number, size)
+
+
+def run(new_loop: Callable[[], asyncio.AbstractEventLoop], coroutine: Any) -> Any:
+    """In a loop of its own, which watches no socket when it is done."""
+    with closing(new_loop()) as loop:
+        return loop.run_until_complete(coroutine)
+
+
+def drain(pipeline: Pipeline) -> None:
+    """Wait for the answers that nobody waits for any more."""
+
+    looked_until(pipeline, lambda: not pipeline._due)
+
+
+def looked_until(pipeline: Pipeline, check: Callable[[], bool]) -> None:
+    def look() -> bool:
+        pipeline.look()
+        return check()
+
+    eventually(look)
+
+
+# ---------------------------------------------------------------------- everybody at once
+
+
+def test_threads_and_loops_get_their_own_answers_at_once(pipeline: Pipeline) -> None:
+    def in_thread(seed: int) -> None:
+        rng = random.Random(seed)
+        for i in range(60):
+            ask(pipeline, seed * 1000 + i, size(rng), pause(rng))
+
+    async def in_loop(seed: int) -> None:
+        async def task(number: int) -> None:
+            rng = random.Random(number)
+            for i in range(10):
+                await aask(pipeline, number + i, size(rng), pause(rng))
+
+        await asyncio.gather(*(task(seed * 1000 + 10 * i) for i in range(8)))
+
+    def size(rng: random.Random) -> int:
+        return rng.choice((0, 100, rng.randrange(40_000), rng.randrange(MIB)))
+
+    def pause(rng: random.Random) -> float:
+        return rng.choice((0.0, 0.0, 0.0, 0.001))
+
+    with threads(8) as executor:
+        done = [executor.submit(in_thread, seed) for seed in range(5)]
+        loops = [*LOOPS.values(), asyncio.new_event_loop]
+        done += [executor.submit(run, loop, in_loop(100 + i)) for i, loop in enumerate(loops)]
+        for future in done:
+            future.result(PATIENCE_S)
+
+
+def test_a_waiter_that_was_told_to_read_before_it_waited_reads(pipeline: Pipeline) -> None:
+    """And does not take what it was told for its answer."""
+    first, second = send(pipeline, 1), send(pipeline, 2, seconds=0.1)
+    assert pipeline.wait(first, PATIENCE_S) == expected(1)
+    for _ in range(3):
+        second.look_again.put(None)
+    assert pipeline.wait(second, PATIENCE_S) == expected(2)
+
+
+def test_no_patient_waiter_misses_its_answer_beside_hasty_ones(pipeline: Pipeline) -> None:
+    """A hasty one gives up as it reads, as it is told to read, or before."""
+    late, stop = [0, 0], threading.Event()
+
+    def patient(seed: int) -> None:
+        rng = random.Random(seed)
+        for i in range(400):
+            ask(pipeline, seed * 10_000 + i, rng.randrange(2000), rng.choice((0.0, 0.0, 0.0, 0.001)))
+
+    def hasty(seed: int) -> None:
+        rng = random.Random(seed)
+        while not stop.is_set():
+            number = rng.randrange(1 << 40)
+            try:
+                request = send(pipeline, number, 10)
+                assert pipeline.wait(request, rng.choice((0.0, 0.0002, 0.001))) == expected(number, 10)
+            except TimeoutError:
+                late[0] += 1
+            late[1] += 1
+
+    with threads(8) as executor:
+        hasties = [executor.submit(hasty, seed) for seed in range(4)]
+        patients = [executor.submit(patient, 10 + seed) for seed in range(4)]
+        try:
+            for future in patients:
+                future.result(2 * PATIENCE_S)
+        finally:
+            stop.set()
+        for future in hasties:
+            future.result(PATIENCE_S)
+    assert late[0] > 100 and late[1] > 1000, "the stress was none"
+    drain(pipeline)
+
+
+def test_late_answers_are_taken_for_nobody_elses(pipeline: Pipeline) -> None:
+    given_up = send(pipeline, 1, 5000, seconds=0.2)
+    with pytest.raises(TimeoutError):
+        pipeline.wait(given_up, 0.01)
+    with pytest.raises(TimeoutError):
+        asyncio.run(_hasty(pipeline, 2))
+    ask(pipeline, 3, 77)
+    asyncio.run(aask(pipeline, 4, 78))
+
+
+async def _hasty(pipeline: Pipeline, number: int) -> bytes:
+    return await pipeline.answer(question(number, 5000, 0.05), 0.01)
+
+
+def test_a_request_whose_answer_nobody_waits_for_keeps_nobody_from_reading(pipeline: Pipeline) -> None:
+    send(pipeline, 1, seconds=0.1)
+    with threads(3) as executor:
+        done = [executor.submit(ask, pipeline, 10 + i, 100, 0.02) for i in range(6)]
+        for future in done:
+            future.result(PATIENCE_S)
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises."""
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    main = threading.main_thread().ident
+    assert main
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(Interrupted):
+            yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("reads", (True, False))
+def test_a_waiter_that_a_signal_interrupts_passes_its_turn_on(pipeline: Pipeline, reads: bool) -> None:
+    with threads(2) as executor:
+        other = None if reads else executor.submit(ask, pipeline, 1, 0, 0.5)
+        eventually(lambda: reads or pipeline._reading.locked())
+        request = send(pipeline, 2, seconds=0.5)
+        with interrupted_after(0.1):
+            if reads:
+                other = executor.submit(_wait_when_read, pipeline, send(pipeline, 3))
+            pipeline.wait(request, PATIENCE_S)
+        assert other
+        other.result(PATIENCE_S)
+    ask(pipeline, 4)
+
+
+def _wait_when_read(pipeline: Pipeline, request: Request) -> None:
+    eventually(lambda: pipeline._reading.locked())
+    assert pipeline.wait(request, PATIENCE_S) == expected(3)
+
+
+# ---------------------------------------------------------------------- event loops
+
+
+@a_loop
+def test_cancelled_calls_leave_the_others_right(
+    pipeline: Pipeline, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def main() -> None:
+        rng = random.Random(1)
+        for _ in range(20):
+            tasks = [asyncio.create_task(aask(pipeline, i, rng.randrange(50_000))) for i in range(20)]
+            await asyncio.sleep(rng.choice((0.0, 0.001)))
+            cancelled = [task for task in tasks if rng.random() < 0.5 and task.cancel()]
+            for task in tasks:
+                with suppress(asyncio.CancelledError):
+                    await task
+            assert all(task.cancelled() for task in cancelled)
+        assert not asyncio.get_running_loop().remove_reader(pipeline._socket), "nobody waits"
+
+    run(new_loop, main())
+    drain(pipeline)
+
+
+@a_loop
+def test_a_loop_that_was_closed_in_the_middle_hinders_nobody(
+    pipeline: Pipeline, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    loop = new_loop()
+    task = loop.create_task(aask(pipeline, 1, seconds=0.2))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    ask(pipeline, 2)
+    asyncio.run(aask(pipeline, 3))
+    task.set_name("garbage")  # else it is collected before its loop is closed
+    del task, loop
+    gc.collect()
+    ask(pipeline, 4)
+
+
+@a_loop
+def test_many_calls_of_one_loop_fit_through_the_socket(
+    pipeline: Pipeline, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """All are sent before the loop can read: the peer takes requests only while its answers are taken."""
+    count, filler = 600, bytes(100_000)
+
+    async def one(number: int) -> None:
+        body = question(number, 100_000) + filler
+        assert await pipeline.answer(body, PATIENCE_S) == expected(number, 100_000)
+
+    async def main() -> None:
+        await asyncio.gather(*map(one, range(count)))
+
+    run(new_loop, main())
+
+
+# ---------------------------------------------------------------------- calls that nobody waits for
+
+
+def test_answers_that_nobody_waits_for_are_delivered_by_look(pipeline: Pipeline) -> None:
+    answers: list[Answer] = []
+    for number in range(3):
+        pipeline.send(question(number), answers.append)
+    drain(pipeline)
+    assert answers == [expected(number) for number in range(3)]
+
+
+def test_an_answer_that_can_not_be_delivered_is_not_the_readers_fault(
+    pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(answer: Answer) -> None:
+        raise TypeError("refused")
+
+    pipeline.send(question(1), refuse)
+    ask(pipeline, 2)
+    assert "refused" in caplog.text
+
+
+# ---------------------------------------------------------------------- failures
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.end()
+
+
+def test_whoever_waits_learns_at_once_that_the_server_was_killed(server: Server) -> None:
+    pipeline = Pipeline(server.address)
+    told: list[Answer] = []
+
+    async def in_loop(number: int) -> None:
+        await asyncio.gather(*(aask(pipeline, number + i) for i in range(5)))
+
+    send(pipeline, 0, seconds=PATIENCE_S)
+    pipeline.send(question(1), told.append)
+    with threads(10) as executor:
+        waiting: list[Future[Any]] = [executor.submit(ask, pipeline, 10 + i) for i in range(6)]
+        waiting += [executor.submit(run, loop, in_loop(100)) for loop in LOOPS.values()]
+        eventually(lambda: len(pipeline._due) == 2 + 6 + 5 * len(LOOPS))
+        os.kill(server.process.pid, signal.SIGKILL)
+        for future in waiting:
+            with pytest.raises(ConnectionError):
+                future.result(PATIENCE_S / 2)
+    assert not pipeline.alive and not pipeline._loops and isinstance(told[0], ConnectionError)
+    with pytest.raises(ConnectionError):
+        send(pipeline, 2)
+    with pytest.raises(ConnectionError):
+        asyncio.run(aask(pipeline, 3))
+
+
+@contextmanager
+def peer(serve: Callable[[socket.socket], Any]) -> Iterator[Address]:
+    """Whoever connects is served by this function, in a thread; the connection ends with it."""
+    token = b"t" * wire.TOKEN_BYTES
+
+    def run() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection, suppress(OSError):
+                    connection.sendall(wire.challenge())
+                    wire.receive(connection, wire.PROOF_BYTES)
+                    serve(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield Address("127.0.0.1", listening.getsockname()[1], token)
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_peer_that_takes_nothing_is_given_up() -> None:
+    done = threading.Event()
+    with peer(lambda connection: done.wait(PATIENCE_S)) as address:
+        pipeline = Pipeline(address)
+        waiting = send(pipeline, 1)
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                pipeline.send(bytes(MIB), Request().deliver)
+        with pytest.raises(ConnectionError):
+            pipeline.wait(waiting, PATIENCE_S)
+        assert not pipeline.alive and not pipeline._due
+        done.set()
+
+
+def test_a_request_that_a_signal_cut_short_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of it would be taken out of the next one."""
+    monkeypatch.setattr(raykv.client.pipeline, "SEND_S", PATIENCE_S)
+    received: list[int] = []
+
+    def count(connection: socket.socket) -> None:
+        done.wait(PATIENCE_S)
+        while data := connection.recv(MIB):
+            received.append(len(data))
+
+    done = threading.Event()
+    with peer(count) as address:
+        pipeline = Pipeline(address)
+        with interrupted_after(0.2):
+            pipeline.send(bytes(64 * MIB), Request().deliver)
+        with pytest.raises(ConnectionError):
+            send(pipeline, 1)
+        done.set()
+        drain(pipeline)
+    assert 0 < sum(received) < 64 * MIB
+
+
+def test_an_answer_to_nothing_ends_the_connection() -> None:
+    """It would be taken for the next one's."""
+
+    def answer_nothing(connection: socket.socket) -> None:
+        connection.sendall(wire.frame(expected(1)))
+        connection.recv(1000)
+
+    with peer(answer_nothing) as address:
+        pipeline = Pipeline(address)
+        looked_until(pipeline, lambda: not pipeline.alive)
+        with pytest.raises(ConnectionError):
+            ask(pipeline, 1)
+
+
+def test_an_answer_longer_than_any_ends_the_connection() -> None:
+
+    def answer_too_much(connection: socket.socket) -> None:
+        connection.recv(100)
+        connection.sendall(b"\xff" * 100)
+        connection.recv(1)
+
+    with peer(answer_too_much) as address:
+        pipeline = Pipeline(address)
+        with pytest.raises(ConnectionError, match="4294967295 bytes"):
+            ask(pipeline, 1)
+
+
+def test_connections_that_break_give_nobody_anothers_answer() -> None:
+    """In the middle of answers, of requests, of sends."""
+    rng = random.Random(2)
+
+    def break_soon(connection: socket.socket) -> None:
+        for _ in range(rng.randrange(20)):
+            (length,) = wire.LENGTH.unpack(wire.receive(connection, wire.LENGTH.size))
+            number = int.from_bytes(wire.receive(connection, length)[:8], "little")
+            connection.sendall(wire.frame(expected(number, 3000)))
+        if rng.random() < 0.5:
+            connection.sendall(wire.frame(expected(0, 3000))[: rng.randrange(3000)])
+        if rng.random() < 0.5:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    def until_it_breaks(pipeline: Pipeline, seed: int) -> None:
+        with pytest.raises(ConnectionError):
+            for i in range(1000):
+                ask(pipeline, seed * 1000 + i, 3000)
+
+    def in_a_loop_until_it_breaks(pipeline: Pipeline, seed: int) -> None:
+        async def main() -> None:
+            for i in range(1000):
+                await aask(pipeline, seed * 1000 + i, 3000)
+
+        with pytest.raises(ConnectionError):
+            asyncio.run(main())
+
+    with peer(break_soon) as address, threads(4) as executor:
+        for _ in range(40):
+            pipeline = Pipeline(address)
+            done = [executor.submit(until_it_breaks, pipeline, 1 + i) for i in range(3)]
+            done.append(executor.submit(in_a_loop_until_it_breaks, pipeline, 9))
+            for future in done:
+                future.result(PATIENCE_S)
+            assert not pipeline._due and not pipeline._waiting and not pipeline._loops
+
+
+def test_closing_while_an_answer_is_read_gives_it_to_nobody_else(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_frame, closer = wire.take_frame, threading.Thread(target=pipeline.close)
+
+    def take_as_it_is_closed(inbox: bytearray, longest: int) -> bytes | None:
+        body = take_frame(inbox, longest)
+        if body is not None and threading.current_thread() is threading.main_thread() and pipeline.alive:
+            closer.start()
+            eventually(lambda: not pipeline.alive)
+        return body
+
+    requests = [send(pipeline, number) for number in (1, 2, 3)]
+    monkeypatch.setattr(wire, "take_frame", take_as_it_is_closed)
+    assert pipeline.wait(requests[0], PATIENCE_S) == expected(1)
+    closer.join(PATIENCE_S)
+    for number, request in zip((2, 3), requests[1:], strict=True):
+        with suppress(ConnectionError):
+            assert pipeline.wait(request, PATIENCE_S) == expected(number)
+
+
+def test_who_can_not_connect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1], b"t")
+        with pytest.raises(ConnectionError, match="says nothing"):
+            Pipeline(address)
+    with pytest.raises(ConnectionError):
+        Pipeline(address)
+    with serving() as listener:
+        pipeline = Pipeline(listener.address._replace(token=b"guessed"))
+        with pytest.raises(ConnectionError):
+            ask(pipeline, 1)
+
+
+# ---------------------------------------------------------------------- what is left
+
+
+def test_pipelines_leave_no_files_and_no_threads(server: Server) -> None:
+    def use(i: int) -> None:
+        pipeline = Pipeline(server.address)
+        ask(pipeline, 1)
+        asyncio.run(aask(pipeline, 2))
+        with suppress(TimeoutError):
+            pipeline.wait(send(pipeline, 3, seconds=0.01), 0.0)
+        if i % 2:
+            pipeline.close()
+
+    use(0)
+    before = open_files(), threading.active_count()
+    for i in range(10):
+        use(i)
+    assert (open_files(), threading.active_count()) == before
+    eventually(lambda: server.status()[1] == 2)  # what it listens to, and what wakes it
+
+
+def test_a_fork_that_ends_leaves_the_connection_alone(pipeline: Pipeline) -> None:
+    ask(pipeline, 1)
+    child = os.fork()
+    if not child:
+        del pipeline
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    ask(pipeline, 2)
