@@ -5,6 +5,7 @@ python -m helpers.echo_server flood HOST PORT COUNT    opens so many connections
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -64,9 +65,14 @@ def end(listener: Listener) -> None:
     assert not listener._thread.is_alive()
 
 
-def open_files() -> int:
-    """File descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
+def open_files() -> set[tuple[str, str]]:
+    """File descriptors of this process, and what they are. Others' garbage may go meanwhile: compare by `<=`."""
+    gc.collect()
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 class Server:

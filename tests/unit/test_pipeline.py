@@ -510,7 +510,7 @@ def test_pipelines_leave_no_files_and_no_threads(server: Server) -> None:
     before = open_files(), threading.active_count()
     for i in range(10):
         use(i)
-    assert (open_files(), threading.active_count()) == before
+    assert open_files() <= before[0] and threading.active_count() <= before[1]
     eventually(lambda: server.status()[1] == 2)  # what it listens to, and what wakes it
 
 
