@@ -24,13 +24,8 @@ from raykv.protocol import (
     KEY_BYTES,
     LOCATION,
     ArenaDescription,
-    Call,
-    CommitRequest,
     Inventory,
     Joined,
-    MatchRequest,
-    Reserved,
-    ReserveRequest,
     SlabReport,
     packed,
     unpacked,
@@ -143,6 +138,7 @@ class Store(Line):
         super().__init__(load)
         self.name, self.nonce, self.epoch = f"{number:056x}", b"%016d" % number, epoch
         self.index, self.beats = -1, False
+        self.written: list[tuple[bytes, bytes]] = []  # locations and keys, noted when they are listed
         self.slabs = -(-(blocks + max(MIN_WINDOW, blocks // WINDOW_SHARE)) // SLAB_SLOTS)
         self.report = tuple(SlabReport(self.slabs, self.slabs, b""))
         self.keys = np.random.default_rng(number).integers(0, 1 << 63, (self.slabs * SLAB_SLOTS, 2), np.uint64)
@@ -178,14 +174,19 @@ class Store(Line):
         if self.beats:
             self.ask(None, "heartbeat", self.name, self.report)
 
-    def wrote(self, locations: NDArray[np.void], keys: bytes) -> None:
+    def _note(self, locations: NDArray[np.void], keys: bytes) -> None:
         """Blocks lie in these slots now."""
+        if (locations["node"] != self.index).any():  # some went to another node
+            return
         slots = locations["slab"].astype(np.int64) * SLAB_SLOTS + locations["slot"]
         self.keys[slots], self.gens[slots] = np.frombuffer(keys, np.uint64).reshape(-1, 2), locations["gen"]
         self.slab_gens[locations["slab"]] = locations["slab_gen"]
 
     def inventory(self) -> Inventory:
         """All blocks; those that were stored last were read last."""
+        for written, keys in self.written:
+            self._note(np.frombuffer(written, LOCATION), keys)
+        self.written.clear()
         slots = np.flatnonzero(self.gens)
         locations = np.zeros(len(slots), LOCATION)
         locations["slab"], locations["slot"] = np.divmod(slots, SLAB_SLOTS)
@@ -226,33 +227,35 @@ class Engine(Line):
         self.since, self.hold = due, self.hold + 1
         self.new = os.urandom(OLD_BYTES)
         self.wanted = self.prompts[0] + self.new
-        request = MatchRequest(self.hold, self.store.name, self.wanted, BLOCK_BYTES)
-        self.ask(self._on_matched, "match", self._call(), tuple(request))
+        self.ask(self._on_matched, "match", self._call(), (self.hold, self.store.name, self.wanted, BLOCK_BYTES))
 
     def _call(self) -> tuple[Any, ...]:
         """Holds what was asked for last, and nothing else."""
         self.seq += 1
-        return tuple(Call(self.client, self.seq, self.hold.to_bytes(8, "little")))
+        return self.client, self.seq, self.hold.to_bytes(8, "little"), b"", b""  # a Call
 
     def _on_matched(self, answer: Any) -> None:
         n = len(answer[1]) // LOCATION.itemsize
         self.load.on_matched(self.since, n)
         self.hold += 1
-        request = ReserveRequest(self.hold, self.store.name, self.wanted, n, BLOCK_BYTES)
-        self.ask(self._on_reserved, "reserve", self._call(), tuple(request))
+        self.ask(self._on_reserved, "reserve", self._call(), (self.hold, self.store.name, self.wanted, n, BLOCK_BYTES))
 
     def _on_reserved(self, answer: Any) -> None:
-        granted = Reserved(*answer)
-        indices = np.frombuffer(granted.indices, np.int32)
-        keys = np.frombuffer(self.wanted, np.uint64).reshape(-1, 2)[indices].tobytes()
-        request = CommitRequest(self.hold, granted.locations, keys, b"\1" * len(indices))
-        self.ask(None, "commit", self._call(), tuple(request))
-        self.load.on_written(np.frombuffer(granted.locations, LOCATION), keys)
+        _, _, indices, locations, _ = answer  # a Reserved
+        keys = self._keys_at(indices)
+        self.ask(None, "commit", self._call(), (self.hold, locations, keys, b"\1" * (len(indices) // 4)))
+        self.load.on_written(locations, keys)
         self.prompts.rotate(-1)
         self.prompts[-1] = self.new
         self.since = 0.0
         if self.waiting:
             self._match(self.waiting.popleft())
+
+    def _keys_at(self, indices: bytes) -> bytes:
+        """Keys that were granted a slot: mostly all that are new."""
+        if len(indices) == len(self.new) // KEY_BYTES * 4:
+            return self.new
+        return np.frombuffer(self.wanted, np.uint64).reshape(-1, 2)[np.frombuffer(indices, np.int32)].tobytes()
 
 
 class Load:
@@ -299,11 +302,11 @@ class Load:
         self.keys += KEYS
         self.hits += hits
 
-    def on_written(self, locations: NDArray[np.void], keys: bytes) -> None:
+    def on_written(self, locations: bytes, keys: bytes) -> None:
         self.requests += 1
-        store = self.by_index.get(int(locations["node"][0])) if len(locations) else None
-        if store is not None and (locations["node"] == store.index).all():  # else another process keeps some of them
-            store.wrote(locations, keys)
+        store = self.by_index.get(int.from_bytes(locations[:4], "little"))
+        if store is not None:  # else another process keeps them
+            store.written.append((locations, keys))
 
     # ------------------------------------------------------------------ the loop
 
