@@ -54,7 +54,7 @@ CALLS = frozenset(  # what may be asked over the socket, by the clients and by t
         *("report_existing", "demote", "demote_gpu"),
     )
 )
-FRAME_BYTES = 1 << 30  # the longest: what a store found in its arena
+FRAME_BYTES = 64 << 20  # the longest: what a store's writers left half done, of a big arena
 SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels ahead where so much memory is free
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,10 +82,12 @@ class DirectoryActor:
         self._state: Directory | None = None  # while in charge
         self._listener: Listener | None = None
         self._lock = threading.Lock()  # guards _state
-        if registry.settings(pool) is None or free_memory.free_bytes().free > SUCCESSOR_BYTES:
+        if registry.settings(pool) is None:  # `start` waits, and shows how far it is
             compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
+        elif free_memory.free_bytes().free > SUCCESSOR_BYTES:
+            _load_kernels()
         self._settings = registry.await_settings(pool)
-        self._succession = Succession(pool, name, self._serve)
+        self._succession = Succession(pool, name, _load_kernels, self._serve)
         self._succession.start()
 
     def __repr__(self) -> str:
@@ -103,7 +105,9 @@ class DirectoryActor:
         self._succession.take()
 
     def _serve(self) -> Address | None:
-        """Begin with an empty directory, of an epoch of its own. Returns where it listens."""
+        """Begin with an empty directory, of an epoch of its own, unless it has begun. Returns where it listens."""
+        if self._state is not None:
+            return self._listener.address if self._listener else None
         settings, epoch = self._settings, registry.take_epoch(self._pool)
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
@@ -187,10 +191,10 @@ class DirectoryActor:
     def disconnect(self, client: int) -> None:
         self._directory.disconnect(client, time.monotonic())
 
-    @one_at_a_time
     def join(self, name: str, arena: Message) -> Message:
-        before = self._directory.epoch
-        joined = self._directory.join(name, ArenaDescription(*arena), time.monotonic())
+        with self._lock:
+            before = self._directory.epoch
+            joined = self._directory.join(name, ArenaDescription(*arena), time.monotonic())
         if joined.epoch != before:  # the arena knew of later directories than Ray did
             registry.take_epoch(self._pool, joined.epoch)
         return tuple(joined)
@@ -261,6 +265,10 @@ class DirectoryActor:
         socket = f"{listener.address.host}:{listener.address.port}" if listener else None
         connections = len(listener.served) if listener else 0
         return {**self._directory.stats(time.monotonic()), "socket": socket, "connections": connections}
+
+
+def _load_kernels() -> None:
+    compile_all("raykv.directory")
 
 
 def start_directory(pool: str, number: int, node_id: str) -> Any:

@@ -12,7 +12,10 @@ LOOK_S = 0.25  # until a directory that is gone is noticed
 
 
 class DirectoryLoop(Periodic):
-    """Takes steps with a line to the directory in charge. After an error it looks for the directory anew."""
+    """Takes steps with a line to the directory in charge. After an error it looks for the directory anew.
+
+    A single late answer is no reason to: looking needs Ray's GCS, which may be away while the directory is well.
+    """
 
     def __init__(
         self, pool: str, name: str, step: Callable[[DirectoryLine], Pause], on_error: Callable[[Exception], Pause]
@@ -21,6 +24,7 @@ class DirectoryLoop(Periodic):
         super().__init__(name, self._with_directory, self._forget_directory)
         self._pool, self._name, self._ask, self._failed = pool, name, step, on_error
         self._line, self._found = DirectoryLine(pool), False
+        self._late = False  # the last call was not answered in time
         self._due = 0.0  # time.monotonic() of the next step
 
     def wake(self) -> None:
@@ -37,12 +41,16 @@ class DirectoryLoop(Periodic):
             return min(LOOK_S, self._due - time.monotonic())
         self._due = float("inf")  # unless `wake` is called meanwhile
         pause = self._ask(self._line)
+        self._late = False
         if pause is not None and self._due:
             self._due = time.monotonic() + pause
         return min(LOOK_S, max(0.0, self._due - time.monotonic()))
 
     def _forget_directory(self, error: Exception) -> Pause:
-        self._found, self._due = False, 0.0
+        late_once = isinstance(error, TimeoutError) and not self._late and self._line.way == "socket"
+        self._found, self._late, self._due = late_once, late_once, 0.0
+        if not late_once:
+            self._line.close()
         if is_absence(error):
             log.debug("pool %s: %s: %r", self._pool, self._name, error)
         else:  # a bug, or a device that failed: the next step may succeed

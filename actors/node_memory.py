@@ -96,7 +96,7 @@ def pieces_of(whole: Inventory) -> Iterator[Inventory]:
         piece = order[left:stop]
         writing = b"" if left else whole.writing
         found = (column[piece].tobytes() for column in (locations, keys, positions, stamps))
-        yield Inventory._make((*found, writing, left))
+        yield Inventory._make((*found, writing, left, whole.node))
 
 
 def inventory_of(arena: Arena, index: int) -> Inventory:
@@ -109,4 +109,5 @@ def inventory_of(arena: Arena, index: int) -> Inventory:
         positions=found.positions.tobytes(),
         stamps=found.stamps.tobytes(),
         writing=found.writing.tobytes(),
+        node=index,
     )

@@ -21,18 +21,25 @@ from raykv.system.wire import Address
 
 log = logging.getLogger("raykv")
 SILENT_PINGS = 3  # of HEARTBEAT_S each, after which a directory is taken for lost
+SILENT_RAY_PINGS = 10  # the same through Ray, where a ping waits behind all other calls
 LOOK_S = 0.1  # until a directory whose process ended is noticed
 
 
 class Succession:
     """The thread in which a directory watches the one in charge, or whether it still is itself."""
 
-    def __init__(self, pool: str, name: str, take_charge: Callable[[], Address | None]) -> None:
-        """name: of this directory's actor. take_charge: makes it serve; returns where it listens."""
-        self._pool, self._name, self._take_charge = pool, name, take_charge
+    def __init__(
+        self, pool: str, name: str, prepare: Callable[[], None], take_charge: Callable[[], Address | None]
+    ) -> None:
+        """name: of this directory's actor. prepare: what may take long before. take_charge: makes it serve.
+
+        take_charge returns where it listens. Called again, after its answer could not be told, it changes nothing.
+        """
+        self._pool, self._name, self._prepare, self._take_charge = pool, name, prepare, take_charge
         self._line = DirectoryLine(pool)
         self._pinged, self._silent = 0.0, 0  # when the one in charge was last asked, and how often in vain since
-        self._known: Address | None = None  # where it was heard of
+        self._watched: Address | None = None  # where it was asked
+        self._known: Address | None = None  # where it answered
         self._serves = False
         self._taking = threading.Lock()  # the supervisor may ask for it, too
         self._loop = Periodic("raykv-succession", self._step, self._on_error)
@@ -44,9 +51,14 @@ class Succession:
         self._loop.start()
 
     def take(self) -> None:
-        """Take charge, and tell everybody."""
+        """Take charge, and tell everybody. Given up if another has done so meanwhile."""
         with self._taking:
-            if not self._serves:
+            before = registry.in_charge(self._pool)
+            if self._serves:
+                self._step_down_if_replaced()
+                return
+            self._prepare()
+            if registry.in_charge(self._pool) == before:
                 registry.put_in_charge(self._pool, self._name, self._take_charge())
                 self._serves = True
 
@@ -77,14 +89,23 @@ class Succession:
         if time.monotonic() < self._pinged + HEARTBEAT_S:
             return False
         self._pinged = time.monotonic()
-        if registry.settings(self._pool) is None or not self._line.find():  # the pool is being stopped
+        if registry.settings(self._pool) is None:  # the pool is being stopped
             return False
+        if registry.in_charge(self._pool).name == self._name:  # that was told, and the answer was lost
+            return True
+        self._line.find()
+        if self._line.address != self._watched:  # it was restarted, and listens elsewhere
+            self._watched, self._silent = self._line.address, 0
+        return self._is_silent()
+
+    def _is_silent(self) -> bool:
+        """Ping the directory in charge. Whether it has not answered for too long."""
         try:
             self._line.call("ping", seconds=HEARTBEAT_S)
             self._silent, self._known = 0, self._line.address
         except ERRORS:
             self._silent += 1
-        return self._silent >= SILENT_PINGS
+        return self._silent >= (SILENT_PINGS if self._line.way == "socket" else SILENT_RAY_PINGS)
 
     def _has_ended(self, address: Address) -> bool:
         """Whether nobody listens where the directory did, though its node is there."""

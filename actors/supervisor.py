@@ -56,10 +56,10 @@ class Supervisor:
         self._draining: set[str] = set()  # nodes that are being emptied, or were
         now, failures = time.monotonic(), registry.failures(pool)  # of a supervisor before this one
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
-        self._answered = now
+        self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
         self._successor_at = now + SUCCESSOR_AFTER_S  # when the successor is looked after again
         self._successor_answer: Any = None  # that is due
-        self._successor_asked = now
+        self._successor_asked, self._successors_given_up = now, 0
         self._rests_until = 0.0  # the last close look found all well
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
@@ -203,27 +203,30 @@ class Supervisor:
             return known
         except RayError:
             if time.monotonic() - self._answered > REPLACE_AFTER_S:
-                self._start_directory()
+                self._start_directory(self._in_charge)
             return {}
 
     def _directory(self) -> Any:
+        self._in_charge = registry.in_charge(self._pool).name
         try:
-            return registry.find_directory(self._pool)
+            return registry.find(self._in_charge)
         except ValueError:
-            return self._start_directory()
+            return self._start_directory(self._in_charge)
 
-    def _start_directory(self) -> Any:
-        """Put another directory in charge; its epoch makes all refuse the one before, should it live."""
+    def _start_directory(self, old: str) -> Any:
+        """Put another directory in charge than `old`; its epoch makes all refuse that one, should it live."""
         if registry.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
-        old = registry.in_charge(self._pool).name
+        if registry.in_charge(self._pool).name != old:  # the other one took over by itself
+            return registry.find_directory(self._pool)
         directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
         self._answered = time.monotonic()
-        log.warning("%r: %s does not answer, the other directory takes over", self, old)
-        with contextlib.suppress(ValueError):
-            ray.kill(registry.find(old))
-        return directory
+        if registry.in_charge(self._pool).name != old:
+            log.warning("%r: %s does not answer, the other directory takes over", self, old)
+            with contextlib.suppress(ValueError):
+                ray.kill(registry.find(old))
+        return registry.find_directory(self._pool)
 
     def _keep_successor(self, directory: Any, living: set[str]) -> None:
         """Have the other directory stand by, on another node where there is one."""
@@ -231,17 +234,18 @@ class Supervisor:
             return
         self._successor_at = time.monotonic() + SUCCESSOR_LOOK_S
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
-        others = sorted(living - {node_id} - set(registry.names(self._pool, "leaving")))
-        number = _other(registry.in_charge(self._pool).name)
-        successor = start_directory(self._pool, number, others[0] if others else node_id)
-        if self._successor_is_bad(node_id, bool(others)):
+        others = sorted((living & self._served) - {node_id} - set(registry.names(self._pool, "leaving")))
+        there = others[self._successors_given_up % len(others)] if others else node_id
+        successor = start_directory(self._pool, _other(self._in_charge), there)
+        if self._successor_is_bad(others) and registry.in_charge(self._pool).name == self._in_charge:
+            log.warning("%r: the directory that stands by is started anew: it is of no use where it is", self)
             ray.kill(successor)
-            self._successor_answer = None
+            self._successor_answer, self._successors_given_up = None, self._successors_given_up + 1
         elif self._successor_answer is None:
             self._successor_answer, self._successor_asked = successor.node_id.remote(), time.monotonic()
 
-    def _successor_is_bad(self, node_id: str, elsewhere: bool) -> bool:
-        """Whether it has not answered for too long, or is on the same node though it could be elsewhere."""
+    def _successor_is_bad(self, others: list[str]) -> bool:
+        """Whether it has not answered for too long, or is on none of the other nodes though there are some."""
         answer = self._successor_answer
         if answer is None:
             return False
@@ -249,7 +253,7 @@ class Supervisor:
             return time.monotonic() > self._successor_asked + START_DEADLINE_S
         self._successor_answer = None
         try:
-            return elsewhere and ray.get(answer) == node_id
+            return bool(others) and ray.get(answer) not in others
         except RayError:  # it is being restarted
             return False
 

@@ -221,6 +221,7 @@ class Inventory(NamedTuple):
     stamps: bytes  # uint32: of its last read, seconds
     writing: bytes  # locations of slots that somebody still writes; in the last piece
     left: int = 0  # older blocks, in the pieces that follow; the directory offers all once there are none
+    node: int = -1  # index that `join` gave; a piece of another is too late, and left out. -1: of whatever it is now
 
 
 class Heartbeat(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from raykv.client.directory_line import ERRORS, DirectoryLine, Sent
+from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, METADATA_DEADLINE_S
 from raykv.protocol import (
     Call,
@@ -144,7 +144,7 @@ class DirectoryClient:
 
     def _on_committed(self, expected: int, answer: tuple[int, int] | None) -> None:
         done = Counted(*answer).done if answer else 0
-        if done < expected:
+        if done < expected and not self._closed.is_set():
             self.fault("commit", f"{expected - done} of {expected} blocks that were written are not offered")
 
     def pin(self, keys: bytes) -> int:
@@ -219,13 +219,16 @@ class DirectoryClient:
             log.warning("pool %s: %s: %s; treated as a miss (%d so far)", self.pool, kind, detail, self.faults[kind])
 
     def close(self) -> None:
-        """Tell the directory that this client leaves, without waiting. Later calls are misses."""
+        """Tell the directory that this client leaves. Later calls are misses.
+
+        Waits METADATA_DEADLINE_S at most: until then, what was sent before has arrived.
+        """
         if not self._closed.is_set() and self._pid == os.getpid():
             self._closed.set()
             self._wake.set()
             if ray.is_initialized():
                 with contextlib.suppress(*ERRORS):
-                    self.line.tell("disconnect", self._client)
+                    self.line.call("disconnect", self._client, seconds=METADATA_DEADLINE_S)
             self.line.close()
 
     def _may_ask(self) -> bool:
@@ -253,7 +256,8 @@ class DirectoryClient:
         try:
             with self._lock:  # calls must arrive in the order in which their lists of held ids were made
                 sent = self.line.send(method, self._call(hold), *plain_request)
-            return self._believed(kind(*self._wait(sent, seconds)))
+            answer = self.line.wait(sent, METADATA_DEADLINE_S if seconds is None else seconds)
+            return self._believed(kind(*answer))
         except ERRORS as error:
             self._down("directory", f"no {kind.__name__} from it: {type(error).__name__}")
             return None
@@ -261,9 +265,6 @@ class DirectoryClient:
             if hold is not None:
                 self.release(hold)
             raise
-
-    def _wait(self, sent: Sent, seconds: float | None) -> Any:
-        return self.line.wait(sent, METADATA_DEADLINE_S if seconds is None else seconds)
 
     def _believed(self, answer: A) -> A | None:
         """The answer, unless it is of a directory that was replaced."""
@@ -289,8 +290,11 @@ class DirectoryClient:
     def _tend(self) -> None:
         """Send a heartbeat, and what no call has told yet; find the directory again if it was down."""
         if not self._up:
-            connected = self.line.way == "socket" and self.line.look()
-            self._up = (connected and self._probe(PROBE_S)) or (self.line.find() and self._probe(PROBE_S))
+            if self.line.way == "socket" and self.line.look():
+                self._up = self._probe(PROBE_S)
+            if not self._up:
+                self.line.close()  # whatever is wrong with it
+                self._up = self.line.find() and self._probe(PROBE_S)
             return
         if not self.line.look():
             self._down("directory", "it closed the connection")

@@ -32,11 +32,8 @@ class Match:
         """
         cache = keys.cache
         self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
-        self._block_tokens, self._block_s, self._prefetch = (
-            cache.block_tokens,
-            cache.block_tokens / tokens_per_s,
-            prefetch,
-        )
+        self._block_tokens, self._block_s = cache.block_tokens, cache.block_tokens / tokens_per_s
+        self._prefetch = prefetch
         self._leases: list[Lease] = []
 
     def ask(self) -> Self:

@@ -22,7 +22,7 @@ from raykv.system.wire import Address
 log = logging.getLogger("raykv")
 RECEIVE_BYTES = 256 << 10  # at a time
 ANSWER_BYTES = 1 << 30  # the longest
-SEND_S = 0.25  # until a peer is given up that takes no byte, and sends none
+SEND_S = 0.25  # until a peer is given up that does not take a request
 Answer = bytes | ConnectionError
 Deliver = Callable[[Answer], None]  # called with an answer, or with what ended the connection, by whoever reads it
 
@@ -30,15 +30,15 @@ Deliver = Callable[[Answer], None]  # called with an answer, or with what ended 
 class Request:
     """A request whose answer a thread waits for. answer: None until it is there."""
 
-    __slots__ = ("answer", "look_again")
+    __slots__ = ("answer", "woken")
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
-        self.look_again: queue.SimpleQueue[None] = queue.SimpleQueue()  # the answer is there, or nobody reads
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # the answer is there, or nobody reads
 
     def deliver(self, answer: Answer) -> None:
         self.answer = answer
-        self.look_again.put(None)
+        self.woken.put(None)
 
 
 class Pipeline:
@@ -93,7 +93,7 @@ class Pipeline:
                 if self._reading.acquire(blocking=False):
                     self._read_until(request, end)
                 else:
-                    request.look_again.get(timeout=max(0.0, end - time.monotonic()))
+                    request.woken.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
             raise TimeoutError(f"no answer in {seconds:.2f} s") from None
         finally:
@@ -138,13 +138,15 @@ class Pipeline:
     # ------------------------------------------------------------------
 
     def _put(self, data: memoryview) -> None:
-        """Send all of it. Reads meanwhile: a peer whose answers nobody reads takes no requests."""
+        """Send all of it, in SEND_S. Reads meanwhile: a peer whose answers nobody reads takes no requests."""
+        end = time.monotonic() + SEND_S
         while data:
             try:
                 data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                if not self._usable.poll(SEND_S * 1e3):
-                    raise TimeoutError(f"the peer took nothing in {SEND_S:.2f} s") from None
+                left = end - time.monotonic()
+                if left <= 0 or not self._usable.poll(left * 1e3):
+                    raise TimeoutError(f"the peer did not take it in {SEND_S:.2f} s") from None
                 self.look()
 
     def _read_until(self, request: Request, end: float) -> None:
@@ -174,12 +176,15 @@ class Pipeline:
             return
         except OSError as error:
             self._end(ConnectionError(str(error)))
+        except BaseException:  # a signal's: an answer may have been lost, and the next would be taken for it
+            self._hang_up()
+            raise
 
     def _wake_next(self) -> None:
         """Have a thread read that waits for its answer; whoever reads now does so when it is done."""
         if not self._reading.locked():
             with contextlib.suppress(IndexError):  # none waits
-                self._waiting[0].look_again.put(None)
+                self._waiting[0].woken.put(None)
 
     def _fail(self, error: ConnectionError) -> None:
         self._hang_up()

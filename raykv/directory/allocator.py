@@ -187,7 +187,7 @@ class Allocator:
         with_spare = self._nodes_with_spare(writer)
         if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # nobody has any to give
             return False
-        took = self._provide_slots(writer, size_class, stride, 1)  # without one it can't stage for other nodes either
+        took = self.provide_slots(writer, size_class, stride, 1)  # without one it can't stage for other nodes either
         for node in (writer, *sorted(with_spare, key=lambda other: other.name != writer.host)):
             its_class = self.size_class(node, stride)
             need -= max(0, self._open_spare(node, its_class, stride, need)) if its_class >= 0 else 0
@@ -213,17 +213,13 @@ class Allocator:
         size_class = self.size_class(reader, stride) if reader else -1
         return size_class if reader and reader.state != "joining" else -1
 
-    def provide_staging(self, reader: Node, size_class: int, stride: int, need: int) -> bool:
-        """Give a size slabs for `need` blocks that a reader pulls. Returns as `provision`."""
-        return self._provide_slots(reader, size_class, stride, need)
-
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
         """Give a size spare slabs until `need` more blocks fit. Returns how many do."""
         while node.spare and self._size_classes.room(size_class) < need:
             self._open_slab(node, node.spare[-1], size_class, stride)
         return self._size_classes.room(size_class)
 
-    def _provide_slots(self, node: Node, size_class: int, stride: int, need: int) -> bool:
+    def provide_slots(self, node: Node, size_class: int, stride: int, need: int) -> bool:
         """Give a size slots on a node that cost no primary of that size: `need` of spare slabs, or one at least.
 
         Returns as `provision`.

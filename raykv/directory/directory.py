@@ -95,7 +95,7 @@ class Directory(Membership):
         firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
         locations, staged_locations = np.empty((2, len(keys)), LOCATION)
         need = leases.find_prefix(self._c, keys, firsts, node, size_class)
-        if need and reader and self._allocator.provide_staging(reader, size_class, stride, need):
+        if need and reader and self._allocator.provide_slots(reader, size_class, stride, need):
             index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
         n, remote, external, promoted = leases.match(
             *(self._c, keys, firsts, node, size_class, host.index if host else -1, request.block_bytes),

@@ -104,7 +104,7 @@ class Membership:
         """
         self._check(now)
         node = self.nodes.get(name)
-        if node is None:
+        if node is None or found.node not in (-1, node.index):
             return
         _check_slabs(offered)
         blocks = FoundBlocks.of(found).in_arena(node.index, max(offered, node.limit))

@@ -40,12 +40,20 @@ class Connection:
         self.challenge = b""
         self.prove_until = time.monotonic() + wire.HANDSHAKE_S
         self.proven, self.events = False, selectors.EVENT_READ
+        self.gone: OSError | None = None  # the peer: what it said before it left is served all the same
 
     def send(self, data: bytes) -> None:
-        """Send without waiting; what the socket does not take now is sent later."""
-        if not self.outbox:
-            with contextlib.suppress(BlockingIOError):
+        """Send without waiting; what the socket does not take now is sent later, and nothing to a peer that is gone."""
+        if self.gone:
+            return
+        try:
+            if not self.outbox:
                 data = data[self.socket.send(data) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.gone = error
+            return
         self.outbox += data
 
 
@@ -117,7 +125,7 @@ class Listener:
             except Exception as error:  # a loop that ends would refuse everybody for good
                 log.error("a listener goes on after %r", error, exc_info=error)
                 time.sleep(ACCEPT_AGAIN_S)
-        for connection in [*self.unproven, *self.served]:
+        for connection in [*self.unproven, *self.served.copy()]:
             self._hang_up(connection)
         self.served.clear()
         for each in (self._socket, self._wake, self._waker, self._selector):
@@ -205,6 +213,8 @@ class Listener:
                 return
             if not self._answer(connection, body):
                 return
+        if connection.gone:
+            raise connection.gone
         self._listen_to(connection)
 
     def _answer_bulk(self, body: bytes, connection: Connection) -> None:

@@ -20,6 +20,7 @@ from helpers.pools import (
     read,
     served,
     settled,
+    suspend,
     tokens,
     worker,
 )
@@ -92,7 +93,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
     process, epoch = pid(old), pool.stats()["epoch"]
     late = cache.keys(tokens(300, 4))
     hold, grant = eventually(lambda: granted(pool, late))
-    os.kill(process, signal.SIGSTOP)
+    suspend(process)
     try:
         with cache.match(prompts[0]) as match:  # a miss, in its deadline
             assert match.num_blocks == 0

@@ -28,6 +28,7 @@ from helpers.pools import (
     settled,
     shm_files,
     store,
+    suspend,
     tokens,
     worker,
 )
@@ -246,7 +247,7 @@ def test_a_call_that_a_signal_interrupts_leaves_no_lease(start: Callable[..., ra
 
     before = signal.signal(signal.SIGALRM, interrupt)
     directory = pid(registry.find_directory(pool.name))
-    os.kill(directory, signal.SIGSTOP)
+    suspend(directory)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from helpers.pools import BLOCK, Worker, eventually, keep, part, pid, read, settled, store, tokens, worker
+from helpers.pools import BLOCK, Worker, eventually, keep, part, pid, read, settled, store, suspend, tokens, worker
 from numpy.typing import NDArray
 
 import raykv
@@ -89,7 +89,7 @@ def test_a_forget_that_the_directory_missed_is_sent_again(
 ) -> None:
     assert cache.swap_out(pages(31, 40), range(40), "a").result() == 40
     directory, faults = pid(part(pool, "directory")), pool.session.directory.faults["directory"]
-    os.kill(directory, signal.SIGSTOP)
+    suspend(directory)
     try:
         with monkeypatch.context() as hasty:
             hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.02)

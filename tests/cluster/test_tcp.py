@@ -24,6 +24,7 @@ from helpers.pools import (
     pid,
     read,
     settled,
+    suspend,
     tokens,
     worker,
 )
@@ -161,7 +162,7 @@ def test_reads_from_a_stopped_store_miss_until_it_goes_on(start: Callable[..., r
         keep(cache, keys)
     eventually(lambda: ray.get(there.holds.remote(prompts[0]), timeout=60))
     stopped = pid(node_store(pool, pool.node_id))
-    os.kill(stopped, signal.SIGSTOP)
+    suspend(stopped)
     try:
         assert ray.get(there.read.remote(prompts[1]), timeout=60)[:3] == (20, 0, 0)
     finally:

@@ -262,3 +262,16 @@ def test_a_store_that_joins_again_between_two_pieces_begins_anew() -> None:
         pool.adopt("a", piece)
     assert pool.count("ready", "a") == 6 and pool.read("a", KEYS[:6]) == 6
     check_invariants(pool.directory)
+
+
+def test_the_last_piece_of_a_store_that_was_killed_offers_nothing_of_the_one_after_it() -> None:
+    pool = Pool(nodes="")
+    first, _ = pool.join("a")
+    late = pieces(inventory(1, KEYS[:6], first), 3)[-1]._replace(node=first)
+    node, _ = pool.join("a")
+    pool.adopt("a", late)
+    assert pool.directory.nodes["a"].state == "joining"
+    for piece in pieces(inventory(1, KEYS[:6], node), 3):
+        pool.adopt("a", piece._replace(node=node))
+    assert pool.count("ready", "a") == 6 and pool.read("a", KEYS[:6]) == 6
+    check_invariants(pool.directory)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 from helpers.patient_router import PatientEngine, PatientRouter, start_gate
-from helpers.pools import BLOCK, eventually, free_port, other_node, part, pid, store, tokens
+from helpers.pools import BLOCK, eventually, free_port, other_node, part, pid, store, suspend, tokens
 from numpy.typing import NDArray
 from ray import serve
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
@@ -210,7 +210,7 @@ def test_a_lookup_finds_blocks_and_nothing_while_the_directory_is_silent(
         await until(lookup, {pool.node_id: 4})
         assert lookup.announced == {"root": cache.root.hex(), "block_tokens": 16}
         stopped = pid(part(pool, "directory"))
-        os.kill(stopped, signal.SIGSTOP)
+        suspend(stopped)
         try:
             assert await lookup.locate_prefix(prompt) == {}
         finally:
@@ -286,7 +286,7 @@ def test_a_hot_prefix_uses_both_nodes_and_the_pool_between_them(app: App) -> Non
 def test_requests_are_answered_while_the_directory_is_down(app: App) -> None:
     known = app.ask(text(20))
     stopped = pid(part(app.pool, "directory"))
-    os.kill(stopped, signal.SIGSTOP)
+    suspend(stopped)
     try:
         for _ in range(3):
             assert app.ask(text(20)).tokens == known.tokens

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
-from helpers.pools import MIB, eventually, kill, part, pid, settled
+from helpers.pools import MIB, eventually, kill, part, pid, settled, suspend
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
@@ -218,7 +218,7 @@ def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KV
     worker = RayKVWorker(pool, cache, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
     source = SimpleNamespace(block_ids=np.arange(4), block_indices=[0])
     stopped = pid(part(pool, "directory"))
-    os.kill(stopped, signal.SIGSTOP)
+    suspend(stopped)
     try:
         assert worker.submit_store(1, source, ChunksToStore([cache.keys(np.arange(64)).tobytes()], 0))
         begin = time.monotonic()

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -183,6 +184,13 @@ def node_store(pool: raykv.KVPool, node_id: str) -> Any:
 
 def pid(actor: Any) -> int:
     return int(ray.get(actor.ping.remote(), timeout=60))
+
+
+def suspend(process: int) -> None:
+    """SIGSTOP, and wait until it stands still: until then it may answer."""
+    os.kill(process, signal.SIGSTOP)
+    threads = [Path(f"/proc/{process}/task/{thread}/stat") for thread in os.listdir(f"/proc/{process}/task")]
+    eventually(lambda: all(thread.read_text().rpartition(")")[2].split()[0] in "TX" for thread in threads))
 
 
 def part(pool: raykv.KVPool, what: str) -> Any:

@@ -571,6 +571,29 @@ def test_nonsense_of_all_kinds_hinders_nobody(caplog: pytest.LogCaptureFixture) 
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+def test_what_a_peer_said_before_it_left_is_served() -> None:
+    served: list[bytes] = []
+    first, go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def serve(connection: Connection, body: bytes) -> bytes:
+        first.set()
+        go.wait(10)
+        served.append(body)
+        if len(served) == 8:
+            done.set()
+        return frame(b"an answer that nobody reads")
+
+    listener = Listener("127.0.0.1", "test-listen", 1 << 20, serve)
+    peer = wire.connect(listener.address)
+    peer.sendall(b"".join(frame(b"%d" % i) for i in range(8)))
+    assert first.wait(10)
+    peer.close()
+    go.set()
+    assert done.wait(10), f"{len(served)} of 8"
+    assert served == [b"%d" % i for i in range(8)]
+    listener.close()
+
+
 def test_short_frames_are_served_before_long_ones_which_take_turns() -> None:
     served: list[int] = []
     all_sent, done = threading.Event(), threading.Event()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from helpers.pools import eventually
-from ray.exceptions import RayError
 
 from raykv.actors import directory_loop
 from raykv.actors.directory_loop import DirectoryLoop
@@ -127,7 +126,8 @@ def test_a_period_counts_from_the_beginning_of_a_step() -> None:
 
 def test_the_directory_is_looked_for_anew_after_an_error_only(monkeypatch: pytest.MonkeyPatch) -> None:
     directories = iter((ValueError("none yet"), "first", "second", "third"))
-    outcomes = iter((0.0, 0.0, RayError("it died"), OSError("a bug"), 0.0))
+    late = TimeoutError("once, which may happen")
+    outcomes = iter((0.0, late, 0.0, late, late, OSError("a bug"), 0.0))
     asked, failed, done = [], [], threading.Event()
 
     class Line:
@@ -141,8 +141,13 @@ def test_the_directory_is_looked_for_anew_after_an_error_only(monkeypatch: pytes
             self.found = found
             return True
 
+        way = "socket"
+
         def look(self) -> bool:
             return True
+
+        def close(self) -> None:
+            pass
 
     def step(line: Any) -> Pause:
         asked.append(line.found)
@@ -164,4 +169,5 @@ def test_the_directory_is_looked_for_anew_after_an_error_only(monkeypatch: pytes
     assert done.wait(20.0)
     loop.stop()
     assert ended(loop)
-    assert asked == ["first", "first", "first", "second", "third"] and failed == [ValueError, RayError, OSError]
+    assert asked == ["first"] * 5 + ["second", "third"], "one late answer is no reason to look, a second one is"
+    assert failed == [ValueError, TimeoutError, TimeoutError, TimeoutError, OSError]

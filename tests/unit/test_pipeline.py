@@ -119,7 +119,7 @@ def test_a_waiter_that_was_told_to_read_before_it_waited_reads(pipeline: Pipelin
     first, second = send(pipeline, 1), send(pipeline, 2, seconds=0.1)
     assert pipeline.wait(first, PATIENCE_S) == expected(1)
     for _ in range(3):
-        second.look_again.put(None)
+        second.woken.put(None)
     assert pipeline.wait(second, PATIENCE_S) == expected(2)
 
 

@@ -492,7 +492,7 @@ class Oracle(GpuDemotion):
 
     def adopt(self, name: str, inventory: Inventory, now: float, offered: int = 0) -> None:
         self.check(now)
-        locations, keys, positions, stamps, writing, _ = inventory
+        locations, keys, positions, stamps, writing, *_ = inventory
         node = self.nodes.get(name)
         if node is None:
             return

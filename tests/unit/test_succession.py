@@ -1,0 +1,162 @@
+"""Which directory takes charge, and when: with a registry that stands in for Ray's."""
+
+import os
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from raykv.actors import succession
+from raykv.actors.succession import SILENT_PINGS, SILENT_RAY_PINGS, Succession
+from raykv.registry import InCharge
+from raykv.system.wire import Address
+
+FIRST, SECOND = "p/directory-1", "p/directory-2"
+THERE = Address("127.0.0.1", 1, b"")  # where nobody listens
+HERE = Address("127.0.0.1", 2, b"")
+
+
+class Registry:
+    """What Ray's KV would say of a pool."""
+
+    def __init__(self) -> None:
+        self.now = InCharge(FIRST, THERE)
+        self.stopped = False
+        self.deaf = 0  # puts that are executed, and whose answer is lost
+
+    def in_charge(self, pool: str) -> InCharge:
+        return self.now
+
+    def put_in_charge(self, pool: str, name: str, address: Address | None) -> None:
+        self.now = InCharge(name, address)
+        if self.deaf:
+            self.deaf -= 1
+            raise GetTimeoutError("Ray's GCS is slow")
+
+    def settings(self, pool: str) -> dict[str, Any] | None:
+        return None if self.stopped else {}
+
+
+class Line:
+    """A line to a directory that answers, or not."""
+
+    def __init__(self, pool: str) -> None:
+        self.answers, self.alive, self.way = True, True, "socket"
+        self.address: Address | None = THERE
+
+    def find(self) -> bool:
+        return True
+
+    def look(self) -> bool:
+        return self.alive
+
+    def call(self, method: str, seconds: float) -> int:
+        if not self.answers:
+            raise TimeoutError
+        return 1
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    found = Registry()
+    monkeypatch.setattr(succession, "registry", found)
+    monkeypatch.setattr(succession, "DirectoryLine", Line)
+    monkeypatch.setattr(succession, "HEARTBEAT_S", 0.0)
+    return found
+
+
+class Directory:
+    """One that counts how often it took charge."""
+
+    def __init__(self, name: str, prepare: Any = lambda: None) -> None:
+        self.taken = 0
+        self.succession = Succession("p", name, prepare, self._take)
+        self.line: Any = self.succession._line
+
+    def _take(self) -> Address:
+        self.taken += 1
+        return HERE
+
+    def steps(self, count: int) -> int:
+        """How often it has taken charge after so many looks."""
+        for _ in range(count):
+            self.succession._step()
+        return self.taken
+
+
+def test_a_successor_leaves_a_directory_that_answers_in_charge(registry: Registry) -> None:
+    assert Directory(SECOND).steps(50) == 0 and registry.now.name == FIRST
+
+
+def test_a_successor_takes_over_at_once_when_the_process_has_ended(registry: Registry) -> None:
+    second = Directory(SECOND)
+    assert second.steps(2) == 0
+    second.line.alive = False
+    assert second.steps(1) == 1 and registry.now == InCharge(SECOND, HERE)
+
+
+def test_a_restarted_directory_is_not_replaced(registry: Registry) -> None:
+    second = Directory(SECOND)
+    assert second.steps(2) == 0
+    second.line.alive, registry.now = False, InCharge(FIRST, HERE)  # it listens elsewhere
+    assert second.steps(1) == 0 and registry.now.name == FIRST
+
+
+@pytest.mark.parametrize(("way", "pings"), [("socket", SILENT_PINGS), ("ray", SILENT_RAY_PINGS)])
+def test_a_silent_directory_is_replaced_after_so_many_pings(registry: Registry, way: str, pings: int) -> None:
+    second = Directory(SECOND)
+    assert second.steps(2) == 0
+    second.line.answers, second.line.way = False, way
+    assert second.steps(pings - 1) == 0
+    assert second.steps(1) == 1 and registry.now.name == SECOND
+
+
+def test_pings_of_a_directory_before_do_not_count_for_one_that_was_restarted(registry: Registry) -> None:
+    second = Directory(SECOND)
+    assert second.steps(2) == 0
+    second.line.answers = False
+    assert second.steps(SILENT_PINGS - 1) == 0
+    second.line.address, registry.now = HERE, InCharge(FIRST, HERE)
+    assert second.steps(SILENT_PINGS - 1) == 0
+
+
+def test_nobody_takes_over_a_pool_that_is_being_stopped(registry: Registry) -> None:
+    second = Directory(SECOND)
+    assert second.steps(2) == 0
+    registry.stopped, second.line.alive = True, False
+    assert second.steps(10) == 0 and registry.now.name == FIRST
+
+
+def test_a_successor_gives_up_if_the_first_is_back_while_it_prepares(registry: Registry) -> None:
+    def prepare() -> None:
+        registry.now = InCharge(FIRST, HERE)
+
+    second = Directory(SECOND, prepare)
+    second.succession.take()
+    assert second.taken == 0 and registry.now == InCharge(FIRST, HERE)
+
+
+def test_a_directory_whose_news_was_told_but_not_confirmed_serves(registry: Registry) -> None:
+    second, registry.deaf = Directory(SECOND), 1
+    with pytest.raises(GetTimeoutError):
+        second.succession.take()
+    assert second.steps(1) == 2 and registry.now.name == SECOND, "asked twice, which changes nothing"
+    assert second.steps(5) == 2
+
+
+def test_a_directory_that_was_replaced_ends(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(Exception):
+        pass
+
+    def end(code: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    first = Directory(FIRST)
+    first.succession.take()
+    assert first.steps(3) == 1
+    registry.now = InCharge(SECOND, HERE)
+    with pytest.raises(Ended):
+        first.steps(1)
+    with pytest.raises(Ended):  # also if the supervisor asks it to take charge again
+        first.succession.take()
