@@ -268,7 +268,7 @@ def test_the_last_piece_of_a_store_that_was_killed_offers_nothing_of_the_one_aft
     pool = Pool(nodes="")
     first, _ = pool.join("a")
     late = pieces(inventory(1, KEYS[:6], first), 3)[-1]._replace(node=first)
-    node, _ = pool.join("a")
+    node, _ = pool.join("a", nonce=b"another")
     pool.adopt("a", late)
     assert pool.directory.nodes["a"].state == "joining"
     for piece in pieces(inventory(1, KEYS[:6], node), 3):
