@@ -1,5 +1,6 @@
 """What the tests of a running pool share, in pytest's process and in Ray's."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -189,8 +190,16 @@ def pid(actor: Any) -> int:
 def suspend(process: int) -> None:
     """SIGSTOP, and wait until it stands still: until then it may answer."""
     os.kill(process, signal.SIGSTOP)
-    threads = [Path(f"/proc/{process}/task/{thread}/stat") for thread in os.listdir(f"/proc/{process}/task")]
-    eventually(lambda: all(thread.read_text().rpartition(")")[2].split()[0] in "TX" for thread in threads))
+    eventually(lambda: all(state in "TX" for state in _states(process)))
+
+
+def _states(process: int) -> list[str]:
+    """Of its threads, as proc(5) has them."""
+    found = []
+    for stat in Path(f"/proc/{process}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found.append(stat.read_text().rpartition(")")[2].split()[0])
+    return found
 
 
 def part(pool: raykv.KVPool, what: str) -> Any:
