@@ -22,7 +22,7 @@ from raykv.actors.readiness import Question, why_not_usable
 from raykv.actors.supervisor import start_supervisor
 from raykv.client.pool import KVPool
 from raykv.client.session import connect
-from raykv.client.stop import end_pool
+from raykv.client.stop import drop_unstarted, end_pool
 from raykv.config import PoolConfig, fingerprint
 from raykv.errors import CapacityError, reason_of
 from raykv.protocol import VERSION
@@ -73,7 +73,10 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
             start_supervisor(config.name, _head())
             return pool
         except BaseException:  # KeyboardInterrupt, too
-            end_pool(config.name)
+            if registry.settings(config.name) is None:
+                drop_unstarted(config.name)
+            else:
+                end_pool(config.name)
             raise
 
 

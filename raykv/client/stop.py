@@ -55,6 +55,12 @@ def end_pool(name: str) -> bool:
     return there or any(_removed(clean) for clean in cleans)
 
 
+def drop_unstarted(name: str) -> None:
+    """End the actors of a pool that was not started after all: without settings they have neither memory nor tier."""
+    kill_actors(name)
+    registry.forget(name)
+
+
 def kill_actors(name: str) -> None:
     """End all actors of a pool for good, and wait until Ray has forgotten their names."""
     end = time.monotonic() + DEATH_DEADLINE_S
