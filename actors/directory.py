@@ -5,6 +5,7 @@ which one thread serves; a lock keeps it and Ray's thread apart. Ray's calls are
 can't reach the socket.
 """
 
+import contextlib
 import functools
 import gc
 import logging
@@ -39,7 +40,7 @@ from raykv.protocol import (
 )
 from raykv.system import free_memory, wire
 from raykv.system.jit import compile_all
-from raykv.system.listener import Connection, Listener
+from raykv.system.listener import Connection, Listener, Unhurried
 from raykv.system.wire import Address
 
 log = logging.getLogger("raykv")
@@ -115,6 +116,8 @@ class DirectoryActor:
         for name in registry.names(self._pool, "leaving"):
             directory.leave(name, time.monotonic())
         self._state = directory
+        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, and everybody waits for this one
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
         self._listener = self._listen(settings["transport"])
         return self._listener.address if self._listener else None
@@ -137,15 +140,18 @@ class DirectoryActor:
 
     def _answer(self, connection: Connection, request: bytes) -> bytes:
         """The answer to a call that came over the socket: (whether it could be answered, the answer or why not)."""
+        unhurried = False
         try:
             method, *arguments = unpacked(request)
+            if unhurried := method is None:  # see DirectoryLine.tell
+                method, *arguments = arguments
             if method not in CALLS:
                 raise ValueError(f"there is no such call, or not over the socket: {method!r}")
             answer = packed((True, getattr(self, method)(*arguments)))
         except Exception as error:  # the caller is confused; the others are to be served
             log.error("pool %s: a call failed: %r", self._pool, error, exc_info=error)
             answer = packed((False, repr(error)))
-        return wire.frame(answer)
+        return Unhurried(wire.frame(answer)) if unhurried else wire.frame(answer)
 
     @one_at_a_time
     def match(self, call: Message, request: Message) -> Message:

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ POOL = "bench-local"
 BLOCK_BYTES, BATCH = 2 * MIB, 16
 BATCHES = 24  # 768 MiB: far more than a processor's caches hold
 ROUNDS = 3  # of which the first warms up
-MATCH_KEYS, MATCH_CALLS = 512, 400
+MATCH_KEYS, MATCH_CALLS, MATCH_TURN = 512, 400, 5
 
 Times = tuple[float, float, float]  # of a batch: its copies, all of the call, the floor's copies
 
@@ -99,21 +100,28 @@ class Worker:
         message = (1, 2, b"", b"", b""), (3, self.pool.node_id, keys.tobytes(), 4096)
         socket = RoundTrip(*ray.get(echo.listen.remote(len(packed(message)))))
         ours, floor, bare = [], [], []
-        for _ in range(MATCH_CALLS):
-            begin = time.perf_counter()
-            ray.get(echo.call.remote(*message), timeout=60)
-            called = time.perf_counter()
-            bare_s = socket.seconds()
-            between = time.perf_counter()
-            with cache.match(keys) as match:
-                end = time.perf_counter()
-            if match.num_blocks < MATCH_KEYS:  # an answer was late: the machine is busy with something else
-                time.sleep(LATE_S)
-                continue
-            ours.append(end - between)
-            floor.append(called - begin)
-            bare.append(bare_s)
+        for _ in range(MATCH_CALLS // MATCH_TURN):  # in turns, of which the first call warms up who answers
+            floor += [_seconds(lambda: ray.get(echo.call.remote(*message), timeout=60)) for _ in range(MATCH_TURN)][1:]
+            bare += [socket.seconds() for _ in range(MATCH_TURN)][1:]
+            matched = [self._match_s(cache, keys) for _ in range(MATCH_TURN)][1:]
+            ours += [seconds for seconds in matched if seconds]
         return ours, floor, bare
+
+    def _match_s(self, cache: Any, keys: Keys) -> float:
+        """Seconds of a match; 0.0 where an answer was late: the machine is busy with something else."""
+        begin = time.perf_counter()
+        with cache.match(keys) as match:
+            seconds = time.perf_counter() - begin
+        if match.num_blocks == MATCH_KEYS:
+            return seconds
+        time.sleep(LATE_S)
+        return 0.0
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 def run(shapes: list[Shape] | None = None) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class DirectoryLine:
     def tell(self, method: str, *arguments: Any, deliver: Callable[[Any], None] | None = None) -> None:
         """Call a method, and go on. Raises ConnectionError where that is known to fail.
 
-        deliver: called with the answer, by whatever thread reads it; with None if the call failed.
+        deliver: called with the answer, by whatever thread reads it; with None if the call failed. The directory sends
+        the answer with that of the next call.
         """
         pipeline = self._pipeline
         if pipeline is None:
@@ -134,7 +135,7 @@ class DirectoryLine:
                 done, result = (False, None) if isinstance(answer, ConnectionError) else unpacked(answer)
                 deliver(result if done else None)
 
-        pipeline.send(packed((method, *arguments)), on_answer)
+        pipeline.send(packed((None, method, *arguments)), on_answer)
 
     def close(self) -> None:
         """End the connection. Calls that wait fail."""

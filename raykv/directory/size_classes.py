@@ -186,10 +186,12 @@ class SizeClasses:
         first = self._page_count
         self._page_count += pages
         rows = self._grown_rows(self._page_count << PAGE_BITS)
-        table = self.c.table
-        while self._page_count << PAGE_BITS > len(table) * 3 // 4:
-            table = np.zeros(len(table) * 2, np.int64)
-        old = self.c.table
+        old = table = self.c.table
+        length = len(old)
+        while self._page_count << PAGE_BITS > length * 3 // 4:
+            length *= 2
+        if length > len(old):
+            table = reserved.zeros(length, length, np.int64)  # in huge pages: probes go all over it
         self.c = self.c._replace(rows=rows, pages=_grown(self.c.pages, self._page_count), table=table)
         if table is not old:
             index.rehash(self.c, old)

@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -10,7 +11,7 @@ MAP_NORESERVE = 0x4000  # of Linux; mmap has it from Python 3.13 on
 FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
 
-def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[np.void]:
+def zeros(length: int, least: int, dtype: DTypeLike) -> NDArray[Any]:
     """`length` zeros, or fewer where the system refuses so many addresses, in huge pages where it grants them.
 
     Raises OSError where it refuses even `least`.
