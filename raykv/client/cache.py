@@ -111,8 +111,8 @@ class KVCache:
         keys: (n, 16), of the whole prefix. blocks: (n - start, block_bytes) uint8, contiguous, numpy or torch, the
         blocks of keys[start:]. Those that the pool has, that somebody else is writing, or that find no room are left
         out. wait: until the directory has answered that it offers them; without it they are written, and the directory
-        is about to offer them: this process finds them at once, others may miss them for a moment. Raises ValueError for keys that are not of this cache, and for blocks of
-        another shape or dtype.
+        is about to offer them: this process finds them at once, others may miss them for a moment.
+        Raises ValueError for keys that are not of this cache, and for blocks of another shape or dtype.
         """
         return store_rows(self.session, *self._dense(keys, blocks, start), wait)
 
