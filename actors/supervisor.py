@@ -58,7 +58,7 @@ class Supervisor:
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
         self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
         self._successor_at = now + SUCCESSOR_AFTER_S  # when the successor is looked after again
-        self._successor_answer: Any = None  # that is due
+        self._successor, self._successor_answer = 0, None  # its number, and its answer that is due
         self._successor_asked, self._successors_given_up = now, 0
         self._rests_until = 0.0  # the last close look found all well
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
@@ -236,7 +236,9 @@ class Supervisor:
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
         others = sorted((living & self._served) - {node_id} - set(registry.names(self._pool, "leaving")))
         there = others[self._successors_given_up % len(others)] if others else node_id
-        successor = start_directory(self._pool, _other(self._in_charge), there)
+        if self._successor != _other(self._in_charge):  # it took over: what is due was asked of another
+            self._successor, self._successor_answer = _other(self._in_charge), None
+        successor = start_directory(self._pool, self._successor, there)
         if self._successor_is_bad(others) and registry.in_charge(self._pool).name == self._in_charge:
             log.warning("%r: the directory that stands by is started anew: it is of no use where it is", self)
             ray.kill(successor)
