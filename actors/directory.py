@@ -106,9 +106,13 @@ class DirectoryActor:
         self._succession.take()
 
     def _serve(self) -> Address | None:
-        """Begin with an empty directory, of an epoch of its own, unless it has begun. Returns where it listens."""
-        if self._state is not None:
-            return self._listener.address if self._listener else None
+        """Begin, unless that is done. Returns where it listens."""
+        if self._state is None:
+            self._begin()
+        return self._listener.address if self._listener else None
+
+    def _begin(self) -> None:
+        """Answer from now on, with an empty directory of an epoch of its own."""
         settings, epoch = self._settings, registry.take_epoch(self._pool)
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
@@ -120,7 +124,6 @@ class DirectoryActor:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
         self._listener = self._listen(settings["transport"])
-        return self._listener.address if self._listener else None
 
     @property
     def _directory(self) -> Directory:

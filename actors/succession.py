@@ -66,7 +66,7 @@ class Succession:
         if self._serves:
             self._step_down_if_replaced()
             return HEARTBEAT_S
-        if self._is_lost():
+        if self._is_lost() and registry.settings(self._pool) is not None:  # else the pool is being stopped
             log.warning("pool %s: %s takes over: the directory before it does not answer", self._pool, self._name)
             self.take()
         return LOOK_S
@@ -89,11 +89,11 @@ class Succession:
         if time.monotonic() < self._pinged + HEARTBEAT_S:
             return False
         self._pinged = time.monotonic()
-        if registry.settings(self._pool) is None:  # the pool is being stopped
-            return False
-        if registry.in_charge(self._pool).name == self._name:  # that was told, and the answer was lost
+        in_charge = registry.in_charge(self._pool)
+        if in_charge.name == self._name:  # that was told, and the answer was lost
             return True
-        self._line.find()
+        if self._line.address is None or self._line.address != in_charge.address:
+            self._line.find()
         if self._line.address != self._watched:  # it was restarted, and listens elsewhere
             self._watched, self._silent = self._line.address, 0
         return self._is_silent()
@@ -113,7 +113,7 @@ class Succession:
         try:
             Pipeline(address).close()
         except ConnectionRefusedError:
-            return registry.settings(self._pool) is not None and registry.in_charge(self._pool).address == address
+            return registry.in_charge(self._pool).address == address
         except OSError:
             pass
         return False

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.actors.directory import FRAME_BYTES
 from raykv.actors.node_memory import pieces_of
 from raykv.protocol import (
     KEY_BYTES,
@@ -31,7 +32,7 @@ from raykv.protocol import (
     unpacked,
 )
 from raykv.system import wire
-from raykv.system.wire import LENGTH, Address
+from raykv.system.wire import Address
 
 ENGINES, RATE = 8, 5.0  # of a node; requests a second of an engine
 KEYS = 200  # of a request; the engine has stored the first half
@@ -108,21 +109,14 @@ class Line:
         if not data:
             raise ConnectionError("the directory closed the connection")
         self.inbox += data
-        start = 0
-        while (stop := self._end_of_frame(start)) <= len(self.inbox):
-            self._deliver(start + LENGTH.size, stop)
-            start = stop
-        del self.inbox[:start]
+        while (body := wire.take_frame(self.inbox, FRAME_BYTES)) is not None:
+            self._deliver(body)
 
-    def _end_of_frame(self, start: int) -> int:
-        body = start + LENGTH.size
-        return body + (LENGTH.unpack_from(self.inbox, start)[0] if body <= len(self.inbox) else 0)
-
-    def _deliver(self, start: int, stop: int) -> None:
+    def _deliver(self, body: bytes) -> None:
         deliver = self.due.popleft()
         self.load.calls += 1
         if deliver is not None:
-            done, answer = unpacked(bytes(self.inbox[start:stop]))
+            done, answer = unpacked(body)
             if done:
                 deliver(answer)
             else:

@@ -191,7 +191,7 @@ class Listener:
         connection.challenge = wire.challenge()
         connection.socket.setblocking(False)
         wire.prepare(connection.socket)
-        self._selector.register(connection.socket, connection.events, connection)
+        self._watch(connection)
         connection.send(connection.challenge)
 
     def _attend(self, connection: Connection) -> None:
@@ -225,8 +225,7 @@ class Listener:
 
     def _answer_bulk(self, body: bytes, connection: Connection) -> None:
         """Serve a long frame, at its turn, and go on with the connection."""
-        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
-        connection.events = selectors.EVENT_READ
+        self._watch(connection)
         if self._answer(connection, body):
             self._work(connection)
 
@@ -242,6 +241,11 @@ class Listener:
             connection.send(connection.unhurried + answer)
             connection.unhurried = b""
         return True
+
+    def _watch(self, connection: Connection) -> None:
+        """Wait for what a peer sends, until `_leave_alone`."""
+        connection.events = selectors.EVENT_READ
+        self._selector.register(connection.socket, connection.events, connection)
 
     def _leave_alone(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)
@@ -286,8 +290,7 @@ class Listener:
 
     def _resume(self, connection: Connection) -> None:
         connection.socket.setblocking(False)
-        connection.events = selectors.EVENT_READ
-        self._selector.register(connection.socket, connection.events, connection)
+        self._watch(connection)
         self._work(connection)  # what came before it was lent
 
     def _end(self, connection: Connection) -> None:
