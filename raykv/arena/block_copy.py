@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +20,6 @@ Bytes = NDArray[np.uint8]
 Copies = NDArray[np.int64]  # (blocks, parts, 3): target address, source address, bytes
 T = TypeVar("T")
 
-TILE = 64 << 10  # bytes that stay in a core's cache between copy and checksum
 SEGMENT = 2 << 20  # bytes that a thread takes at a time of a plain copy
 SPLIT = 8 << 20  # from so many bytes on, copies are shared between threads
 THREADS = min(4, len(os.sched_getaffinity(0)))
@@ -43,14 +43,15 @@ def copy(table: Copies) -> None:
     if _is_small(table):
         checksum.copy(table.reshape(-1, 3))
     else:
-        _run(checksum.copy, _segments(table), table)
+        _run(partial(checksum.copy, stream=True), _segments(table), table)
 
 
 def copy_summed(table: Copies) -> list[int]:
     """As `copy`. Returns the xxh3_64 of each block that was copied."""
     if _is_small(table):
-        return _copy_summed(table)
-    return [total for (total,) in _run(_copy_summed, [table[i : i + 1] for i in range(len(table))], table)]
+        return checksum.copy_summed(table)
+    streamed = partial(checksum.copy_summed, stream=True)
+    return [total for (total,) in _run(streamed, [table[i : i + 1] for i in range(len(table))], table)]
 
 
 def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
@@ -63,10 +64,6 @@ def sums_of(rows: Rows) -> list[int]:
     """xxh3_64 of each row."""
     lengths = np.broadcast_to(rows.lengths, rows.addresses.shape)
     return copy_summed(np.stack([rows.addresses, rows.addresses, lengths], axis=2))
-
-
-def _copy_summed(table: Copies) -> list[int]:
-    return checksum.copy_summed(table, TILE)
 
 
 def _is_small(table: Copies) -> bool:

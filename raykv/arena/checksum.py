@@ -1,7 +1,8 @@
-"""memcpy and XXH3 in C, called from kernels: a whole block is copied and its checksum computed without the GIL.
+"""Kernels that copy whole blocks, and compute their checksums, without the GIL.
 
 An engine's Python is busy while its blocks are copied: taking the GIL again between two tiles, or two layers of a
-block, costs as much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads.
+block, costs as much as copying 100 KiB. `raykv.arena.block_copy` spreads blocks over threads. Blocks in whole stripes
+of XXH3 are copied by `raykv.arena.xxh3`, others by memcpy and the xxhash library, called at their addresses.
 """
 
 import ctypes
@@ -16,12 +17,14 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from raykv.arena import xxh3
 from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.system.c_functions import address, call
 from raykv.system.jit import kernel
 
 Copies = NDArray[np.int64]  # (n, 3): target address, source address, bytes
 PAGE = 4096
+TILE = 64 << 10  # bytes that stay in a core's cache between copy and checksum
 COPIES = types.Array(types.int64, 2, "C", readonly=True)  # types of arguments of kernels
 BLOCKS = types.Array(types.int64, 3, "C", readonly=True)
 FUNCTIONS = types.Array(types.int64, 1, "C")
@@ -83,8 +86,16 @@ def _copy(table: Copies, functions: NDArray[np.int64]) -> None:
         _memcpy(table[i, 0], table[i, 1], table[i, 2], functions[_MEMCPY])
 
 
+@kernel(BLOCKS, types.boolean, types.int64, FUNCTIONS)
+def _copy_stripes(table: Copies, stream: bool, secret: int, sums: NDArray[np.int64]) -> None:
+    for block in range(len(table)):
+        sums[block] = xxh3.copy_block(table[block], stream, secret)
+    if stream:
+        xxh3.fence()
+
+
 @kernel(BLOCKS, types.int64, FUNCTIONS, FUNCTIONS)
-def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64], sums: NDArray[np.int64]) -> None:
+def _copy_tiles(table: Copies, tile: int, functions: NDArray[np.int64], sums: NDArray[np.int64]) -> None:
     state = call(functions[_CREATE], 0, 0, 0)
     for block in range(len(table)):
         call(functions[_RESET], state, 0, 0)
@@ -99,19 +110,30 @@ def _copy_summed(table: Copies, tile: int, functions: NDArray[np.int64], sums: N
     call(functions[_FREE], state, 0, 0)
 
 
-def copy(table: Copies) -> None:
-    """Do the copies. Their memory must stay as it is until this returns."""
-    _copy(table, _FUNCTIONS)
+def copy(table: Copies, stream: bool = False) -> None:
+    """Do the copies. Their memory must stay as it is until this returns. stream: do not keep them in the caches."""
+    if stream and _in_stripes(table[None]):  # it waits for memory: the checksum costs nothing
+        copy_summed(table[None], stream)
+    else:
+        _copy(table, _FUNCTIONS)
 
 
-def copy_summed(table: Copies, tile: int) -> list[int]:
-    """As `copy`, of (blocks, parts, 3), `tile` bytes at a time. Returns xxh3_64 of each block's bytes in order.
+def copy_summed(table: Copies, stream: bool = False) -> list[int]:
+    """As `copy`, of (blocks, parts, 3), blocks of equal parts. Returns xxh3_64 of each block's bytes in order.
 
-    Equal source and target: nothing is copied, the checksum is computed.
+    Equal source and target: nothing is copied, the checksum is computed. stream: do not keep the copy in the caches.
     """
     sums = np.empty(len(table), np.int64)
-    _copy_summed(table, tile, _FUNCTIONS, sums)
+    if _in_stripes(table):
+        _copy_stripes(table, stream, xxh3.SECRET.ctypes.data, sums)
+    else:
+        _copy_tiles(table, TILE, _FUNCTIONS, sums)
     return sums.view(np.uint64).tolist()  # type: ignore[no-any-return]
+
+
+def _in_stripes(table: Copies) -> bool:
+    lengths = table[0, :, 2] if len(table) else np.zeros(0, np.int64)
+    return bool(lengths.sum() >= xxh3.SHORTEST and not (lengths % xxh3.STRIPE).any())
 
 
 def judge(

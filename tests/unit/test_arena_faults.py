@@ -221,10 +221,9 @@ def test_forked_child_does_not_keep_its_parents_locks(arena: Arena) -> None:
 
     def fork_and_stop(client: Arena) -> None:
         def act() -> None:
-            pid = os.fork()
-            if pid == 0:
+            if os.fork() == 0:
+                os.write(pid_to, os.getpid().to_bytes(4, "little"))
                 signal.pause()
-            os.write(pid_to, pid.to_bytes(4, "little"))
             w.stop_here()
 
         at_step("first tile", act)
