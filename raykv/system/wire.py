@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 LENGTH = struct.Struct("<I")
@@ -16,6 +17,7 @@ CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
 HANDSHAKE_S = 1.0  # to connect, and to prove the token
 KEEPALIVE_IDLE_S, KEEPALIVE_S, KEEPALIVE_PROBES = 5, 2, 3
+VIEWS = 64  # of memory that one call of the system sends or receives
 GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer is, that says or takes nothing for so long
 
 
@@ -104,7 +106,28 @@ def receive_into(peer: socket.socket, view: memoryview, end: float | None) -> No
     """Fill `view`. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes before."""
     while len(view):
         peer.settimeout(None if end is None else max(0.001, end - time.monotonic()))
-        got = peer.recv_into(view)
-        if not got:
-            raise ConnectionError("the peer closed the connection")
-        view = view[got:]
+        view = view[receive_some(peer, [view]) :]
+
+
+def receive_some(peer: socket.socket, views: Sequence[memoryview]) -> int:
+    """Receive once, into the first of these. Returns how many bytes. ConnectionError if the peer closed."""
+    got = peer.recvmsg_into(views[:VIEWS])[0]
+    if not got:
+        raise ConnectionError("the peer closed the connection")
+    return got
+
+
+def send_all(peer: socket.socket, views: Sequence[memoryview]) -> None:
+    """Send these one after the other, at the socket's own timeout for each part."""
+    left = list(views)
+    while left:
+        left = after(left, peer.sendmsg(left[:VIEWS]))
+
+
+def after(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of views whose first `done` bytes were sent or received."""
+    for i, view in enumerate(views):
+        if done < len(view):
+            return [view[done:], *views[i + 1 :]]
+        done -= len(view)
+    return []

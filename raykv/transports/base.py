@@ -35,9 +35,10 @@ class PullRequest(NamedTuple):
 
 
 class Transport:
-    """One way to read from peers. Thread-safe. At any time there is at most one pull from the same peer."""
+    """One way to read from peers. Thread-safe."""
 
     name: ClassVar[str]  # in PoolConfig, stats and offers
+    concurrent: ClassVar[bool] = False  # whether it is asked for several pulls from one peer at the same time
 
     def offer(self) -> Any:
         """What peers need to read from here; a restarted process has another one. None: they can't read from here."""

@@ -22,8 +22,8 @@ from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
 from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline, seconds_left
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of
+from raykv.transports.block_server import CLAIM, claims_of
 from raykv.transports.nccl_pair import READER, SENDER, UNIQUE_BYTES, Pair, new_unique, why_not
-from raykv.transports.tcp import CLAIM, claims_of
 
 Offer = tuple[str, str]  # a name that outlives restarts, and a token that is new in every process
 

@@ -28,7 +28,7 @@ RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
 POLL_S = 1e-4
 PROGRESS_US = 100_000  # between looks of NIXL's progress thread, which UCX wakes before if there is something to do
 LATE_S = 1.0  # for requests of a failed transfer that are under way: neither its release nor `_forget` stops them
-# What a peer is told of a block: as CLAIM in `raykv.transports.tcp`, and the slot's address.
+# What a peer is told of a block: as CLAIM in `raykv.transports.block_server`, and the slot's address.
 BLOCK_INFO = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])
 Addresses = NDArray[np.int64]
 

@@ -17,6 +17,7 @@ class ObjectStore(Transport):
     """Calls `NodeStore.read` of the peer: one copy into Ray's object store there, one out of it here."""
 
     name = "object_store"
+    concurrent = True
 
     def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
         source, keys, arena, target, end = request

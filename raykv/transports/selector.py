@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
 from raykv.arena.gpu_arena import GpuArena
 from raykv.config import may_use_sockets
-from raykv.protocol import FAILED, PULLED, data_deadline, host_of
+from raykv.protocol import FAILED, PULLED, data_deadline, host_of, seconds_left
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.nccl import Nccl
@@ -44,9 +45,10 @@ class RouteStats:
 class PeerState:
     """What is known of one peer."""
 
-    # Held during a pull, and guards the other fields: of two pulls at a time both would be late. Taken before the
-    # locks of the transport and of the slots.
-    pulling: threading.Lock = field(default_factory=threading.Lock)
+    # Held while the peer is asked for its offers, and while a transport pulls that does one pull at a time. Taken
+    # before the locks of the transport and of the slots.
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    mutex: threading.Lock = field(default_factory=threading.Lock)  # guards the other fields; taken last
     offers: dict[str, Any] | None = None  # by transport; None: to be asked for
     routes: dict[str, RouteStats] = field(default_factory=dict)  # by transport
     last_used: str = ""  # transport
@@ -90,11 +92,12 @@ class TransportSelector:
             state = self._states.setdefault(peer, PeerState())
         seconds = data_deadline(int(source["bytes"].sum()))
         request = PullRequest(source, keys, arena, target, time.monotonic() + seconds)
-        if not state.pulling.acquire(timeout=seconds):
-            raise TimeoutError(f"earlier pulls from that node took {seconds:.1f} s")
         interrupted = False
-        try:
-            for transport, offer in self._usable(state, peer):
+        with _held(state.turn, request.end):  # the offers are asked for once
+            usable = self._usable(state, peer)
+        for transport, offer in usable:
+            turn = nullcontext() if transport.concurrent else _held(state.turn, request.end)
+            with turn:
                 begin = time.monotonic()
                 try:
                     verdicts = transport.pull(peer, offer, request)
@@ -108,11 +111,9 @@ class TransportSelector:
                     continue
                 pulled = int(source["bytes"][verdicts == PULLED].sum())
                 _note_success(state, transport.name, pulled, time.monotonic() - begin)
-                if interrupted:  # what the failed transport had written is ready, and was not written again
-                    verdicts[(verdicts == FAILED) & arena.read_headers(target, keys).there] = PULLED
-                return verdicts
-        finally:
-            state.pulling.release()
+            if interrupted:  # what the failed transport had written is ready, and was not written again
+                verdicts[(verdicts == FAILED) & arena.read_headers(target, keys).there] = PULLED
+            return verdicts
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -172,10 +173,22 @@ def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
     return TransportSelector(transports)
 
 
+@contextmanager
+def _held(lock: threading.Lock, end: float) -> Iterator[None]:
+    """Hold a lock. TimeoutError if others do until `end` (time.monotonic())."""
+    if not lock.acquire(timeout=seconds_left(end)):
+        raise TimeoutError("earlier pulls from that node took all the time")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _note_failure(state: PeerState, name: str, offer: Any, peer: Peer, error: Exception) -> None:
-    route = state.routes.setdefault(name, RouteStats())
-    route.failures += 1
-    route.failed_offer, route.retry_at, state.offers = offer, time.monotonic() + RETRY_S, None
+    with state.mutex:
+        route = state.routes.setdefault(name, RouteStats())
+        route.failures += 1
+        route.failed_offer, route.retry_at, state.offers = offer, time.monotonic() + RETRY_S, None
     log.warning(
         "node %s can't be read by %s: %r; it is read by another transport for %.0f s, or until it restarts",
         host_of(peer.name)[:8],
@@ -186,7 +199,8 @@ def _note_failure(state: PeerState, name: str, offer: Any, peer: Peer, error: Ex
 
 
 def _note_success(state: PeerState, name: str, size: int, seconds: float) -> None:
-    state.last_used, route = name, state.routes.setdefault(name, RouteStats())
-    route.retry_at = 0.0
-    route.bytes += size
-    route.seconds += seconds
+    with state.mutex:
+        state.last_used, route = name, state.routes.setdefault(name, RouteStats())
+        route.retry_at = 0.0
+        route.bytes += size
+        route.seconds += seconds

@@ -1,96 +1,108 @@
-"""Blocks cross nodes over TCP, out of one store's slots and into the other's.
+"""Blocks cross nodes over TCP, out of one store's slots and into the other's, over several streams.
 
-It was measured at three times the speed of Ray's object store, which copies into shared memory on both nodes. A
-connection begins as raykv.system.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys. It
-gets n CLAIMs (whether a block is there, and what its header says) and the bytes of the blocks that are there.
+It was measured at three times the speed of Ray's object store, which copies into shared memory on both nodes. What the
+two sides send each other: `raykv.transports.block_server`.
 """
 
 import contextlib
 import logging
 import socket
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.arena.arena import Arena, BlockHeaders, PeerBlocks
-from raykv.arena.checksum import judge
-from raykv.config import KEYS_PER_CALL, MIB
-from raykv.errors import DeviceError
-from raykv.protocol import ALTERED, KEY_BYTES, LOCATION, data_deadline, seconds_left
+from raykv.arena.arena import Arena
+from raykv.config import MIB
 from raykv.system import wire
-from raykv.system.listener import Connection, Listener
 from raykv.system.wire import Address
-from raykv.transports.base import Peer, PullRequest, Transport, records_of
+from raykv.transports.base import Peer, PullRequest, Transport
+from raykv.transports.block_server import BlockServer
+from raykv.transports.tcp_pull import TcpPull
 
 log = logging.getLogger("raykv")
 
-# What a header says of a block. sum: xxh3_64, computed when the block was written
-CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])
-REQUEST_BYTES = LOCATION.itemsize + KEY_BYTES  # a block
-WINDOW_BYTES = 2 * MIB  # received at a time: still in a core's cache when it is copied into slots
-SENDERS = 64  # threads that send blocks; a reader that takes its bytes slowly keeps one
+FEWEST, MOST = 2, 8  # streams of a pull: one flow is capped in clouds, and one core receives no faster
+GAIN = 1.1  # of the rate, for which a pull takes one more stream from then on
+RATE_BYTES = 64 * MIB  # of which a rate is taken
+SETTLED_S = 60.0  # until one more stream is tried again after it did not help
+RECEIVERS = 64  # threads beside those that pull
+TRIES = 3  # of a pull whose streams break
 
 
-class BlockServer:
-    """Serves an arena's blocks to readers that know its token. A connection has a thread only while blocks are sent."""
+class Lane:
+    """Connections to one peer that no pull uses now, and how many a pull takes. Thread-safe."""
 
-    def __init__(self, arena: Arena, host: str) -> None:
-        """host: an address of this node to listen at. OSError where that is not possible."""
-        self._arena = arena
-        self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="raykv-send")
-        self._senders.submit(int)  # one thread at least: see _lend
-        self._listener = Listener(host, "raykv-listen", KEYS_PER_CALL * REQUEST_BYTES, self._lend)
-        self.address = self._listener.address
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self.streams = FEWEST
+        self._idle: list[socket.socket] = []
+        self._mutex = threading.Lock()  # guards all fields
+        self._rates: dict[int, float] = {}  # bytes a second, by number of streams
+        self._grow_at = 0.0  # time.monotonic()
+        self._pulls, self._since, self._bytes = 0, 0.0, 0  # running now; since when there was one; what they brought
+
+    def carry(self, pull: TcpPull) -> None:
+        """Bring pieces of a pull over one connection until none is left. OSError where it breaks."""
+        with self._mutex:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or wire.connect(self._address)
+        try:
+            pull.carry(connection)
+        except BaseException:  # the rest of an answer would be taken for the next one
+            connection.close()
+            raise
+        with self._mutex:
+            self._idle.append(connection)
+
+    @contextlib.contextmanager
+    def measured(self, pull: TcpPull) -> Iterator[None]:
+        """Count what a pull brings."""
+        with self._mutex:
+            if not self._pulls:
+                self._since, self._bytes = time.monotonic(), 0
+            self._pulls += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._pulls -= 1
+                self._bytes += pull.bytes
+                if self._bytes >= RATE_BYTES:
+                    self._note(self._bytes / (time.monotonic() - self._since))
+                    self._since, self._bytes = time.monotonic(), 0
+
+    def _note(self, rate: float) -> None:
+        """Take one more stream while that pays."""
+        now = time.monotonic()
+        self._rates[self.streams] = rate
+        if self.streams > FEWEST and rate < GAIN * self._rates.get(self.streams - 1, 0.0):
+            self.streams, self._grow_at = self.streams - 1, now + SETTLED_S
+        elif self.streams < MOST and now >= self._grow_at:
+            self.streams += 1
 
     def close(self) -> None:
-        """Serve nobody from now on."""
-        self._listener.close()
-        self._senders.shutdown(wait=False, cancel_futures=True)
-
-    def _lend(self, connection: Connection, request: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread can be started: one of those that there are takes its turn
-            self._senders.submit(self._send_blocks, connection, request)
-
-    def _send_blocks(self, connection: Connection, request: bytes) -> None:
-        try:
-            self._answer(connection.socket, request)
-        except Exception as error:
-            expected = isinstance(error, (OSError, ValueError, DeviceError))  # else it is a bug of ours
-            level = logging.DEBUG if expected else logging.ERROR
-            log.log(level, "a connection that reads from here ends: %r", error, exc_info=not expected)
-            self._listener.drop(connection)
-        else:
-            self._listener.give_back(connection)
-
-    def _answer(self, peer: socket.socket, request: bytes) -> None:
-        count, rest = divmod(len(request), REQUEST_BYTES)
-        if rest:
-            raise ValueError(f"a request of {len(request)} bytes is no multiple of {REQUEST_BYTES}")
-        locations = np.frombuffer(request, LOCATION, count)
-        keys = np.frombuffer(request, np.uint8, offset=locations.nbytes).reshape(-1, KEY_BYTES)
-        blocks = self._arena.read_for_peer(locations, keys)
-        peer.settimeout(data_deadline(int(locations["bytes"][blocks.there].sum())))
-        peer.sendall(claims_of(blocks).tobytes())
-        for run in blocks.runs:
-            peer.sendall(run.data)  # unverified: the reader verifies
-
-
-def claims_of(headers: BlockHeaders | PeerBlocks) -> NDArray[np.void]:
-    """(n,) CLAIM."""
-    claims = np.zeros(len(headers.there), CLAIM)
-    claims["there"], claims["position"], claims["sum"] = headers.there, headers.positions, headers.checksums
-    return claims
+        """End the connections that no pull uses."""
+        with self._mutex:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
 
 
 class Tcp(Transport):
-    """Pulls over TCP, and serves the pulls of peers. It keeps a connection to each peer."""
+    """Pulls over TCP, and serves the pulls of peers. It keeps connections to each peer."""
 
     name = "tcp"
+    concurrent = True
 
     def __init__(self, arena: Arena, host: str) -> None:
         """Serve an arena at the address `host`, if it is possible to listen there."""
-        self._connections: dict[Peer, socket.socket] = {}  # needs no lock: of one peer there is one pull at a time
+        self._lanes: dict[str, tuple[Address, Lane]] = {}  # by peer: where it listens now
+        self._mutex = threading.Lock()  # guards `_lanes`; nothing else is locked meanwhile
+        self._receivers = ThreadPoolExecutor(RECEIVERS, thread_name_prefix="raykv-receive")
         self._server: BlockServer | None = None
         try:
             self._server = BlockServer(arena, host)
@@ -102,33 +114,50 @@ class Tcp(Transport):
         return self._server.address if self._server else None
 
     def pull(self, peer: Peer, offer: Address, request: PullRequest) -> NDArray[np.uint8]:
-        connection = self._connections.pop(peer, None) or wire.connect(Address(*offer))
+        lane = self._lane(peer, Address(*offer))
+        pull = TcpPull(request, lane.streams)
+        with lane.measured(pull):
+            for _ in range(TRIES):
+                errors = self._carry(lane, pull)
+                late = [error for error in errors if isinstance(error, TimeoutError)]
+                if not pull.left or late:
+                    break
+                lane.close()  # they may all be as old as the one that broke
+        if pull.left:
+            raise (late or errors)[0]
+        return pull.verdicts
+
+    def _lane(self, peer: Peer, address: Address) -> Lane:
+        with self._mutex:
+            known, lane = self._lanes.get(peer.name, (None, None))
+            if lane is None or known != address:
+                if lane is not None:
+                    lane.close()
+                lane = Lane(address)
+                self._lanes[peer.name] = address, lane
+            return lane
+
+    def _carry(self, lane: Lane, pull: TcpPull) -> list[OSError]:
+        """Bring the pieces that are left over several streams. Returns why streams broke."""
+        helpers: list[Future[None]] = []
+        with contextlib.suppress(RuntimeError):  # no thread can be started, or this node stops: one stream is enough
+            helpers += [self._receivers.submit(lane.carry, pull) for _ in range(min(lane.streams, pull.left) - 1)]
+        errors = []
         try:
-            verdicts = _pull(connection, request)
-        except BaseException:  # the rest of the answer would be taken for the next one
-            connection.close()
-            raise
-        self._connections[peer] = connection
-        return verdicts
+            lane.carry(pull)
+        except OSError as error:
+            errors.append(error)
+        finally:
+            helpers = [helper for helper in helpers if not helper.cancel()]
+            wait(helpers)  # nobody writes to the slots any more when this returns
+        for helper in helpers:
+            try:
+                helper.result()
+            except OSError as error:
+                errors.append(error)
+        return errors
 
     def close(self) -> None:
         if self._server:
             self._server.close()
-
-
-def _pull(peer: socket.socket, request: PullRequest) -> NDArray[np.uint8]:
-    source, keys, arena, target, end = request
-    order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent in one piece
-    peer.settimeout(seconds_left(end))
-    peer.sendall(wire.frame(source[order].tobytes() + keys[order].tobytes()))
-    claims = records_of(wire.receive(peer, len(source) * CLAIM.itemsize, end), CLAIM, len(source))
-    verdicts = np.full(len(source), ALTERED, np.uint8)
-    there, size = np.flatnonzero(claims["there"]), int(source["bytes"][0])
-    buffer = np.empty((max(1, min(len(there), WINDOW_BYTES // size)), size), np.uint8)
-    for start in range(0, len(there), len(buffer)):
-        part = there[start : start + len(buffer)]
-        blocks, which, checksums = buffer[: len(part)], order[part], claims["sum"][part]
-        wire.receive_into(peer, blocks.reshape(-1).data, end)
-        written = arena.write(target[which], keys[which], blocks, claims["position"][part], checksums)
-        verdicts[which] = judge(written, blocks, checksums)
-    return verdicts
+        self._receivers.shutdown(wait=False, cancel_futures=True)

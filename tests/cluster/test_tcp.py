@@ -34,7 +34,7 @@ import raykv
 import raykv.client.lease
 from raykv.config import KEYS_PER_CALL
 from raykv.system import wire
-from raykv.transports.tcp import CLAIM, REQUEST_BYTES
+from raykv.transports.block_server import CLAIM, REQUEST_BYTES
 
 pytestmark = pytest.mark.usefixtures("patiently")
 

@@ -32,8 +32,8 @@ from raykv.tiers.base import HEAD_BYTES, path_of
 from raykv.tiers.file import FileTier
 from raykv.transports import base
 from raykv.transports.base import Peer, PullRequest
+from raykv.transports.block_server import CLAIM
 from raykv.transports.object_store import ObjectStore
-from raykv.transports.tcp import CLAIM
 
 IMPOSSIBLE = {
     "a slot and a size whose product overflows": {"slot": 0xFFFFFFFF, "bytes": 0x7FFFFFFF},

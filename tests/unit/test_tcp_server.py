@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raykv.protocol import LOCATION
 from raykv.system import wire
-from raykv.transports.tcp import CLAIM, BlockServer
+from raykv.transports.block_server import CLAIM, BlockServer
 
 REQUEST = wire.frame(np.zeros(1, LOCATION).tobytes() + bytes(16))
 BYTES = 3000

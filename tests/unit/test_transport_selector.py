@@ -185,7 +185,7 @@ def test_a_transport_that_had_no_time_has_not_failed(world: World, monkeypatch: 
 
         def release(self) -> None: ...
 
-    world.selector._states[world.peer].pulling = Late()  # type: ignore[assignment]
+    world.selector._states[world.peer].turn = Late()  # type: ignore[assignment]
     world.fast.error = TimeoutError("late")
     with pytest.raises(TimeoutError):
         world.pull()

@@ -1,0 +1,79 @@
+"""Serves an arena's blocks over TCP.
+
+A connection begins as raykv.system.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys.
+It gets n CLAIMs (whether a block is there, and what its header says) and the bytes of the blocks that are there, which
+it must verify.
+"""
+
+import contextlib
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena.arena import Arena, BlockHeaders, PeerBlocks
+from raykv.config import KEYS_PER_CALL
+from raykv.errors import DeviceError
+from raykv.protocol import KEY_BYTES, LOCATION, data_deadline
+from raykv.system import wire
+from raykv.system.listener import Connection, Listener
+
+log = logging.getLogger("raykv")
+
+# What a header says of a block. sum: xxh3_64, computed when the block was written
+CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])
+REQUEST_BYTES = LOCATION.itemsize + KEY_BYTES  # a block
+SENDERS = 64  # threads that send blocks; a reader that takes its bytes slowly keeps one
+
+
+class BlockServer:
+    """Serves an arena's blocks to readers that know its token. A connection has a thread only while blocks are sent."""
+
+    def __init__(self, arena: Arena, host: str) -> None:
+        """host: an address of this node to listen at. OSError where that is not possible."""
+        self._arena = arena
+        self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="raykv-send")
+        self._senders.submit(int)  # one thread at least: see _lend
+        self._listener = Listener(host, "raykv-listen", KEYS_PER_CALL * REQUEST_BYTES, self._lend)
+        self.address = self._listener.address
+
+    def close(self) -> None:
+        """Serve nobody from now on."""
+        self._listener.close()
+        self._senders.shutdown(wait=False, cancel_futures=True)
+
+    def _lend(self, connection: Connection, request: bytes) -> None:
+        with contextlib.suppress(RuntimeError):  # no thread can be started: one of those that there are takes its turn
+            self._senders.submit(self._send_blocks, connection, request)
+
+    def _send_blocks(self, connection: Connection, request: bytes) -> None:
+        try:
+            self._answer(connection.socket, request)
+        except Exception as error:
+            expected = isinstance(error, (OSError, ValueError, DeviceError))  # else it is a bug of ours
+            level = logging.DEBUG if expected else logging.ERROR
+            log.log(level, "a connection that reads from here ends: %r", error, exc_info=not expected)
+            self._listener.drop(connection)
+        else:
+            self._listener.give_back(connection)
+
+    def _answer(self, peer: socket.socket, request: bytes) -> None:
+        count, rest = divmod(len(request), REQUEST_BYTES)
+        if rest:
+            raise ValueError(f"a request of {len(request)} bytes is no multiple of {REQUEST_BYTES}")
+        locations = np.frombuffer(request, LOCATION, count)
+        keys = np.frombuffer(request, np.uint8, offset=locations.nbytes).reshape(-1, KEY_BYTES)
+        blocks = self._arena.read_for_peer(locations, keys)
+        peer.settimeout(data_deadline(int(locations["bytes"][blocks.there].sum())))
+        wire.send_all(
+            peer, [claims_of(blocks).data.cast("B"), *(run.data for run in blocks.runs)]
+        )  # the reader verifies
+
+
+def claims_of(headers: BlockHeaders | PeerBlocks) -> NDArray[np.void]:
+    """(n,) CLAIM."""
+    claims = np.zeros(len(headers.there), CLAIM)
+    claims["there"], claims["position"], claims["sum"] = headers.there, headers.positions, headers.checksums
+    return claims

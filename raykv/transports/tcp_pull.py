@@ -1,0 +1,131 @@
+"""One pull over TCP: its pieces, taken by the streams that carry it, and received straight into slots."""
+
+import ctypes
+import socket
+import threading
+import time
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena import block_copy
+from raykv.arena.checksum import judge
+from raykv.arena.gpu_arena import GpuArena
+from raykv.config import MIB
+from raykv.protocol import ALTERED, FAILED, PULLED, seconds_left
+from raykv.system import wire
+from raykv.transports.base import PullRequest, records_of
+from raykv.transports.block_server import CLAIM
+
+PIECE_BYTES = 4 * MIB  # asked for at a time: what a broken stream costs, and a slow one delays
+AHEAD = 2  # pieces that a stream has asked for: the peer always has one to send
+STALLED_S = 1.0  # a stream is given up that brought nothing for so long, if another finished a piece
+
+Mask = NDArray[np.bool_]
+Indices = NDArray[np.intp]
+Verdicts = NDArray[np.uint8]
+
+
+class TcpPull:
+    """The pieces of a request. Thread-safe: each stream has a thread that calls `carry`.
+
+    verdicts: (n,) of its blocks; FAILED until they came. bytes: that came. left: pieces that did not come yet.
+    """
+
+    def __init__(self, request: PullRequest, streams: int) -> None:
+        """streams: how many are likely to carry it."""
+        source, self._size = request.source, int(request.source["bytes"][0])
+        order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent in one go
+        share = min(PIECE_BYTES, -(-len(source) * self._size // streams))
+        each = max(1, share // self._size)
+        self._pieces = deque(order[i : i + each] for i in range(0, len(order), each))
+        self._request = request
+        self._mutex = threading.Lock()  # guards all fields below, and `_pieces`
+        self._finished = 0.0  # time.monotonic() at which the last piece came
+        self.verdicts = np.full(len(source), FAILED, np.uint8)
+        self.left, self.bytes = len(self._pieces), 0
+
+    def carry(self, stream: socket.socket) -> None:
+        """Ask for pieces and receive them until none is left.
+
+        OSError where the stream breaks: its pieces are for others then. TimeoutError at the request's end.
+        """
+        asked: deque[Indices] = deque()
+        try:
+            while True:
+                while len(asked) < AHEAD and (piece := self._take()) is not None:
+                    asked.append(piece)
+                    self._ask(stream, piece)
+                if not asked:
+                    return
+                self._receive(stream, asked[0])
+                asked.popleft()
+        finally:
+            with self._mutex:
+                self._pieces.extendleft(reversed(asked))
+
+    def _take(self) -> Indices | None:
+        with self._mutex:
+            return self._pieces.popleft() if self._pieces else None
+
+    def _ask(self, stream: socket.socket, piece: Indices) -> None:
+        stream.settimeout(seconds_left(self._request.end))
+        stream.sendall(wire.frame(self._request.source[piece].tobytes() + self._request.keys[piece].tobytes()))
+
+    def _receive(self, stream: socket.socket, piece: Indices) -> None:
+        """Receive the blocks of a piece that are there, and judge them."""
+        data = bytearray(len(piece) * CLAIM.itemsize)
+        self._receive_into(stream, [memoryview(data)])
+        claims = records_of(bytes(data), CLAIM, len(piece))
+        there = piece[claims["there"]]
+        receive = self._into_gpu if isinstance(self._request.arena, GpuArena) else self._into_slots
+        verdicts = receive(stream, there, claims[claims["there"]])
+        with self._mutex:
+            self.verdicts[piece] = ALTERED
+            self.verdicts[there] = verdicts
+            self.left, self._finished = self.left - 1, time.monotonic()
+            self.bytes += len(there) * self._size
+
+    def _into_slots(self, stream: socket.socket, there: Indices, claims: NDArray[np.void]) -> Verdicts:
+        _, keys, arena, target, _ = self._request
+        altered = np.zeros(len(there), np.bool_)
+
+        def fill(which: Mask, addresses: NDArray[np.int64]) -> list[int]:
+            places = np.zeros(len(which), np.int64)
+            places[which] = addresses
+            self._receive_into(stream, [self._view(at) for at in places.tolist()])
+            sums = block_copy.sums(addresses, self._size)
+            altered[which] = np.array(sums, np.uint64) != claims["sum"][which]
+            return sums
+
+        written = arena.fill(target[there], keys[there], fill, claims["position"], claims["sum"])
+        return np.where(written, PULLED, np.where(altered, ALTERED, FAILED)).astype(np.uint8)
+
+    def _view(self, address: int) -> memoryview:
+        """A slot's memory; memory that nobody reads for a block whose slot somebody else writes."""
+        memory = (ctypes.c_char * self._size).from_address(address) if address else bytearray(self._size)
+        return memoryview(memory).cast("B")
+
+    def _into_gpu(self, stream: socket.socket, there: Indices, claims: NDArray[np.void]) -> Verdicts:
+        _, keys, arena, target, _ = self._request
+        blocks = np.empty((len(there), self._size), np.uint8)
+        self._receive_into(stream, [blocks.reshape(-1).data])
+        written = arena.write(target[there], keys[there], blocks, claims["position"], claims["sum"])
+        return judge(written, blocks, claims["sum"])
+
+    def _receive_into(self, stream: socket.socket, views: list[memoryview]) -> None:
+        """Fill these. TimeoutError at the request's end; ConnectionError if the stream breaks, or others are faster."""
+        moved = time.monotonic()
+        while views:
+            stream.settimeout(min(STALLED_S, seconds_left(self._request.end)))
+            try:
+                got = wire.receive_some(stream, views)
+            except TimeoutError:
+                if time.monotonic() >= self._request.end:
+                    raise
+                if self._finished > moved:
+                    raise ConnectionError(f"nothing came for {STALLED_S} s, but over other streams") from None
+                continue
+            moved = time.monotonic()
+            views = wire.after(views, got)
