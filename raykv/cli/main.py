@@ -169,12 +169,14 @@ def bench_local(blocks: str | None, block_bytes: str | None, as_json: bool) -> N
 
 @bench.command("cross")
 @TRANSPORT
+@click.option("--link", metavar="LINK", help="Over TCP on a link of this rate, delay and loss: 10gbit,1ms,0.1%.")
 @JSON
-def bench_cross(transport: str, as_json: bool) -> None:
-    """Read from another node, against ray.get and a socket."""
+def bench_cross(transport: str, link: str | None, as_json: bool) -> None:
+    """Read from another node, against ray.get and a socket; or over a link, against iperf3."""
     from raykv.bench import cross
+    from raykv.bench import link as shaped
 
-    _report(lambda: cross.run(transport), as_json)
+    _report(lambda: shaped.run(link) if link else cross.run(transport), as_json)
 
 
 @bench.command("directory")

@@ -114,7 +114,7 @@ class Tcp(Transport):
         return self._server.address if self._server else None
 
     def pull(self, peer: Peer, offer: Address, request: PullRequest) -> NDArray[np.uint8]:
-        lane = self._lane(peer, Address(*offer))
+        lane = self.lane(peer, Address(*offer))
         pull = TcpPull(request, lane.streams)
         with lane.measured(pull):
             for _ in range(TRIES):
@@ -127,7 +127,8 @@ class Tcp(Transport):
             raise (late or errors)[0]
         return pull.verdicts
 
-    def _lane(self, peer: Peer, address: Address) -> Lane:
+    def lane(self, peer: Peer, address: Address) -> Lane:
+        """The connections to a peer that listens at an address."""
         with self._mutex:
             known, lane = self._lanes.get(peer.name, (None, None))
             if lane is None or known != address:
