@@ -254,7 +254,7 @@ class FileTier:
 
     def _files(self, strangers: Strangers) -> Iterator[tuple[str, os.stat_result]]:
         """Files by names of ours, blocks' and temporary ones. strangers, out: what else is there."""
-        for name in set(os.listdir(self._folder)) - {*FOLDERS, "lock"}:
+        for name in sorted(set(os.listdir(self._folder)) - {*FOLDERS, "lock"}):
             if not name.startswith("probe-"):  # of a store that opens a shared folder
                 strangers.add(name)
         for name in FOLDERS:

@@ -192,9 +192,12 @@ class GuardedTier:
 
     def _ours(self, batch: Sequence[tuple[bytes, int]], strangers: Strangers) -> list[tuple[bytes, int]]:
         """Those of a batch of a scan that are records of ours. strangers, out: the others."""
-        sound = [(key, size) for key, size in batch if len(key) == KEY_BYTES and 0 < size <= SLAB_BYTES_MAX]
-        for key in {key for key, _ in batch} - {key for key, _ in sound}:
-            strangers.add(key.hex())
+        sound = []
+        for key, size in batch:
+            if len(key) == KEY_BYTES and 0 < size <= SLAB_BYTES_MAX:
+                sound.append((key, size))
+            else:
+                strangers.add(key.hex())
         if not isinstance(self._tier, ReadsHeads):
             return sound
         ours, heads = [], _each(len(sound), self._tier.get_heads, [key for key, _ in sound])

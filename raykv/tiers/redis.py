@@ -18,6 +18,7 @@ TIMEOUT_S = 2.0  # to connect, and for each answer
 READ_BYTES = 1 << 20
 PIECE_BYTES = 8 << 20  # of a pipeline: redis-py reads longer answers more slowly
 BATCH = 1000  # keys of a scan
+_DIGITS = re.compile(rb"[0-9a-f]{32}")  # of a block's key in its name
 
 
 class RedisTier:
@@ -27,7 +28,6 @@ class RedisTier:
         """ValueError or OSError, saying what to change, where the server refuses or doesn't answer."""
         self.shared = url.shared is not False  # shared=0: every node has a server of its own on localhost
         self._prefix = f"raykv:{url.pool}:".encode()
-        self._block_name = re.compile(self._prefix + rb"([0-9a-f]{32})")
         self._client = _client(url)
         try:
             self._client.ping()
@@ -89,8 +89,8 @@ class RedisTier:
             cursor, names = page
             batch = []
             for name, size in zip(names, self._sizes(names), strict=True):
-                block = self._block_name.fullmatch(name)
-                key = bytes.fromhex(block[1].decode()) if block else None
+                digits = _DIGITS.fullmatch(name.removeprefix(self._prefix))
+                key = bytes.fromhex(digits[0].decode()) if digits else None
                 if key is None or size is None or (size < HEAD_BYTES + (key != MARKER)):
                     strangers.add(name.decode(errors="replace"))
                 elif key != MARKER:
