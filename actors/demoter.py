@@ -8,6 +8,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from raykv import registry
 from raykv.actors.directory_loop import DirectoryLoop, is_absence
 from raykv.arena.arena import Arena
 from raykv.client.directory_line import DirectoryLine
-from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
+from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S, slab_bytes
 from raykv.protocol import (
     ALIGN,
     CONTENT_BYTES,
@@ -31,6 +32,7 @@ from raykv.protocol import (
     ExistingBlocks,
     TierReply,
     TierReport,
+    slot_bytes,
 )
 from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
@@ -149,12 +151,12 @@ class Demoter:
 
     def _report_existing(self, directory: DirectoryLine) -> None:
         """Tell the directory what lies in the tier from before, and delete what there is no room for."""
-        found = [block for batch in self.external.scan() for block in batch]
+        listed = {key: size for batch in self.external.scan() for key, size in batch}  # redis may name one twice
         if not self.external.up:  # it is listed anew when it is back
             return
-        excess = excess_of([size for _, size in found], self._capacity)
-        self.external.delete([key for key, _ in found[:excess]])
-        found = found[excess:]
+        fits = fitting(list(listed.values()), self._capacity)
+        self.external.delete([key for key, fit in zip(listed, fits, strict=True) if not fit])
+        found = [block for block, fit in zip(listed.items(), fits, strict=True) if fit]
         for first in range(0, max(1, len(found)), EXISTING_PER_CALL):
             part = found[first : first + EXISTING_PER_CALL]
             keys, sizes = b"".join(key for key, _ in part), np.array([size for _, size in part], np.int64)
@@ -200,7 +202,21 @@ class Demoter:
         self._loop.sleep(REFUSED_S)
 
 
-def excess_of(sizes: list[int], capacity: int) -> int:
-    """How many of the oldest blocks must go so that the others fit into `capacity` bytes. sizes: oldest first."""
-    taken = np.cumsum([size + ALIGN for size in reversed(sizes)])
-    return len(sizes) - int(np.searchsorted(taken, capacity, side="right"))
+def fitting(sizes: list[int], capacity: int) -> list[bool]:
+    """Which blocks of a tier find a slot in `capacity` bytes, the newest first. sizes: block_bytes, oldest first.
+
+    Slots are counted as the directory counts them: what it refuses is what it is told of last, the newest.
+    """
+    slab = slab_bytes(capacity)
+    spare = max(1, capacity // slab)
+    free, left, fits = Counter[int](), capacity, list[bool]()
+    for size in reversed(sizes):
+        stride = slot_bytes(size) + ALIGN
+        if not free[stride] and spare and stride <= min(slab, left):
+            spare -= 1
+            free[stride] += slab // stride
+        fits.append(free[stride] > 0 and stride <= left)
+        if fits[-1]:
+            free[stride] -= 1
+            left -= stride
+    return fits[::-1]

@@ -85,11 +85,15 @@ def attach(path: str, nonce: bytes) -> ArenaFile:
     return ArenaFile(path, fd, words)
 
 
+def arenas_of(pool: str) -> list[str]:
+    """Paths of this user's arenas of a pool, on this machine."""
+    ours = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+")
+    return [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
+
+
 def left_behind(pool: str) -> list[str]:
     """Paths of this user's arenas of a pool that no living store owns."""
-    ours = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+")
-    paths = [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
-    return [path for path in paths if not _owned(path)]
+    return [path for path in arenas_of(pool) if not _owned(path)]
 
 
 def remove_left_behind(pool: str) -> int:

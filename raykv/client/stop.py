@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import registry
-from raykv.arena.files import remove_left_behind
+from raykv.arena.files import arenas_of, remove_left_behind
 from raykv.config import FLUSH_DEADLINE_S
 
 STOP_DEADLINE_S = 10.0
@@ -43,16 +43,9 @@ def end_pool(name: str) -> bool:
         ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
     stopped = {node_id for node_id, answer in stops.items() if _done(answer)}
     kill_actors(name)
-    silent = stops.keys() - stopped
-    cleans = [
-        _clean.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-            name, DEATH_DEADLINE_S if node_id in silent else 0.0
-        )
-        for node_id in living - stopped
-    ]
-    ray.wait(cleans, num_returns=len(cleans), timeout=DEATH_DEADLINE_S) if cleans else None
+    removed = _clean_up(name, living - stopped, stops.keys() - stopped)
     registry.forget(name)
-    return there or any(_removed(clean) for clean in cleans)
+    return there or removed > 0
 
 
 def drop_unstarted(name: str) -> None:
@@ -99,12 +92,39 @@ def _flush(stores: list[Any]) -> None:
         ray.wait(flushes, num_returns=len(flushes), timeout=FLUSH_DEADLINE_S)
 
 
+def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
+    """Remove what stores left that did not stop themselves. Returns how many arenas that were.
+
+    unstopped: Ray node ids of living nodes. silent: those of them whose store may still be dying. Where a raylet is
+    gone, others of its machine wait for its store to die: no other store may come by there for days.
+    """
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    living = registry.living() & addresses.keys()
+    dying = {address for node_id, address in addresses.items() if node_id not in living or node_id in silent}
+    cleans = {
+        _clean.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
+            name, DEATH_DEADLINE_S if addresses[node_id] in dying else 0.0
+        ): addresses[node_id]
+        for node_id in living
+        if node_id in unstopped or addresses[node_id] in dying
+    }
+    removed, pending, end = 0, dict(cleans), time.monotonic() + DEATH_DEADLINE_S
+    while pending and time.monotonic() < end:
+        for clean in ray.wait(list(pending), timeout=max(0.0, end - time.monotonic()))[0]:
+            address, found = pending.pop(clean), _removed(clean)
+            if found is not None:  # all of that machine's, whichever raylet it ran on: one may be dead
+                removed += found
+                pending = {other: at for other, at in pending.items() if at != address}
+    return removed
+
+
 @ray.remote(num_cpus=0, max_retries=0)
 def _clean(pool: str, seconds: float) -> int:
-    """Remove what stores of this node left that could not stop. seconds: for one that may still be dying."""
-    end = time.monotonic() + seconds
-    while not (removed := remove_left_behind(pool)) and time.monotonic() < end:
-        time.sleep(0.1)
+    """Remove arenas of this machine whose stores are dead. seconds: to wait for those that may still be dying."""
+    end, removed = time.monotonic() + seconds, remove_left_behind(pool)
+    while arenas_of(pool) and time.monotonic() < end:
+        time.sleep(LOOK_S)
+        removed += remove_left_behind(pool)
     return removed
 
 
@@ -116,9 +136,9 @@ def _done(answer: Any) -> bool:
     return True
 
 
-def _removed(clean: Any) -> int:
-    """How many arenas; 0 on a node that was lost meanwhile, or has no raykv."""
+def _removed(clean: Any) -> int | None:
+    """How many arenas; None of a node that was lost meanwhile, or has no raykv."""
     try:
         return int(ray.get(clean, timeout=0))
     except RayError:
-        return 0
+        return None

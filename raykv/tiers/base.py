@@ -7,7 +7,7 @@ them, and keeps a slow or broken tier away from its callers; the directory decid
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 from urllib.parse import SplitResult
 
 from raykv.protocol import KEY_BYTES
@@ -52,6 +52,14 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Close files and connections. No other call follows."""
+
+
+@runtime_checkable
+class ReadsHeads(Tier, Protocol):
+    """A tier that reads heads without bodies: then what has a block's name and is none is told from blocks."""
+
+    def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The first HEAD_BYTES of what lies under each key, or fewer if it is shorter. None: nothing lies there."""
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,14 @@ import numpy as np
 
 from raykv.system.file_locks import lock
 from raykv.tiers.base import FOLDERS, HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of
+from raykv.tiers.strangers import Strangers
 
 PAGE = 4096  # what direct I/O wants addresses, lengths and offsets to be multiples of
 IN_FLIGHT = 4
 SPARE_BYTES = 128 << 20  # of deleted files that are kept: writing over one costs a file system less than a new one
 BATCH = 4096  # blocks of a scan
-NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL)  # of an open: a link, a socket, a pipe with direct I/O
+# Of an open: a link, a socket, a pipe with direct I/O, something in place of a folder of ours, somebody else's file.
+NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENOTDIR, errno.EACCES)
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")
 _TEMPORARY = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}\.[0-9a-f]{16}-\d+")
@@ -86,9 +88,9 @@ class FileTier:
     def _clean_up(self) -> int:
         """Remove files that a store was writing when it died. Returns the bytes of all blocks."""
         taken = 0
-        for path, found in self._files():
+        for path, found in self._files(Strangers()):
             if key_of(path):
-                taken += found.st_size
+                taken += found.st_blocks * 512  # what a sparse file does not take would not be free without it
             elif not self.shared and _TEMPORARY.fullmatch(path):  # in a shared folder another store may be writing it
                 os.unlink(path, dir_fd=self._folder)
         return taken
@@ -99,14 +101,24 @@ class FileTier:
     def get_many(self, keys: Sequence[bytes], out: Sequence[memoryview]) -> list[bytes | None]:
         return self._each(self._get, list(zip(keys, out, strict=True)))
 
+    def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        parts = [keys[at::IN_FLIGHT] for at in range(IN_FLIGHT)]
+        heads: list[bytes | None] = [None] * len(keys)
+        for at, found in enumerate(self._each(lambda part: [self._get_head(key) for key in part], parts)):
+            heads[at::IN_FLIGHT] = found
+        return heads
+
     def delete_many(self, keys: Sequence[bytes]) -> None:
         for path in map(path_of, keys):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._remove(path)
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        found = [(info.st_mtime_ns, key, info.st_size) for path, info in self._files() if (key := key_of(path))]
-        blocks = [(key, max(0, size - PAGE)) for _, key, size in sorted(found) if key != MARKER]
+        strangers = Strangers()
+        files = [(key_of(path), info) for path, info in self._files(strangers)]
+        strangers.warn("things in its folder are no blocks of raykv")
+        found = sorted((info.st_mtime_ns, key, info.st_size) for key, info in files if key)
+        blocks = [(key, max(0, size - PAGE)) for _, key, size in found if key != MARKER]
         for at in range(0, len(blocks), BATCH):
             yield blocks[at : at + BATCH]
 
@@ -128,7 +140,7 @@ class FileTier:
     def _put(self, block: Block) -> bool:
         try:
             self._write(block)
-        except IsADirectoryError:  # somebody's folder has the block's name
+        except (IsADirectoryError, NotADirectoryError):  # a folder of somebody has its name, or a file its folder's
             return False
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -200,24 +212,36 @@ class FileTier:
 
     def _get(self, row: tuple[bytes, memoryview]) -> bytes | None:
         key, out = row
+        page, size = self._pages.into, PAGE + out.nbytes
+        return bytes(page[:HEAD_BYTES]) if self._read(key, self._flag(out), size, page, out) == size else None
+
+    def _get_head(self, key: bytes) -> bytes | None:
+        page = self._pages.into
+        length = self._read(key, self._direct, None, page)
+        return None if length is None else bytes(page[: min(length, HEAD_BYTES)])
+
+    def _read(self, key: bytes, flag: int, size: int | None, *views: memoryview) -> int | None:
+        """Read a block's file from its start on. Returns how many bytes that were, and None where there is nothing.
+
+        0: what lies there is no file, or not of `size` bytes, or can't be read.
+        """
         try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._flag(out)  # what lies there may be no file
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flag
             fd = os.open(path_of(key), flags, dir_fd=self._folder)
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno not in NO_FILE:
                 raise
-            return None
+            return 0
         try:
-            size, page, found = PAGE + out.nbytes, self._pages.into, os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != size or _move(os.preadv, fd, page, out) < size:
-                return None
-            return bytes(page[:HEAD_BYTES])
+            found = os.fstat(fd)
+            fits = stat.S_ISREG(found.st_mode) and size in (None, found.st_size)
+            return _move(os.preadv, fd, *views) if fits else 0
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return None  # one bad sector is not a bad disk
+            return 0  # one bad sector is not a bad disk
         finally:
             os.close(fd)
 
@@ -228,16 +252,26 @@ class FileTier:
         address = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
         return 0 if address % PAGE or body.nbytes % PAGE else self._direct
 
-    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+    def _files(self, strangers: Strangers) -> Iterator[tuple[str, os.stat_result]]:
+        """Files by names of ours, blocks' and temporary ones. strangers, out: what else is there."""
+        for name in sorted(set(os.listdir(self._folder)) - {*FOLDERS, "lock"}):
+            if not name.startswith("probe-"):  # of a store that opens a shared folder
+                strangers.add(name)
         for name in FOLDERS:
-            folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._folder)
+            try:
+                folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._folder)
+            except NotADirectoryError:
+                strangers.add(name)
+                continue
             try:
                 with os.scandir(folder) as entries:
                     for entry in entries:
                         with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
-                            found = entry.stat(follow_symlinks=False)
-                            if stat.S_ISREG(found.st_mode):  # nothing else is ours
-                                yield f"{name}/{entry.name}", found
+                            path, found = f"{name}/{entry.name}", entry.stat(follow_symlinks=False)
+                            if stat.S_ISREG(found.st_mode) and (key_of(path) or _TEMPORARY.fullmatch(path)):
+                                yield path, found
+                            else:
+                                strangers.add(path)
             finally:
                 os.close(folder)
 

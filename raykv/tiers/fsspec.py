@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 
 from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of, pieces
+from raykv.tiers.strangers import Strangers
 
 PIECE_BYTES = 64 << 20  # moved at a time: each object is a request of its own, many in flight
 BATCH = 4096  # blocks of a scan
@@ -77,6 +78,9 @@ class FsspecTier:
                 raise data
         return [None if isinstance(data, FileNotFoundError) else data for data in found]
 
+    def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return self._read(keys, [HEAD_BYTES] * len(keys))
+
     def delete_many(self, keys: Sequence[bytes]) -> None:
         self._remove([self._path(key) for key in keys])
 
@@ -89,9 +93,15 @@ class FsspecTier:
                     self._store.rm_file(path)
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
-        found = self._store.find(self._root, detail=True)
-        ages = sorted((_age(info), key, info["size"]) for path, info in found.items() if (key := key_of(path)))
-        blocks = [(key, max(0, size - HEAD_BYTES)) for _, key, size in ages if key != MARKER]
+        ages, strangers = [], Strangers()
+        for path, info in self._store.find(self._root, detail=True).items():
+            key, size = key_of(path), info["size"] or 0
+            if key is None and not path.removeprefix(self._root).startswith("/probe-"):  # of a store that opens it
+                strangers.add(path)
+            elif key is not None and key != MARKER:
+                ages.append((_age(info), key, max(0, size - HEAD_BYTES)))
+        strangers.warn("objects under its prefix are no blocks of raykv")
+        blocks = [(key, size) for _, key, size in sorted(ages)]
         for at in range(0, len(blocks), BATCH):
             yield blocks[at : at + BATCH]
 

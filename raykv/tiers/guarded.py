@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from raykv.protocol import ALIGN, CONTENT_BYTES, KEY_BYTES, SLAB_BYTES_MAX, data_deadline
 from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier
+from raykv.tiers.base import ReadsHeads
+from raykv.tiers.strangers import Strangers
 
 log = logging.getLogger("raykv")
 T = TypeVar("T")
@@ -176,13 +178,35 @@ class GuardedTier:
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early where the tier fails; see `up`.
 
-        What is no key, or too large for a block, is left out. This has no deadline.
+        What is no record of ours, as far as the tier can tell, is left out, named in a warning, and counted. This has
+        no deadline.
         """
+        strangers = Strangers()
         try:
-            for batch in self._tier.scan() if self._up else ():  # a user may have written it
-                yield [(key, size) for key, size in batch if len(key) == KEY_BYTES and 0 <= size <= SLAB_BYTES_MAX]
+            for batch in self._tier.scan() if self._up else ():
+                yield self._ours(batch, strangers)
         except Exception as error:
             self._fail("scan", error)
+        strangers.warn("records under names of blocks are not what raykv wrote")
+        self.faults["strangers"] = strangers.count
+
+    def _ours(self, batch: Sequence[tuple[bytes, int]], strangers: Strangers) -> list[tuple[bytes, int]]:
+        """Those of a batch of a scan that are records of ours. strangers, out: the others."""
+        sound = []
+        for key, size in batch:
+            if len(key) == KEY_BYTES and 0 < size <= SLAB_BYTES_MAX:
+                sound.append((key, size))
+            else:
+                strangers.add(key.hex())
+        if not isinstance(self._tier, ReadsHeads):
+            return sound
+        ours, heads = [], _each(len(sound), self._tier.get_heads, [key for key, _ in sound])
+        for (key, size), head in zip(sound, heads, strict=True):
+            if head is not None and _is_record(head, key, size):
+                ours.append((key, size))
+            elif head is not None:  # else it was deleted meanwhile
+                strangers.add(key.hex())
+        return ours
 
     def clear(self, content: bytes) -> None:
         """Forget all blocks there, now and after any restart.
@@ -300,7 +324,8 @@ class GuardedTier:
         try:
             self._mark()
         except OSError:
-            self._tier.delete_many([key for key, _ in next(filter(None, self._tier.scan()), [])])
+            ours = (self._ours(batch, Strangers()) for batch in self._tier.scan())
+            self._tier.delete_many([key for key, _ in next(filter(None, ours), [])])
             self._mark()
 
     def _read_marker(self) -> bytes | None:
@@ -346,6 +371,14 @@ def _each(count: int, call: Callable[..., Sequence[T]], *args: object) -> Sequen
     if len(answers) != count:
         raise TypeError(f"the tier gave {len(answers)} answers for {count} blocks")
     return answers
+
+
+def _is_record(head: bytes, key: bytes, length: int) -> bool:
+    """Whether this is the head of a record of that block, of whatever content."""
+    if len(head) < HEAD.size:
+        return False
+    magic, _, found_key, _, size, _ = HEAD.unpack_from(head)
+    return bool((magic, found_key, size) == (MAGIC, key, length))
 
 
 def _then_true(call: Callable[..., None], *args: object) -> bool:

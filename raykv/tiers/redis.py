@@ -1,6 +1,7 @@
 """Blocks in a redis or valkey server: each is a string of head and body. (A hash would cost the server a copy.)"""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -11,11 +12,13 @@ from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
 from redis.retry import Retry
 
 from raykv.tiers.base import HEAD_BYTES, MARKER, Block, TierUrl, pieces
+from raykv.tiers.strangers import Strangers
 
 TIMEOUT_S = 2.0  # to connect, and for each answer
 READ_BYTES = 1 << 20
 PIECE_BYTES = 8 << 20  # of a pipeline: redis-py reads longer answers more slowly
 BATCH = 1000  # keys of a scan
+_DIGITS = re.compile(rb"[0-9a-f]{32}")  # of a block's key in its name
 
 
 class RedisTier:
@@ -59,11 +62,18 @@ class RedisTier:
         heads: list[bytes | None] = []
         for part in pieces(out, PIECE_BYTES):
             with self._client.pipeline(transaction=False) as pipe:
-                for key in keys[part]:
-                    pipe.get(self._name(key))
+                for key, body in zip(keys[part], out[part], strict=True):
+                    # one byte more than the record: shows a longer value, and no more of it is sent
+                    pipe.getrange(self._name(key), 0, HEAD_BYTES + body.nbytes)
                 answers = _of_strings(pipe.execute(raise_on_error=False))
             heads += [_unpack(answer, body) for answer, body in zip(answers, out[part], strict=True)]
         return heads
+
+    def get_heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        with self._client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.getrange(self._name(key), 0, HEAD_BYTES - 1)
+            return [answer or None for answer in _of_strings(pipe.execute(raise_on_error=False))]
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
         with self._client.pipeline(transaction=False) as pipe:
@@ -73,22 +83,28 @@ class RedisTier:
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """In no order; a block may come twice."""
-        cursor: int | None = None
+        cursor, strangers = None, Strangers()
         while cursor != 0:
-            page: Any = self._client.scan(cursor or 0, self._prefix + 32 * b"[0-9a-f]", BATCH)
+            page: Any = self._client.scan(cursor or 0, self._prefix + b"*", BATCH)
             cursor, names = page
-            sizes = self._sizes(names)
-            keys = [bytes.fromhex(name[-32:].decode()) for name in names]
-            there = [(key, size - HEAD_BYTES) for key, size in zip(keys, sizes, strict=True) if size > HEAD_BYTES]
-            batch = [(key, size) for key, size in there if key != MARKER]
+            batch = []
+            for name, size in zip(names, self._sizes(names), strict=True):
+                digits = _DIGITS.fullmatch(name.removeprefix(self._prefix))
+                key = bytes.fromhex(digits[0].decode()) if digits else None
+                if key is None or size is None or (size < HEAD_BYTES + (key != MARKER)):
+                    strangers.add(name.decode(errors="replace"))
+                elif key != MARKER:
+                    batch.append((key, size - HEAD_BYTES))
             if batch:
                 yield batch
+        strangers.warn("keys in its key space are no blocks of raykv")
 
-    def _sizes(self, names: Sequence[bytes]) -> list[int]:
+    def _sizes(self, names: Sequence[bytes]) -> list[int | None]:
+        """None of what is no string. 0 of what is no longer there, too."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.strlen(name)
-            return [int(size or 0) for size in _of_strings(pipe.execute(raise_on_error=False))]
+            return _of_strings(pipe.execute(raise_on_error=False))
 
     def close(self) -> None:
         self._client.close()

@@ -67,8 +67,9 @@ class Values:
         self._answers = []
         return contextlib.nullcontext(self)
 
-    def get(self, name: bytes) -> None:
-        self._answers.append(self.values.get(name))
+    def getrange(self, name: bytes, first: int, last: int) -> None:
+        value = self.values.get(name)
+        self._answers.append(value if isinstance(value, Exception) else (value or b"")[first : last + 1])
 
     def strlen(self, name: bytes) -> None:
         value = self.values.get(name)

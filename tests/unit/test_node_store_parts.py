@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from raykv.actors.demoter import excess_of
+from raykv.actors.demoter import fitting
 from raykv.actors.peers import Peers
 from raykv.actors.single_flight import SingleFlight
 from raykv.protocol import ALIGN, FAILED, PULLED
@@ -164,6 +164,11 @@ def test_a_block_named_twice_in_one_call_is_pulled_once() -> None:
 @pytest.mark.parametrize(
     ("capacity", "excess"), ((0, 3), (8191, 3), (8192, 2), (3 * 8192 - 1, 1), (3 * 8192, 0), (1 << 40, 0))
 )
-def test_the_oldest_blocks_of_a_tier_that_is_too_full_are_excess(capacity: int, excess: int) -> None:
-    assert excess_of([8192 - ALIGN] * 3, capacity) == excess
-    assert excess_of([], capacity) == 0
+def test_the_oldest_blocks_of_a_tier_that_is_too_full_do_not_fit(capacity: int, excess: int) -> None:
+    assert fitting([8192 - ALIGN] * 3, capacity) == [False] * excess + [True] * (3 - excess)
+    assert fitting([], capacity) == []
+
+
+def test_a_block_too_large_for_a_tier_costs_no_other_its_place() -> None:
+    sizes = [1 << 20] * 3 + [60 << 20] + [1 << 20] * 3 + [(1 << 30) - ALIGN]
+    assert fitting(sizes, 64 << 20) == [size == 1 << 20 for size in sizes]

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier, TierUrl, open_tier, parse, register_tier, tier_for
+from raykv.tiers.base import ReadsHeads
 from raykv.tiers.file import PAGE, FileTier
 
 MIB = 1 << 20
@@ -230,6 +231,16 @@ def test_a_reopened_tier_has_every_block(opener: Opener) -> None:
     assert sorted(listed(again)) == sorted((block.key, len(block.body)) for block in blocks)
     assert all(there(again, blocks))
     again.close()
+
+
+@pytest.mark.parametrize("opener", [kind for kind in KINDS if kind != "registered"], indirect=True)
+def test_heads_are_read_without_bodies(tier: Tier) -> None:
+    assert isinstance(tier, ReadsHeads)
+    blocks = [block(key_at(i), length) for i, length in enumerate(LENGTHS * 2)]
+    assert all(tier.put_many(blocks))
+    assert tier.get_heads([block.key for block in blocks]) == [block.head for block in blocks]
+    assert tier.get_heads([key_at(100), blocks[0].key, key_at(101)]) == [None, blocks[0].head, None]
+    assert tier.get_heads([]) == []
 
 
 @pytest.mark.parametrize("opener", ["file-shared", "redis", "s3"], indirect=True)
