@@ -102,7 +102,7 @@ class DirectoryLine:
     def wait(self, sent: Sent, seconds: float) -> Any:
         """The answer. Raises one of ERRORS where there is none, which a ValueError says of a call that failed there."""
         if sent.pipeline is None or sent.request is None:
-            return ray.get(sent.ref, timeout=seconds)
+            return _ray_get(sent.ref, seconds)
         return _result(sent.method, sent.pipeline.wait(sent.request, seconds))
 
     def call(self, method: str, *arguments: Any, seconds: float) -> Any:
@@ -147,6 +147,13 @@ class DirectoryLine:
         if self.actor is None:
             raise ConnectionError(f"pool {self._pool!r} has no directory")
         return self.actor
+
+
+def _ray_get(ref: Any, seconds: float) -> Any:
+    try:
+        return ray.get(ref, timeout=seconds)
+    except SystemError as error:  # what Ray makes of what a signal's handler raises, but for Ctrl-C
+        raise error.__cause__ or error from None
 
 
 def _result(method: str, answer: bytes) -> Any:

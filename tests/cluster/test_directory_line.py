@@ -1,10 +1,12 @@
 """The two ways to the directory, its socket and calls through Ray: the same on both, and from one to the other."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from types import FrameType
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +16,21 @@ from helpers.echo_server import flood
 from helpers.pools import (
     BLOCK,
     WAYS,
+    both_ways_at_once,
     eventually,
     free_port,
     holds,
     keep,
+    kill,
     node_store,
     other_node,
+    part,
     payload,
+    pid,
     read,
     settled,
     store,
+    suspend,
     tokens,
     worker,
 )
@@ -32,6 +39,7 @@ import raykv
 from raykv import registry
 from raykv.client import directory_line
 from raykv.client.prefix_lookup import PrefixLookup, announce
+from raykv.client.reservation import Reservation
 from raykv.system.wire import Address
 
 pytestmark = pytest.mark.usefixtures("patiently")
@@ -120,6 +128,10 @@ class Interrupted(BaseException):
     """What a signal's handler raises."""
 
 
+def interrupt(*_: Any) -> None:
+    raise Interrupted
+
+
 def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of several calls, where nobody has the match yet."""
     cache, directory = a_cache(pool), pool.session.directory
@@ -134,9 +146,6 @@ def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, m
                 signal.raise_signal(signal.SIGUSR1)
         return wait(sent, seconds)
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
-
     monkeypatch.setattr("raykv.client.match.KEYS_PER_CALL", 3)
     monkeypatch.setattr(directory.line, "wait", wait_interrupted)
     before = signal.signal(signal.SIGUSR1, interrupt)
@@ -147,6 +156,126 @@ def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, m
         signal.signal(signal.SIGUSR1, before)
     assert not directory._held
     eventually(lambda: pool.stats()["leases"] == 0)
+
+
+# ---------------------------------------------------------------------- faults, on both ways
+
+
+@pytest.fixture
+def faulty(pool: raykv.KVPool) -> Iterator[raykv.KVPool]:
+    """A directory that answers as before when the test is over, and nothing that is still held."""
+    way, epoch = pool.session.directory.line.way, pool.stats()["epoch"]
+    yield pool
+    directory = pool.session.directory
+    eventually(lambda: settled(pool))
+    eventually(lambda: directory.nodes() and directory._up)
+    assert directory.line.way == way and pool.stats()["epoch"] == epoch
+    directory.faults.clear()
+
+
+@contextmanager
+def standing_still(pool: raykv.KVPool) -> Iterator[None]:
+    """For less than the seconds after which the directory is replaced."""
+    directory = pid(part(pool, "directory"))
+    suspend(directory)
+    try:
+        yield
+    finally:
+        os.kill(directory, signal.SIGCONT)
+
+
+def test_a_call_that_a_signal_interrupts_leaves_no_lease(faulty: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, or where Ray waits for the answer, when that is due."""
+    cache = a_cache(faulty)
+    keys = cache.keys(tokens(20, 5))
+    keep(cache, keys)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with monkeypatch.context() as hasty, standing_still(faulty):
+            hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 1.0)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(Interrupted):
+                cache.match(keys)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    eventually(lambda: settled(faulty))
+    eventually(lambda: holds(cache, keys))
+
+
+def test_what_a_late_answer_granted_is_not_held(faulty: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls are executed, when nobody waits for what they say."""
+    cache, directory, node = a_cache(faulty), faulty.session.directory, faulty.node_id
+    kept, late = cache.keys(tokens(21, 5)), cache.keys(tokens(22, 5))
+    keep(cache, kept)
+    lookups = faulty.stats()["lookups"]
+    with monkeypatch.context() as hasty, standing_still(faulty), ThreadPoolExecutor(3) as threads:
+        hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.25)
+        match = threads.submit(directory.match, node, kept.tobytes(), BLOCK)
+        reserve = threads.submit(directory.reserve, node, late.tobytes(), 0, BLOCK)
+        pin = threads.submit(directory.pin, kept.tobytes())
+        assert (match.result()[1], reserve.result()[1], pin.result()) == (None, None, 0)
+        assert directory.faults["directory"] >= 3 and not directory._held
+        assert store(cache, late) == 0 and not holds(cache, kept), "all is a miss until it answers"
+    eventually(lambda: (faulty.stats().get("lookups"), faulty.stats().get("pinned")) == (lookups + 5, 5))
+    eventually(lambda: settled(faulty))
+    eventually(lambda: holds(cache, kept))
+    cache.unpin(kept)
+    assert faulty.stats()["pinned"] == 0
+    keep(cache, late)
+
+
+def test_a_forget_that_the_directory_missed_is_sent_again(
+    faulty: raykv.KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty.clear()
+    cache, directory = a_cache(faulty), faulty.session.directory
+    pages = np.ones((40, BLOCK), np.uint8)
+    assert cache.swap_out(pages, range(40), "a").result(60) == 40
+    missed = directory.faults["directory"]
+    with monkeypatch.context() as hasty, standing_still(faulty):
+        hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.02)
+        cache.swap_drop("a")
+        eventually(lambda: directory.faults["directory"] > missed)
+    eventually(lambda: faulty.stats().get("pinned") == 0 == faulty.stats().get("keys"))
+
+
+@pytest.mark.parametrize("when", ["copy_in", "commit"])
+def test_a_store_that_is_aborted_gives_its_slots_back(
+    faulty: raykv.KVPool, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Before its blocks are copied, or before they are offered."""
+    cache, directory = a_cache(faulty), faulty.session.directory
+    keys = cache.keys(tokens(23, 9))
+    with monkeypatch.context() as aborted:
+        aborted.setattr(Reservation, when, interrupt)
+        with pytest.raises(Interrupted):
+            store(cache, keys)
+    assert not directory._held
+    eventually(lambda: settled(faulty))
+    assert read(cache, keys).matched == 0
+    assert store(cache, keys) == 9 and holds(cache, keys)
+    faulty.clear()
+
+
+@both_ways_at_once
+def test_blocks_go_to_a_tier_whose_directory_was_killed(
+    start: Callable[..., raykv.KVPool], tmp_path: Path, transport: str
+) -> None:
+    """And those from before are found there: node stores use the same two ways."""
+    tier = f"file://{tmp_path}/{transport}?capacity=1GiB"
+    pool = start(transport=transport, external=tier, secret=b"s", write="through")
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0)
+
+    def demoted() -> int:
+        return sum(tier["blocks"] for tier in pool.stats().get("tiers", {}).values())
+
+    before, after = cache.keys(tokens(1, 10)), cache.keys(tokens(2, 10))
+    keep(cache, before)
+    eventually(lambda: demoted() == 10)
+    kill(pool, "directory")
+    keep(cache, after)
+    eventually(lambda: demoted() == 20)
+    eventually(lambda: holds(cache, before))
 
 
 # ---------------------------------------------------------------------- from one way to the other

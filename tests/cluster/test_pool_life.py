@@ -12,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from helpers.pools import (
     BLOCK,
     actor_names,
+    both_ways,
+    both_ways_at_once,
     eventually,
     holds,
     kill,
@@ -25,10 +28,8 @@ from helpers.pools import (
     pid,
     read,
     served,
-    settled,
     shm_files,
     store,
-    suspend,
     tokens,
     worker,
 )
@@ -72,7 +73,7 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
         raykv.PoolConfig(name=pool.name), exist_ok=True
     ).close()  # does not end a pool whose store is just restarting
     eventually(lambda: served(pool, 2))
-    assert read(cache, keys)[:3] == (5, 5, 0)
+    eventually(lambda: holds(cache, keys))  # the store may still be about to be missed
 
     again.close()
     assert len(shm_files(pool.name)) == 2
@@ -135,13 +136,17 @@ def test_a_secret_that_others_can_read_is_refused(cluster: Any, tmp_path: Path) 
     assert not actor_names(name) and registry.settings(name) is None
 
 
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYKV_SECRET", "of the environment")
+
+
+@both_ways_at_once
 def test_a_secret_enters_the_keys_and_cleared_blocks_stay_cleared_after_restarts(
-    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., raykv.KVPool], secret: None, transport: str
 ) -> None:
     """An explicit secret enters the keys. What was cleared is not found again when all of the pool restarts."""
-    monkeypatch.setenv("RAYKV_SECRET", "of the environment")
-    pool = start()
-    monkeypatch.delenv("RAYKV_SECRET")
+    pool = start(transport=transport)
     fields = {"model": "m", "revision": "", "dtype": "", "layout": "", "parallel": "", "part": 0, "salt": ""}
     root = key_chain.root(b"of the environment", **fields, block_tokens=16, block_bytes=BLOCK)  # type: ignore[arg-type]
     cache = a_cache(pool)
@@ -190,6 +195,12 @@ def open_things() -> tuple[int, int, int]:
     return files, maps, sum(thread.name.startswith("raykv") for thread in threading.enumerate())
 
 
+def connections(pool: raykv.KVPool) -> int:
+    """Of this process, to the directory's socket."""
+    peers = [connection.raddr for connection in psutil.Process().net_connections("tcp") if connection.raddr]
+    return [f"{peer.ip}:{peer.port}" for peer in peers].count(str(pool.stats()["socket"]))
+
+
 def nothing_ends() -> bool:
     """Whether all that was closed before is gone: its threads end when they next wake."""
     before = open_things()
@@ -197,8 +208,9 @@ def nothing_ends() -> bool:
     return open_things() == before
 
 
-def test_after_close_all_is_a_miss(start: Callable[..., raykv.KVPool]) -> None:
-    attached = raykv.attach(start().name)
+@both_ways_at_once
+def test_after_close_all_is_a_miss(start: Callable[..., raykv.KVPool], transport: str) -> None:
+    attached = raykv.attach(start(transport=transport).name)
     cache = a_cache(attached)
     keys = cache.keys(tokens(1, 3))
     assert store(cache, keys) == 3
@@ -212,12 +224,14 @@ def test_after_close_all_is_a_miss(start: Callable[..., raykv.KVPool]) -> None:
     assert asyncio.run(ask()) == 0
 
 
-def test_attaching_and_closing_leaves_nothing_open(start: Callable[..., raykv.KVPool]) -> None:
-    pool = start()
+@both_ways
+def test_attaching_and_closing_leaves_nothing_open(start: Callable[..., raykv.KVPool], transport: str) -> None:
+    pool = start(transport=transport)
     keys = a_cache(pool).keys(tokens(1, 3))
     assert store(a_cache(pool), keys) == 3
     eventually(nothing_ends)
-    before = open_things()
+    before, connected = open_things(), connections(pool)
+    assert connected == int(transport == "auto")
     for closes in (True, False):  # or is forgotten
         for _ in range(3):
             attached = raykv.attach(pool.name)
@@ -226,7 +240,7 @@ def test_attaching_and_closing_leaves_nothing_open(start: Callable[..., raykv.KV
                 attached.close()
         del attached
         eventually(lambda: open_things() == before)
-    eventually(lambda: pool.stats()["clients"] == 1)
+    eventually(lambda: pool.stats()["clients"] == 1 and connections(pool) == connected)
 
 
 def test_stopping_a_pool_whose_store_does_not_answer(start: Callable[..., raykv.KVPool]) -> None:
@@ -234,26 +248,3 @@ def test_stopping_a_pool_whose_store_does_not_answer(start: Callable[..., raykv.
     os.kill(pid(node_store(pool, other_node(pool))), signal.SIGSTOP)
     pool.stop()
     assert not shm_files(pool.name)
-
-
-def test_a_call_that_a_signal_interrupts_leaves_no_lease(start: Callable[..., raykv.KVPool]) -> None:
-    pool = start()
-    cache = a_cache(pool)
-    keys = cache.keys(tokens(1, 5))
-    assert store(cache, keys) == 5
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    directory = pid(registry.find_directory(pool.name))
-    suspend(directory)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(KeyboardInterrupt):
-            cache.match(keys)
-    finally:
-        os.kill(directory, signal.SIGCONT)
-        signal.signal(signal.SIGALRM, before)
-    eventually(lambda: settled(pool))
-    assert read(cache, keys)[:3] == (5, 5, 0)

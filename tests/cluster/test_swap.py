@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from helpers.pools import BLOCK, Worker, eventually, keep, part, pid, read, settled, store, suspend, tokens, worker
+from helpers.pools import BLOCK, Worker, eventually, keep, pid, read, settled, store, tokens, worker
 from numpy.typing import NDArray
 
 import raykv
@@ -82,22 +82,6 @@ def test_a_request_that_is_swapped_out_again_has_its_last_blocks(cache: raykv.KV
         assert cache.swap_out(paged, range(40), "a").result() == 40
         assert cache.swap_in(back, range(40), "a").result() == 40 and (back == paged).all()
     eventually(lambda: pool.stats()["keys"] == pool.stats()["pinned"] == 0 and settled(pool))
-
-
-def test_a_forget_that_the_directory_missed_is_sent_again(
-    cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cache.swap_out(pages(31, 40), range(40), "a").result() == 40
-    directory, faults = pid(part(pool, "directory")), pool.session.directory.faults["directory"]
-    suspend(directory)
-    try:
-        with monkeypatch.context() as hasty:
-            hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.02)
-            cache.swap_drop("a")
-            eventually(lambda: pool.session.directory.faults["directory"] > faults)
-    finally:
-        os.kill(directory, signal.SIGCONT)
-    eventually(lambda: pool.stats().get("pinned") == 0 == pool.stats().get("keys"))
 
 
 def test_a_request_that_finds_no_room_is_left_to_be_computed(cache: raykv.KVCache, pool: raykv.KVPool) -> None:

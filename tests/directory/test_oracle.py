@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+from helpers.served_world import Clock, ServedWorld, SocketWorld
 from helpers.world import World
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 SEEDS = (1, 2, 3, 4, 5)
 STEPS = 42_000  # by each seed, at least: 210,000 in all
+SERVED_STEPS = 5_000  # on each way to the directory
 OPS = (
     *("match", "reserve", "commit", "next_window", "release", "client_heartbeat", "report", "disconnect", "heartbeats"),
     *("locate_prefix", "node_lost", "restart", "wait", "clear"),
@@ -29,10 +31,11 @@ class Cluster(RuleBasedStateMachine):
 
     steps = 0
     with_oracle = True
+    kind: type[World] = World
 
     @initialize(world=SEEDS_OF_BURSTS)
     def start(self, world: int) -> None:
-        self.world = World(world, self.with_oracle)
+        self.world = self.kind(world, self.with_oracle)
 
     @rule(op=st.sampled_from(OPS), details=SEEDS_OF_BURSTS)
     def one(self, op: str, details: int) -> None:
@@ -60,6 +63,27 @@ class Confused(Cluster):
 
     steps = 0
     with_oracle = False
+
+
+class ThroughRay(Cluster):
+    """The calls go into the actor, as Ray's do."""
+
+    steps = 0
+    kind = ServedWorld
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "world") and isinstance(self.world, ServedWorld):
+                self.world.close()
+
+
+class OverSocket(ThroughRay):
+    """The calls go into the actor over its socket."""
+
+    steps = 0
+    kind = SocketWorld
 
 
 def run(machine: Any, first_seed: int, steps: int) -> int:
@@ -94,3 +118,10 @@ def test_directory_gives_the_answers_of_the_oracle(number: int) -> None:
 @pytest.mark.timeout(900)
 def test_invariants_hold_for_confused_callers() -> None:
     assert run(Confused, 6, 20_000) >= 20_000
+
+
+@pytest.mark.parametrize("machine", [OverSocket, ThroughRay])
+def test_the_answers_of_the_oracle_arrive_on_both_ways(machine: type[Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raykv.actors.directory.time", Clock)
+    monkeypatch.setattr("raykv.registry.take_epoch", lambda pool, at_least: at_least)
+    assert run(machine, 7, SERVED_STEPS) >= SERVED_STEPS

@@ -1,12 +1,15 @@
 """What the tests of a running pool share, in pytest's process and in Ray's."""
 
 import contextlib
+import functools
+import inspect
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +35,24 @@ TRANSPORTS = [pytest.param("nixl", marks=WITH_NIXL), "tcp", "object_store"]
 WAYS = {"socket": "auto", "ray": "object_store"}  # to the directory, by the transport of a pool that has only that
 both_ways = pytest.mark.parametrize("transport", WAYS.values(), ids=WAYS)
 PATIENCE_S = 5.0
+
+
+def both_ways_at_once(test: Callable[..., None]) -> Callable[..., None]:
+    """As `both_ways`, for a test that mostly waits: in two threads, with a pool each."""
+
+    @functools.wraps(test)
+    def at_once(**fixtures: Any) -> None:
+        with ThreadPoolExecutor(len(WAYS)) as threads:
+            running = {way: threads.submit(test, **fixtures, transport=WAYS[way]) for way in WAYS}
+        for way, done in running.items():
+            if error := done.exception():
+                error.add_note(f"on the way {way!r}")
+                raise error
+
+    asked = inspect.signature(test)
+    others = [parameter for name, parameter in asked.parameters.items() if name != "transport"]
+    at_once.__signature__ = asked.replace(parameters=others)  # type: ignore[attr-defined]
+    return at_once
 
 
 def payload(keys: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint8]:

@@ -180,7 +180,10 @@ class World:
     def _pair(self) -> tuple[Directory, Oracle]:
         how: dict[str, Any] = {"locality": self.locality, "client_ttl": TTL}
         how |= {"share": self.share, "min_hits": self.min_hits}
-        return Directory(**how), Oracle(**how)
+        return self._new(**how), Oracle(**how)
+
+    def _new(self, **how: Any) -> Directory:
+        return Directory(**how)
 
     # ------------------------------------------------------------------ both at once
 
@@ -193,12 +196,15 @@ class World:
 
     def _ask(self, directory: Directory, oracle: Oracle, name: str, args: tuple[Any, ...]) -> Any:
         with _small_calls():
-            real = getattr(directory, name)(*args)
+            real = self._call(directory, name, args)
         if self.with_oracle:
             more = {"choices": self._choices(real)} if name == "reserve" else {}
             model = getattr(oracle, name)(*args, **more)
             assert real == model, f"{name}: directory {real}, oracle {model}"
         return real
+
+    def _call(self, directory: Directory, name: str, args: tuple[Any, ...]) -> Any:
+        return getattr(directory, name)(*args)
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -1,0 +1,190 @@
+"""A World whose directory is in its actor, called on one of the two ways: over the socket, or as Ray calls it.
+
+Neither needs Ray: its calls are made with arguments and answers that were pickled as Ray pickles them.
+"""
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ray import cloudpickle
+
+from helpers.pools import PATIENCE_S, WAYS
+from helpers.world import World
+from raykv.actors.directory import CALLS, DirectoryActor
+from raykv.client.directory_line import DirectoryLine
+from raykv.client.pipeline import Pipeline
+from raykv.directory.directory import Directory
+from raykv.protocol import (
+    ArenaDescription,
+    Counted,
+    Demotions,
+    GpuDemotions,
+    Heartbeat,
+    Joined,
+    Matched,
+    Reserved,
+    SlabReport,
+    SoleCopies,
+    TierReply,
+)
+
+ANSWERS: dict[str, Any] = {
+    "heartbeat": Heartbeat,
+    **{"match": Matched, "next_window": Matched, "reserve": Reserved, "join": Joined, "tier_heartbeat": TierReply},
+    **dict.fromkeys(("commit", "pin", "unpin", "forget", "preempted", "client_heartbeat"), Counted),
+    **{"demote": Demotions, "demote_gpu": GpuDemotions, "sole_copies": SoleCopies},
+}
+LINES = 3  # connections, which take turns
+
+
+class Clock:
+    """Stands in for `time` in the actor's module: the time is the world's."""
+
+    now: ClassVar[float] = 0.0
+
+    @classmethod
+    def monotonic(cls) -> float:
+        return cls.now
+
+
+class Windowed(Directory):
+    """As the actor has it, with the staging window of the world's node that joins."""
+
+    window = 0
+
+    def join(self, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
+        return super().join(name, arena, now, self.window)
+
+
+class Actor(DirectoryActor):
+    """In charge, of a directory that the test can see. Ray's KV is left out."""
+
+    def __init__(self, directory: Directory, transport: str) -> None:
+        self._pool, self._state, self._lock = "p", directory, threading.Lock()
+        self._listener = self._listen(transport)
+
+
+class RayWay:
+    """Calls as Ray makes them."""
+
+    transport = WAYS["ray"]
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory, self.actor = directory, Actor(directory, self.transport)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The answer to a call."""
+        return _pickled(getattr(self.actor, method)(*_pickled(arguments)))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SocketWay(RayWay):
+    """Calls over connections. What an administrator asks still goes through Ray."""
+
+    transport = WAYS["socket"]
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__(directory)
+        assert self.actor._listener
+        self.listener, self.lines = self.actor._listener, [DirectoryLine("p") for _ in range(LINES)]
+        for line in self.lines:
+            line._pipeline = Pipeline(self.listener.address)
+        self.turns, self.waits = itertools.cycle(self.lines), itertools.cycle((True, False))
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        if method not in CALLS:
+            return super().ask(method, *arguments)
+        line = next(self.turns)
+        if method == "commit" and not next(self.waits):
+            answers: list[Any] = []
+            line.tell(method, *arguments, deliver=answers.append)
+            line.call("ping", seconds=PATIENCE_S)  # the answer comes with this one's
+            return answers.pop()
+        return line.call(method, *arguments, seconds=PATIENCE_S)
+
+    def close(self) -> None:
+        for line in self.lines:
+            line.close()
+        self.listener.close()
+        self.listener._thread.join(PATIENCE_S)
+
+
+class ServedWorld(World):
+    """Called through Ray. Each directory is in an actor of its own, until there is another."""
+
+    kind = RayWay
+    way: RayWay | None = None
+
+    def close(self) -> None:
+        """End the way to the directory."""
+        if self.way:
+            self.way.close()
+
+    def _new(self, **how: Any) -> Directory:
+        return Windowed(**how)
+
+    def heartbeat(self, name: str) -> None:
+        known = self.real.nodes.get(name)
+        if known and known.limit < self.stores[name].slabs:  # it would be told at once to give the rest back
+            self.join(name)
+            self.adopt(name)
+        super().heartbeat(name)
+
+    def _call(self, directory: Directory, name: str, args: tuple[Any, ...]) -> Any:
+        if self.way is None or self.way.directory is not directory:
+            self.close()
+            self.way = self.kind(directory)
+        return _meant(directory, name, self.way.ask(name, *map(_plain, _arguments(directory, name, args))))
+
+
+class SocketWorld(ServedWorld):
+    """Called over the socket."""
+
+    kind = SocketWay
+
+
+def _arguments(directory: Directory, name: str, args: tuple[Any, ...]) -> Sequence[Any]:
+    """Of the actor's method, for those of the directory's. Sets the clock."""
+    if name == "locate_prefix":
+        return args
+    if name == "join":
+        assert isinstance(directory, Windowed)
+        *arguments, Clock.now, directory.window = args
+    elif name == "adopt":
+        node, found, Clock.now, offered = args
+        arguments = [node, _report(directory, node, offered), found]
+    else:
+        *arguments, Clock.now = args
+    return [arguments[0], _report(directory, *arguments)] if name == "heartbeat" else arguments
+
+
+def _report(directory: Directory, node: str, offered: int) -> SlabReport:
+    """Of a node that keeps the size it joined with."""
+    known = directory.nodes.get(node)
+    return SlabReport(offered, known.limit if known else offered, b"")
+
+
+def _meant(directory: Directory, name: str, answer: Any) -> Any:
+    """What the directory's method has returned, where the actor's gave this answer."""
+    if answer is None or name == "stats":
+        return answer and {what: value for what, value in answer.items() if what not in ("socket", "connections")}
+    if name == "heartbeat":
+        answer, target = answer
+        assert target == (0, b"")
+    elif name == "clear":
+        floor, answer = answer
+        assert floor == directory.floor
+    return ANSWERS[name](*answer) if name in ANSWERS else answer
+
+
+def _plain(argument: Any) -> Any:
+    return tuple(argument) if isinstance(argument, tuple) else argument
+
+
+def _pickled(message: Any) -> Any:
+    """As it arrives."""
+    return cloudpickle.loads(cloudpickle.dumps(message))
