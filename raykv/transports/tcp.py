@@ -29,6 +29,8 @@ FEWEST, MOST = 2, 8  # streams of a pull: one flow is capped in clouds, and one 
 GAIN = 1.1  # of the rate, for which a pull takes one more stream from then on
 RATE_BYTES = 64 * MIB  # of which a rate is taken
 SETTLED_S = 60.0  # until one more stream is tried again after it did not help
+SMALL_BYTES = 16 * MIB  # a pull up to this goes first,
+GIVE_WAY_S = 0.1  # but no piece of another waits longer for such ones
 RECEIVERS = 64  # threads beside those that pull
 TRIES = 3  # of a pull whose streams break
 
@@ -44,6 +46,8 @@ class Lane:
         self._rates: dict[int, float] = {}  # bytes a second, by number of streams
         self._grow_at = 0.0  # time.monotonic()
         self._pulls, self._since, self._bytes = 0, 0.0, 0  # running now; since when there was one; what they brought
+        self._small = 0  # of those that are running
+        self._none_small = threading.Condition(self._mutex)
 
     def carry(self, pull: TcpPull) -> None:
         """Bring pieces of a pull over one connection until none is left. OSError where it breaks."""
@@ -51,17 +55,25 @@ class Lane:
             connection = self._idle.pop() if self._idle else None
         connection = connection or wire.connect(self._address)
         try:
-            pull.carry(connection)
+            pull.carry(connection, self._give_way)
         except BaseException:  # the rest of an answer would be taken for the next one
             connection.close()
             raise
         with self._mutex:
             self._idle.append(connection)
 
+    def _give_way(self, pull: TcpPull) -> None:
+        """Have small pulls go first: what is under way of a large one is enough to wait for."""
+        if pull.size > SMALL_BYTES:
+            with self._mutex:
+                self._none_small.wait_for(lambda: not self._small, GIVE_WAY_S)
+
     @contextlib.contextmanager
-    def measured(self, pull: TcpPull) -> Iterator[None]:
-        """Count what a pull brings."""
+    def running(self, pull: TcpPull) -> Iterator[None]:
+        """Count a pull, and what it brings."""
+        small = pull.size <= SMALL_BYTES
         with self._mutex:
+            self._small += small
             if not self._pulls:
                 self._since, self._bytes = time.monotonic(), 0
             self._pulls += 1
@@ -70,6 +82,9 @@ class Lane:
         finally:
             with self._mutex:
                 self._pulls -= 1
+                self._small -= small
+                if not self._small:
+                    self._none_small.notify_all()
                 self._bytes += pull.bytes
                 if self._bytes >= RATE_BYTES:
                     self._note(self._bytes / (time.monotonic() - self._since))
@@ -116,7 +131,7 @@ class Tcp(Transport):
     def pull(self, peer: Peer, offer: Address, request: PullRequest) -> NDArray[np.uint8]:
         lane = self.lane(peer, Address(*offer))
         pull = TcpPull(request, lane.streams)
-        with lane.measured(pull):
+        with lane.running(pull):
             for _ in range(TRIES):
                 errors = self._carry(lane, pull)
                 late = [error for error in errors if isinstance(error, TimeoutError)]

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from raykv.system import wire
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
-PIECE_BYTES = 4 * MIB  # asked for at a time: what a broken stream costs, and a slow one delays
+PIECE_BYTES = 2 * MIB  # asked for at a time: what a broken stream costs, and a slow one delays
 AHEAD = 2  # pieces that a stream has asked for: the peer always has one to send
 STALLED_S = 1.0  # a stream is given up that brought nothing for so long, if another finished a piece
 
@@ -30,14 +31,16 @@ Verdicts = NDArray[np.uint8]
 class TcpPull:
     """The pieces of a request. Thread-safe: each stream has a thread that calls `carry`.
 
-    verdicts: (n,) of its blocks; FAILED until they came. bytes: that came. left: pieces that did not come yet.
+    size: bytes that are asked for. bytes: that came. left: pieces that did not come yet. verdicts: (n,) of its blocks;
+    FAILED until they came.
     """
 
     def __init__(self, request: PullRequest, streams: int) -> None:
         """streams: how many are likely to carry it."""
         source, self._size = request.source, int(request.source["bytes"][0])
         order = np.lexsort((source["slot"], source["slab"]))  # neighbours are sent in one go
-        share = min(PIECE_BYTES, -(-len(source) * self._size // streams))
+        self.size = len(source) * self._size
+        share = min(PIECE_BYTES, -(-self.size // streams))
         each = max(1, share // self._size)
         self._pieces = deque(order[i : i + each] for i in range(0, len(order), each))
         self._request = request
@@ -46,14 +49,17 @@ class TcpPull:
         self.verdicts = np.full(len(source), FAILED, np.uint8)
         self.left, self.bytes = len(self._pieces), 0
 
-    def carry(self, stream: socket.socket) -> None:
+    def carry(self, stream: socket.socket, give_way: Callable[["TcpPull"], None]) -> None:
         """Ask for pieces and receive them until none is left.
 
+        give_way: called before each piece is taken; waits while it is others' turn.
         OSError where the stream breaks: its pieces are for others then. TimeoutError at the request's end.
         """
         asked: deque[Indices] = deque()
         try:
             while True:
+                if self._pieces:
+                    give_way(self)
                 while len(asked) < AHEAD and (piece := self._take()) is not None:
                     asked.append(piece)
                     self._ask(stream, piece)

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from helpers import arena_worker as w
 from helpers.arena_worker import PRINT, locations
+from helpers.pools import eventually
 from helpers.relay import FORWARD, Relay
 from numpy.typing import NDArray
 
 import raykv.transports.tcp
 from raykv.arena.arena import Arena
 from raykv.protocol import ALTERED, FAILED, PULLED
+from raykv.system.wire import Address
 from raykv.transports.base import Peer, PullRequest
 from raykv.transports.tcp import FEWEST, MOST, SETTLED_S, Lane, Tcp
+from raykv.transports.tcp_pull import TcpPull
 
 MIB = 1 << 20
 BLOCK, BLOCKS, SLABS = 1 * MIB, 24, 6
@@ -169,14 +172,33 @@ def test_one_stream_is_enough_where_no_thread_can_be_started(pair: Pair, monkeyp
             assert (pair.pull(relay, slice(1, None)) == PULLED).all() and pair.arrived()
 
 
+def test_large_pulls_give_way_to_small_ones(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.transports.tcp, "SMALL_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(raykv.transports.tcp, "GIVE_WAY_S", PATIENCE_S)
+    small, large = (
+        TcpPull(PullRequest(pair.where[:n], pair.keys[:n], pair.here, pair.where[:n], 0.0), 1) for n in (2, 3)
+    )
+    lane = Lane(Address("127.0.0.1", 0, b""))
+    with ThreadPoolExecutor(1) as pool, lane.running(large):
+        with lane.running(small):
+            waiting = pool.submit(lane._give_way, large)
+            eventually(lambda: lane._none_small._waiters)  # type: ignore[attr-defined]
+            lane._give_way(small)
+            assert not waiting.done()
+        waiting.result(PATIENCE_S / 2)
+    monkeypatch.setattr(raykv.transports.tcp, "GIVE_WAY_S", 0.01)
+    with lane.running(small):
+        lane._give_way(large)  # it does not wait for small ones for ever
+
+
 def test_streams_are_added_while_the_rate_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(raykv.transports.tcp.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
-    lane = Lane(("127.0.0.1", 0, b""))  # type: ignore[arg-type]
+    lane = Lane(Address("127.0.0.1", 0, b""))
     for _ in range(2 * MOST):  # the rate is proportional
         lane._note(float(lane.streams))
     assert lane.streams == MOST
-    lane = Lane(("127.0.0.1", 0, b""))  # type: ignore[arg-type]
+    lane = Lane(Address("127.0.0.1", 0, b""))
     for _ in range(2 * MOST):  # four fill the wire
         lane._note(float(min(lane.streams, 4)))
     assert lane.streams == 4
