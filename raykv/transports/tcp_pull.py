@@ -21,7 +21,7 @@ from raykv.transports.block_server import CLAIM
 
 PIECE_BYTES = 2 * MIB  # asked for at a time: what a broken stream costs, and a slow one delays
 AHEAD = 2  # pieces that a stream has asked for: the peer always has one to send
-STALLED_S = 1.0  # a stream is given up that brought nothing for so long, if another finished a piece
+STALLED_S = 1.0  # a stream is given up that brought nothing for so long, if others did
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.intp]
@@ -46,6 +46,7 @@ class TcpPull:
         self._request = request
         self._mutex = threading.Lock()  # guards all fields below, and `_pieces`
         self._finished = 0.0  # time.monotonic() at which the last piece came
+        self._carrying, self._carried = 0, 0  # streams that do, and that did or do
         self.verdicts = np.full(len(source), FAILED, np.uint8)
         self.left, self.bytes = len(self._pieces), 0
 
@@ -56,6 +57,8 @@ class TcpPull:
         OSError where the stream breaks: its pieces are for others then. TimeoutError at the request's end.
         """
         asked: deque[Indices] = deque()
+        with self._mutex:
+            self._carrying, self._carried = self._carrying + 1, self._carried + 1
         try:
             while True:
                 if self._pieces:
@@ -69,7 +72,12 @@ class TcpPull:
                 asked.popleft()
         finally:
             with self._mutex:
+                self._carrying -= 1
                 self._pieces.extendleft(reversed(asked))
+
+    def _is_last(self) -> bool:
+        """Whether of several streams one is left, which nobody is faster than."""
+        return self._carrying == 1 < self._carried
 
     def _take(self) -> Indices | None:
         with self._mutex:
@@ -130,7 +138,7 @@ class TcpPull:
             except TimeoutError:
                 if time.monotonic() >= self._request.end:
                     raise
-                if self._finished > moved:
+                if self._finished > moved or self._is_last():
                     raise ConnectionError(f"nothing came for {STALLED_S} s, but over other streams") from None
                 continue
             moved = time.monotonic()

@@ -55,7 +55,7 @@ class Pair:
         out = np.zeros((len(where), BLOCK), np.uint8)
         positions = self.here.read_headers(where, keys).positions.tolist()
         there = self.here.read(where, keys, out, verify=True)
-        return there.all() and np.array_equal(out, self.blocks[which]) and positions == [*range(BLOCKS)][which]
+        return bool(there.all()) and np.array_equal(out, self.blocks[which]) and positions == [*range(BLOCKS)][which]
 
     @contextmanager
     def relay(self, limit: Callable[[int], int] = lambda n: FORWARD, cut: bool = True) -> Iterator[Relay]:

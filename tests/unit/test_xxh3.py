@@ -34,7 +34,7 @@ def buffers(n: int, size: int, offset: int) -> Bytes:
 
 def root(view: Bytes) -> Bytes:
     """All of the buffer."""
-    return view if view.base is None else root(view.base)  # type: ignore[arg-type]
+    return view if view.base is None else root(view.base)
 
 
 def table_of(targets: Bytes, sources: Bytes, lengths: list[int]) -> NDArray[np.int64]:
