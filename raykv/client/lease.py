@@ -18,6 +18,7 @@ from raykv.protocol import ALTERED, LOCATION, PULLED, Matched, data_deadline, is
 
 TIER_PIECE_BYTES = 32 * MIB  # what is pulled from an external tier at a time: a whole piece must come in time to count
 PIECES_AHEAD = 2
+LATE_S = 0.5  # what fails after so long was not refused, but not answered
 WAIT_BUDGET_S = 0.05  # a read waits for a tier at least for so long, however fast its tokens could be computed
 
 
@@ -46,6 +47,7 @@ class Lease:
         if session.local is None or (ours["node"] != session.local.index).any():
             session.refresh()  # this process has an old index of its node
             self.source, self.staged, self.keys = self.source[:0], self.staged[:0], self.keys[:0]
+        self._forgo_silent()
         self._external = is_tier(self.source["node"])
         external = int(self._external.sum())
         self._piece_blocks = max(1, (TIER_PIECE_BYTES if external else PIECE_BYTES) // self._block_bytes)
@@ -55,6 +57,14 @@ class Lease:
             self.release()
         elif session.local is not None and (prefetch or external):
             self._begin(session.local)
+
+    def _forgo_silent(self) -> None:
+        """Keep what comes before the first block that would have to come from, or through, who does not answer."""
+        local, away = self._session.local, self._away(0, len(self))
+        if local is not None and len(away):
+            silent = away[~local.reaches(self.source["node"][away])]
+            stop = int(silent[0]) if len(silent) else len(self)
+            self.source, self.staged, self.keys = self.source[:stop], self.staged[:stop], self.keys[:stop]
 
     def __len__(self) -> int:
         return len(self.source)
@@ -167,7 +177,10 @@ class Lease:
     def _pull(self, local: LocalStore, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
         """Begin to pull blocks into their staging slots. Yields those of each piece that arrived, as it arrives."""
         pulls: dict[Any, NDArray[np.intp]] = {}
-        pieces = self._cut(away)
+        reached = away[local.reaches(self.source["node"][away])]
+        if left := len(away) - len(reached):
+            self._session.directory.fault("silent", f"{left} blocks are of nodes that do not answer")
+        pieces = self._cut(reached)
 
         def pull(count: int) -> None:
             for piece in itertools.islice(pieces, count):
@@ -175,13 +188,17 @@ class Lease:
 
         def arrivals() -> Iterator[NDArray[np.intp]]:
             while pulls:
+                begin = time.monotonic()
                 answer = local.first(list(pulls), self._deadline(list(pulls.values())))
                 if answer is None:
                     self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
+                    local.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])
                     self._session.refresh()
                     return
                 piece = pulls.pop(answer)
                 arrived = self._arrived(answer, piece)
+                if not arrived.any() and time.monotonic() - begin > LATE_S:
+                    local.gave_up(self.source["node"][piece])
                 if arrived.all():  # else later pieces are not pulled: only leading blocks count
                     pull(1)
                 yield piece[arrived]

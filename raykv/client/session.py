@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -14,15 +15,15 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
+from raykv.client.workers import Workers
 from raykv.config import NAMESPACE
-from raykv.errors import PoolNotFound
+from raykv.errors import PoolNotFound, RayKVError
 from raykv.protocol import host_of
 
 log = logging.getLogger("raykv")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREADS = 16  # that serve async callers
 REFRESH_S = 1.0
 
 
@@ -59,8 +60,9 @@ class Session:
         self.directory = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv")
-        self._background = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-background")
+        self._renewing = threading.Lock()  # held while the node store is looked for
+        self._workers = Workers("raykv")
+        self._background = Workers("raykv-background")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _joined, (self.name,)
@@ -73,7 +75,7 @@ class Session:
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run what blocks beside the event loop. Cancelled, it ends first: it may be using the caller's memory."""
         registry.refuse_forked()
-        running = asyncio.wrap_future(self._threads.submit(function, *args, **kwargs))
+        running = asyncio.wrap_future(self._workers.submit(function, *args, **kwargs))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -88,10 +90,12 @@ class Session:
         return self._background.submit(function, *args, **kwargs)
 
     def refresh(self) -> None:
-        """Look for the node store again, in the background: it seems to be another one. At most once a second."""
-        if time.monotonic() - self._looked > REFRESH_S:
-            self._looked = time.monotonic()
-            self._threads.submit(self._renew)
+        """Look for the node store again, in the background: it seems to be another one. At most once a second.
+
+        Nobody queues behind it: a store that does not answer is waited for in a thread of its own, and asked once.
+        """
+        if time.monotonic() - self._looked > REFRESH_S and self._renewing.acquire(blocking=False):
+            threading.Thread(target=self._renew, name="raykv-renew", daemon=True).start()
 
     def node_names(self, indices: list[int]) -> list[str]:
         """Ray node ids, each once, of nodes by the index that locations carry. Nodes that are gone are left out."""
@@ -121,7 +125,15 @@ class Session:
             return None
 
     def _renew(self) -> None:
-        found = self._find_store()
+        try:
+            self._take(self._find_store())
+        except RayKVError as error:
+            self.directory.fault("store", error)
+        finally:
+            self._looked = time.monotonic()
+            self._renewing.release()
+
+    def _take(self, found: LocalStore | None) -> None:
         if found is None:
             return
         if self.local and self.local.arena.nonce == found.arena.nonce:

@@ -209,9 +209,9 @@ class Allocator:
             self._reclaim(node, size_class, stride, self._size_classes.room, need)
 
     def staging_class(self, reader: Node | None, stride: int) -> int:
-        """The size class that blocks are pulled into for a reader; -1 where there is none, or none yet."""
+        """The size class that blocks are pulled into for a reader; -1 where there is none, or no store that pulls."""
         size_class = self.size_class(reader, stride) if reader else -1
-        return size_class if reader and reader.state != "joining" else -1
+        return size_class if reader and reader.state == "alive" else -1
 
     def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
         """Give a size spare slabs until `need` more blocks fit. Returns how many do."""

@@ -91,7 +91,8 @@ class Directory(Membership):
             return Matched(self.epoch, b"", b"")
         reader, stride, keys = self.nodes.get(request.node), slot_bytes(request.block_bytes), key_array(request.keys)
         size_class, on_gpu = self._allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
-        node, host = reader.index if reader else -1, self.nodes.get(reader.host) if reader and on_gpu else None
+        node = reader.index if reader and reader.state != "joining" else -1
+        host = self.nodes.get(reader.host) if reader and on_gpu else None
         firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
         locations, staged_locations = np.empty((2, len(keys)), LOCATION)
         need = leases.find_prefix(self._c, keys, firsts, node, size_class)

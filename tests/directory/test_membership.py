@@ -3,13 +3,13 @@
 import struct
 
 from helpers.directory_checks import check_invariants
-from helpers.directory_pool import KEYS, PAGE, Pool
+from helpers.directory_pool import KEYS, PAGE, Pool, blocks
 from helpers.oracle.slots import LOCATION, unpack
 
 from raykv.protocol import FINISHED, Inventory, SweepResult
 
 
-def test_a_suspect_node_keeps_its_rows_but_offers_none() -> None:
+def test_a_suspect_node_keeps_its_rows_but_offers_none_to_others() -> None:
     pool = Pool(nodes="ab")
     pool.store("a", KEYS[:2])
     pool.tick(4.0, alive="b")
@@ -20,6 +20,34 @@ def test_a_suspect_node_keeps_its_rows_but_offers_none() -> None:
     assert pool.store("b", KEYS[:2]) == [], "they are not lost yet"
     pool.tick(1.0)
     assert pool.read("a", KEYS[:2]) == 2
+
+
+def test_who_reads_beside_a_suspect_store_finds_what_is_in_its_memory() -> None:
+    """Shared memory needs no store to be read; a pull of other nodes' blocks does, and gets no staging slot."""
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:3])
+    pool.store("b", KEYS[3:5])
+    pool.replicate("b", KEYS[:2])  # of two blocks there is a copy that is offered
+    pool.tick(4.0, alive="b")
+    lease, got = pool.match("a", KEYS[:5])
+    assert [pool.name(location[0]) for location in unpack(got.source)] == ["a"] * 3
+    assert got.staged == b"" and pool.count("staging", "a") == 0
+    pool.release("a", lease)
+    assert pool.read("b", KEYS[:5]) == 2
+    pool.tick(1.0)
+    assert pool.read("a", KEYS[:5]) == 5
+
+
+def test_what_is_read_beside_a_suspect_store_stays_while_it_is_leased() -> None:
+    pool = Pool(nodes="a")
+    pool.store("a", KEYS[:7])
+    pool.tick(4.0, alive="")
+    lease, got = pool.match("a", KEYS[:7])
+    assert blocks(got) == 7
+    pool.tick(1.0)  # it answers again, and writers come
+    assert pool.store("a", KEYS[100:103]) == [] and all(pool.has(KEYS[:7]))
+    pool.release("a", lease)
+    assert pool.store("a", KEYS[110:112]) == ["a", "a"]
 
 
 def test_removing_a_node_promotes_replicas() -> None:

@@ -68,7 +68,8 @@ def warm_neighbours(c, rows):
 def best(c, first, node):
     """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none.
 
-    To read: a copy on `node`, else the primary, else any replica, else a copy in an external tier.
+    To read: a copy on `node`, else the primary, else any replica, else a copy in an external tier. The copy on `node`
+    is read whether its store answers or not: it is in memory that the reader shares.
     """
     source = np.int64(-1)
     external = np.int64(-1)
@@ -78,13 +79,14 @@ def best(c, first, node):
         state = c.rows[row].state
         size_class = size_class_of(c, row)
         here = c.size_classes[size_class].node == node
-        if c.size_classes[size_class].offered and c.rows[row].holds < HOLDS_MAX:
+        offered = c.size_classes[size_class].offered
+        if (offered or here) and c.rows[row].holds < HOLDS_MAX:
             if present(state):
                 if here:
                     return row, np.int64(-1)
                 if source < 0 or state == READY:
                     source = row
-            elif state == STAGING and here:
+            elif state == STAGING and here and offered:
                 staging = row
             elif state == EXTERNAL:
                 external = row

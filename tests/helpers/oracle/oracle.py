@@ -76,12 +76,16 @@ class Oracle(GpuDemotion):
     # ------------------------------------------------------------------ readers
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
-        """(copy to read: the node's own, else the primary, else any, else a tier's; copy being staged there)."""
-        offered = [r for r in self.table.get(key, ()) if r.slab.size_class.offered and r.holds < HOLDS_MAX]
-        present = [r for r in offered if r.state in PRESENT]
-        here = [r for r in present if r.slab.node == node]
+        """(copy to read: the node's own, else the primary, else any, else a tier's; copy being staged there).
+
+        The node's own is read whether its store answers or not: it is in memory that the reader shares.
+        """
+        copies = [r for r in self.table.get(key, ()) if r.holds < HOLDS_MAX]
+        here = [r for r in copies if r.state in PRESENT and r.slab.node == node]
         if here:
             return here[0], None
+        offered = [r for r in copies if r.slab.size_class.offered]
+        present = [r for r in offered if r.state in PRESENT]
         primary = [r for r in present if r.state == "ready"]
         staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
         external = [r for r in offered if r.state == "external"]
@@ -95,11 +99,13 @@ class Oracle(GpuDemotion):
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
         size_class = self.size_class(reader, stride) if reader else None
+        if reader and reader.state != "alive":
+            size_class = None  # its store pulls nothing
         if reader and size_class:
             need = min(self.unstaged(wanted, reader.index), size_class.window - len(size_class.of("staging")))
             if need > 0:
                 self.provide_slots(reader, size_class, need)
-        here = reader.index if reader else -1
+        here = reader.index if reader and reader.state != "joining" else -1
         hold = Lease(call.seq, False, here, size_class, [], [], [], set())
         for key in wanted:
             row, staging = self.best(key, here)

@@ -1,0 +1,47 @@
+"""Threads for callers that must not wait."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SEATS = 16  # that work at a time: copies share the memory's bandwidth
+THREADS = 256  # with those that wait for another process
+_thread = threading.local()  # seats: those that the work of this thread has one of
+
+
+class Workers:
+    """So many work at a time. Whoever waits for another process lets others work: see `giving_way`."""
+
+    def __init__(self, name: str) -> None:
+        """name: of the threads."""
+        self._seats = threading.Semaphore(SEATS)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=name)
+
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function in one of the threads."""
+        return self._threads.submit(self._run, partial(function, *args, **kwargs))
+
+    def _run(self, work: Callable[[], Any]) -> Any:
+        with self._seats:
+            _thread.seats = self._seats
+            return work()
+
+
+@contextlib.contextmanager
+def giving_way() -> Iterator[None]:
+    """While this thread waits for another process it takes up no seat of its Workers, if it is one of theirs."""
+    seats: threading.Semaphore | None = getattr(_thread, "seats", None)
+    if seats is None:
+        yield
+        return
+    seats.release()
+    try:
+        yield
+    finally:
+        seats.acquire()

@@ -1,0 +1,159 @@
+"""A node store that does not answer: what needs it is a miss, the rest is not held up, and it is not asked twice."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import (
+    BLOCK,
+    come_back,
+    eventually,
+    node_store,
+    other_node,
+    payload,
+    pid,
+    read,
+    settled,
+    suspend,
+    tokens,
+    worker,
+)
+
+import raykv
+
+pytestmark = pytest.mark.usefixtures("patiently")
+
+WAITING = 24  # reads: more than work at a time
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+
+
+@contextmanager
+def stopped(pool: raykv.KVPool, node_id: str) -> Iterator[None]:
+    process = pid(node_store(pool, node_id))
+    suspend(process)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def state(pool: raykv.KVPool, node_id: str) -> str:
+    return str(pool.stats()["nodes"][node_id]["state"])
+
+
+def kept(pool: raykv.KVPool, cache: raykv.KVCache, node_id: str, seeds: range, blocks: int) -> list[raykv.Keys]:
+    """Prompts that one node has, and no other."""
+    there = worker(pool, node_id)
+    prompts = [cache.keys(tokens(seed, blocks)) for seed in seeds]
+    for keys in prompts:
+        ray.get(there.keep.remote(keys), timeout=120)
+    return prompts
+
+
+def pulled(pool: raykv.KVPool) -> int:
+    """Blocks that the store of this node pulled."""
+    return int(ray.get(node_store(pool, pool.node_id).stats.remote(), timeout=60)["pulled"])
+
+
+def test_a_reader_beside_a_stopped_store_reads_the_memory_of_its_node(start: Callable[..., raykv.KVPool]) -> None:
+    """Also blocks of which another node has a copy that is offered: they are not fetched through the stopped store."""
+    pool = start()
+    cache = a_cache(pool)
+    (keys,) = kept(pool, cache, pool.node_id, range(1), 20)
+    (far,) = kept(pool, cache, other_node(pool), range(1, 2), 20)
+    there = worker(pool, other_node(pool))
+    eventually(lambda: ray.get(there.holds.remote(keys), timeout=60))
+    with stopped(pool, pool.node_id):
+        eventually(lambda: state(pool, pool.node_id) == "suspect")
+        for _ in range(3):
+            assert read(cache, keys) == (20, 20, 0, [pool.node_id])
+        assert read(cache, far).matched == 0
+    come_back(cache, [keys, far])
+    eventually(lambda: settled(pool))
+
+
+def test_a_store_that_was_late_is_not_asked_again_until_it_answers(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    far = kept(pool, cache, other_node(pool), range(6), 1)
+    out = np.zeros((1, BLOCK), np.uint8)
+    matches = [cache.match(keys) for keys in far[:5]]
+    assert [match.num_blocks for match in matches] == [1] * 5
+    before = pulled(pool)
+    with stopped(pool, pool.node_id):
+        assert [match.read(out) for match in matches] == [0] * 5
+        assert pool.session.directory.faults["silent"] == 4
+        with cache.match(far[5]) as match:
+            assert match.num_blocks == 0
+    # What the stopped store was asked for it does when it goes on, and begins before what it is asked for later.
+    eventually(lambda: pulled(pool) - before == 1)
+    for match in matches:
+        match.release()
+    come_back(cache, far[5:])
+    assert pulled(pool) - before == 2
+    come_back(cache, far)
+    eventually(lambda: settled(pool))
+
+
+def test_a_node_that_was_late_is_left_alone(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    far = kept(pool, cache, other_node(pool), range(5), 1)
+    near = kept(pool, cache, pool.node_id, range(100, 101), 8)[0]
+    out = np.zeros((1, BLOCK), np.uint8)
+    matches = [cache.match(keys) for keys in far]
+    assert [match.num_blocks for match in matches] == [1] * 5
+    with stopped(pool, other_node(pool)):
+        assert [match.read(out) for match in matches] == [0] * 5
+        assert pool.session.directory.faults["silent"] == 4
+        assert read(cache, near)[:3] == (8, 8, 0)
+    for match in matches:
+        match.release()
+    come_back(cache, [near, *far])
+    eventually(lambda: settled(pool))
+
+
+def test_async_callers_do_not_queue_behind_a_stopped_store(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache = a_cache(pool)
+    far = kept(pool, cache, other_node(pool), range(WAITING), 1)
+    near = kept(pool, cache, pool.node_id, range(100, 101), 8)[0]
+    new = cache.keys(tokens(101, 8))
+    reading = cache.match(near)
+    matches = [cache.match(keys) for keys in far]
+    assert [match.num_blocks for match in matches] == [1] * WAITING
+
+    async def read_near() -> int:
+        async with cache.amatch(near) as match:
+            return await match.aread(np.zeros((8, BLOCK), np.uint8))
+
+    async def go() -> tuple[list[Any], list[Any]]:
+        rows = np.zeros((WAITING, 1, BLOCK), np.uint8)
+        waiting = [asyncio.ensure_future(match.aread(row)) for match, row in zip(matches, rows, strict=True)]
+        await asyncio.sleep(0)  # they have all been asked for
+        others = [
+            read_near(),
+            reading.aread(np.zeros((8, BLOCK), np.uint8)),
+            cache.astore(new, payload(new, BLOCK)),
+        ]
+        done = await asyncio.gather(*others)
+        assert not any(task.done() for task in waiting), "what needs another was served first"
+        return done, await asyncio.gather(*waiting)
+
+    with stopped(pool, pool.node_id):
+        done, late = asyncio.run(go())
+    assert done[:2] == [8, 8]
+    assert late == [0] * WAITING
+    for match in (reading, *matches):
+        match.release()
+    come_back(cache, [near, *far])
+    eventually(lambda: settled(pool))
