@@ -40,7 +40,7 @@ from raykv.tiers.guarded import GuardedTier
 
 log = logging.getLogger("raykv")
 POLL_S = 0.1
-IDLE_POLL_S = 0.5  # the longest pause between two questions to the directory
+IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
 SERVED_HEARTBEAT_S = 5.0  # of a tier that the directory serves: it says with every answer to `demote` that it does
 TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
 REFUSED_S = 1.0  # pause after a batch of which the tier refused some

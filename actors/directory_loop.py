@@ -8,7 +8,6 @@ from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.system.periodic import Pause, Periodic
 
 log = logging.getLogger("raykv")
-LOOK_S = 0.25  # until a directory that is gone is noticed
 
 
 class DirectoryLoop(Periodic):
@@ -21,9 +20,9 @@ class DirectoryLoop(Periodic):
         self, pool: str, name: str, step: Callable[[DirectoryLine], Pause], on_error: Callable[[Exception], Pause]
     ) -> None:
         """name: the thread's. step, on_error: see Periodic."""
-        super().__init__(name, self._with_directory, self._forget_directory)
         self._pool, self._name, self._ask, self._failed = pool, name, step, on_error
         self._line, self._found = DirectoryLine(pool), False
+        super().__init__(name, self._with_directory, self._forget_directory, lambda: self._line.connection)
         self._late = False  # the last call was not answered in time
         self._due = 0.0  # time.monotonic() of the next step
 
@@ -37,14 +36,13 @@ class DirectoryLoop(Periodic):
         self._found = True
         if not self._line.look():
             raise ConnectionError("the directory closed the connection")
-        if time.monotonic() < self._due:
-            return min(LOOK_S, self._due - time.monotonic())
-        self._due = float("inf")  # unless `wake` is called meanwhile
-        pause = self._ask(self._line)
-        self._late = False
-        if pause is not None and self._due:
-            self._due = time.monotonic() + pause
-        return min(LOOK_S, max(0.0, self._due - time.monotonic()))
+        if time.monotonic() >= self._due:
+            self._due = float("inf")  # unless `wake` is called meanwhile
+            pause = self._ask(self._line)
+            self._late = False
+            if pause is not None and self._due:
+                self._due = time.monotonic() + pause
+        return None if self._due == float("inf") else max(0.0, self._due - time.monotonic())
 
     def _forget_directory(self, error: Exception) -> Pause:
         late_once = isinstance(error, TimeoutError) and not self._late and self._line.way == "socket"

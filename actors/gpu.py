@@ -24,7 +24,7 @@ from raykv.protocol import KEY_BYTES, LOCATION, PULLED, GpuDemotionReport, GpuDe
 from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
-IDLE_POLL_S = 0.25  # pause after an answer without blocks to demote
+POLL_S, IDLE_POLL_S = 0.25, 1.0  # pause after the first answer without blocks to demote, and after many
 NOTHING_DONE = GpuDemotionReport(locations=b"", stored=b"")
 DRIVER = "/proc/driver/nvidia/version"
 
@@ -71,7 +71,8 @@ class GpuDemoter:
     def __init__(self, pool: str, gpu: NodeMemory, memory: NodeMemory) -> None:
         self._gpu, self._memory = gpu, memory
         self._report = NOTHING_DONE  # what became of the last answer
-        self._loop = DirectoryLoop(pool, "raykv-gpu-demoter", self._demote, lambda _: IDLE_POLL_S)
+        self._pause = 0.0
+        self._loop = DirectoryLoop(pool, "raykv-gpu-demoter", self._demote, lambda _: POLL_S)
         self._loop.start()
 
     def stop(self) -> None:
@@ -86,7 +87,8 @@ class GpuDemoter:
         keys = np.frombuffer(demotions.keys, np.uint8).reshape(-1, KEY_BYTES)
         stored = _copy(self._gpu, source, keys, self._memory.arena, target)
         self._report = GpuDemotionReport(demotions.target, stored.astype(np.uint8).tobytes())
-        return 0.0 if stored.any() else IDLE_POLL_S
+        self._pause = 0.0 if stored.any() else min(max(POLL_S, 2 * self._pause), IDLE_POLL_S)
+        return self._pause
 
 
 def _copy(

@@ -6,6 +6,7 @@ directory had, so that two can't be in charge: what the older one says is refuse
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from raykv.system.wire import Address
 log = logging.getLogger("raykv")
 SILENT_PINGS = 3  # of HEARTBEAT_S each, after which a directory is taken for lost
 SILENT_RAY_PINGS = 10  # the same through Ray, where a ping waits behind all other calls
-LOOK_S = 0.1  # until a directory whose process ended is noticed
 
 
 class Succession:
@@ -42,7 +42,7 @@ class Succession:
         self._known: Address | None = None  # where it answered
         self._serves = False
         self._taking = threading.Lock()  # the supervisor may ask for it, too
-        self._loop = Periodic("raykv-succession", self._step, self._on_error)
+        self._loop = Periodic("raykv-succession", self._step, self._on_error, self._watched_connection)
 
     def start(self) -> None:
         """Take charge now if this directory is named for it; else stand by."""
@@ -59,7 +59,8 @@ class Succession:
                 return
             self._prepare()
             if registry.in_charge(self._pool) == before:
-                registry.put_in_charge(self._pool, self._name, self._take_charge())
+                address, self._known = self._take_charge(), None  # if that can't be told, `_is_lost` finds out
+                registry.put_in_charge(self._pool, self._name, address)
                 self._serves = True
 
     def _step(self) -> float:
@@ -69,7 +70,11 @@ class Succession:
         if self._is_lost() and registry.settings(self._pool) is not None:  # else the pool is being stopped
             log.warning("pool %s: %s takes over: the directory before it does not answer", self._pool, self._name)
             self.take()
-        return LOOK_S
+        return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
+
+    def _watched_connection(self) -> socket.socket | None:
+        """To the directory in charge, while this one stands by: its end says that the process ended."""
+        return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:
         if not isinstance(error, (RayError, ValueError)):  # of Ray's KV, or of a pool that is being stopped
@@ -84,19 +89,24 @@ class Succession:
 
     def _is_lost(self) -> bool:
         """Whether the directory in charge is gone: its process ended, or it has been silent for too long."""
-        if self._known and not self._line.look():
-            return self._has_ended(self._known)
-        if time.monotonic() < self._pinged + HEARTBEAT_S:
-            return False
-        self._pinged = time.monotonic()
-        in_charge = registry.in_charge(self._pool)
-        if in_charge.name == self._name:  # that was told, and the answer was lost
-            return True
-        if self._line.address is None or self._line.address != in_charge.address:
+        if time.monotonic() >= self._pinged + HEARTBEAT_S:
+            self._pinged = time.monotonic()
+            if not self._known or self._silent:  # while it answers, nobody else is in charge
+                in_charge = registry.in_charge(self._pool)
+                if in_charge.name == self._name:  # that was told, and the answer was lost
+                    return True
+                self._connect(in_charge.address)
+            if self._is_silent():
+                return True
+        known = self._known
+        return known is not None and not self._line.look() and self._has_ended(known)
+
+    def _connect(self, address: Address | None) -> None:
+        """Watch the directory in charge, at that address."""
+        if self._line.address is None or self._line.address != address:
             self._line.find()
         if self._line.address != self._watched:  # it was restarted, and listens elsewhere
             self._watched, self._silent = self._line.address, 0
-        return self._is_silent()
 
     def _is_silent(self) -> bool:
         """Ping the directory in charge. Whether it has not answered for too long."""
@@ -110,6 +120,7 @@ class Succession:
     def _has_ended(self, address: Address) -> bool:
         """Whether nobody listens where the directory did, though its node is there."""
         self._known = None  # else: look for it anew
+        self._line.close()
         try:
             Pipeline(address).close()
         except ConnectionRefusedError:

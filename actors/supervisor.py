@@ -59,6 +59,7 @@ class Supervisor:
         self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
         self._successor_at = now + SUCCESSOR_AFTER_S  # when the successor is looked after again
         self._successor, self._successor_answer = 0, None  # its number, and its answer that is due
+        self._standing_by: Any = None  # the successor's handle, once it was found
         self._successor_asked, self._successors_given_up = now, 0
         self._rests_until = 0.0  # the last close look found all well
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
@@ -107,7 +108,7 @@ class Supervisor:
 
     def _at_rest(self) -> bool:
         """Whether the last close look is not long ago, all was well, and Ray has told of no store that died since."""
-        alive = all(store._get_local_state() == ActorTableData.ALIVE for store in self._stores.values())
+        alive = all(_is_alive(store) for store in self._stores.values())
         return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
 
     def _look_closely(self, living: set[str]) -> None:
@@ -237,14 +238,16 @@ class Supervisor:
         others = sorted((living & self._served) - {node_id} - set(registry.names(self._pool, "leaving")))
         there = others[self._successors_given_up % len(others)] if others else node_id
         if self._successor != _other(self._in_charge):  # it took over: what is due was asked of another
-            self._successor, self._successor_answer = _other(self._in_charge), None
-        successor = start_directory(self._pool, self._successor, there)
+            self._successor, self._successor_answer, self._standing_by = _other(self._in_charge), None, None
+        if self._standing_by is None or not _is_alive(self._standing_by):
+            self._standing_by = start_directory(self._pool, self._successor, there)
         if self._successor_is_bad(others) and registry.in_charge(self._pool).name == self._in_charge:
             log.warning("%r: the directory that stands by is started anew: it is of no use where it is", self)
-            ray.kill(successor)
-            self._successor_answer, self._successors_given_up = None, self._successors_given_up + 1
+            ray.kill(self._standing_by)
+            self._standing_by = self._successor_answer = None
+            self._successors_given_up += 1
         elif self._successor_answer is None:
-            self._successor_answer, self._successor_asked = successor.node_id.remote(), time.monotonic()
+            self._successor_answer, self._successor_asked = self._standing_by.node_id.remote(), time.monotonic()
 
     def _successor_is_bad(self, others: list[str]) -> bool:
         """Whether it has not answered for too long, or is on none of the other nodes though there are some."""
@@ -258,6 +261,11 @@ class Supervisor:
             return bool(others) and ray.get(answer) not in others
         except RayError:  # it is being restarted
             return False
+
+
+def _is_alive(actor: Any) -> bool:
+    """What Ray has told this process of an actor: it costs no question."""
+    return bool(actor._get_local_state() == ActorTableData.ALIVE)
 
 
 def _other(name: str) -> int:

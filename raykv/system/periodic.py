@@ -1,8 +1,11 @@
 """A daemon thread that repeats one step: heartbeats, demotion, resizing, watching."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable
+
+from raykv.system.bell import Bell
 
 Pause = float | None  # seconds; None: until `wake`
 
@@ -13,11 +16,20 @@ class Periodic:
     One thread takes the steps; every method may be called from any thread.
     """
 
-    def __init__(self, name: str, step: Callable[[], Pause], on_error: Callable[[Exception], Pause]) -> None:
-        """name: the thread's. step: returns the pause after it. on_error: the same, of what a step raised."""
-        self._step, self._on_error = step, on_error
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], Pause],
+        on_error: Callable[[Exception], Pause],
+        connection: Callable[[], socket.socket | None] = lambda: None,
+    ) -> None:
+        """name: the thread's. step: returns the pause after it. on_error: the same, of what a step raised.
+
+        connection: returns one whose end ends the pause, if there is one.
+        """
+        self._step, self._on_error, self._connection = step, on_error, connection
         self._began = 0.0
-        self._wake, self._stopped = threading.Event(), threading.Event()
+        self._bell, self._stopped = Bell(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -26,12 +38,12 @@ class Periodic:
 
     def wake(self) -> None:
         """Take the next step now, or as soon as the present one ends."""
-        self._wake.set()
+        self._bell.ring()
 
     def stop(self) -> None:
         """Take no further step. The present one goes on; `join` waits for it."""
         self._stopped.set()
-        self._wake.set()
+        self._bell.ring()
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the last step has ended, at most so many seconds."""
@@ -52,5 +64,4 @@ class Periodic:
                 pause = self._step()
             except Exception as error:
                 pause = self._on_error(error)
-            self._wake.wait(pause)
-            self._wake.clear()
+            self._bell.wait(pause, self._connection())

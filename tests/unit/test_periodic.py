@@ -1,5 +1,6 @@
 """A thread that repeats a step: its pauses, what wakes and ends it, and errors, which do not."""
 
+import socket
 import threading
 import time
 from typing import Any
@@ -51,6 +52,25 @@ def test_wake_ends_a_pause(pause: Pause) -> None:
         time.sleep(0.02)
         assert len(steps) == n
         loop.wake()
+    loop.stop()
+    assert ended(loop)
+
+
+def test_the_end_of_a_connection_ends_a_pause() -> None:
+    ours, theirs = socket.socketpair()
+    steps: list[socket.socket | None] = []
+    connection: list[socket.socket | None] = [ours]
+
+    def step() -> None:
+        steps.append(connection[0])
+        connection[0] = ours if len(steps) == 1 else None
+
+    loop = Periodic("raykv-test", step, unexpected, lambda: connection[0])
+    loop.start()
+    eventually(lambda: len(steps) == 1)
+    with ours:
+        theirs.close()
+        eventually(lambda: len(steps) == 2)
     loop.stop()
     assert ended(loop)
 
@@ -141,7 +161,7 @@ def test_the_directory_is_looked_for_anew_after_an_error_only(monkeypatch: pytes
             self.found = found
             return True
 
-        way = "socket"
+        way, connection = "socket", None
 
         def look(self) -> bool:
             return True

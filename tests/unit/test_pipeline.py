@@ -238,7 +238,7 @@ def test_cancelled_calls_leave_the_others_right(
                 with suppress(asyncio.CancelledError):
                     await task
             assert all(task.cancelled() for task in cancelled)
-        assert not asyncio.get_running_loop().remove_reader(pipeline._socket), "nobody waits"
+        assert not asyncio.get_running_loop().remove_reader(pipeline.socket), "nobody waits"
 
     run(new_loop, main())
     drain(pipeline)

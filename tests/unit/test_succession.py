@@ -22,9 +22,11 @@ class Registry:
     def __init__(self) -> None:
         self.now = InCharge(FIRST, THERE)
         self.stopped = False
+        self.asked = 0  # how often, who is in charge
         self.deaf = 0  # puts that are executed, and whose answer is lost
 
     def in_charge(self, pool: str) -> InCharge:
+        self.asked += 1
         return self.now
 
     def put_in_charge(self, pool: str, name: str, address: Address | None) -> None:
@@ -49,6 +51,9 @@ class Line:
 
     def look(self) -> bool:
         return self.alive
+
+    def close(self) -> None:
+        self.address = None
 
     def call(self, method: str, seconds: float) -> int:
         if not self.answers:
@@ -86,6 +91,23 @@ class Directory:
 
 def test_a_successor_leaves_a_directory_that_answers_in_charge(registry: Registry) -> None:
     assert Directory(SECOND).steps(50) == 0 and registry.now.name == FIRST
+
+
+def test_a_successor_asks_the_registry_only_while_the_directory_does_not_answer(registry: Registry) -> None:
+    second = Directory(SECOND)
+    second.steps(50)
+    assert registry.asked == 1
+    second.line.answers = False
+    second.steps(2)
+    assert registry.asked == 2, "since the first ping in vain"
+
+
+def test_a_successor_that_was_put_in_charge_while_the_directory_answers_serves(registry: Registry) -> None:
+    second, registry.deaf = Directory(SECOND), 1
+    second.steps(2)
+    with pytest.raises(GetTimeoutError):  # the supervisor asked for it, and could not be answered
+        second.succession.take()
+    assert second.steps(1) == 2 and registry.now.name == SECOND
 
 
 def test_a_successor_takes_over_at_once_when_the_process_has_ended(registry: Registry) -> None:

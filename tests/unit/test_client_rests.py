@@ -1,0 +1,100 @@
+"""The thread of a client while nobody calls: it rests until the next heartbeat, and is there when it is needed."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.pools import eventually
+
+from raykv.client import directory_client
+from raykv.client.directory_client import DirectoryClient
+
+
+class Line:
+    """A line to a directory that answers every call."""
+
+    way = "socket"
+
+    def __init__(self, pool: str) -> None:
+        self.connection, self.theirs = socket.socketpair()
+        self.alive, self.looks, self.asked = True, 0, list[str]()
+
+    def find(self) -> bool:
+        self.asked.append("find")
+        return True
+
+    def look(self) -> bool:
+        self.looks += 1
+        return self.alive
+
+    def send(self, method: str, *arguments: Any) -> str:
+        self.asked.append(method)
+        return method
+
+    def wait(self, sent: str, seconds: float) -> tuple[int, int]:
+        return 1, 0
+
+    def call(self, method: str, *arguments: Any, seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        self.alive = True  # from the next `find` on
+        self.connection.close()
+        self.theirs.close()
+        self.connection, self.theirs = socket.socketpair()
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryClient]:
+    """One that rests, and for long."""
+    monkeypatch.setattr(directory_client, "DirectoryLine", Line)
+    monkeypatch.setattr(directory_client, "TEND_S", 0.01)
+    monkeypatch.setattr(directory_client, "HEARTBEAT_AFTER_S", 1000.0)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    client = DirectoryClient("p", lambda: 0)
+    rests(client)
+    line: Any = client.line
+    assert line.asked == ["find"] and line.looks < 10
+    yield client
+    client.close()
+
+
+def rests(client: DirectoryClient) -> None:
+    eventually(lambda: client._rests)
+
+
+def test_what_is_released_meanwhile_is_told(client: DirectoryClient) -> None:
+    line: Any = client.line
+    client.release(1)
+    eventually(lambda: line.asked[1:] == ["client_heartbeat"])
+    rests(client)
+    client.pulled(np.zeros(1, np.uint8))
+    eventually(lambda: line.asked[1:] == ["client_heartbeat"] * 2)
+
+
+def test_what_is_released_soon_after_a_call_is_told(client: DirectoryClient) -> None:
+    line: Any = client.line
+    client.pin(b"")
+    client.release(1)
+    eventually(lambda: line.asked[1:] == ["pin", "client_heartbeat"])
+
+
+def test_a_connection_that_ends_meanwhile_is_found_anew(client: DirectoryClient) -> None:
+    line: Any = client.line
+    line.alive = False
+    line.theirs.close()
+    eventually(lambda: line.asked[1:] == ["find", "client_heartbeat"])
+    rests(client)
+
+
+def test_the_thread_ends_with_a_client_that_nobody_has_any_more(client: DirectoryClient) -> None:
+    others = set(threading.enumerate())
+    forgotten = DirectoryClient("p", lambda: 0)
+    (thread,) = set(threading.enumerate()) - others
+    rests(forgotten)
+    del forgotten
+    thread.join(20.0)
+    assert not thread.is_alive()
