@@ -13,11 +13,9 @@ from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import GpuArena
 from raykv.client.directory_client import DirectoryClient, plain
-from raykv.config import MIB
 from raykv.protocol import PULLED, StoreDescription, Transfer, data_deadline, verdicts_of
 
 DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
-PIECE_BYTES = 128 * MIB  # what crosses nodes at a time: the copy out of one piece overlaps the pull of the next
 
 Locations = NDArray[np.void]
 
