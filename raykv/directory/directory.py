@@ -126,9 +126,9 @@ class Directory(Membership):
             return Matched(self.epoch, b"", b"")
         wanted = slice(start, min(request.stop, len(hold.source)))
         for other in (slice(wanted.stop, None), slice(start)):
-            staged, gens = hold.staged[other], hold.staged_gens[other]
-            leases.release(self._c, staged, gens, staged[:0], gens[:0])
-            staged[staged >= 0] = leases.UNSTAGED
+            given, gens = hold.staged[other], hold.staged_gens[other]
+            leases.release(self._c, given, gens, given[:0], gens[:0])
+            given[given >= 0] = leases.UNSTAGED
         self._provide_staging(hold, hold.staged[wanted], slot_bytes(request.block_bytes))
         n = leases.next_window(
             self._c,
