@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 5  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 6  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -121,13 +121,19 @@ class MatchRequest(NamedTuple):
     node: str  # name of the memory that the client reads into
     keys: bytes
     block_bytes: int
+    stage: int  # blocks that get staging slots at once, at most; the others get theirs with NextWindowRequest
 
 
 class NextWindowRequest(NamedTuple):
-    """Staging slots for further blocks of a lease; those of blocks before `start` are given back. Answer: Matched."""
+    """Staging slots for blocks [start, stop) of a lease; those of its other blocks are given back. Answer: Matched.
 
+    The answer is about the blocks from `start` on that are there still: fewer than were asked for where a node is gone.
+    """
+
+    owner: int  # the client whose lease it is: any process of its node may read by it
     lease: int
-    start: int  # blocks of the lease that were read
+    start: int
+    stop: int
     block_bytes: int
 
 
@@ -136,7 +142,9 @@ class Matched(NamedTuple):
 
     epoch: int
     source: bytes  # locations to read
-    staged: bytes  # locations on the reader's node to pull them into (slab_gen 0: none); empty if all are there already
+    # Locations on the reader's node to pull them into; slab_gen 0: the block is there already, or the staging window is
+    # used up. Empty if all are there already.
+    staged: bytes
 
 
 class ReserveRequest(NamedTuple):

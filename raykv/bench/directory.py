@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.config import KEYS_PER_CALL
 from raykv.directory.directory import Directory
 from raykv.protocol import (
     LOCATION,
@@ -101,7 +102,7 @@ class _Pool:
         return keys.tobytes()
 
     def match(self, node: int, keys: bytes) -> int:
-        matched = self.directory.match(self._call(), MatchRequest(1, str(node), keys, BLOCK_BYTES), 0.0)
+        matched = self.directory.match(self._call(), MatchRequest(1, str(node), keys, BLOCK_BYTES, KEYS_PER_CALL), 0.0)
         return 0 if matched.staged else len(matched.source) // LOCATION.itemsize
 
     def release(self) -> None:

@@ -33,6 +33,7 @@ from raykv.protocol import (
 
 BLOCK_TOKENS = 512  # of the trace format
 BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With a header a power of two, so that tiers have few slots more
+CLIENT = 1
 MIN_WINDOW = 64  # blocks of staging a node
 
 KeyArray = NDArray[np.uint64]  # (n, 2)
@@ -179,7 +180,7 @@ class Pool:
         """Match and read. Remote blocks come through staging, a window at a time. Returns blocks read."""
         lease = next(self.calls)
         held = np.uint64(lease).tobytes()
-        request = MatchRequest(lease, str(node), keys.tobytes(), BLOCK_BYTES)
+        request = MatchRequest(lease, str(node), keys.tobytes(), BLOCK_BYTES, len(keys))
         match = self.directory.match(self._call(), request, 0.0)
         source, staged = np.frombuffer(match.source, LOCATION), np.frombuffer(match.staged, LOCATION).copy()
         if len(staged) == 0:
@@ -192,14 +193,13 @@ class Pool:
             read = first
             if read == len(source):
                 break
-            more = self.directory.next_window(
-                self._call(held, pulled), NextWindowRequest(lease, read, BLOCK_BYTES), 0.0
-            )
+            wanted = NextWindowRequest(CLIENT, lease, read, len(source), BLOCK_BYTES)
+            more = self.directory.next_window(self._call(held, pulled), wanted, 0.0)
             slots = np.frombuffer(more.staged, LOCATION)
             staged[read : read + len(slots)] = slots
-            missing[read : read + len(slots)] = False
+            missing[read : read + len(slots)] &= slots["slab_gen"] == 0
             pulled = b""
-            if len(slots) == 0:
+            if missing[read]:
                 break
         self.directory.client_heartbeat(self._call(pulled=pulled), 0.0)  # without the lease: it is released
         return read
@@ -232,7 +232,7 @@ class Pool:
                 demoted = self.directory.demote(node, report, 0.0)
 
     def _call(self, held: bytes = b"", pulled: bytes = b"") -> Call:
-        return Call(1, next(self.calls), held, pulled)
+        return Call(CLIENT, next(self.calls), held, pulled)
 
 
 def _keys(ids: list[int]) -> KeyArray:

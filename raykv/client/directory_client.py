@@ -55,7 +55,7 @@ class DirectoryClient:
     The ids of leases and reservations are chosen here, and every call lists those that are held: so after a
     call that timed out, the directory releases what that call granted. Thread-safe.
 
-    line: the way to the directory. faults: number of faults by kind.
+    line: the way to the directory. client: this one's id. faults: number of faults by kind.
     """
 
     def __init__(self, pool: str, newest_epoch: Callable[[], int]) -> None:
@@ -64,7 +64,7 @@ class DirectoryClient:
         self.line = DirectoryLine(pool)
         self.faults: Counter[str] = Counter()
         self._newest_epoch = newest_epoch
-        self._client = random.SystemRandom().getrandbits(63)
+        self.client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
         self._seq = itertools.count(1)
         self._held: set[int] = set()
@@ -89,18 +89,19 @@ class DirectoryClient:
 
     # ------------------------------------------------------------------ blocks
 
-    def match(self, node: str, keys: bytes, block_bytes: int) -> tuple[int, Matched | None]:
+    def match(self, node: str, keys: bytes, block_bytes: int, stage: int) -> tuple[int, Matched | None]:
         """Lease the longest prefix of `keys` that is ready, to read it into the memory called `node`.
 
+        stage: see MatchRequest.
         Returns (id of the lease, which is held until `release`, answer). None: nothing is held.
         """
         lease = next(self._ids)
-        return lease, self._ask(Matched, "match", MatchRequest(lease, node, keys, block_bytes), hold=lease)
+        return lease, self._ask(Matched, "match", MatchRequest(lease, node, keys, block_bytes, stage), hold=lease)
 
-    async def amatch(self, node: str, keys: bytes, block_bytes: int) -> tuple[int, Matched | None]:
+    async def amatch(self, node: str, keys: bytes, block_bytes: int, stage: int) -> tuple[int, Matched | None]:
         """As `match`, for event loops."""
         lease = next(self._ids)
-        request = MatchRequest(lease, node, keys, block_bytes)
+        request = MatchRequest(lease, node, keys, block_bytes, stage)
         if not self._may_ask():
             return lease, None
         with self._lock:
@@ -116,9 +117,9 @@ class DirectoryClient:
                 self.release(lease)
         return lease, answer
 
-    def next_window(self, lease: int, start: int, block_bytes: int) -> Matched | None:
-        """Give back the staging slots of a lease's blocks before `start`, and take some for those that follow."""
-        return self._ask(Matched, "next_window", NextWindowRequest(lease, start, block_bytes))
+    def next_window(self, request: NextWindowRequest) -> Matched | None:
+        """Give back staging slots of a lease, and take others."""
+        return self._ask(Matched, "next_window", request)
 
     def reserve(self, node: str, keys: bytes, start: int, block_bytes: int) -> tuple[int, Reserved | None]:
         """Slots for what is missing of keys[start:], to write it from the memory called `node`.
@@ -240,7 +241,7 @@ class DirectoryClient:
             self._bell.ring()
             if ray.is_initialized():
                 with contextlib.suppress(*ERRORS):
-                    self.line.call("disconnect", self._client, seconds=METADATA_DEADLINE_S)
+                    self.line.call("disconnect", self.client, seconds=METADATA_DEADLINE_S)
             self.line.close()
 
     def _may_ask(self) -> bool:
@@ -298,7 +299,7 @@ class DirectoryClient:
         self._last_call, self._news = time.monotonic(), False
         pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
         held = np.array(sorted(self._held), np.uint64).tobytes()
-        return plain(Call(self._client, next(self._seq), held, pulled, corrupt))
+        return plain(Call(self.client, next(self._seq), held, pulled, corrupt))
 
     def _rouse(self) -> None:
         """Under the lock: have the thread look twice a second again."""

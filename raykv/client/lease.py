@@ -1,73 +1,117 @@
 """One call's worth of a match: leased blocks, read where they lie on this node and pulled where they do not."""
 
-import itertools
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.buffers import Rows
-from raykv.client.local_store import PIECE_BYTES, LocalStore, Locations, pieces
+from raykv.client.local_store import LocalStore, Locations, pieces
 from raykv.client.session import Session
 from raykv.config import MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
-from raykv.protocol import ALTERED, LOCATION, PULLED, Matched, data_deadline, is_tier
+from raykv.protocol import ALTERED, KEY_BYTES, LOCATION, PULLED, Matched, NextWindowRequest, data_deadline, is_tier
 
-TIER_PIECE_BYTES = 32 * MIB  # what is pulled from an external tier at a time: a whole piece must come in time to count
+PIECE_BYTES = 32 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
 PIECES_AHEAD = 2
 LATE_S = 0.5  # what fails after so long was not refused, but not answered
 WAIT_BUDGET_S = 0.05  # a read waits for a tier at least for so long, however fast its tokens could be computed
+WINDOW_POLL_S = 0.005  # between questions for staging slots while other readers have them all
+
+Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
+
+
+def piece_blocks(block_bytes: int) -> int:
+    """How many blocks are pulled at a time."""
+    return max(1, PIECE_BYTES // block_bytes)
+
+
+class Leased(NamedTuple):
+    """Blocks that any process of a node may read by a lease of one of its clients, until that is released.
+
+    owner, lease: the client's id, and the lease's. first: number of the first block in it. source: LOCATIONs.
+    keys: of 16 bytes.
+    """
+
+    owner: int
+    lease: int
+    first: int
+    source: bytes
+    keys: bytes
 
 
 class Lease:
-    """Leased blocks of one call. id: the lease's.
+    """Leased blocks of one call.
 
     source, staged: (n,) LOCATION of where each block lies, and of the slot on this node that it is pulled into
     (slab_gen 0: none). keys: (n, 16).
     """
 
     def __init__(
-        self, session: Session, keys: Keys, block_s: float, prefetch: bool, lease: int, answer: Matched | None
+        self,
+        session: Session,
+        block_bytes: int,
+        node: int,
+        name: tuple[int, int, int],
+        source: Locations,
+        keys: NDArray[np.uint8],
     ) -> None:
+        """node: what the locations call this node's memory. name: owner, lease and first of Leased."""
+        self._session, self._local, self._block_bytes, self._node = session, session.local, block_bytes, node
+        self._owner, self.id, self._first = name
+        self._piece_blocks = piece_blocks(block_bytes)
+        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a pull that was begun, and its answer
+        self.source, self.keys, self.staged = source.copy(), keys, np.zeros(len(source), LOCATION)
+        self._external = is_tier(source["node"])
+        self._wait_budget_s: float | None = None
+        self._since = time.monotonic()
+
+    @classmethod
+    def granted(
+        cls, session: Session, keys: Keys, block_s: float, prefetch: bool, lease: int, answer: Matched | None
+    ) -> Self:
         """keys: that were asked for. block_s: seconds that the engine takes to compute a block. prefetch: see Match.
 
         lease, answer: what the directory client's `match` of these keys returned.
         """
-        self._session, self._block_bytes, self.id = session, keys.cache.block_bytes, lease
-        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a piece, and the pull of it
-        self.source = np.frombuffer(answer.source if answer else b"", LOCATION).copy()
-        self.staged = np.zeros(len(self.source), LOCATION)
-        if answer and answer.staged:
-            self.staged[:] = np.frombuffer(answer.staged, LOCATION)
-        self.keys = np.asarray(keys)[: len(self.source)]
-        ours = self.staged[self.staged["slab_gen"] > 0] if answer and answer.staged else self.source
-        if session.local is None or (ours["node"] != session.local.index).any():
+        local, directory = session.local, session.directory
+        source = np.frombuffer(answer.source if answer else b"", LOCATION)
+        staged = np.frombuffer(answer.staged, LOCATION) if answer and answer.staged else None
+        ours = source if staged is None else staged[staged["slab_gen"] > 0]
+        if local is None or (ours["node"] != local.index).any():
             session.refresh()  # this process has an old index of its node
-            self.source, self.staged, self.keys = self.source[:0], self.staged[:0], self.keys[:0]
-        self._forgo_silent()
-        self._external = is_tier(self.source["node"])
-        external = int(self._external.sum())
-        self._piece_blocks = max(1, (TIER_PIECE_BYTES if external else PIECE_BYTES) // self._block_bytes)
-        self._wait_budget_s = block_s * external if external else None
-        self._since = time.monotonic()
-        if not len(self.source):
-            self.release()
-        elif session.local is not None and (prefetch or external):
-            self._begin(session.local)
+            source, staged = source[:0], None
+        elif (stop := _reached(local, source, local.index)) < len(source):
+            source, staged = source[:stop], None if staged is None else staged[:stop]
+        name, node = (directory.client, lease, 0), local.index if local else -1
+        made = cls(session, keys.cache.block_bytes, node, name, source, np.asarray(keys)[: len(source)])
+        if staged is not None:
+            made.staged[:] = staged
+        external = int(made._external.sum())
+        if not len(source):
+            made.release()
+        elif external or prefetch:
+            made._wait_budget_s = block_s * external if external else None
+            made._begin()
+        return made
 
-    def _forgo_silent(self) -> None:
-        """Keep what comes before the first block that would have to come from, or through, who does not answer."""
-        local, away = self._session.local, self._away(0, len(self))
-        if local is not None and len(away):
-            silent = away[~local.reaches(self.source["node"][away])]
-            stop = int(silent[0]) if len(silent) else len(self)
-            self.source, self.staged, self.keys = self.source[:stop], self.staged[:stop], self.keys[:stop]
+    @classmethod
+    def borrowed(cls, session: Session, block_bytes: int, node: int, leased: Leased) -> Self:
+        """To read by another process's lease. node: what that process calls this node's memory."""
+        source = np.frombuffer(leased.source, LOCATION)
+        keys = np.frombuffer(leased.keys, np.uint8).reshape(-1, KEY_BYTES)
+        return cls(session, block_bytes, node, leased[:3], source, keys)
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def leased(self, first: int, stop: int) -> Leased:
+        """Blocks [first, stop), for another process to read."""
+        source, keys = self.source[first:stop].tobytes(), self.keys[first:stop].tobytes()
+        return Leased(self._owner, self.id, self._first + first, source, keys)
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call."""
@@ -77,77 +121,9 @@ class Lease:
         """Copy the blocks out, rows[i] of block i. Returns how many leading rows hold their block."""
         if self._here().all():
             return _leading(self._copy(self.source, self.keys, rows, verify))
-        at = 0
-        while at < len(self):
-            stop = self._reach(at)
-            if stop == at:
-                stop = at + self._next_window(at)
-            done = self._read_reached(at, stop, rows, verify)
-            at += done
-            if at < stop or not done:
-                break
-        return at
-
-    def _here(self) -> NDArray[np.bool_]:
-        local = self._session.local
-        here: NDArray[np.bool_] = self.source["node"] == (local.index if local else -1)
-        return here
-
-    def _reach(self, at: int) -> int:
-        """End of the run from `at` that is on this node or has staging here."""
-        missing = np.flatnonzero(~self._here()[at:] & (self.staged["slab_gen"][at:] == 0))
-        return at + int(missing[0]) if len(missing) else len(self)
-
-    def _next_window(self, at: int) -> int:
-        """Give back the staging of what was read, and take as much for what follows. Returns for how many blocks."""
-        answer = self._session.directory.next_window(self.id, at, self._block_bytes)
-        staged = np.frombuffer(answer.staged if answer else b"", LOCATION)
-        self.staged[at : at + len(staged)] = staged
-        return self._reach(at) - at
-
-    def _begin(self, local: LocalStore) -> None:
-        """Begin the first pulls now: what they bring is there when it is read."""
-        stop = self._reach(0)
-        for piece in itertools.islice(self._cut(self._away(0, stop)), PIECES_AHEAD):
-            self._begun[int(piece[0])] = len(piece), self._start(local, piece)
-
-    def _cut(self, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
-        """Pieces to pull: first those of other nodes' memory, which is not to wait for a tier."""
-        external = self._external[away]
-        return itertools.chain(*(pieces(part, self._piece_blocks) for part in (away[~external], away[external])))
-
-    def _start(self, local: LocalStore, piece: NDArray[np.intp]) -> Any:
-        """The pull of a piece, which may have begun with the match."""
-        blocks, answer = self._begun.pop(int(piece[0]), (0, None))
-        if blocks == len(piece):
-            return answer
-        external = bool(self._external[piece[0]])
-        return local.pull(self.source[piece], self.keys[piece], self.staged[piece], external)
-
-    def _away(self, at: int, stop: int) -> NDArray[np.intp]:
-        return at + np.flatnonzero(~self._here()[at:stop])
-
-    def _deadline(self, pieces: list[NDArray[np.intp]]) -> float:
-        """Seconds to wait for pieces: less than their tokens would take to compute, where only a tier has them."""
-        size = self._block_bytes * sum(map(len, pieces))
-        if self._wait_budget_s is None or not all(self._external[piece[0]] for piece in pieces):
-            return data_deadline(size)
-        left = self._since + max(WAIT_BUDGET_S, self._wait_budget_s) - time.monotonic()
-        return max(0.0, min(data_deadline(size), left))
-
-    def _read_reached(self, at: int, stop: int, rows: Rows, verify: bool) -> int:
-        """Read [at, stop), pulling ahead what is on other nodes. Returns how many leading blocks are valid."""
-        local = self._session.local
-        if local is None:
-            return 0
-        away = self._away(at, stop)
-        valid = np.zeros(stop - at, np.bool_)
-        arrivals = self._pull(local, away)
-        near = np.setdiff1d(np.arange(at, stop), away)
-        # While the first pieces are on their way:
-        valid[near - at] = self._copy(self.source[near], self.keys[near], rows[near], verify)
-        for arrived in arrivals:
-            valid[arrived - at] = self._copy(self.staged[arrived], self.keys[arrived], rows[arrived], verify)
+        valid = np.zeros(len(self), np.bool_)
+        for blocks, where in self._arrivals(len(self), stream=True):
+            valid[blocks] = self._copy(where, self.keys[blocks], rows[blocks], verify)
         return _leading(valid)
 
     def fetch(self, whole: bool) -> int:
@@ -155,61 +131,159 @@ class Lease:
 
         Returns how many leading blocks are on this node now.
         """
-        local, at = self._session.local, 0
+        there, stop = self._here(), len(self)
+        if there.all():
+            return stop
         if whole:
             self._wait_budget_s = None
-        while local is not None and at < len(self):
-            stop = self._reach(at)
-            if stop == at and whole:
-                stop = at + self._next_window(at)
-            away = self._away(at, stop)
-            there = np.ones(stop - at, np.bool_)
-            there[away - at] = False
-            for arrived in self._pull(local, away):
-                there[arrived - at] = True
-                if not whole:  # else the slots are given back meanwhile, and must not be read later
-                    self.source[arrived] = self.staged[arrived]
-            at += _leading(there)
-            if at < stop or stop == at or not whole:
-                break
-        return at
+        else:
+            away = np.flatnonzero(~there)
+            staged = self._staged(away, 0)
+            if staged is None or len(staged) < len(away):
+                stop = int(away[0 if staged is None else len(staged)])
+        for blocks, where in self._arrivals(stop, stream=whole):
+            there[blocks] = True
+            if not whole:  # else the slots are given back meanwhile, and must not be read later
+                self.source[blocks] = where
+        return _leading(there[:stop])
 
-    def _pull(self, local: LocalStore, away: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
-        """Begin to pull blocks into their staging slots. Yields those of each piece that arrived, as it arrives."""
-        pulls: dict[Any, NDArray[np.intp]] = {}
-        reached = away[local.reaches(self.source["node"][away])]
-        if left := len(away) - len(reached):
-            self._session.directory.fault("silent", f"{left} blocks are of nodes that do not answer")
-        pieces = self._cut(reached)
+    def fetch_external(self) -> int:
+        """Bring blocks of an external tier to this node, as many as the staging window holds.
 
-        def pull(count: int) -> None:
-            for piece in itertools.islice(pieces, count):
-                pulls[self._start(local, piece)] = piece
+        Returns how many leading blocks are in memory then, of this node or another.
+        """
+        if self._external.any():
+            self.fetch(whole=False)
+        return _leading(~is_tier(self.source["node"]))
 
-        def arrivals() -> Iterator[NDArray[np.intp]]:
-            while pulls:
-                begin = time.monotonic()
-                answer = local.first(list(pulls), self._deadline(list(pulls.values())))
-                if answer is None:
-                    self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
-                    local.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])
-                    self._session.refresh()
+    def _here(self) -> NDArray[np.bool_]:
+        here: NDArray[np.bool_] = self.source["node"] == self._node
+        return here
+
+    def _begin(self) -> None:
+        """Begin the first pulls now: what they bring is there when it is read."""
+        away = np.flatnonzero(~self._here())[: PIECES_AHEAD * self._piece_blocks]
+        if self._local is not None:
+            for piece in pieces(self._with_slots(away), self._piece_blocks):
+                for part in self._parts(piece):
+                    self._begun[int(part[0])] = len(part), self._start(self._local, part)
+
+    def _parts(self, piece: Blocks) -> list[Blocks]:
+        """A piece by where it is pulled from: other nodes' memory is not to wait for a tier."""
+        external = self._external[piece]
+        return [part for part in (piece[~external], piece[external]) if len(part)]
+
+    def _start(self, local: LocalStore, part: Blocks) -> Any:
+        """The pull of a part, which may have begun with the match."""
+        blocks, answer = self._begun.pop(int(part[0]), (0, None))
+        if blocks == len(part):
+            return answer
+        external = bool(self._external[part[0]])
+        return local.pull(self.source[part], self.keys[part], self.staged[part], external)
+
+    def _with_slots(self, away: Blocks) -> Blocks:
+        """The leading ones that have staging slots."""
+        return away[: _leading(self.staged["slab_gen"][away] > 0)]
+
+    def _staged(self, piece: Blocks, start: int) -> Blocks | None:
+        """Those leading blocks of a piece that have staging slots, after asking for some. None: they are gone.
+
+        start: those of blocks before it, or behind the piece, are given back.
+        """
+        if len(self._with_slots(piece)) == len(piece):
+            return piece
+        stop, first = int(piece[-1]) + 1, self._first
+        request = NextWindowRequest(self._owner, self.id, first + start, first + stop, self._block_bytes)
+        answer = self._session.directory.next_window(request)
+        if answer is None:
+            return piece[:0]
+        slots = np.frombuffer(answer.staged, LOCATION)
+        ours = slots["node"][slots["slab_gen"] > 0] == self._node
+        if len(slots) < stop - start or not ours.all():
+            return None
+        self.staged["slab_gen"][:start] = 0
+        self.staged[start:stop] = slots
+        return self._with_slots(piece)
+
+    def _arrivals(self, stop: int, stream: bool) -> Iterator[tuple[Blocks, Locations]]:
+        """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
+
+        Those that are here already come first, while the first pieces are on their way. stream: what was yielded has
+        passed by the next step: its staging slots are taken for others. Ends with the first piece that does not arrive.
+        """
+        local, here = self._local, self._here()[:stop]
+        if local is None:
+            return
+        reached = _reached(local, self.source[:stop], self._node)
+        if reached < stop:
+            self._session.directory.fault(
+                "silent", f"{stop - reached} blocks are of nodes that do not answer, or behind"
+            )
+        passed, away = np.zeros(stop, np.bool_), np.flatnonzero(~here[:reached])
+        pulls: dict[Any, Blocks] = {}
+        at, end, broken = 0, 0.0, False
+
+        def begin() -> None:
+            """Begin pulls until enough are on their way, as far as there are staging slots."""
+            nonlocal at, broken
+            while at < len(away) and len(pulls) < PIECES_AHEAD and not broken:
+                start = _leading(passed) if stream else 0
+                piece = self._staged(away[at : at + self._piece_blocks], start)
+                broken = piece is None
+                if piece is None or not len(piece):
+                    break
+                for part in self._parts(piece):
+                    pulls[self._start(local, part)] = part
+                at += len(piece)
+
+        begin()
+        if here.any():
+            yield np.flatnonzero(here), self.source[:stop][here]
+            passed[here] = True
+        while True:
+            begin()
+            if not pulls:
+                if broken or at == len(away) or not self._wait_for_window(end):
                     return
-                piece = pulls.pop(answer)
-                arrived = self._arrived(answer, piece)
-                if not arrived.any() and time.monotonic() - begin > LATE_S:
-                    local.gave_up(self.source["node"][piece])
-                if arrived.all():  # else later pieces are not pulled: only leading blocks count
-                    pull(1)
-                yield piece[arrived]
+                end = end or time.monotonic() + data_deadline(PIECE_BYTES)
+                continue
+            since = time.monotonic()
+            answer = local.first(list(pulls), self._deadline(list(pulls.values())))
+            if answer is None:
+                self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
+                local.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])
+                self._session.refresh()
+                return
+            part, end = pulls.pop(answer), 0.0
+            arrived = self._arrived(answer, part)
+            if not arrived.any() and time.monotonic() - since > LATE_S:
+                local.gave_up(self.source["node"][part])
+            broken = broken or not arrived.all()
+            begin()
+            blocks = part[arrived]
+            yield blocks, self.staged[blocks]
+            passed[part] = True
 
-        pull(PIECES_AHEAD)
-        return arrivals()
+    def _wait_for_window(self, end: float) -> bool:
+        """Give other readers time to go on, which use up the staging window. False past `end`, unless that is 0."""
+        if end and time.monotonic() > end:
+            self._session.directory.fault("window", "other readers use up this node's staging window")
+            return False
+        time.sleep(WINDOW_POLL_S)
+        return True
+
+    def _deadline(self, parts: list[Blocks]) -> float:
+        """Seconds to wait for pulls: less than their tokens would take to compute, where only a tier has them."""
+        size = self._block_bytes * sum(map(len, parts))
+        if self._wait_budget_s is None or not all(self._external[part[0]] for part in parts):
+            return data_deadline(size)
+        left = self._since + max(WAIT_BUDGET_S, self._wait_budget_s) - time.monotonic()
+        return max(0.0, min(data_deadline(size), left))
 
     def _copy(self, locations: Locations, keys: NDArray[np.uint8], rows: Rows, verify: bool) -> NDArray[np.bool_]:
         """Read blocks out of slots of this node; which of them are valid."""
-        local, directory = self._session.local, self._session.directory
-        if local is None or not len(locations) or (locations["node"] != local.index).any():  # replaced meanwhile
+        local, directory = self._local, self._session.directory
+        if local is None or local is not self._session.local or not len(locations):  # replaced meanwhile
             return np.zeros(len(locations), np.bool_)
         try:
             ok = local.arena.read(locations, keys, rows, verify)
@@ -221,19 +295,26 @@ class Lease:
             directory.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
         return ok
 
-    def _arrived(self, answer: Any, piece: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Which blocks of a piece are in their staging slots now."""
-        local, directory = self._session.local, self._session.directory
+    def _arrived(self, answer: Any, part: Blocks) -> NDArray[np.bool_]:
+        """Which blocks of a pull are in their staging slots now."""
+        local, directory = self._local, self._session.directory
         if local is None:
-            return np.zeros(len(piece), np.bool_)
-        target = self.staged[piece]
+            return np.zeros(len(part), np.bool_)
+        target = self.staged[part]
         verdicts = local.verdicts(answer, target, directory)
         if (verdicts != PULLED).any():
             self._session.refresh()  # the store may be another actor now
         directory.pulled(target[verdicts == PULLED])
-        directory.corrupt(self.source[piece][verdicts == ALTERED])
+        directory.corrupt(self.source[part][verdicts == ALTERED])
         arrived: NDArray[np.bool_] = verdicts == PULLED
         return arrived
+
+
+def _reached(local: LocalStore, source: Locations, node: int) -> int:
+    """How many leading blocks come neither from nor through who does not answer. node: what they call this one."""
+    away = np.flatnonzero(source["node"] != node)
+    silent = away[~local.reaches(source["node"][away])] if len(away) else away
+    return int(silent[0]) if len(silent) else len(source)
 
 
 def _leading(ok: NDArray[np.bool_]) -> int:

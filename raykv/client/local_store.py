@@ -15,11 +15,9 @@ from raykv.arena.gpu_arena import GpuArena
 from raykv.client.directory_client import DirectoryClient, plain
 from raykv.client.silence import PING_S, Silence
 from raykv.client.workers import giving_way
-from raykv.config import MIB
 from raykv.protocol import FAILED, PULLED, StoreDescription, Transfer, data_deadline, verdicts_of
 
 DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
-PIECE_BYTES = 128 * MIB  # what crosses nodes at a time: the copy out of one piece overlaps the pull of the next
 
 Locations = NDArray[np.void]
 

@@ -1,16 +1,12 @@
 """A reader's leases on the leading blocks of a prompt."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
-from raykv.client.lease import Lease
-from raykv.client.local_store import Locations
+from raykv.client.lease import PIECES_AHEAD, Lease, Leased, piece_blocks
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
@@ -24,16 +20,20 @@ class Match:
     num_blocks: how many. num_tokens: of them.
     """
 
-    def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False) -> None:
+    def __init__(
+        self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False, stage: bool = True
+    ) -> None:
         """Nothing is leased before `ask` or `aask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
-        blocks of other nodes with the match, not with the first read.
+        blocks of other nodes with the match, not with the first read. stage: take staging slots for the first pieces of
+        a read along; without it the lease leaves the staging window to those who read now.
         """
         cache = keys.cache
         self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
         self._block_tokens, self._block_s = cache.block_tokens, cache.block_tokens / tokens_per_s
         self._prefetch = prefetch
+        self._stage = (PIECES_AHEAD + 1) * piece_blocks(cache.block_bytes) if stage else 0
         self._leases: list[Lease] = []
 
     def ask(self) -> Self:
@@ -41,7 +41,7 @@ class Match:
         directory, node = self._session.directory, self._session.memory_name
         try:
             for part in self._parts():
-                if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes)):
+                if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
                     break
         except BaseException:  # a signal's: nobody would release what was leased before it
             self.release()
@@ -52,7 +52,7 @@ class Match:
         """As `ask`, for event loops."""
         directory, node = self._session.directory, self._session.memory_name
         for part in self._parts():
-            if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes)):
+            if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
                 break
         return self
 
@@ -64,7 +64,7 @@ class Match:
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
         """Keep what was leased. Returns whether it is all that was asked for."""
         try:
-            leased = Lease(self._session, part, self._block_s, self._prefetch, lease, answer)
+            leased = Lease.granted(self._session, part, self._block_s, self._prefetch, lease, answer)
         except BaseException:
             self._session.directory.release(lease)
             raise
@@ -97,11 +97,12 @@ class Match:
         await self._session.learn_names(self._indices())
 
     def read(self, out: Any, *, verify: bool = False) -> int:
-        """Copy the blocks out. A second read may be shorter.
+        """Copy the blocks out. Where many are on other nodes, they stream through this node's staging window.
 
         out: at least (num_blocks, block_bytes) uint8, contiguous and writable, numpy or torch; block i goes to out[i].
         verify: also compare the bytes of this node's blocks with their checksums (those of other nodes always are).
-        Returns how many leading rows hold their block: num_blocks, or fewer where a node failed.
+        Returns how many leading rows hold their block: num_blocks, or fewer where a node failed, or other readers used
+        up the staging window for seconds.
         Raises ValueError for an array of another shape or dtype.
         """
         return self.read_rows(self._dense(out), verify)
@@ -146,21 +147,33 @@ class Match:
         window holds. Returns how many leading blocks are on this node now, which a `read` copies at memory speed.
         """
         refuse_forked()
+        return self._fetched(lambda lease: lease.fetch(whole))
+
+    def fetch_external(self) -> int:
+        """Bring blocks of an external tier to this node, as many as the staging window holds and come in time.
+
+        Returns how many leading blocks are in memory then, of this node or others.
+        """
+        refuse_forked()
+        return self._fetched(Lease.fetch_external)
+
+    def _fetched(self, fetch: Callable[[Lease], int]) -> int:
         done = 0
         for lease in self._leases:
-            count = lease.fetch(whole)
+            count = fetch(lease)
             done += count
             if count < len(lease):
                 break
         return done
 
-    def locations(self, blocks: NDArray[np.int64]) -> tuple[Locations, NDArray[np.uint8]]:
-        """(n,) LOCATION and (n, 16) keys of blocks, by their numbers in the match.
-
-        Blocks that were fetched are in this node's arena.
-        """
-        sources = np.concatenate([lease.source for lease in self._leases])
-        return sources[blocks], np.asarray(self._keys)[blocks]
+    def leased(self, first: int, stop: int) -> list[Leased]:
+        """Blocks [first, stop) of the match, for another process of this node to read while this holds them."""
+        found, at = [], 0
+        for lease in self._leases:
+            if first < at + len(lease) and at < stop:
+                found.append(lease.leased(max(0, first - at), min(len(lease), stop - at)))
+            at += len(lease)
+        return found
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""

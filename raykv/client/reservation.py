@@ -6,12 +6,14 @@ from typing import Self
 import numpy as np
 
 from raykv.arena.buffers import Rows
-from raykv.client.local_store import PIECE_BYTES, pieces
+from raykv.client.local_store import pieces
 from raykv.client.session import Session
-from raykv.config import KEYS_PER_CALL
+from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
 from raykv.protocol import LOCATION, PULLED
+
+PUSH_BYTES = 128 * MIB  # that another node pulls at a time: nothing overlaps, and each time costs a call
 
 
 class Reservation:
@@ -83,7 +85,7 @@ class Reservation:
         self._written[away] = False
         if session.local is None:
             return
-        for piece in pieces(away, max(1, PIECE_BYTES // self._block_bytes)):
+        for piece in pieces(away, max(1, PUSH_BYTES // self._block_bytes)):
             verdicts = session.local.push(
                 self._staged[piece], self._keys[piece], self._locations[piece], session.directory
             )

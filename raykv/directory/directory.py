@@ -95,11 +95,12 @@ class Directory(Membership):
         host = self.nodes.get(reader.host) if reader and on_gpu else None
         firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
         locations, staged_locations = np.empty((2, len(keys)), LOCATION)
-        need = leases.find_prefix(self._c, keys, firsts, node, size_class)
+        stage = min(max(0, request.stage), len(keys))
+        need = leases.find_prefix(self._c, keys, firsts, node, size_class, stage)
         if need and reader and self._allocator.provide_slots(reader, size_class, stride, need):
             index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
         n, remote, external, promoted = leases.match(
-            *(self._c, keys, firsts, node, size_class, host.index if host else -1, request.block_bytes),
+            *(self._c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
             *(source, gens, staged, staged_gens, locations, staged_locations),
         )
         counters = self.counters
@@ -117,29 +118,41 @@ class Directory(Membership):
         return Matched(self.epoch, locations[:n].tobytes(), staged_locations[:n].tobytes() if remote else b"")
 
     def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Matched:
-        """Staging slots for further blocks of a lease. Those of blocks before `request.start` are given back."""
-        client, start = self._on_call(call, now), request.start
-        hold = client.holds.get(request.lease)
-        sound = hold is not None and 0 <= start <= len(hold.source) and is_block_size(request.block_bytes)
+        """Staging slots for blocks of a lease, any client's. Those of its other blocks are given back."""
+        self._on_call(call, now)
+        owner, start = self.clients.get(request.owner), request.start
+        hold = owner.holds.get(request.lease) if owner else None
+        sound = hold is not None and 0 <= start <= request.stop and is_block_size(request.block_bytes)
         if hold is None or hold.writes or not sound:
             return Matched(self.epoch, b"", b"")
-        leases.release(self._c, hold.staged[:start], hold.staged_gens[:start], hold.staged[:0], hold.staged_gens[:0])
-        hold.staged[:start] = -1
-        rest = slice(start, None)
+        wanted = slice(start, min(request.stop, len(hold.source)))
+        for other in (slice(wanted.stop, None), slice(start)):
+            given, gens = hold.staged[other], hold.staged_gens[other]
+            leases.release(self._c, given, gens, given[:0], gens[:0])
+            given[given >= 0] = leases.UNSTAGED
+        self._provide_staging(hold, hold.staged[wanted], slot_bytes(request.block_bytes))
         n = leases.next_window(
             self._c,
-            hold.keys[rest],
-            hold.source[rest],
-            hold.gens[rest],
+            hold.keys[wanted],
+            hold.source[wanted],
+            hold.gens[wanted],
             hold.node,
             hold.size_class,
-            hold.staged[rest],
-            hold.staged_gens[rest],
+            hold.staged[wanted],
+            hold.staged_gens[wanted],
         )
         window = slice(start, start + n)
         _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
         hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
         return Matched(self.epoch, source.tobytes(), staged.tobytes())
+
+    def _provide_staging(self, hold: Hold, staged: RowArray, stride: int) -> None:
+        """Give the reader of a lease slabs for what it is about to stage."""
+        lack = leases.staging_lack(self._c, hold.size_class, staged) if hold.size_class >= 0 else 0
+        if lack:
+            reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
+            if reader and reader.size_classes.get(stride) == hold.size_class:
+                self._allocator.provide_slots(reader, hold.size_class, stride, lack)
 
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
         """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.

@@ -122,7 +122,7 @@ def test_a_block_size_that_is_none_holds_nothing(size: Any) -> None:
         assert blocks(pool.match(node, KEYS[:5], size)[1]) == 0
         assert pool.reserve(node, KEYS[:8], size=size)[1].locations == b""
     lease, got = pool.match("b", KEYS[:5])
-    assert blocks(got) == 5 and pool.next_window("b", lease, 0, size).source == b""
+    assert blocks(got) == 5 and pool.next_window("b", lease, 0, size=size).source == b""
     pool.release("b", lease)
     for node in "ab":
         pool.held[node] = []

@@ -127,12 +127,12 @@ def test_a_match_longer_than_the_window_streams_through_it() -> None:
     pool.store("b", KEYS[100:113])
     lease, got = pool.match("b", KEYS[:8])
     assert (blocks(got), staged(got)) == (8, 3)
-    read = 3
-    while read < 8:
-        more = pool.next_window("b", lease, read)
-        assert more.source == got.source[read * LOCATION.size :][: len(more.source)]
-        assert 0 < blocks(more) == staged(more) <= 3
-        read += blocks(more)
+    for first in (3, 6, 0, 5):  # and again
+        more = pool.next_window("b", lease, first)
+        assert more.source == got.source[first * LOCATION.size :]
+        assert staged(more) == min(3, 8 - first) == pool.count("staging", "b")
+    more = pool.next_window("b", lease, 5, 7)
+    assert (blocks(more), staged(more)) == (2, 2)
     assert pool.count("staging", "b") <= 3
     pool.release("b", lease)
     assert pool.count("staging", "b") == 0
@@ -146,7 +146,7 @@ def test_streaming_passes_over_blocks_that_are_there() -> None:
     lease, got = pool.match("b", KEYS[:9])
     assert (blocks(got), staged(got)) == (9, 2), "of blocks 0, 2, 4, 6, 8"
     more = pool.next_window("b", lease, 4)
-    assert (blocks(more), staged(more)) == (4, 2), "as far as before block 8, in one call"
+    assert [location[4] > 0 for location in unpack(more.staged)] == [True, False, True, False, False]
 
 
 def test_the_first_match_of_a_node_is_given_slabs_for_all_that_it_stages() -> None:
@@ -158,17 +158,71 @@ def test_the_first_match_of_a_node_is_given_slabs_for_all_that_it_stages() -> No
     assert pool.directory.stats(pool.now)["nodes"]["b"]["spare_slabs"] == 1
 
 
-def test_without_staging_a_match_is_shorter() -> None:
+def test_a_match_is_as_long_as_what_is_ready_and_gets_staging_when_there_is_some() -> None:
     pool = Pool(slots=16, window=2, nodes="ab")
     pool.store("b", KEYS[:2])
     pool.store("a", KEYS[:6])  # the rest
     first, got = pool.match("b", KEYS[2:6])
     assert (blocks(got), staged(got)) == (4, 2)
-    _, got = pool.match("b", [*KEYS[:2], KEYS[5]])
-    assert blocks(got) == 2, "what is there is hit, and nothing waits"
-    _, got = pool.match("b", KEYS[2:6])
+    second, got = pool.match("b", [*KEYS[:2], KEYS[5]])
+    assert (blocks(got), staged(got)) == (3, 0)
+    assert staged(pool.next_window("b", second, 0)) == 0
+    third, got = pool.match("b", KEYS[2:6])
     assert staged(got) == 2, "blocks that are being staged already are shared"
-    assert pool.directory.stats(pool.now)["leases"] == 3 and first
+    assert pool.directory.stats(pool.now)["leases"] == 3
+    for lease in (first, third):
+        assert blocks(pool.next_window("b", lease, 4)) == 0
+    assert staged(pool.next_window("b", second, 0)) == 1
+
+
+def test_a_reader_without_memory_hits_nothing() -> None:
+    pool = Pool(nodes="a")
+    pool.store("a", KEYS[:2])
+    assert blocks(pool.match("x", KEYS[:2])[1]) == 0
+    assert pool.directory.stats(pool.now)["leases"] == 0
+
+
+def test_as_many_blocks_are_staged_with_a_match_as_the_reader_wants() -> None:
+    pool = Pool(slots=16, window=6, nodes="ab")
+    pool.store("a", KEYS[:8])
+    for wanted in (0, 2, 6):
+        lease, got = pool.match("b", KEYS[:8], stage=wanted)
+        assert (blocks(got), staged(got)) == (8, wanted) and pool.count("staging", "b") == wanted
+        pool.release("b", lease)
+        pool.heartbeat("b")
+    assert pool.count("staging", "b") == 0
+
+
+def test_another_process_streams_by_a_lease() -> None:
+    pool = Pool(slots=4, slabs=3, window=4, nodes="ab")
+    pool.store("a", KEYS[:8])
+    lease, got = pool.match("b", KEYS[:8], stage=0)
+    assert pool.directory.stats(pool.now)["nodes"]["b"]["slabs"] == 0
+    more = pool.next_window("b", lease, 0, 4, by="worker")
+    assert (blocks(more), staged(more), more.source) == (4, 4, got.source[: len(more.source)])
+    pool.heartbeat("worker", pulled=more.staged)
+    assert staged(pool.next_window("b", lease, 4, 8, by="worker")) == 4
+    pool.release("b", lease)
+    pool.heartbeat("b")
+    assert blocks(pool.next_window("b", lease, 4, 8, by="worker")) == 0
+    assert pool.count("staging", "b") == 0
+    check_invariants(pool.directory)
+
+
+def test_replicas_that_a_long_match_finds_do_not_keep_its_window_full() -> None:
+    pool = Pool(slots=16, window=3, nodes="ab")
+    pool.store("a", KEYS[:8])
+    pool.store("b", KEYS[100:113])
+    pool.replicate("b", KEYS[5:8])
+    lease, got = pool.match("b", KEYS[:8], stage=0)
+    assert {location[0] for location in unpack(got.source)} == {pool.directory.nodes["a"].index}
+    assert staged(pool.next_window("b", lease, 5)) == 3 and pool.count("replica", "b") == 3, (
+        "they are read nevertheless"
+    )
+    assert staged(pool.next_window("b", lease, 0, 3)) == 3 and pool.count("replica", "b") == 0
+    pool.release("b", lease)
+    lease, got = pool.match("b", KEYS[:8])
+    assert staged(got) == 3 and blocks(got) == 8
 
 
 def test_pulled_blocks_stay_as_replicas_in_free_room_only_and_are_evicted_first() -> None:
@@ -306,7 +360,7 @@ def test_an_id_that_is_used_again_ends_its_hold() -> None:
     pool.store("a", KEYS[:2])
     call = pool.call("a")
     for _ in range(2):  # a call that was executed twice
-        pool.directory.match(call, MatchRequest(77, "a", b"".join(KEYS[:2]), PAGE), pool.now)
+        pool.directory.match(call, MatchRequest(77, "a", b"".join(KEYS[:2]), PAGE, 2), pool.now)
         pool.directory.reserve(call, ReserveRequest(78, "a", b"".join(KEYS[:4]), 0, PAGE), pool.now)
     check_invariants(pool.directory)
     assert pool.count("writing") == 2
@@ -349,7 +403,7 @@ def test_staging_slots_of_a_client_that_vanishes_are_quarantined_unless_shared()
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:2])
     pool.match("b", KEYS[:2])
-    pool.directory.match(Call(99, 1), MatchRequest(5, "b", KEYS[0], PAGE), pool.now)
+    pool.directory.match(Call(99, 1), MatchRequest(5, "b", KEYS[0], PAGE, 1), pool.now)
     for _ in range(11):
         pool.tick(1.0)
         pool.directory.client_heartbeat(Call(99, 2, struct.pack("<Q", 5)), pool.now)

@@ -112,12 +112,12 @@ class DirectoryDoor:
     # ------------------------------------------------------------------ clients
 
     def call_match(self, m: Mutator) -> None:
-        request = MatchRequest(self._hold(), self._node(m), self._keys(m), PAGE * m.randint(1, 2))
+        request = MatchRequest(self._hold(), self._node(m), self._keys(m), PAGE * m.randint(1, 2), m.randint(0, 9))
         got = self.directory.match(self._call(m), self._wrong(m, request), self.now)
         self._know(got.source, got.staged)
 
     def call_next_window(self, m: Mutator) -> None:
-        request = NextWindowRequest(m.choice(self.holds), m.randint(0, 3), PAGE)
+        request = NextWindowRequest(m.choice([7, 8]), m.choice(self.holds), m.randint(0, 3), m.randint(0, 9), PAGE)
         self.directory.next_window(self._call(m), self._wrong(m, request), self.now)
 
     def call_reserve(self, m: Mutator) -> None:
@@ -137,7 +137,7 @@ class DirectoryDoor:
 
     def call_pull(self, m: Mutator) -> None:
         """As a sound reader does."""
-        request = MatchRequest(self._hold(), self._node(m), self._keys(m), PAGE)
+        request = MatchRequest(self._hold(), self._node(m), self._keys(m), PAGE, len(KEYS))
         got = self.directory.match(self._plain_call(), request, self.now)
         self.directory.client_heartbeat(self._plain_call()._replace(pulled=got.staged), self.now)
         self._know(got.source, got.staged)

@@ -8,6 +8,7 @@ import numpy as np
 
 from helpers.directory_checks import chain_of, check_invariants
 from helpers.oracle.slots import LOCATION, split, unpack
+from raykv.config import KEYS_PER_CALL
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import columns
 from raykv.protocol import (
@@ -74,16 +75,21 @@ class Pool:
             int.from_bytes(node.encode(), "big"), self.seq, struct.pack(f"<{len(held)}Q", *held), pulled, corrupt
         )
 
-    def match(self, node: str, keys: list[bytes], size: int = PAGE) -> tuple[int, Matched]:
+    def match(self, node: str, keys: list[bytes], size: int = PAGE, stage: int = KEYS_PER_CALL) -> tuple[int, Matched]:
         """(lease, answer)."""
         self.id += 1
-        request = MatchRequest(self.id, node, b"".join(keys), size)
+        request = MatchRequest(self.id, node, b"".join(keys), size, stage)
         got = self.directory.match(self.call(node), request, self.now)
         self.held.setdefault(node, []).append(self.id)
         return self.id, got
 
-    def next_window(self, node: str, lease: int, start: int, size: int = PAGE) -> Matched:
-        return self.directory.next_window(self.call(node), NextWindowRequest(lease, start, size), self.now)
+    def next_window(
+        self, node: str, lease: int, start: int, stop: int = KEYS_PER_CALL, size: int = PAGE, by: str = ""
+    ) -> Matched:
+        """by: another client than the one on the node, whose lease it is."""
+        call = self.call(node)
+        request = NextWindowRequest(call.client, lease, start, stop, size)
+        return self.directory.next_window(self.call(by) if by else call, request, self.now)
 
     def reserve(self, node: str, keys: list[bytes], start: int = 0, size: int = PAGE) -> tuple[int, Reserved]:
         self.id += 1

@@ -313,7 +313,7 @@ class World:
 
     def _match(self, worker: Worker, size: int, keys: list[bytes]) -> int:
         lease = self.new_id(worker)
-        request = MatchRequest(lease, worker.node, b"".join(keys), size)
+        request = MatchRequest(lease, worker.node, b"".join(keys), size, self.rng.choice([LONGEST, 0, 1, 3]))
         got = self.do("match", self.call(worker), request, self.now)
         worker.holds.pop(lease, None)
         locations = _split(got.source)
@@ -336,8 +336,10 @@ class World:
             return
         worker, lease, held = found
         held.read = rng.choice([rng.randint(0, len(held.keys) + 1), min(len(held.keys), held.read + 1)])
-        got = self.do("next_window", self.call(worker), NextWindowRequest(lease, held.read, held.size), self.now)
-        staged = _split(got.staged)
+        by = worker if rng.random() < 0.7 else rng.choice(self.workers)
+        stop = rng.choice([len(held.keys), held.read + rng.randint(-1, 3)])
+        request = NextWindowRequest(worker.id, lease, held.read, stop, held.size)
+        staged = _split(self.do("next_window", self.call(by), request, self.now).staged)
         held.staged = [bytes(LOCATION.size)] * held.read + staged
         self.grants.update(zip(staged, held.keys[held.read :], strict=False))
 

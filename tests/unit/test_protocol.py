@@ -45,5 +45,5 @@ def test_every_answer_of_the_directory_begins_with_its_epoch() -> None:
 
 
 def test_messages_are_sent_as_plain_tuples() -> None:
-    for message in (Call(1, 2, b"held"), MatchRequest(3, "node", b"keys", 4096)):
+    for message in (Call(1, 2, b"held"), MatchRequest(3, "node", b"keys", 4096, 9)):
         assert type(plain(message)) is tuple and type(message)(*plain(message)) == message

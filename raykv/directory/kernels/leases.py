@@ -94,17 +94,20 @@ def best(c, first, node):
     return source if source >= 0 else external, staging
 
 
-@kernel(C, KEYS, ROWS, INT, INT)
-def find_prefix(c, keys, firsts, node, size_class):
-    """As `find`. Returns the staging slots that a ready prefix lacks on its reader's node (size_class -1: none)."""
+@kernel(C, KEYS, ROWS, INT, INT, INT)
+def find_prefix(c, keys, firsts, node, size_class, limit):
+    """As `find`. Returns the staging slots that a ready prefix lacks on its reader's node (size_class -1: none).
+
+    limit: how many are wanted.
+    """
     find(c, keys, firsts)
-    return _staging_need(c, firsts, node, size_class) if size_class >= 0 else np.int64(0)
+    return _staging_need(c, firsts, node, size_class, limit) if size_class >= 0 else np.int64(0)
 
 
 @kernel
-def _staging_need(c, firsts, node, size_class):
+def _staging_need(c, firsts, node, size_class, limit):
     """Staging slots that a ready prefix lacks on its reader's node, at most the rest of the window; 0 if it has all."""
-    left = c.size_classes[size_class].window - c.size_classes[size_class].staging
+    left = min(limit, c.size_classes[size_class].window - c.size_classes[size_class].staging)
     at_hand = takeable(c, size_class)
     need = np.int64(0)
     if at_hand >= min(np.int64(len(firsts)), left):
@@ -139,16 +142,29 @@ def locate_prefix(c, firsts, hosts, counts, last):
             break
 
 
-@kernel(C, KEYS, ROWS, INT, INT, INT, INT, ROWS, ROWS, ROWS, ROWS, LOCATIONS_OUT, LOCATIONS_OUT)
+@kernel(C, KEYS, ROWS, INT, INT, INT, INT, INT, ROWS, ROWS, ROWS, ROWS, LOCATIONS_OUT, LOCATIONS_OUT)
 def match(
-    c, keys, firsts, node, size_class, host, block_bytes, source, gens, staged, staged_gens, locations, staged_locations
+    c,
+    keys,
+    firsts,
+    node,
+    size_class,
+    limit,
+    host,
+    block_bytes,
+    source,
+    gens,
+    staged,
+    staged_gens,
+    locations,
+    staged_locations,
 ):
     """Hold the longest ready prefix, and say where it is. source, staged: see `_hold_prefix`; gens: their generations.
 
     host: the node whose GPU the reader is, else -1. Returns (number of blocks, how many of them are on other nodes, how
     many in external tiers, how many on `host`).
     """
-    n, remote = _hold_prefix(c, keys, firsts, node, size_class, source, staged)
+    n, remote = _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged)
     external, promoted = 0, 0
     for i in range(n):
         gens[i] = locate(c, source[i], block_bytes, locations, i)
@@ -159,12 +175,12 @@ def match(
 
 
 @kernel
-def _hold_prefix(c, keys, firsts, node, size_class, source, staged):
+def _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged):
     """Hold the longest ready prefix.
 
     firsts: the keys' first rows, of `find`. node, size_class: the reader's, -1 where it has none. source[i], out: the
     row to read. staged[i], out: the row on the reader's node to pull it into; -1 where the source is there already;
-    UNSTAGED where the window is used up and the block gets its slot later (`next_window`).
+    UNSTAGED where `limit` blocks have one, or the window is used up: the block gets its slot later (`next_window`).
     Returns (number of blocks, how many of them are on other nodes).
     """
     n, remote = 0, 0
@@ -182,13 +198,13 @@ def _hold_prefix(c, keys, firsts, node, size_class, source, staged):
             if staging >= 0:
                 c.rows[staging].holds += 1
         n += 1
-    covered, granted = _cover(c, keys, n, size_class, staged)
-    if granted == 0 and covered < n:
+    covered = _cover(c, keys, n, size_class, limit, staged)
+    if covered < n and size_class >= 0:  # what streams through the window is not to keep it full
         moved = _read_elsewhere(c, firsts, covered, n, node, source, staged)
         remote += moved
         if moved > 0:
-            covered, granted = _cover(c, keys, n, size_class, staged)
-    if granted == 0 and covered < n:  # no staging slot at all: a shorter hit, never a wait
+            covered = _cover(c, keys, n, size_class, limit, staged)
+    if covered < n and size_class < 0:  # the reader has no memory to pull them into
         for j in range(n - covered):
             i = n - 1 - j
             remote -= staged[i] != -1
@@ -212,7 +228,7 @@ def _count_use(c, first):
 def _read_elsewhere(c, firsts, covered, n, node, source, staged):
     """Release the replicas on the reader's node, which may use up its window, and read their primaries instead.
 
-    Only blocks from `covered` on, last to first. Returns how many.
+    Only blocks from `covered` on, last to first; `next_window` reads those that are there still. Returns how many.
     """
     moved = 0
     for j in range(n - covered):
@@ -240,28 +256,29 @@ def _readable(c, row):
 
 
 @kernel
-def _cover(c, keys, n, size_class, staged):
-    """Give UNSTAGED blocks staging slots, in order, until the window is used up.
+def _cover(c, keys, n, size_class, limit, staged):
+    """Give UNSTAGED blocks staging slots, in order, until `limit` blocks have one or the window is used up.
 
-    Returns (leading blocks that can be read now, how many of them have a staging slot).
+    Returns how many leading blocks can be read now.
     """
     granted = 0
     for i in range(n):
         if staged[i] == UNSTAGED:
-            row = stage(c, size_class, keys[i, 0], keys[i, 1]) if size_class >= 0 else np.int64(-1)
+            row = stage(c, size_class, keys[i, 0], keys[i, 1]) if granted < limit else np.int64(-1)
             if row < 0:
-                return i, granted
+                return i
             staged[i] = row
         granted += staged[i] >= 0
-    return n, granted
+    return n
 
 
 @kernel(C, KEYS, ROWS, ROWS, INT, INT, ROWS, ROWS)
 def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):
     """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
 
-    Returns how many leading blocks can be read now.
+    One that is on the reader's node by now gets the slot that it is in. Returns how many leading blocks still exist.
     """
+    full = False
     for i in range(len(source)):
         row = np.int64(source[i])
         if row < 0 or c.rows[row].gen != gens[i] or not stored(c.rows[row].state):
@@ -270,17 +287,30 @@ def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):
             return i  # the staging slot is somebody else's by now
         if staged[i] == -1 and node_of(c, row) != node:
             return i  # the reader's node is gone, and the source with it
-        if staged[i] != UNSTAGED:
+        if full or staged[i] != UNSTAGED:
             continue  # on the reader's node, or staged before
-        _, staging = best(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
-        if staging >= 0:
+        there, staging = best(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
+        if there >= 0 and node_of(c, there) == node:
+            hold(c, there)
+            staged[i] = there
+        elif staging >= 0:
             c.rows[staging].holds += 1
+            staged[i] = staging
         else:
-            staging = stage(c, size_class, keys[i, 0], keys[i, 1])
-            if staging < 0:
-                return i
-        staged[i] = staging
+            row = stage(c, size_class, keys[i, 0], keys[i, 1])
+            full = row < 0
+            staged[i] = UNSTAGED if full else row
     return len(source)
+
+
+@kernel(C, INT, ROWS)
+def staging_lack(c, size_class, staged):
+    """Staging slots that UNSTAGED blocks of a lease lack, at most the rest of the window; 0 if there are enough."""
+    need = np.int64(0)
+    for row in staged:
+        need += row == UNSTAGED
+    need = min(need, c.size_classes[size_class].window - c.size_classes[size_class].staging)
+    return need if takeable(c, size_class) < need else np.int64(0)
 
 
 @kernel(C, ROWS, ROWS, ROWS)

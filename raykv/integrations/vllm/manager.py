@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -25,9 +25,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from raykv.client.cache import KVCache
+from raykv.client.lease import Leased
 from raykv.client.match import Match
 from raykv.client.pool import KVPool
 from raykv.keys import Keys
+from raykv.protocol import LOCATION
 
 log = logging.getLogger("raykv")
 
@@ -36,16 +38,28 @@ NOT_ASKED = 1 << 62
 ASKED, HITS, FAILED = "vllm:raykv_asked_chunks", "vllm:raykv_hit_chunks", "vllm:raykv_failed_loads"
 METRICS = {
     ASKED: OffloadingCounterMetadata("Chunks that requests asked the raykv pool for."),
-    HITS: OffloadingCounterMetadata("Of them, chunks that were leased on, or brought to, the engine's node."),
+    HITS: OffloadingCounterMetadata("Of them, chunks that were leased in the memory of any node."),
     FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
 }
 
 
+class PartToLoad(NamedTuple):
+    """A rank's part of chunks that are leased. nonce, node: the arena of the engine's node, and what `leased` calls it.
+
+    away: some of them are on other nodes.
+    """
+
+    nonce: bytes
+    node: int
+    away: bool
+    leased: list[Leased]
+
+
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie. parts: by rank, the nonce of the arena, LOCATIONs there and keys, as bytes."""
+    """Where chunks lie. parts: by rank."""
 
-    parts: list[tuple[bytes, bytes, bytes]]
+    parts: list[PartToLoad]
 
 
 @dataclass
@@ -58,7 +72,7 @@ class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
 
 @dataclass
 class Found:
-    """What the pool has of a request: by rank a match, and how many leading chunks are on this node in all of them."""
+    """What the pool has of a request: by rank a match, and how many leading chunks all of them hold."""
 
     matches: list[Match]
     chunks: int
@@ -105,7 +119,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """RETRY while the request's look-up runs; HIT for a chunk that is leased and on this node; else MISS.
+        """RETRY while the request's look-up runs; HIT for a chunk that is leased; else MISS.
 
         Called by the scheduler: it never waits for Ray. key: vLLM's hash of a chunk.
         """
@@ -126,14 +140,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return LookupResult.HIT if ask.numbers.get(key, NOT_ASKED) < found.chunks else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
-        """Locations and keys of chunks that `lookup` found, for the workers. Leases last until `complete_load`."""
+        """What the workers need to read chunks that `lookup` found: a run. Leases last until `complete_load`."""
         ask = self._asks[req_context.req_id]
         ask.loading = True
-        numbers = np.array([ask.numbers[key] for key in keys], np.int64)
-        locations = [match.locations(numbers) for match in ask.answer.result().matches]
-        arenas = [pool.session.local.arena.nonce if pool.session.local else b"" for pool in self._pools]
-        parts = zip(arenas, locations, strict=True)
-        return ChunksToLoad([(arena, where.tobytes(), rows.tobytes()) for arena, (where, rows) in parts])
+        first = ask.numbers[next(iter(keys))]
+        matches = ask.answer.result().matches
+        parts = [_part(pool, match, first, first + len(keys)) for pool, match in zip(self._pools, matches, strict=True)]
+        return ChunksToLoad(parts)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
@@ -220,13 +233,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
 
 def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
-    """Lease what the pool has of the keys and bring it to this node. An error is a miss."""
+    """Lease what the pool has of the keys, and bring what only an external tier has. An error is a miss."""
     found = Found([], len(keys))
     try:
         for cache, of_rank in zip(caches, _keys(caches, keys), strict=True):
-            match = cache.match(of_rank[: found.chunks])
+            match = Match(cache.session, of_rank[: found.chunks], cache.recompute_tokens_per_s, stage=False)
             found.matches.append(match)
-            found.chunks = match.fetch()
+            found.chunks = match.ask().fetch_external()
             if not found.chunks:
                 break
     except Exception:
@@ -235,6 +248,14 @@ def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
     if not found.chunks:
         found.release()
     return found
+
+
+def _part(pool: KVPool, match: Match, first: int, stop: int) -> PartToLoad:
+    local = pool.session.local
+    nonce, node = (local.arena.nonce, local.index) if local else (b"", -1)
+    leased = match.leased(first, stop)
+    away = any((np.frombuffer(part.source, LOCATION)["node"] != node).any() for part in leased)
+    return PartToLoad(nonce, node, away, leased)
 
 
 def _keys(caches: Sequence[KVCache], keys: list[bytes]) -> list[Keys]:

@@ -1,5 +1,7 @@
 """The worker's side of vLLM on a pool: one copy between the engine's KV tensors and an arena of the node.
 
+Chunks of other nodes stream through the arena's staging window, by the lease that the scheduler's process has.
+
 On a GPU a job waits for what its stream was given before the job was submitted. Then all of its pages are one batched
 copy, and vLLM is told when that is done.
 """
@@ -21,15 +23,16 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.arena.buffers import Rows, rows_of
 from raykv.client.cache import KVCache
+from raykv.client.lease import Lease
 from raykv.client.pool import KVPool
 from raykv.client.reservation import Reservation
-from raykv.errors import DeviceError
 from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
 from raykv.keys import Keys
-from raykv.protocol import KEY_BYTES, LOCATION
+from raykv.protocol import KEY_BYTES
 
 log = logging.getLogger("raykv")
 
+STREAMS = 4  # loads from other nodes at a time; those from this node wait for none of them
 PAUSE_S = 0.002  # of an engine that has nothing to compute
 GRACE_S = 0.02  # that an engine waits for the directory when it wants back a block that is still to be stored
 
@@ -70,6 +73,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         length = int(self._pages.lengths.max())
         self._spare = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)  # for what is not wanted
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
+        self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
         if pool.session.local is not None:
@@ -88,7 +92,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any) -> bool:
         job = self._jobs[job_id] = Job(job_id, "copying", self._mark())
-        job.future = self._loads.submit(self._load, job, src_spec, dst_spec)
+        threads = self._streams if src_spec.parts[self._part].away else self._loads
+        job.future = threads.submit(self._load, job, src_spec, dst_spec)
         return True
 
     def pause(self) -> None:
@@ -121,7 +126,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         wait([job.future for job in jobs if job.future and job.state == "copying"])
 
     def shutdown(self) -> None:
-        for threads in (self._loads, self._stores, self._commits):
+        for threads in (self._loads, self._streams, self._stores, self._commits):
             threads.shutdown(cancel_futures=True)
         self._pool.close()
 
@@ -154,7 +159,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             reservation.release()
 
     def _load(self, job: Job, source: ChunksToLoad, target: Any) -> None:
-        """Copy chunks out of this node's arena. If one is gone the request is computed."""
+        """Copy chunks into the engine's blocks. If one does not come the request is computed."""
         size = 0
         try:
             job.wait()
@@ -166,24 +171,18 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._finish(job, "copying", size)
 
     def _read(self, source: ChunksToLoad, target: Any) -> int:
-        """Bytes read: of all chunks, or 0 if one of them is not there any more."""
-        nonce, where, data = source.parts[self._part]
-        locations, keys = np.frombuffer(where, LOCATION), _rows_of_keys(data)
-        local, directory = self._pool.session.local, self._pool.session.directory
-        if local is None or local.arena.nonce != nonce:  # not by index: a new directory calls nodes otherwise
-            self._pool.session.refresh()
-            directory.fault("load", "the blocks are in another arena than the one that this worker knows")
+        """Bytes read: of all chunks, or 0 if one of them does not come."""
+        part, session = source.parts[self._part], self._pool.session
+        if session.local is None or session.local.arena.nonce != part.nonce:  # not by index: a new directory has others
+            session.refresh()
+            session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
-        rows = self._rows(target, len(keys))
-        try:
-            ok = local.arena.read(locations, keys, rows)
-        except DeviceError as error:  # the blocks are good: they are not reported as corrupt
-            directory.fault("gpu", error)
-            return 0
-        if not ok.all():
-            directory.corrupt(local.wrong(locations[~ok], keys[~ok]))
-            directory.fault("load", f"{int((~ok).sum())} of {len(ok)} blocks were not what the directory said")
-            return 0
+        leases = [Lease.borrowed(session, self._cache.block_bytes, part.node, leased) for leased in part.leased]
+        rows, done = self._rows(target, sum(map(len, leases))), 0
+        for lease in leases:
+            if lease.read(rows[done : done + len(lease)], verify=False) < len(lease):
+                return 0
+            done += len(lease)
         return rows.bytes * len(rows)
 
     def _rows(self, spec: Any, chunks: int) -> Rows:

@@ -93,7 +93,7 @@ class Oracle(GpuDemotion):
         return source[0] if source else None, staging[-1] if staging else None
 
     def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
-        lease, node, keys, block_bytes = request
+        lease, node, keys, block_bytes, stage = request
         client = self.on_call(call, now)
         self.end(client, lease)
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
@@ -102,7 +102,8 @@ class Oracle(GpuDemotion):
         if reader and reader.state != "alive":
             size_class = None  # its store pulls nothing
         if reader and size_class:
-            need = min(self.unstaged(wanted, reader.index), size_class.window - len(size_class.of("staging")))
+            left = size_class.window - len(size_class.of("staging"))
+            need = min(self.unstaged(wanted, reader.index), left, stage)
             if need > 0:
                 self.provide_slots(reader, size_class, need)
         here = reader.index if reader and reader.state != "joining" else -1
@@ -118,12 +119,10 @@ class Oracle(GpuDemotion):
             hold.keys.append(key)
             hold.source.append(self.hold(row))
             hold.staged.append(self.hold(staging) if staging else None)
-        self.cover(hold, 0)
-        covered = min(hold.unstaged, default=len(hold.keys))
-        if not any(hold.staged[:covered]) and self.read_elsewhere(hold, covered):
-            self.cover(hold, 0)
-            covered = min(hold.unstaged, default=len(hold.keys))
-        if not any(hold.staged[:covered]):  # no staging slot at all: a shorter hit, never a wait
+        covered = self.cover(hold, stage)
+        if size_class and covered < len(hold.keys) and self.read_elsewhere(hold, covered):
+            covered = self.cover(hold, stage)
+        if not size_class:  # the reader has no memory to pull into
             for i in reversed(range(covered, len(hold.keys))):
                 self.end_hold(hold.source[i])
                 self.end_hold(hold.staged[i])
@@ -170,27 +169,36 @@ class Oracle(GpuDemotion):
                 moved = True
         return moved
 
-    def cover(self, hold: Lease, start: int) -> None:
-        """Give unstaged blocks staging slots, in order, until the window is used up."""
-        for i in sorted(i for i in hold.unstaged if i >= start):
-            item = self.stage(hold.size_class, hold.keys[i])
+    def cover(self, hold: Lease, stage: int) -> int:
+        """Give unstaged blocks staging slots, in order, until `stage` blocks have one or the window is used up.
+
+        Returns how many leading blocks can be read now.
+        """
+        for i in sorted(hold.unstaged):
+            has = sum(item is not None for item in hold.staged[:i])
+            item = self.stage(hold.size_class, hold.keys[i]) if has < stage else None
             if item is None:
-                return
+                return i
             hold.staged[i] = item
             hold.unstaged.remove(i)
+        return len(hold.keys)
 
     def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Matched:
-        lease, start, block_bytes = request
-        client = self.on_call(call, now)
-        hold = client.holds.get(lease)
-        if hold is None or hold.writes or not 0 <= start <= len(hold.keys):
+        owner, lease, start, stop, block_bytes = request
+        self.on_call(call, now)
+        hold = self.clients[owner].holds.get(lease) if owner in self.clients else None
+        if hold is None or hold.writes or not 0 <= start <= stop:
             return Matched(self.epoch, b"", b"")
-        for i in reversed(range(start)):
-            self.end_read(hold.staged[i])
-            hold.staged[i] = None
-            hold.unstaged.discard(i)
-        end = start
-        while end < len(hold.keys):
+        stop = min(stop, len(hold.keys))
+        for i in (*reversed(range(stop, len(hold.keys))), *reversed(range(min(start, len(hold.keys))))):
+            if held := hold.staged[i]:
+                self.end_read(held)
+                hold.staged[i] = None
+                if held[0].state != "closed":  # else the reader's node is gone
+                    hold.unstaged.add(i)
+        self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged))
+        end, full = start, False
+        while end < stop:
             item = hold.source[end]
             if item is None or item[0].gen != item[1] or item[0].state not in STORED:
                 break
@@ -200,14 +208,23 @@ class Oracle(GpuDemotion):
                     break
                 end += 1
                 continue
-            _, staging = self.best(hold.keys[end], hold.node)
-            staged = self.hold(staging) if staging else self.stage(hold.size_class, hold.keys[end])
-            if staged is None:
-                break
-            hold.staged[end] = staged
-            hold.unstaged.remove(end)
+            if not full:
+                row, staging = self.best(hold.keys[end], hold.node)
+                there = row if row and row.slab.node == hold.node else staging
+                staged = self.hold(there) if there else self.stage(hold.size_class, hold.keys[end])
+                hold.staged[end], full = staged, staged is None
+                if staged:
+                    hold.unstaged.remove(end)
             end += 1
         return Matched(self.epoch, pack(hold.source[start:end], block_bytes), pack(hold.staged[start:end], block_bytes))
+
+    def provide_staging(self, hold: Lease, unstaged: int) -> None:
+        """Give the reader of a lease slabs for what it is about to stage."""
+        reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
+        if reader and hold.size_class and hold.size_class in reader.size_classes.values():
+            need = min(unstaged, hold.size_class.window - len(hold.size_class.of("staging")))
+            if need > 0:
+                self.provide_slots(reader, hold.size_class, need)
 
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
         counts: Counter[str] = Counter()

@@ -1,0 +1,137 @@
+"""Hits that are longer than the staging window of the reader's node."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import (
+    BLOCK,
+    MIB,
+    TRANSPORTS,
+    Reading,
+    eventually,
+    node_store,
+    other_node,
+    payload,
+    pid,
+    read,
+    settled,
+    store,
+    tokens,
+    totals,
+    worker,
+)
+
+import raykv
+import raykv.client.lease
+from raykv.client.lease import Lease
+from raykv.client.match import Match
+from raykv.keys import Keys
+
+pytestmark = pytest.mark.usefixtures("patiently")
+WINDOW = 16  # blocks: an eighth of 32 MiB
+LONG = 10 * WINDOW
+PROMPTS = range(1, 4)
+
+
+def full(start: Callable[..., raykv.KVPool], transport: str) -> tuple[raykv.KVPool, raykv.KVCache, list[Keys]]:
+    """A pool whose other node has all of these prompts, and whose memory here has no room but the window."""
+    pool = start(cpu_memory=32 * MIB, transport=transport)
+    there = worker(pool, other_node(pool))
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    pool.resize(other_node(pool), 160 * MIB)
+    eventually(lambda: pool.stats()["nodes"][other_node(pool)]["spare_slabs"] * 4 * MIB >= 150 * MIB or None)
+    own = cache.keys(tokens(0, 7 * WINDOW))
+    assert store(cache, own) == len(own)
+    prompts = [cache.keys(tokens(seed, LONG)) for seed in PROMPTS]
+    for keys in prompts:
+        assert ray.get(there.store.remote(keys), timeout=60) == LONG
+    eventually(lambda: totals(pool)["ready"] == 7 * WINDOW + LONG * len(prompts))
+    here = pool.stats()["nodes"][pool.node_id]
+    assert (here["ready"], here["free"]) == (7 * WINDOW, WINDOW)
+    return pool, cache, prompts
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_prompts_of_ten_windows_are_read_whole_by_several_at_a_time(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    pool, cache, prompts = full(start, transport)
+    for piece in (raykv.client.lease.PIECE_BYTES, 2 * BLOCK):
+        monkeypatch.setattr(raykv.client.lease, "PIECE_BYTES", piece)
+        for _ in range(2):
+            with ThreadPoolExecutor(6) as threads:
+                found = list(threads.map(lambda keys: read(cache, keys), 2 * prompts))
+            assert found == [Reading(LONG, LONG, 0, [other_node(pool)])] * 6
+    assert pool.session.directory.faults == {}
+    eventually(lambda: settled(pool))
+
+
+def test_a_lease_is_read_twice_and_fetched(start: Callable[..., raykv.KVPool]) -> None:
+    pool, cache, (keys, other, _) = full(start, "tcp")
+    with cache.match(keys) as match:
+        assert match.fetch(whole=True) == LONG
+        for _ in range(2):
+            out = np.zeros((LONG, BLOCK), np.uint8)
+            assert match.read(out) == LONG and (out == payload(keys, BLOCK)).all()
+    with cache.match(other) as match:
+        assert match.fetch() == WINDOW
+        out = np.zeros((LONG, BLOCK), np.uint8)
+        assert match.read(out) == LONG and (out == payload(other, BLOCK)).all()
+    assert pool.session.directory.faults == {}
+    eventually(lambda: settled(pool))
+
+
+def test_another_process_streams_by_a_lease_that_takes_no_staging(start: Callable[..., raykv.KVPool]) -> None:
+    """As vLLM's workers do, by leases of its scheduler."""
+    pool, _, prompts = full(start, "tcp")
+    by = raykv.attach(pool.name)
+    assert by.session.local and by.session.directory.client != pool.session.directory.client
+    matches = [Match(pool.session, keys, 1e4, stage=False).ask() for keys in prompts]
+    assert [match.fetch_external() for match in matches] == [LONG] * len(prompts)
+    assert totals(pool)["staging"] == 0
+    first, stop = 5, LONG - 3
+    for keys, match in zip(prompts, matches, strict=True):
+        (leased,) = match.leased(first, stop)
+        lease = Lease.borrowed(by.session, BLOCK, by.session.local.index, leased)
+        out = np.zeros((stop - first, BLOCK), np.uint8)
+        assert lease.read(raykv.arena.buffers.dense("out", out, len(lease), BLOCK), verify=False) == stop - first
+        assert (out == payload(keys[first:stop], BLOCK)).all()
+        match.release()
+        pool.session.directory.heartbeat()
+        eventually(lambda: totals(pool)["staging"] == 0)
+        assert lease.read(raykv.arena.buffers.dense("out", out, len(lease), BLOCK), verify=False) < stop - first
+    by.close()
+    eventually(lambda: settled(pool))
+
+
+def test_a_read_ends_where_a_store_stops_in_the_middle(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raykv.client.lease, "PIECE_BYTES", 2 * BLOCK)
+    pool, cache, (keys, _, _) = full(start, "tcp")
+    stopped = pid(node_store(pool, other_node(pool)))
+    arrived = threading.Semaphore(0)
+    taken = Lease._arrived
+
+    def counted(lease: Lease, *args: Any) -> Any:
+        arrived.release()
+        return taken(lease, *args)
+
+    monkeypatch.setattr(Lease, "_arrived", counted)
+    out = np.zeros((LONG, BLOCK), np.uint8)
+    with cache.match(keys) as match, ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(match.read, out)
+        for _ in range(3 * WINDOW // 2):
+            arrived.acquire()
+        os.kill(stopped, signal.SIGKILL)
+        n = reading.result()
+    assert n >= 2 * WINDOW and (out[:n] == payload(keys[:n], BLOCK)).all()
+    eventually(lambda: settled(pool))
+    eventually(lambda: read(cache, keys)[:3] == (LONG, LONG, 0))
