@@ -142,8 +142,8 @@ class Matched(NamedTuple):
 
     epoch: int
     source: bytes  # locations to read
-    # Locations on the reader's node to pull them into; slab_gen 0: the block is there already, or the staging window is
-    # used up. Empty if all are there already.
+    # Locations on the reader's node to pull them into. slab_gen 0: the block is there already (node 0 too), or gets its
+    # slot later. Empty if all are there already.
     staged: bytes
 
 

@@ -80,8 +80,8 @@ class Lease:
         local, directory = session.local, session.directory
         source = np.frombuffer(answer.source if answer else b"", LOCATION)
         staged = np.frombuffer(answer.staged, LOCATION) if answer and answer.staged else None
-        ours = source if staged is None else staged[staged["slab_gen"] > 0]
-        if local is None or (ours["node"] != local.index).any():
+        ours = source["node"] if staged is None else np.where(staged["node"] > 0, staged["node"], source["node"])
+        if local is None or (ours != local.index).any():
             session.refresh()  # this process has an old index of its node
             source, staged = source[:0], None
         elif (stop := _reached(local, source, local.index)) < len(source):
@@ -198,7 +198,7 @@ class Lease:
         if answer is None:
             return piece[:0]
         slots = np.frombuffer(answer.staged, LOCATION)
-        ours = slots["node"][slots["slab_gen"] > 0] == self._node
+        ours = (slots["node"] == self._node) | (slots["node"] == 0)
         if len(slots) < stop - start or not ours.all():
             return None
         self.staged["slab_gen"][:start] = 0

@@ -144,6 +144,7 @@ class Directory(Membership):
         window = slice(start, start + n)
         _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
         hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
+        staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
         return Matched(self.epoch, source.tobytes(), staged.tobytes())
 
     def _provide_staging(self, hold: Hold, staged: RowArray, stride: int) -> None:

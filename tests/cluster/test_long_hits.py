@@ -135,3 +135,22 @@ def test_a_read_ends_where_a_store_stops_in_the_middle(
     assert n >= 2 * WINDOW and (out[:n] == payload(keys[:n], BLOCK)).all()
     eventually(lambda: settled(pool))
     eventually(lambda: read(cache, keys)[:3] == (LONG, LONG, 0))
+
+
+def test_a_lease_without_staging_shows_that_the_directory_calls_this_node_otherwise(
+    start: Callable[..., raykv.KVPool],
+) -> None:
+    """As after a restart of the directory: else a reader would wait for slots that it does not know."""
+    pool, _, (keys, _, _) = full(start, "tcp")
+    local = pool.session.local
+    assert local
+    local.index -= 2
+    with Match(pool.session, keys, 1e4, stage=False).ask() as match:
+        assert match.num_blocks == 0
+
+    def known() -> bool:
+        with Match(pool.session, keys, 1e4, stage=False).ask() as match:
+            return match.num_blocks == LONG
+
+    eventually(known)
+    eventually(lambda: settled(pool))

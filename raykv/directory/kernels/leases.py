@@ -171,6 +171,8 @@ def match(
         external += is_tier_row(c, source[i])
         promoted += node_of(c, source[i]) == host
         staged_gens[i] = locate(c, staged[i], block_bytes, staged_locations, i)
+        if staged[i] == UNSTAGED:
+            staged_locations[i].node = node
     return n, remote, external, promoted
 
 

@@ -14,6 +14,7 @@ from helpers.oracle.gpu_demotion import GpuDemotion
 from helpers.oracle.slots import (
     HOLDS_MAX,
     IN_TABLE,
+    LOCATION,
     PRESENT,
     STORED,
     USES_MAX,
@@ -142,7 +143,14 @@ class Oracle(GpuDemotion):
         if not hold.keys:
             return Matched(self.epoch, b"", b"")
         client.holds[lease] = hold
-        return Matched(self.epoch, pack(hold.source, block_bytes), pack(hold.staged, block_bytes) if remote else b"")
+        staged = self.pack_staged(hold, slice(None), block_bytes) if remote else b""
+        return Matched(self.epoch, pack(hold.source, block_bytes), staged)
+
+    def pack_staged(self, hold: Lease, of: slice, block_bytes: int) -> bytes:
+        """Locations of staging slots; of blocks that have none yet the node alone."""
+        without = LOCATION.pack(hold.node, 0, 0, 0, 0, 0)
+        numbers = range(*of.indices(len(hold.staged)))
+        return b"".join(without if i in hold.unstaged else pack([hold.staged[i]], block_bytes) for i in numbers)
 
     def unstaged(self, wanted: list[bytes], node: int) -> int:
         count = 0
@@ -216,7 +224,11 @@ class Oracle(GpuDemotion):
                 if staged:
                     hold.unstaged.remove(end)
             end += 1
-        return Matched(self.epoch, pack(hold.source[start:end], block_bytes), pack(hold.staged[start:end], block_bytes))
+        source, staged = (
+            pack(hold.source[start:end], block_bytes),
+            self.pack_staged(hold, slice(start, end), block_bytes),
+        )
+        return Matched(self.epoch, source, staged)
 
     def provide_staging(self, hold: Lease, unstaged: int) -> None:
         """Give the reader of a lease slabs for what it is about to stage."""
