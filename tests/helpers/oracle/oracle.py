@@ -224,11 +224,8 @@ class Oracle(GpuDemotion):
                 if staged:
                     hold.unstaged.remove(end)
             end += 1
-        source, staged = (
-            pack(hold.source[start:end], block_bytes),
-            self.pack_staged(hold, slice(start, end), block_bytes),
-        )
-        return Matched(self.epoch, source, staged)
+        slots = self.pack_staged(hold, slice(start, end), block_bytes)
+        return Matched(self.epoch, pack(hold.source[start:end], block_bytes), slots)
 
     def provide_staging(self, hold: Lease, unstaged: int) -> None:
         """Give the reader of a lease slabs for what it is about to stage."""
