@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LENGTH = struct.Struct("<I")
+TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
 HANDSHAKE_S = 1.0  # to connect, and to prove the token
@@ -109,16 +110,27 @@ def receive_into(peer: socket.socket, view: memoryview, end: float | None) -> No
         view = view[receive_some(peer, [view]) :]
 
 
+def set_limits(peer: socket.socket, seconds: float) -> None:
+    """Have it block, but each call of the system only for so long: in one such call it moves many bytes.
+
+    A call in which nothing moved raises BlockingIOError.
+    """
+    peer.settimeout(None)
+    limit = TIMEVAL.pack(*divmod(max(1, int(seconds * 1e6)), 10**6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
 def receive_some(peer: socket.socket, views: Sequence[memoryview]) -> int:
-    """Receive once, into the first of these. Returns how many bytes. ConnectionError if the peer closed."""
-    got = peer.recvmsg_into(views[:VIEWS])[0]
+    """Fill the first of these, or as much as comes in time. Returns how many bytes. ConnectionError if the peer closed."""
+    got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")
     return got
 
 
 def send_all(peer: socket.socket, views: Sequence[memoryview]) -> None:
-    """Send these one after the other, at the socket's own timeout for each part."""
+    """Send these one after the other. BlockingIOError where `set_limits` says so."""
     left = list(views)
     while left:
         left = after(left, peer.sendmsg(left[:VIEWS]))

@@ -66,7 +66,7 @@ class BlockServer:
         locations = np.frombuffer(request, LOCATION, count)
         keys = np.frombuffer(request, np.uint8, offset=locations.nbytes).reshape(-1, KEY_BYTES)
         blocks = self._arena.read_for_peer(locations, keys)
-        peer.settimeout(data_deadline(int(locations["bytes"][blocks.there].sum())))
+        wire.set_limits(peer, data_deadline(int(locations["bytes"][blocks.there].sum())))
         wire.send_all(
             peer, [claims_of(blocks).data.cast("B"), *(run.data for run in blocks.runs)]
         )  # the reader verifies

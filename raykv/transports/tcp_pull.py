@@ -84,7 +84,7 @@ class TcpPull:
             return self._pieces.popleft() if self._pieces else None
 
     def _ask(self, stream: socket.socket, piece: Indices) -> None:
-        stream.settimeout(seconds_left(self._request.end))
+        wire.set_limits(stream, seconds_left(self._request.end))
         stream.sendall(wire.frame(self._request.source[piece].tobytes() + self._request.keys[piece].tobytes()))
 
     def _receive(self, stream: socket.socket, piece: Indices) -> None:
@@ -132,12 +132,12 @@ class TcpPull:
         """Fill these. TimeoutError at the request's end; ConnectionError if the stream breaks, or others are faster."""
         moved = time.monotonic()
         while views:
-            stream.settimeout(min(STALLED_S, seconds_left(self._request.end)))
+            wire.set_limits(stream, min(STALLED_S, seconds_left(self._request.end)))
             try:
                 got = wire.receive_some(stream, views)
-            except TimeoutError:
+            except BlockingIOError:
                 if time.monotonic() >= self._request.end:
-                    raise
+                    raise TimeoutError("the blocks did not arrive in time") from None
                 if self._finished > moved or self._is_last():
                     raise ConnectionError(f"nothing came for {STALLED_S} s, but over other streams") from None
                 continue
