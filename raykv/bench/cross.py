@@ -16,7 +16,7 @@ from raykv.keys import Keys
 
 POOL = "bench-cross"
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a read
-WARM, PAIRS = 4, 12
+WARM, PAIRS = 24, 24
 
 
 class Writer:

@@ -113,6 +113,18 @@ class Listener:
         if self._closed:
             self.drop(connection)
 
+    def next_frame(self, connection: Connection) -> bytes | None:
+        """What came in on a connection that is lent; None while nothing whole did. From the thread that has it.
+
+        Raises OSError where the peer is gone, or sends more than a frame may have.
+        """
+        body = wire.take_frame(connection.inbox, self._frame_bytes)
+        if body is None:
+            with contextlib.suppress(BlockingIOError):
+                connection.inbox += connection.socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+                body = wire.take_frame(connection.inbox, self._frame_bytes)
+        return body
+
     def drop(self, connection: Connection) -> None:
         """End a connection that was lent. From any thread."""
         self.served.discard(connection)

@@ -122,7 +122,7 @@ def set_limits(peer: socket.socket, seconds: float) -> None:
 
 
 def receive_some(peer: socket.socket, views: Sequence[memoryview]) -> int:
-    """Fill the first of these, or as much as comes in time. Returns how many bytes. ConnectionError if the peer closed."""
+    """Fill the first of these, as far as bytes come in time. Returns how many. ConnectionError if the peer closed."""
     got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")

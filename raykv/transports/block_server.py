@@ -49,8 +49,12 @@ class BlockServer:
             self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:
+        """Answer a request, and those that came meanwhile: the reader asks ahead."""
+        more: bytes | None = request
         try:
-            self._answer(connection.socket, request)
+            while more is not None:
+                self._answer(connection.socket, more)
+                more = self._listener.next_frame(connection)
         except Exception as error:
             expected = isinstance(error, (OSError, ValueError, DeviceError))  # else it is a bug of ours
             level = logging.DEBUG if expected else logging.ERROR

@@ -19,7 +19,7 @@ from raykv.system import wire
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
-PIECE_BYTES = 2 * MIB  # asked for at a time: what a broken stream costs, and a slow one delays
+PIECE_BYTES = 4 * MIB  # asked for at a time: what a broken stream costs, and a slow one delays
 AHEAD = 2  # pieces that a stream has asked for: the peer always has one to send
 STALLED_S = 1.0  # a stream is given up that brought nothing for so long, if others did
 
