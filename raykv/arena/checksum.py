@@ -80,10 +80,26 @@ def _memcpy(target: int, source: int, length: int, function: int) -> None:
         call(function, target + done, source + done, min(PAGE, length - done))
 
 
-@kernel(COPIES, FUNCTIONS)
-def _copy(table: Copies, functions: NDArray[np.int64]) -> None:
+@kernel
+def _stream(target: int, source: int, length: int, function: int) -> None:
+    """As `_memcpy`, past the caches but for what lies before and behind whole rows."""
+    head = min(-target % xxh3.STRIPE, length)
+    done = head + (length - head) // xxh3.ROW * xxh3.ROW
+    call(function, target, source, head)
+    xxh3.stream_rows(target + head, source + head, (done - head) // xxh3.ROW)
+    call(function, target + done, source + done, length - done)
+
+
+@kernel(COPIES, types.boolean, FUNCTIONS)
+def _copy(table: Copies, stream: bool, functions: NDArray[np.int64]) -> None:
     for i in range(len(table)):
-        _memcpy(table[i, 0], table[i, 1], table[i, 2], functions[_MEMCPY])
+        target, source, length = table[i, 0], table[i, 1], table[i, 2]
+        if stream:
+            _stream(target, source, length, functions[_MEMCPY])
+        else:
+            _memcpy(target, source, length, functions[_MEMCPY])
+    if stream:
+        xxh3.fence()
 
 
 @kernel(BLOCKS, types.boolean, types.int64, FUNCTIONS)
@@ -112,10 +128,7 @@ def _copy_tiles(table: Copies, tile: int, functions: NDArray[np.int64], sums: ND
 
 def copy(table: Copies, stream: bool = False) -> None:
     """Do the copies. Their memory must stay as it is until this returns. stream: do not keep them in the caches."""
-    if stream and _in_stripes(table[None]):  # it waits for memory: the checksum costs nothing
-        copy_summed(table[None], stream)
-    else:
-        _copy(table, _FUNCTIONS)
+    _copy(table, stream, _FUNCTIONS)
 
 
 def copy_summed(table: Copies, stream: bool = False) -> list[int]:

@@ -81,21 +81,26 @@ def _prefetch(builder: Any, address: Any, offset: int) -> None:
     builder.call(function, [_at(builder, address, offset, _BYTE), _HALF(0), _HALF(3), _HALF(1)])
 
 
-def _stripes(number: int, mode: int) -> Any:
-    """In a kernel: (accumulators, target, source, secret), addresses. So many stripes one after the other."""
+def _stripes(number: int, mode: int, summed: bool = True) -> Any:
+    """In a kernel: (accumulators, target, source, secret), addresses. So many stripes one after the other.
+
+    summed: else the accumulators and the secret are not used.
+    """
 
     @intrinsic  # type: ignore[untyped-decorator]
     def stripes(typing_context: Any, accumulators: Any, target: Any, source: Any, secret: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             accumulators, target, source, secret = args
-            lanes = _load(builder, accumulators, 0)
+            lanes = _load(builder, accumulators, 0) if summed else None
             for stripe in range(number):
                 _prefetch(builder, source, STRIPE * stripe + AHEAD)
                 data = _load(builder, source, STRIPE * stripe)
                 if mode != SUM:
                     _store(builder, data, target, STRIPE * stripe, mode == STREAM)
-                lanes = _accumulated(builder, lanes, data, _load(builder, secret, 8 * stripe))
-            _store(builder, lanes, accumulators, 0, stream=False)
+                if summed:
+                    lanes = _accumulated(builder, lanes, data, _load(builder, secret, 8 * stripe))
+            if summed:
+                _store(builder, lanes, accumulators, 0, stream=False)
             return context.get_dummy_value()
 
         return _VOID, generate
@@ -105,6 +110,7 @@ def _stripes(number: int, mode: int) -> Any:
 
 _sum_stripe, _copy_stripe, _stream_stripe = (_stripes(1, mode) for mode in (SUM, COPY, STREAM))
 _sum_row, _copy_row, _stream_row = (_stripes(ROW // STRIPE, mode) for mode in (SUM, COPY, STREAM))
+_stream_plain_row = _stripes(ROW // STRIPE, STREAM, summed=False)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -179,6 +185,13 @@ def _row(mode: int, accumulators: int, target: int, source: int, secret: int) ->
         _copy_row(accumulators, target, source, secret)
     else:
         _sum_row(accumulators, target, source, secret)
+
+
+@kernel
+def stream_rows(target: int, source: int, rows: int) -> None:
+    """Copy so many rows past the caches, without a checksum. target: a multiple of STRIPE. See `fence`."""
+    for done in range(0, rows * ROW, ROW):
+        _stream_plain_row(0, target + done, source + done, 0)
 
 
 @kernel

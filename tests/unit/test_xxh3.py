@@ -61,6 +61,17 @@ def test_copies_are_equal_and_their_checksum_is_the_librarys(
     assert (root(targets) == 255).all(), "written beside the copy"
 
 
+@given(parts, offsets, offsets, st.booleans(), st.integers(0, 1 << 32))
+def test_copies_without_a_checksum_are_equal(lengths: list[int], to: int, from_: int, stream: bool, seed: int) -> None:
+    sources, targets = buffers(2, sum(lengths), from_), buffers(2, sum(lengths), to)
+    sources[:] = np.random.default_rng(seed).integers(0, 256, sources.shape, np.uint8)
+    before = sources.copy()
+    checksum.copy(table_of(targets, sources, lengths).reshape(-1, 3), stream)
+    assert np.array_equal(targets, before) and np.array_equal(sources, before)
+    targets[:] = 255
+    assert (root(targets) == 255).all(), "written beside the copy"
+
+
 @given(parts, offsets, st.integers(0, 1 << 32))
 def test_nothing_is_written_where_only_the_checksum_is_asked(lengths: list[int], offset: int, seed: int) -> None:
     blocks = buffers(3, sum(lengths), offset)
