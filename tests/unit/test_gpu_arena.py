@@ -259,10 +259,10 @@ class DirectoryClient:
 
 
 @pytest.mark.parametrize(
-    "lost, index, faults, blamed", [(True, 4, ["gpu"], 0), (False, 5, [], 0), (False, 4, ["read"], 2)]
+    "lost, replaced, faults, blamed", [(True, False, ["gpu"], 0), (False, True, [], 0), (False, False, ["read"], 2)]
 )
 def test_verdicts_of_blocks_that_were_not_copied(
-    on_host: Any, lost: bool, index: int, faults: list[str], blamed: int
+    on_host: Any, lost: bool, replaced: bool, faults: list[str], blamed: int
 ) -> None:
     """The directory is told of blocks that are not there; of those that a reader can't reach, or that another arena
     has, it would be wrong."""
@@ -274,8 +274,8 @@ def test_verdicts_of_blocks_that_were_not_copied(
         on_host.cuda.runtime.lose()
     lease: Any = object.__new__(Lease)
     local: Any = object.__new__(LocalStore)
-    local.arena, local.index = host, index
-    lease._session = SimpleNamespace(directory=directory, local=local)
+    local.arena, lease._local = host, local
+    lease._session = SimpleNamespace(directory=directory, local=None if replaced else local)
     assert not lease._copy(at, keys, rows, False).any()
     assert (directory.faults, directory.blamed) == (faults, blamed)
     host.close(unlink=True)
