@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from raykv.arena.buffers import Rows
 from raykv.client.local_store import LocalStore, Locations, pieces
 from raykv.client.session import Session
+from raykv.client.workers import giving_way
 from raykv.config import MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
@@ -19,7 +20,7 @@ PIECE_BYTES = 32 * MIB  # pulled at a time: the copy out of one piece overlaps t
 PIECES_AHEAD = 2
 LATE_S = 0.5  # what fails after so long was not refused, but not answered
 WAIT_BUDGET_S = 0.05  # a read waits for a tier at least for so long, however fast its tokens could be computed
-WINDOW_POLL_S = 0.005  # between questions for staging slots while other readers have them all
+WINDOW_POLL_S, WINDOW_REST_S = 0.005, 0.1  # between questions for staging slots while other readers have them all
 
 Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
 
@@ -195,13 +196,13 @@ class Lease:
         stop, first = int(piece[-1]) + 1, self._first
         request = NextWindowRequest(self._owner, self.id, first + start, first + stop, self._block_bytes)
         answer = self._session.directory.next_window(request)
-        if answer is None:
-            return piece[:0]
+        if answer is None:  # no directory, or one that does not know the lease
+            return None
         slots = np.frombuffer(answer.staged, LOCATION)
         ours = (slots["node"] == self._node) | (slots["node"] == 0)
         if len(slots) < stop - start or not ours.all():
             return None
-        self.staged["slab_gen"][:start] = 0
+        self.staged["slab_gen"][:start] = self.staged["slab_gen"][stop:] = 0
         self.staged[start:stop] = slots
         return self._with_slots(piece)
 
@@ -221,7 +222,7 @@ class Lease:
             )
         passed, away = np.zeros(stop, np.bool_), np.flatnonzero(~here[:reached])
         pulls: dict[Any, Blocks] = {}
-        at, end, broken = 0, 0.0, False
+        at, end, pause, broken = 0, 0.0, WINDOW_POLL_S, False
 
         def begin() -> None:
             """Begin pulls until enough are on their way, as far as there are staging slots."""
@@ -243,9 +244,9 @@ class Lease:
         while True:
             begin()
             if not pulls:
-                if broken or at == len(away) or not self._wait_for_window(end):
+                if broken or at == len(away) or not self._wait_for_window(end, pause):
                     return
-                end = end or time.monotonic() + data_deadline(PIECE_BYTES)
+                end, pause = end or time.monotonic() + data_deadline(PIECE_BYTES), min(2 * pause, WINDOW_REST_S)
                 continue
             since = time.monotonic()
             answer = local.first(list(pulls), self._deadline(list(pulls.values())))
@@ -254,7 +255,7 @@ class Lease:
                 local.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])
                 self._session.refresh()
                 return
-            part, end = pulls.pop(answer), 0.0
+            part, end, pause = pulls.pop(answer), 0.0, WINDOW_POLL_S
             arrived = self._arrived(answer, part)
             if not arrived.any() and time.monotonic() - since > LATE_S:
                 local.gave_up(self.source["node"][part])
@@ -264,12 +265,13 @@ class Lease:
             yield blocks, self.staged[blocks]
             passed[part] = True
 
-    def _wait_for_window(self, end: float) -> bool:
+    def _wait_for_window(self, end: float, pause: float) -> bool:
         """Give other readers time to go on, which use up the staging window. False past `end`, unless that is 0."""
         if end and time.monotonic() > end:
             self._session.directory.fault("window", "other readers use up this node's staging window")
             return False
-        time.sleep(WINDOW_POLL_S)
+        with giving_way():  # to those that have slots, and must report what came there
+            time.sleep(pause)
         return True
 
     def _deadline(self, parts: list[Blocks]) -> float:

@@ -95,7 +95,11 @@ class Session:
         Nobody queues behind it: a store that does not answer is waited for in a thread of its own, and asked once.
         """
         if time.monotonic() - self._looked > REFRESH_S and self._renewing.acquire(blocking=False):
-            threading.Thread(target=self._renew, name="raykv-renew", daemon=True).start()
+            try:
+                threading.Thread(target=self._renew, name="raykv-renew", daemon=True).start()
+            except RuntimeError as error:  # no thread can be started: the next refresh tries again
+                self._renewing.release()
+                self.directory.fault("store", error)
 
     def node_names(self, indices: list[int]) -> list[str]:
         """Ray node ids, each once, of nodes by the index that locations carry. Nodes that are gone are left out."""

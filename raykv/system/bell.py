@@ -22,7 +22,7 @@ class Bell:
         """
         poll = select.poll()
         poll.register(self._rung, select.POLLIN)
-        if connection is not None:
+        if connection is not None and connection.fileno() >= 0:  # a closed one has ended
             poll.register(connection, select.POLLRDHUP)
         poll.poll(None if seconds is None else seconds * 1e3)
         try:

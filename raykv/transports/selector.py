@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
 from raykv.arena.gpu_arena import GpuArena
-from raykv.config import may_use_sockets
+from raykv.config import MIB, may_use_sockets
 from raykv.protocol import FAILED, PULLED, data_deadline, host_of, seconds_left
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport
@@ -27,6 +27,7 @@ from raykv.transports.tcp import Tcp
 
 log = logging.getLogger("raykv")
 OFFERS_S = 1.0  # for a peer to answer what it offers
+LARGE_PULLS, LARGE_BYTES = 4, 16 * MIB  # so many from a peer at a time; smaller ones wait for none
 RETRY_S = 60.0  # until a transport that failed is tried again; at once if the peer has another offer
 
 
@@ -48,6 +49,8 @@ class PeerState:
     # Held while the peer is asked for its offers, and while a transport pulls that does one pull at a time. Taken
     # before the locks of the transport and of the slots.
     turn: threading.Lock = field(default_factory=threading.Lock)
+    # Held by large pulls of the other transports: of too many at a time, all would be late on a slow link.
+    large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(LARGE_PULLS))
     mutex: threading.Lock = field(default_factory=threading.Lock)  # guards the other fields; taken last
     offers: dict[str, Any] | None = None  # by transport; None: to be asked for
     routes: dict[str, RouteStats] = field(default_factory=dict)  # by transport
@@ -96,8 +99,7 @@ class TransportSelector:
         with _held(state.turn, request.end):  # the offers are asked for once
             usable = self._usable(state, peer)
         for transport, offer in usable:
-            turn = nullcontext() if transport.concurrent else _held(state.turn, request.end)
-            with turn:
+            with self._turn(transport, state, request):
                 begin = time.monotonic()
                 try:
                     verdicts = transport.pull(peer, offer, request)
@@ -137,19 +139,32 @@ class TransportSelector:
         for transport in self._transports:
             transport.close()
 
+    def _turn(self, transport: Transport, state: PeerState, request: PullRequest) -> AbstractContextManager[None]:
+        """What a pull waits for. TimeoutError if it has no turn before its end."""
+        if not transport.concurrent:
+            return _held(state.turn, request.end)
+        if request.source["bytes"].sum() > LARGE_BYTES:
+            return _held(state.large, request.end)
+        return nullcontext()
+
     def _usable(self, state: PeerState, peer: Peer) -> list[tuple[Transport, Any]]:
         """The transports to try, each with the peer's offer."""
         last = self._transports[-1]
         if peer.external or last is self._transports[0]:
             return [(last, None)]
         now = time.monotonic()
-        if state.offers is None or any(0.0 < route.retry_at <= now for route in state.routes.values()):
-            state.offers = ray.get(peer.store.offers.remote(peer.name), timeout=OFFERS_S)
-            for route in state.routes.values():
-                route.retry_at = route.retry_at if route.retry_at > now else 0.0  # offers are asked for once
+        with state.mutex:
+            routes = [state.routes.setdefault(transport.name, RouteStats()) for transport in self._transports]
+            offers = state.offers
+        if offers is None or any(0.0 < route.retry_at <= now for route in routes):
+            offers = ray.get(peer.store.offers.remote(peer.name), timeout=OFFERS_S)
+            with state.mutex:
+                state.offers = offers
+                for route in routes:
+                    route.retry_at = route.retry_at if route.retry_at > now else 0.0  # offers are asked for once
         usable = []
-        for transport in self._transports[:-1]:
-            route, offer = state.routes.setdefault(transport.name, RouteStats()), state.offers.get(transport.name)
+        for transport, route in zip(self._transports[:-1], routes, strict=False):
+            offer = offers.get(transport.name)
             if offer is not None and (now >= route.retry_at or offer != route.failed_offer):
                 usable.append((transport, offer))
         return [*usable, (last, None)]
@@ -174,8 +189,8 @@ def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
 
 
 @contextmanager
-def _held(lock: threading.Lock, end: float) -> Iterator[None]:
-    """Hold a lock. TimeoutError if others do until `end` (time.monotonic())."""
+def _held(lock: Any, end: float) -> Iterator[None]:
+    """Hold a lock or a semaphore. TimeoutError if others do until `end` (time.monotonic())."""
     if not lock.acquire(timeout=seconds_left(end)):
         raise TimeoutError("earlier pulls from that node took all the time")
     try:

@@ -51,6 +51,8 @@ class Lane:
 
     def carry(self, pull: TcpPull) -> None:
         """Bring pieces of a pull over one connection until none is left. OSError where it breaks."""
+        if not pull.waiting:  # others were faster than this thread
+            return
         with self._mutex:
             connection = self._idle.pop() if self._idle else None
         connection = connection or wire.connect(self._address)
@@ -138,6 +140,8 @@ class Tcp(Transport):
                 if not pull.left or late:
                     break
                 lane.close()  # they may all be as old as the one that broke
+                if time.monotonic() >= request.end:
+                    raise TimeoutError("the blocks did not arrive in time") from errors[0]
         if pull.left:
             raise (late or errors)[0]
         return pull.verdicts
@@ -176,4 +180,7 @@ class Tcp(Transport):
     def close(self) -> None:
         if self._server:
             self._server.close()
+        with self._mutex:
+            for _, lane in self._lanes.values():
+                lane.close()
         self._receivers.shutdown(wait=False, cancel_futures=True)

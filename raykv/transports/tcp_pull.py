@@ -61,7 +61,7 @@ class TcpPull:
             self._carrying, self._carried = self._carrying + 1, self._carried + 1
         try:
             while True:
-                if self._pieces:
+                if self.waiting:
                     give_way(self)
                 while len(asked) < AHEAD and (piece := self._take()) is not None:
                     asked.append(piece)
@@ -74,6 +74,11 @@ class TcpPull:
             with self._mutex:
                 self._carrying -= 1
                 self._pieces.extendleft(reversed(asked))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a piece that no stream has taken."""
+        return bool(self._pieces)
 
     def _is_last(self) -> bool:
         """Whether of several streams one is left, which nobody is faster than."""
@@ -132,12 +137,12 @@ class TcpPull:
         """Fill these. TimeoutError at the request's end; ConnectionError if the stream breaks, or others are faster."""
         moved = time.monotonic()
         while views:
+            if time.monotonic() >= self._request.end:
+                raise TimeoutError("the blocks did not arrive in time")
             wire.set_limits(stream, min(STALLED_S, seconds_left(self._request.end)))
             try:
                 got = wire.receive_some(stream, views)
             except BlockingIOError:
-                if time.monotonic() >= self._request.end:
-                    raise TimeoutError("the blocks did not arrive in time") from None
                 if self._finished > moved or self._is_last():
                     raise ConnectionError(f"nothing came for {STALLED_S} s, but over other streams") from None
                 continue
