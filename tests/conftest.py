@@ -85,6 +85,7 @@ def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     from helpers.pools import PATIENCE_S
 
     monkeypatch.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", PATIENCE_S)
+    monkeypatch.setattr("raykv.client.lease.WINDOW_S", 12 * PATIENCE_S)
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ PIECE_BYTES = 32 * MIB  # pulled at a time: the copy out of one piece overlaps t
 PIECES_AHEAD = 2
 LATE_S = 0.5  # what fails after so long was not refused, but not answered
 WAIT_BUDGET_S = 0.05  # a read waits for a tier at least for so long, however fast its tokens could be computed
-WINDOW_POLL_S, WINDOW_REST_S = 0.005, 0.1  # between questions for staging slots while other readers have them all
+WINDOW_S = 2.0  # that a read waits for staging slots, while other readers have them all
+WINDOW_POLL_S, WINDOW_REST_S = 0.005, 0.02  # between its questions
 
 Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
 
@@ -246,7 +247,7 @@ class Lease:
             if not pulls:
                 if broken or at == len(away) or not self._wait_for_window(end, pause):
                     return
-                end, pause = end or time.monotonic() + data_deadline(PIECE_BYTES), min(2 * pause, WINDOW_REST_S)
+                end, pause = end or time.monotonic() + WINDOW_S, min(2 * pause, WINDOW_REST_S)
                 continue
             since = time.monotonic()
             answer = local.first(list(pulls), self._deadline(list(pulls.values())))

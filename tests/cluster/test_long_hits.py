@@ -68,7 +68,7 @@ def test_prompts_of_ten_windows_are_read_whole_by_several_at_a_time(
         for _ in range(2):
             with ThreadPoolExecutor(6) as threads:
                 found = list(threads.map(lambda keys: read(cache, keys), 2 * prompts))
-            assert found == [Reading(LONG, LONG, 0, [other_node(pool)])] * 6
+            assert found == [Reading(LONG, LONG, 0, [other_node(pool)])] * 6, pool.session.directory.faults
     assert pool.session.directory.faults == {}
     eventually(lambda: settled(pool))
 

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 import raykv.client.directory_client
+import raykv.client.lease
 from raykv import registry
 from raykv.keys import Keys
 from raykv.protocol import LOCATION
@@ -78,6 +79,7 @@ def eventually(check: Callable[[], T], deadline: float = 90.0) -> T:
 def patient() -> None:
     """From now on calls of this process may take long: what they return is tested, on a machine that may be busy."""
     raykv.client.directory_client.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]
+    raykv.client.lease.WINDOW_S = 12 * PATIENCE_S
 
 
 def tokens(seed: int, blocks: int) -> NDArray[np.int64]:
