@@ -27,6 +27,7 @@ from raykv.protocol import (
     ArenaDescription,
     Inventory,
     Joined,
+    MatchRequest,
     SlabReport,
     packed,
     unpacked,
@@ -223,7 +224,8 @@ class Engine(Line):
         self.since, self.hold = due, self.hold + 1
         self.new = os.urandom(OLD_BYTES)
         self.wanted = self.prompts[0] + self.new
-        self.ask(self._on_matched, "match", self._call(), (self.hold, self.store.name, self.wanted, BLOCK_BYTES))
+        request = MatchRequest(self.hold, self.store.name, self.wanted, BLOCK_BYTES, KEYS)
+        self.ask(self._on_matched, "match", self._call(), tuple(request))
 
     def _call(self) -> tuple[Any, ...]:
         """Holds what was asked for last, and nothing else."""
