@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 6  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 7  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -125,10 +125,7 @@ class MatchRequest(NamedTuple):
 
 
 class NextWindowRequest(NamedTuple):
-    """Staging slots for blocks [start, stop) of a lease; those of its other blocks are given back. Answer: Matched.
-
-    The answer is about the blocks from `start` on that are there still: fewer than were asked for where a node is gone.
-    """
+    """Staging slots for blocks [start, stop) of a lease; those of its other blocks are given back. Answer: Window."""
 
     owner: int  # the client whose lease it is: any process of its node may read by it
     lease: int
@@ -145,6 +142,19 @@ class Matched(NamedTuple):
     # Locations on the reader's node to pull them into. slab_gen 0: the block is there already (node 0 too), or gets its
     # slot later. Empty if all are there already.
     staged: bytes
+
+
+class Window(NamedTuple):
+    """Where blocks of a lease are, once its reader has passed those before `start`.
+
+    source and staged are as of Matched, of the blocks from `start` on that are there still: fewer than were asked for
+    where a node is gone.
+    """
+
+    epoch: int
+    source: bytes
+    staged: bytes
+    passed: bytes = b""  # sources of all blocks before `start`, if some are read from another node from now on
 
 
 class ReserveRequest(NamedTuple):

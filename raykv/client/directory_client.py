@@ -29,6 +29,7 @@ from raykv.protocol import (
     NextWindowRequest,
     Reserved,
     ReserveRequest,
+    Window,
 )
 from raykv.registry import refuse_forked
 from raykv.system.bell import Bell
@@ -40,7 +41,7 @@ HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a cl
 PROBE_S = 1.0  # to wait for a directory that may be stopped, before looking whether another is in charge
 
 Locations = NDArray[np.void]
-A = TypeVar("A", Matched, Reserved, Counted)
+A = TypeVar("A", Matched, Window, Reserved, Counted)
 M = TypeVar("M", bound=tuple[Any, ...])
 
 
@@ -117,9 +118,9 @@ class DirectoryClient:
                 self.release(lease)
         return lease, answer
 
-    def next_window(self, request: NextWindowRequest) -> Matched | None:
+    def next_window(self, request: NextWindowRequest) -> Window | None:
         """Give back staging slots of a lease, and take others."""
-        return self._ask(Matched, "next_window", request)
+        return self._ask(Window, "next_window", request)
 
     def reserve(self, node: str, keys: bytes, start: int, block_bytes: int) -> tuple[int, Reserved | None]:
         """Slots for what is missing of keys[start:], to write it from the memory called `node`.

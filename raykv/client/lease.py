@@ -199,6 +199,8 @@ class Lease:
         answer = self._session.directory.next_window(request)
         if answer is None:  # no directory, or one that does not know the lease
             return None
+        if answer.passed:
+            self.source[:start] = np.frombuffer(answer.passed, LOCATION)[first:]
         slots = np.frombuffer(answer.staged, LOCATION)
         ours = (slots["node"] == self._node) | (slots["node"] == 0)
         if len(slots) < stop - start or not ours.all():

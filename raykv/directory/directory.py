@@ -34,6 +34,7 @@ from raykv.protocol import (
     ReserveRequest,
     TierReply,
     TierReport,
+    Window,
     host_of,
     is_block_size,
     slot_bytes,
@@ -117,19 +118,22 @@ class Directory(Membership):
         )
         return Matched(self.epoch, locations[:n].tobytes(), staged_locations[:n].tobytes() if remote else b"")
 
-    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Matched:
+    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
         """Staging slots for blocks of a lease, any client's. Those of its other blocks are given back."""
         self._on_call(call, now)
         owner, start = self.clients.get(request.owner), request.start
         hold = owner.holds.get(request.lease) if owner else None
         sound = hold is not None and 0 <= start <= request.stop and is_block_size(request.block_bytes)
         if hold is None or hold.writes or not sound:
-            return Matched(self.epoch, b"", b"")
-        wanted = slice(start, min(request.stop, len(hold.source)))
-        for other in (slice(wanted.stop, None), slice(start)):
+            return Window(self.epoch, b"", b"")
+        before, wanted = slice(start), slice(start, min(request.stop, len(hold.source)))
+        for other in (slice(wanted.stop, None), before):
             given, gens = hold.staged[other], hold.staged_gens[other]
             leases.release(self._c, given, gens, given[:0], gens[:0])
             given[given >= 0] = leases.UNSTAGED
+        moved = leases.pass_by(
+            self._c, hold.keys[before], hold.source[before], hold.gens[before], hold.node, hold.staged[before]
+        )
         self._provide_staging(hold, hold.staged[wanted], slot_bytes(request.block_bytes))
         n = leases.next_window(
             self._c,
@@ -145,7 +149,8 @@ class Directory(Membership):
         _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
         hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
         staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
-        return Matched(self.epoch, source.tobytes(), staged.tobytes())
+        passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if moved else b""
+        return Window(self.epoch, source.tobytes(), staged.tobytes(), passed)
 
     def _provide_staging(self, hold: Hold, staged: RowArray, stride: int) -> None:
         """Give the reader of a lease slabs for what it is about to stage."""

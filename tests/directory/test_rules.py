@@ -209,6 +209,45 @@ def test_another_process_streams_by_a_lease() -> None:
     check_invariants(pool.directory)
 
 
+def test_replicas_that_a_reader_has_passed_do_not_keep_its_window_full() -> None:
+    pool = Pool(slots=16, window=3, nodes="ab")
+    pool.store("a", KEYS[:8])
+    pool.store("b", KEYS[100:113])
+    pool.replicate("b", KEYS[:3])
+    lease, got = pool.match("b", KEYS[:8])
+    here, there = pool.directory.nodes["b"].index, pool.directory.nodes["a"].index
+    assert [location[0] for location in unpack(got.source)] == 3 * [here] + 5 * [there] and staged(got) == 0
+    more = pool.next_window("b", lease, 0)
+    assert staged(more) == 0 and not more.passed
+    more = pool.next_window("b", lease, 3)
+    assert staged(more) == 3 and [location[0] for location in unpack(more.passed)] == 3 * [there]
+    more = pool.next_window("b", lease, 0)
+    assert staged(more) == 3 and [location[0] for location in unpack(more.source)] == 8 * [there], "read again"
+    pool.release("b", lease)
+    check_invariants(pool.directory)
+
+
+def test_a_reader_does_not_wait_for_what_it_holds_behind() -> None:
+    pool = Pool(slots=16, window=3, nodes="abc")
+    pool.store("a", KEYS[:8])
+    pool.store("b", KEYS[100:113])
+    first, got = pool.match("b", KEYS[5:8])
+    assert staged(got) == 3
+    second, got = pool.match("b", KEYS[:8])
+    assert (blocks(got), staged(got)) == (8, 0), "another reader has the window"
+    lease, got = pool.match("b", KEYS[5:8])
+    third = unpack(got.staged)
+    assert staged(got) == 3 and staged(pool.next_window("b", second, 0)) == 0
+    pool.release("b", first)
+    pool.heartbeat("b", pulled=got.staged)
+    assert pool.count("replica", "b") == 3 and staged(pool.next_window("b", second, 0)) == 0, f"{third} is held"
+    pool.release("b", lease)
+    more = pool.next_window("b", second, 0)
+    assert [location[4] > 0 for location in unpack(more.staged)] == 3 * [True] + 5 * [False]
+    pool.release("b", second)
+    check_invariants(pool.directory)
+
+
 def test_replicas_that_a_long_match_finds_do_not_keep_its_window_full() -> None:
     pool = Pool(slots=16, window=3, nodes="ab")
     pool.store("a", KEYS[:8])

@@ -26,6 +26,7 @@ from raykv.protocol import (
     NextWindowRequest,
     Reserved,
     ReserveRequest,
+    Window,
 )
 
 PAGE = 4096
@@ -85,7 +86,7 @@ class Pool:
 
     def next_window(
         self, node: str, lease: int, start: int, stop: int = KEYS_PER_CALL, size: int = PAGE, by: str = ""
-    ) -> Matched:
+    ) -> Window:
         """by: another client than the one on the node, whose lease it is."""
         call = self.call(node)
         request = NextWindowRequest(call.client, lease, start, stop, size)

@@ -28,11 +28,12 @@ from raykv.protocol import (
     SlabReport,
     SoleCopies,
     TierReply,
+    Window,
 )
 
 ANSWERS: dict[str, Any] = {
     "heartbeat": Heartbeat,
-    **{"match": Matched, "next_window": Matched, "reserve": Reserved, "join": Joined, "tier_heartbeat": TierReply},
+    **{"match": Matched, "next_window": Window, "reserve": Reserved, "join": Joined, "tier_heartbeat": TierReply},
     **dict.fromkeys(("commit", "pin", "unpin", "forget", "preempted", "client_heartbeat"), Counted),
     **{"demote": Demotions, "demote_gpu": GpuDemotions, "sole_copies": SoleCopies},
 }

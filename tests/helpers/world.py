@@ -339,7 +339,9 @@ class World:
         by = worker if rng.random() < 0.7 else rng.choice(self.workers)
         stop = rng.choice([len(held.keys), held.read + rng.randint(-1, 3)])
         request = NextWindowRequest(worker.id, lease, held.read, stop, held.size)
-        staged = _split(self.do("next_window", self.call(by), request, self.now).staged)
+        answer = self.do("next_window", self.call(by), request, self.now)
+        passed, staged = _split(answer.passed), _split(answer.staged)
+        held.locations[: len(passed)] = passed
         held.staged = [bytes(LOCATION.size)] * held.read + staged
         self.grants.update(zip(staged, held.keys[held.read :], strict=False))
 

@@ -164,7 +164,7 @@ def match(
     host: the node whose GPU the reader is, else -1. Returns (number of blocks, how many of them are on other nodes, how
     many in external tiers, how many on `host`).
     """
-    n, remote = _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged)
+    n, remote = _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged, staged_gens)
     external, promoted = 0, 0
     for i in range(n):
         gens[i] = locate(c, source[i], block_bytes, locations, i)
@@ -177,7 +177,7 @@ def match(
 
 
 @kernel
-def _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged):
+def _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged, staged_gens):
     """Hold the longest ready prefix.
 
     firsts: the keys' first rows, of `find`. node, size_class: the reader's, -1 where it has none. source[i], out: the
@@ -199,13 +199,14 @@ def _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged):
             staged[n] = staging if staging >= 0 else UNSTAGED
             if staging >= 0:
                 c.rows[staging].holds += 1
+                staged_gens[n] = c.rows[staging].gen
         n += 1
-    covered = _cover(c, keys, n, size_class, limit, staged)
+    covered = _cover(c, keys, n, size_class, limit, staged, staged_gens)
     if covered < n and size_class >= 0:  # what streams through the window is not to keep it full
         moved = _read_elsewhere(c, firsts, covered, n, node, source, staged)
         remote += moved
         if moved > 0:
-            covered = _cover(c, keys, n, size_class, limit, staged)
+            covered = _cover(c, keys, n, size_class, limit, staged, staged_gens)
     if covered < n and size_class < 0:  # the reader has no memory to pull them into
         for j in range(n - covered):
             i = n - 1 - j
@@ -235,17 +236,44 @@ def _read_elsewhere(c, firsts, covered, n, node, source, staged):
     moved = 0
     for j in range(n - covered):
         i = n - 1 - j
+        other = _primary_elsewhere(c, np.int64(source[i]), np.int64(firsts[i]), node)
+        if other >= 0:
+            hold(c, other)
+            unhold(c, source[i])
+            source[i] = other
+            staged[i] = UNSTAGED
+            moved += 1
+    return moved
+
+
+@kernel
+def _primary_elsewhere(c, row, first, node):
+    """The primary on another node to read instead of `row`, a replica on `node`. -1: none, or it is no such one."""
+    if c.rows[row].state != REPLICA or node_of(c, row) != node:
+        return np.int64(-1)
+    while first >= 0 and not (_readable(c, first) and node_of(c, first) != node):
+        first = np.int64(c.rows[first].same)
+    return first
+
+
+@kernel(C, KEYS, ROWS, ROWS, INT, ROWS)
+def pass_by(c, keys, source, gens, node, staged):
+    """Release the replicas on the reader's node that a lease has passed; from now on it reads their primaries.
+
+    Last to first. Else it may wait for a window that it uses up itself. Returns how many.
+    """
+    moved = 0
+    for j in range(len(source)):
+        i = len(source) - 1 - j
         row = np.int64(source[i])
-        if c.rows[row].state != REPLICA or node_of(c, row) != node:
+        if row < 0 or c.rows[row].gen != gens[i]:
+            source[i] = -1  # it is gone
             continue
-        other = np.int64(firsts[i])
-        while other >= 0 and not (_readable(c, other) and node_of(c, other) != node):
-            other = np.int64(c.rows[other].same)
+        other = _primary_elsewhere(c, row, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
         if other >= 0:
             hold(c, other)
             unhold(c, row)
-            source[i] = other
-            staged[i] = UNSTAGED
+            source[i], gens[i], staged[i] = other, c.rows[other].gen, UNSTAGED
             moved += 1
     return moved
 
@@ -258,27 +286,54 @@ def _readable(c, row):
 
 
 @kernel
-def _cover(c, keys, n, size_class, limit, staged):
+def _cover(c, keys, n, size_class, limit, staged, gens):
     """Give UNSTAGED blocks staging slots, in order, until `limit` blocks have one or the window is used up.
 
-    Returns how many leading blocks can be read now.
+    Returns how many leading blocks can be read now: none behind them has a slot.
     """
     granted = 0
     for i in range(n):
-        if staged[i] == UNSTAGED:
-            row = stage(c, size_class, keys[i, 0], keys[i, 1]) if granted < limit else np.int64(-1)
-            if row < 0:
-                return i
-            staged[i] = row
+        if staged[i] == UNSTAGED and (granted >= limit or not _stage_next(c, keys, i, size_class, staged[:n], gens)):
+            _give_back(c, i + 1, staged[:n], gens)
+            return i
         granted += staged[i] >= 0
     return n
+
+
+@kernel
+def _stage_next(c, keys, i, size_class, staged, gens):
+    """Give block i a staging slot; where the window is used up, one that a block behind it has. Returns whether it did.
+
+    Blocks are read in order: one that waits for what is held for those behind it would wait for ever.
+    """
+    row = stage(c, size_class, keys[i, 0], keys[i, 1])
+    if row < 0 and _give_back(c, i + 1, staged, gens):
+        row = stage(c, size_class, keys[i, 0], keys[i, 1])
+    if row < 0:
+        return False
+    staged[i], gens[i] = row, c.rows[row].gen
+    return True
+
+
+@kernel
+def _give_back(c, first, staged, gens):
+    """Release the staging slots of blocks from `first` on, last to first. Returns whether there were any."""
+    any_staged = False
+    for j in range(len(staged) - first):
+        i = len(staged) - 1 - j
+        if staged[i] >= 0:
+            _release_row(c, np.int64(staged[i]), gens[i])
+            staged[i] = UNSTAGED
+            any_staged = True
+    return any_staged
 
 
 @kernel(C, KEYS, ROWS, ROWS, INT, INT, ROWS, ROWS)
 def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):
     """Give UNSTAGED blocks of a lease staging slots, in order, until the window is used up.
 
-    One that is on the reader's node by now gets the slot that it is in. Returns how many leading blocks still exist.
+    One that is on the reader's node by now gets the slot that it is in. Returns how many leading blocks still exist;
+    of those behind the first without a slot, none has one.
     """
     full = False
     for i in range(len(source)):
@@ -294,14 +349,12 @@ def next_window(c, keys, source, gens, node, size_class, staged, staged_gens):
         there, staging = best(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
         if there >= 0 and node_of(c, there) == node:
             hold(c, there)
-            staged[i] = there
+            staged[i], staged_gens[i] = there, c.rows[there].gen
         elif staging >= 0:
             c.rows[staging].holds += 1
-            staged[i] = staging
+            staged[i], staged_gens[i] = staging, c.rows[staging].gen
         else:
-            row = stage(c, size_class, keys[i, 0], keys[i, 1])
-            full = row < 0
-            staged[i] = UNSTAGED if full else row
+            full = not _stage_next(c, keys, i, size_class, staged, staged_gens)
     return len(source)
 
 

@@ -7,7 +7,7 @@ of one age (only `adopt` makes such), the directory may evict either: `reserve` 
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from helpers.oracle.gpu_demotion import GpuDemotion
@@ -44,6 +44,7 @@ from raykv.protocol import (
     ReserveRequest,
     SoleCopies,
     SweepResult,
+    Window,
 )
 
 COUNTERS = (
@@ -121,7 +122,11 @@ class Oracle(GpuDemotion):
             hold.source.append(self.hold(row))
             hold.staged.append(self.hold(staging) if staging else None)
         covered = self.cover(hold, stage)
-        if size_class and covered < len(hold.keys) and self.read_elsewhere(hold, covered):
+        if (
+            size_class
+            and covered < len(hold.keys)
+            and self.read_elsewhere(hold, reversed(range(covered, len(hold.keys))))
+        ):
             covered = self.cover(hold, stage)
         if not size_class:  # the reader has no memory to pull into
             for i in reversed(range(covered, len(hold.keys))):
@@ -161,10 +166,10 @@ class Oracle(GpuDemotion):
             count += row.slab.node != node and staging is None
         return count
 
-    def read_elsewhere(self, hold: Lease, covered: int) -> bool:
+    def read_elsewhere(self, hold: Lease, blocks: Iterable[int]) -> bool:
         """Release the node's own replicas, which may use up its window, and read their primaries instead."""
         moved = False
-        for i in reversed(range(covered, len(hold.keys))):
+        for i in blocks:
             item = hold.source[i]
             if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
                 continue
@@ -182,21 +187,40 @@ class Oracle(GpuDemotion):
 
         Returns how many leading blocks can be read now.
         """
-        for i in sorted(hold.unstaged):
+        while hold.unstaged:
+            i = min(hold.unstaged)
             has = sum(item is not None for item in hold.staged[:i])
-            item = self.stage(hold.size_class, hold.keys[i]) if has < stage else None
-            if item is None:
+            if has >= stage or not self.stage_next(hold, i, len(hold.keys)):
+                self.give_back(hold, range(i + 1, len(hold.keys)))
                 return i
-            hold.staged[i] = item
-            hold.unstaged.remove(i)
         return len(hold.keys)
 
-    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Matched:
+    def stage_next(self, hold: Lease, i: int, stop: int) -> bool:
+        """Give block i a staging slot, if need be in the place of those behind it. Returns whether it has one."""
+        item = self.stage(hold.size_class, hold.keys[i])
+        if item is None and self.give_back(hold, range(i + 1, stop)):
+            item = self.stage(hold.size_class, hold.keys[i])
+        if item is not None:
+            hold.staged[i] = item
+            hold.unstaged.remove(i)
+        return item is not None
+
+    def give_back(self, hold: Lease, blocks: range) -> bool:
+        """Release staging slots of a lease, last to first. Returns whether it had any."""
+        had = False
+        for i in reversed(blocks):
+            if (item := hold.staged[i]) and item[0].state != "closed":  # else the reader's node is gone
+                self.end_hold(item)
+                hold.staged[i], had = None, True
+                hold.unstaged.add(i)
+        return had
+
+    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
         owner, lease, start, stop, block_bytes = request
         self.on_call(call, now)
         hold = self.clients[owner].holds.get(lease) if owner in self.clients else None
         if hold is None or hold.writes or not 0 <= start <= stop:
-            return Matched(self.epoch, b"", b"")
+            return Window(self.epoch, b"", b"")
         stop = min(stop, len(hold.keys))
         for i in (*reversed(range(stop, len(hold.keys))), *reversed(range(min(start, len(hold.keys))))):
             if held := hold.staged[i]:
@@ -204,6 +228,10 @@ class Oracle(GpuDemotion):
                 hold.staged[i] = None
                 if held[0].state != "closed":  # else the reader's node is gone
                     hold.unstaged.add(i)
+        for i, item in enumerate(hold.source[:start]):
+            if item is None or item[0].gen != item[1] or item[0].state == "closed":
+                hold.source[i] = None
+        passed = self.read_elsewhere(hold, reversed(range(min(start, len(hold.keys)))))
         self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged))
         end, full = start, False
         while end < stop:
@@ -219,13 +247,15 @@ class Oracle(GpuDemotion):
             if not full:
                 row, staging = self.best(hold.keys[end], hold.node)
                 there = row if row and row.slab.node == hold.node else staging
-                staged = self.hold(there) if there else self.stage(hold.size_class, hold.keys[end])
-                hold.staged[end], full = staged, staged is None
-                if staged:
+                if there:
+                    hold.staged[end] = self.hold(there)
                     hold.unstaged.remove(end)
+                else:
+                    full = not self.stage_next(hold, end, stop)
             end += 1
         slots = self.pack_staged(hold, slice(start, end), block_bytes)
-        return Matched(self.epoch, pack(hold.source[start:end], block_bytes), slots)
+        where = pack(hold.source[:start], block_bytes) if passed else b""
+        return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)
 
     def provide_staging(self, hold: Lease, unstaged: int) -> None:
         """Give the reader of a lease slabs for what it is about to stage."""
