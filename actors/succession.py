@@ -22,6 +22,7 @@ from raykv.system.wire import Address
 
 log = logging.getLogger("raykv")
 SILENT_PINGS = 3  # of HEARTBEAT_S each, after which a directory is taken for lost
+ENDING_LOOKS, ENDING_LOOK_S = 50, 0.02  # while a process ends
 SILENT_RAY_PINGS = 10  # the same through Ray, where a ping waits behind all other calls
 
 
@@ -121,10 +122,14 @@ class Succession:
         """Whether nobody listens where the directory did, though its node is there."""
         self._known = None  # else: look for it anew
         self._line.close()
-        try:
-            Pipeline(address).close()
-        except ConnectionRefusedError:
-            return registry.in_charge(self._pool).address == address
-        except OSError:
-            pass
+        for _ in range(ENDING_LOOKS):
+            try:
+                Pipeline(address).close()
+                return False
+            except ConnectionRefusedError:
+                return registry.in_charge(self._pool).address == address
+            except ConnectionError:  # a process that is killed listens a moment longer than it keeps its connections
+                self._loop.sleep(ENDING_LOOK_S)
+            except OSError:
+                return False
         return False

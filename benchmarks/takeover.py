@@ -59,7 +59,9 @@ def lost_of_pool(loss: Callable[[Any], list[int]]) -> float:
     with local_pool("takeover", 256 * MIB) as pool:
         cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK_BYTES)
         keys = cache.keys(np.arange(BLOCKS * 16))
-        cache.store(keys, np.zeros((BLOCKS, BLOCK_BYTES), np.uint8), wait=True)
+        stored = 0
+        while (stored := stored + cache.store(keys, np.zeros((BLOCKS, BLOCK_BYTES), np.uint8), wait=True)) < BLOCKS:
+            time.sleep(0.1)  # a node that is still laying out its memory takes none
         await_successor(pool)
         stopped = loss(pool)
         try:

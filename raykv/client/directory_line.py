@@ -16,6 +16,7 @@ from raykv.protocol import packed, unpacked
 from raykv.system.wire import Address
 
 log = logging.getLogger("raykv")
+SUCCESSION_S = 1.0  # in which a directory whose process ended is replaced: until then Ray is not asked for it
 SOCKET_AGAIN_S = 5.0  # until a socket is tried again, after it failed and Ray's calls were used
 
 ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # what a call raises where the directory does not answer
@@ -43,6 +44,8 @@ class DirectoryLine:
         self.actor: Any = None
         self._pipeline: Pipeline | None = None
         self._socket_at = 0.0  # time.monotonic() from which the socket is tried again
+        self._last: Address | None = None  # where it was connected last
+        self._ended_at = 0.0  # time.monotonic() when nobody listened there any more; 0: they did
 
     @property
     def way(self) -> str:
@@ -74,15 +77,26 @@ class DirectoryLine:
         if pipeline is None or not pipeline.alive or pipeline.address != address:
             self.close()
             self._pipeline = self._connected(address)
+            if self._is_being_replaced():
+                return False
             self._socket_at = time.monotonic() + SOCKET_AGAIN_S
         return True
 
     def _connected(self, address: Address | None) -> Pipeline | None:
+        self._ended_at, before = 0.0, self._ended_at
         try:
-            return None if address is None else Pipeline(address)
+            pipeline = None if address is None else Pipeline(address)
+            self._last = address
+            return pipeline
         except OSError as error:
+            if isinstance(error, ConnectionError) and address == self._last:  # refused, or reset while it ends
+                self._ended_at = before or time.monotonic()
             log.debug("pool %s: the directory is called through Ray: %r", self._pool, error)
             return None
+
+    def _is_being_replaced(self) -> bool:
+        """Whether its process has just ended: a call through Ray would wait for one that is about to be replaced."""
+        return bool(self._ended_at) and time.monotonic() < self._ended_at + SUCCESSION_S
 
     def look(self) -> bool:
         """For the thread that tends the line: deliver answers that nobody waits for, and try the socket again in time.

@@ -1,6 +1,8 @@
 """Which directory takes charge, and when: with a registry that stands in for Ray's."""
 
 import os
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -115,6 +117,27 @@ def test_a_successor_takes_over_at_once_when_the_process_has_ended(registry: Reg
     assert second.steps(2) == 0
     second.line.alive = False
     assert second.steps(1) == 1 and registry.now == InCharge(SECOND, HERE)
+
+
+def test_a_directory_that_ends_slowly_has_ended(registry: Registry) -> None:
+    """A process that is killed closes what it has one by one: the port last, maybe."""
+    port, taken = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    there = Address(*port.getsockname(), b"")
+    registry.now = InCharge(FIRST, there)
+
+    def end() -> None:
+        for _ in range(3):  # connections that it takes, and never answers
+            port.accept()[0].close()
+        port.close()
+        taken.set()
+
+    threading.Thread(target=end, daemon=True).start()
+    second = Directory(SECOND)
+    second.line.address = there
+    assert second.steps(2) == 0
+    second.line.alive = False
+    assert second.steps(1) == 1 and registry.now == InCharge(SECOND, HERE)
+    assert taken.is_set()
 
 
 def test_a_restarted_directory_is_not_replaced(registry: Registry) -> None:

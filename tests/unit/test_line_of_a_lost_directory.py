@@ -1,0 +1,55 @@
+"""Where a directory is looked for whose socket refuses: elsewhere while it is being replaced, through Ray else."""
+
+import pytest
+from helpers.echo_server import serving
+
+from raykv.client import directory_line
+from raykv.client.directory_line import DirectoryLine
+from raykv.registry import InCharge
+from raykv.system.wire import Address
+
+
+@pytest.fixture
+def in_charge(monkeypatch: pytest.MonkeyPatch) -> list[InCharge]:
+    """What the registry says, last."""
+    told: list[InCharge] = []
+    monkeypatch.setattr(directory_line.registry, "in_charge", lambda pool: told[-1])
+    monkeypatch.setattr(directory_line.registry, "find", lambda name: name)
+    return told
+
+
+def lost(line: DirectoryLine, in_charge: list[InCharge]) -> Address:
+    """Connect to a directory, which ends. Returns where it listened."""
+    with serving() as listener:
+        in_charge.append(InCharge("first", listener.address))
+        assert line.find() and line.way == "socket"
+    line.close()
+    return listener.address
+
+
+def test_a_directory_whose_process_ended_is_not_asked_through_ray(
+    in_charge: list[InCharge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_line, "SUCCESSION_S", 1000.0)
+    line = DirectoryLine("p")
+    lost(line, in_charge)
+    assert not line.find() and not line.find()
+    with serving() as successor:
+        in_charge.append(InCharge("second", successor.address))
+        assert line.find() and line.way == "socket" and line.actor == "second"
+        line.close()
+
+
+def test_it_is_asked_through_ray_if_nobody_takes_over(
+    in_charge: list[InCharge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_line, "SUCCESSION_S", 0.0)
+    line = DirectoryLine("p")
+    lost(line, in_charge)
+    assert line.find() and line.way == "ray"
+
+
+def test_one_that_was_never_reached_is_asked_through_ray_at_once(in_charge: list[InCharge]) -> None:
+    lost(DirectoryLine("p"), in_charge)
+    other = DirectoryLine("p")
+    assert other.find() and other.way == "ray"
