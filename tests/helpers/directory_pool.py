@@ -207,9 +207,9 @@ def primary(pool: Pool, key: bytes) -> str:
     return pool.name(int(c.size_classes[c.slabs[c.pages[row >> columns.PAGE_BITS]]["size_class"]]["node"]))
 
 
-def blocks(got: Matched) -> int:
+def blocks(got: Matched | Window) -> int:
     return len(got.source) // LOCATION.size
 
 
-def staged(got: Matched) -> int:
+def staged(got: Matched | Window) -> int:
     return sum(location[4] > 0 for location in unpack(got.staged))

@@ -7,7 +7,7 @@ of one age (only `adopt` makes such), the directory may evict either: `reserve` 
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from helpers.oracle.gpu_demotion import GpuDemotion
@@ -122,11 +122,8 @@ class Oracle(GpuDemotion):
             hold.source.append(self.hold(row))
             hold.staged.append(self.hold(staging) if staging else None)
         covered = self.cover(hold, stage)
-        if (
-            size_class
-            and covered < len(hold.keys)
-            and self.read_elsewhere(hold, reversed(range(covered, len(hold.keys))))
-        ):
+        behind = range(covered, len(hold.keys))
+        if size_class and behind and self.read_elsewhere(hold, behind):
             covered = self.cover(hold, stage)
         if not size_class:  # the reader has no memory to pull into
             for i in reversed(range(covered, len(hold.keys))):
@@ -166,10 +163,10 @@ class Oracle(GpuDemotion):
             count += row.slab.node != node and staging is None
         return count
 
-    def read_elsewhere(self, hold: Lease, blocks: Iterable[int]) -> bool:
+    def read_elsewhere(self, hold: Lease, blocks: range) -> bool:
         """Release the node's own replicas, which may use up its window, and read their primaries instead."""
         moved = False
-        for i in blocks:
+        for i in reversed(blocks):
             item = hold.source[i]
             if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
                 continue
@@ -231,7 +228,7 @@ class Oracle(GpuDemotion):
         for i, item in enumerate(hold.source[:start]):
             if item is None or item[0].gen != item[1] or item[0].state == "closed":
                 hold.source[i] = None
-        passed = self.read_elsewhere(hold, reversed(range(min(start, len(hold.keys)))))
+        passed = self.read_elsewhere(hold, range(min(start, len(hold.keys))))
         self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged))
         end, full = start, False
         while end < stop:
