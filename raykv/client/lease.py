@@ -16,7 +16,7 @@ from raykv.errors import DeviceError
 from raykv.keys import Keys
 from raykv.protocol import ALTERED, KEY_BYTES, LOCATION, PULLED, Matched, NextWindowRequest, data_deadline, is_tier
 
-PIECE_BYTES = 32 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
+PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
 PIECES_AHEAD = 2
 LATE_S = 0.5  # what fails after so long was not refused, but not answered
 WAIT_BUDGET_S = 0.05  # a read waits for a tier at least for so long, however fast its tokens could be computed

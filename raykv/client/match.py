@@ -33,7 +33,7 @@ class Match:
         self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
         self._block_tokens, self._block_s = cache.block_tokens, cache.block_tokens / tokens_per_s
         self._prefetch = prefetch
-        self._stage = (PIECES_AHEAD + 1) * piece_blocks(cache.block_bytes) if stage else 0
+        self._stage = PIECES_AHEAD * piece_blocks(cache.block_bytes) if stage else 0
         self._leases: list[Lease] = []
 
     def ask(self) -> Self:
