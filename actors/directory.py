@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 
 from raykv import registry
+from raykv.actors.directory_metrics import DirectoryMetrics
 from raykv.actors.succession import Succession
 from raykv.config import WRITE_SHARES, may_use_sockets
 from raykv.directory.directory import Directory
@@ -69,7 +70,11 @@ def one_at_a_time(
     @functools.wraps(method)
     def locked(self: "DirectoryActor", *args: P.args, **kwargs: P.kwargs) -> T:
         with self._lock:
-            return method(self, *args, **kwargs)
+            begin = time.perf_counter()
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._metrics.called(method.__name__, time.perf_counter() - begin)
 
     return cast(Callable[Concatenate["DirectoryActor", P], T], locked)
 
@@ -83,6 +88,7 @@ class DirectoryActor:
         self._state: Directory | None = None  # while in charge
         self._listener: Listener | None = None
         self._lock = threading.Lock()  # guards _state
+        self._metrics = DirectoryMetrics(pool)
         if registry.settings(pool) is None:  # `start` waits, and shows how far it is
             compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
         elif free_memory.free_bytes().free > SUCCESSOR_BYTES:
@@ -119,7 +125,9 @@ class DirectoryActor:
         )
         for name in registry.names(self._pool, "leaving"):
             directory.leave(name, time.monotonic())
+        directory.resume(self._metrics.saved())
         self._state = directory
+        self._metrics.start(directory, self._lock)
         with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, and everybody waits for this one
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller

@@ -24,6 +24,7 @@ from raykv.actors.peers import Peers
 from raykv.actors.readiness import Question, answer
 from raykv.actors.resizer import Resizer, SavedSize
 from raykv.actors.single_flight import SingleFlight
+from raykv.actors.store_metrics import StoreMetrics
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.files import remove_left_behind
 from raykv.arena.gpu_arena import GpuArena, copy_between
@@ -98,6 +99,8 @@ class NodeStore:
         self._heartbeats = [self._heartbeat_of(memory) for memory in self._memories]  # no memory waits for another
         for loop in self._heartbeats:
             loop.start()
+        self._metrics = StoreMetrics(pool, self._memories, self._demoter)
+        self._metrics.start()
 
     def __repr__(self) -> str:
         return f"NodeStore(pool={self._pool}, node={self._node_id[:8]}, cpu={self._size / (1 << 30):.1f}GiB)"
@@ -278,6 +281,7 @@ class NodeStore:
         """Release the memory, and that of dead stores of this machine. The actor is of no use afterwards."""
         for loop in self._heartbeats:
             loop.stop()
+        self._metrics.stop()
         self._resizer.stop()
         for gpu_demoter in self._gpu_demoters:
             gpu_demoter.stop()

@@ -28,10 +28,12 @@ from raykv.actors.node_store import start_store
 from raykv.actors.readiness import why_not_usable
 from raykv.config import HEARTBEAT_S
 from raykv.errors import reason_of
+from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import host_of
 from raykv.system.periodic import Periodic
 
 log = logging.getLogger("raykv")
+LATE_S = 2.0  # after which a look at the directory is overdue
 REST_S = 4.0  # between close looks while nothing changes
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
 SILENT_S = 10.0  # a new store that says nothing for so long may be one that can't be imported
@@ -62,6 +64,7 @@ class Supervisor:
         self._standing_by: Any = None  # the successor's handle, once it was found
         self._successor_asked, self._successors_given_up = now, 0
         self._rests_until = 0.0  # the last close look found all well
+        self._exporter, self._exported = Exporter(pool), 0.0
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
 
@@ -89,7 +92,20 @@ class Supervisor:
 
     def _watch(self) -> float:
         self._look()
+        if time.monotonic() > self._exported + EXPORT_S:
+            self._export()
         return self._pause()
+
+    def _export(self) -> None:
+        """Tell Ray's metrics agent how many nodes there are, and which have a store."""
+        self._exported = time.monotonic()
+        living = registry.living()
+        self._exporter.set("ray_nodes", len(living))
+        for node_id in living:
+            up = node_id in self._served and node_id in self._stores and _is_alive(self._stores[node_id])
+            self._exporter.set("store_up", float(up), node=node_id)
+        self._exporter.set("directory_up", float(self._exported - self._answered < REST_S + LATE_S))
+        self._exporter.flush()
 
     def _on_error(self, error: Exception) -> float:
         # Ray may have been in the middle of a change: the next look sees it done.

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, METADATA_DEADLINE_S
+from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import (
     Call,
     CommitRequest,
@@ -56,7 +57,8 @@ class DirectoryClient:
     The ids of leases and reservations are chosen here, and every call lists those that are held: so after a
     call that timed out, the directory releases what that call granted. Thread-safe.
 
-    line: the way to the directory. client: this one's id. faults: number of faults by kind.
+    line: the way to the directory. client: this one's id. faults: number of faults by kind. metrics: what this process
+    tells Ray of its part in the pool.
     """
 
     def __init__(self, pool: str, newest_epoch: Callable[[], int]) -> None:
@@ -64,6 +66,7 @@ class DirectoryClient:
         self.pool = pool
         self.line = DirectoryLine(pool)
         self.faults: Counter[str] = Counter()
+        self.metrics, self._exported = Exporter(pool), 0.0
         self._newest_epoch = newest_epoch
         self.client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
@@ -335,6 +338,16 @@ class DirectoryClient:
         while self._to_forget and self._forget(self._to_forget[0]):
             self._to_forget.pop(0)
 
+    def _export(self) -> None:
+        """Tell Ray what was counted: once in EXPORT_S, and before the thread rests."""
+        if not self._rests and time.monotonic() < self._exported + EXPORT_S:
+            return
+        for kind, count in dict(self.faults).items():
+            self.metrics.total("faults_total", count, kind=kind)
+        if self.metrics.waits:
+            self._exported = time.monotonic()
+            self.metrics.flush()
+
     def _probe(self, seconds: float) -> bool:
         return self._send(Counted, "client_heartbeat", seconds=seconds) is not None
 
@@ -360,6 +373,7 @@ def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None
         try:
             if ray.is_initialized():
                 client._tend()
+                client._export()
         except Exception as error:  # a client that no longer probes would stay down for good
             client.fault("probe", repr(error))
         pause, connection = client._rest()

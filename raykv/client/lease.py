@@ -119,8 +119,20 @@ class Lease:
         """Let the blocks go. The directory learns of it with the next call."""
         self._session.directory.release(self.id)
 
+    def sources(self) -> dict[str, int]:
+        """How many blocks lie in this process's memory, on another node, and in an external tier."""
+        here, external = int(self._here().sum()), int(self._external.sum())
+        return {"memory": here, "external": external, "node": len(self) - here - external}
+
     def read(self, rows: Rows, verify: bool) -> int:
         """Copy the blocks out, rows[i] of block i. Returns how many leading rows hold their block."""
+        begin, metrics = time.monotonic(), self._session.directory.metrics
+        count = self._read(rows, verify)
+        metrics.observe("read_seconds", time.monotonic() - begin)
+        metrics.add("read_bytes_total", count * self._block_bytes)
+        return count
+
+    def _read(self, rows: Rows, verify: bool) -> int:
         if self._here().all():
             return _leading(self._copy(self.source, self.keys, rows, verify))
         valid = np.zeros(len(self), np.bool_)

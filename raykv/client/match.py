@@ -43,6 +43,8 @@ class Match:
             for part in self._parts():
                 if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
                     break
+            if self._stage:
+                self.count()
         except BaseException:  # a signal's: nobody would release what was leased before it
             self.release()
             raise
@@ -54,7 +56,22 @@ class Match:
         for part in self._parts():
             if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
                 break
+        self.count()
         return self
+
+    def count(self) -> None:
+        """Count what was asked for and found, by where it is, for the metrics."""
+        metrics, model, tokens = self._session.directory.metrics, self._keys.cache.model, self._block_tokens
+        metrics.add("asked_tokens_total", len(self._keys) * tokens, model=model)
+        for lease in self._leases:
+            for source, blocks in lease.sources().items():
+                metrics.add("hit_tokens_total", blocks * tokens, model=model, source=source)
+
+    def count_saved(self, blocks: int) -> None:
+        """Count blocks that an engine reads instead of computing them, for the metrics."""
+        metrics, model = self._session.directory.metrics, self._keys.cache.model
+        metrics.add("saved_tokens_total", blocks * self._block_tokens, model=model)
+        metrics.add("saved_prefill_seconds_total", blocks * self._block_s, model=model)
 
     def _parts(self) -> Iterator[Keys]:
         """As many keys as one call may ask for, again and again."""
@@ -138,6 +155,7 @@ class Match:
             done += count
             if count < len(lease):
                 break
+        self.count_saved(done)
         return done
 
     def fetch(self, *, whole: bool = False) -> int:

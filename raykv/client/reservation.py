@@ -1,5 +1,6 @@
 """A writer's slots, from the call that grants them until they are committed or released."""
 
+import time
 from types import TracebackType
 from typing import Self
 
@@ -106,7 +107,7 @@ def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: b
 
     rows: rows[i] is the block of keys[start + i]. wait: see Reservation.commit. Ends early where there is no room.
     """
-    stored, at = 0, start
+    stored, at, begin, metrics = 0, start, time.monotonic(), session.directory.metrics
     while at < len(keys):
         first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
         batch = keys[first : first + KEYS_PER_CALL]
@@ -117,4 +118,6 @@ def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: b
         at = first + reservation.covered
         if reservation.covered < len(batch) and not count:
             break
+    metrics.observe("store_seconds", time.monotonic() - begin)
+    metrics.add("written_bytes_total", stored * keys.cache.block_bytes)
     return stored

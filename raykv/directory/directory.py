@@ -76,11 +76,54 @@ class Directory(Membership):
         super().__init__(epoch, client_ttl, share, min_hits)
         self.locality = float(locality)
         self.counters = dict.fromkeys(COUNTERS, 0)
+        self._evicted_before = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
         return self._size_classes.nbytes
+
+    # ------------------------------------------------------------------ totals
+
+    def totals(self) -> dict[str, int]:
+        """What has happened since the pool started, counted by this directory and by those before it."""
+        return {**self.counters, "evicted": self._evicted_before + int(self._c.size_classes["evicted"].sum())}
+
+    def resume(self, totals: dict[str, int]) -> None:
+        """Go on counting from the totals of the directory before. Unknown names are left out."""
+        self._evicted_before = totals.get("evicted", 0)
+        self.counters.update({name: totals[name] for name in COUNTERS if name in totals})
+
+    def gauges(self) -> dict[str, int]:
+        """What is so now, without a look at every slot."""
+        held = [hold.writes for client in self.clients.values() for hold in client.holds.values()]
+        return {
+            "keys": int(self._c.state[ENTRIES]),
+            "leases": held.count(False),
+            "reservations": held.count(True),
+            "clients": len(self.clients),
+            "pinned": len(self.pins),
+        }
+
+    @property
+    def tick(self) -> int:
+        """Counts uses of blocks."""
+        return int(self._c.state[columns.CLOCK])
+
+    def coldest(self, name: str) -> int:
+        """Tick of the last use of the block that a node evicts next; -1 where it has none."""
+        node = self.nodes.get(name)
+        ticks = [self._size_classes.oldest_tick(number) for number in node.size_classes.values()] if node else []
+        return min((tick for tick in ticks if tick >= 0), default=-1)
+
+    def memory_stats(self, name: str, now: float) -> dict[str, Any] | None:
+        """Slots by state, and bytes, of the memory of that name; None where there is none. It looks at every slot."""
+        node = self.nodes.get(name)
+        return None if node is None else self._allocator.stats(node, now)
+
+    def tier_stats(self) -> dict[str, dict[str, Any]]:
+        """By the node that owns a tier, or "" for one that all share."""
+        return self._tier_catalog.stats()
 
     # ------------------------------------------------------------------ readers
 
@@ -376,18 +419,12 @@ class Directory(Membership):
     def stats(self, now: float) -> dict[str, Any]:
         """Slots by node and state, leases and reservations, and totals since start."""
         self._check(now)
-        held = [hold.writes for client in self.clients.values() for hold in client.holds.values()]
         tiers = self._tier_catalog.stats()
         used = sum(tier["bytes_used"] for tier in tiers.values())
         return {
             "epoch": self.epoch,
-            "keys": int(self._c.state[ENTRIES]),
-            "leases": held.count(False),
-            "reservations": held.count(True),
-            "clients": len(self.clients),
-            "pinned": len(self.pins),
-            "evicted": int(self._c.size_classes["evicted"].sum()),
-            **self.counters,
+            **self.gauges(),
+            **self.totals(),
             "nodes": {name: self._allocator.stats(node, now) for name, node in self.nodes.items()},
             "tiers": tiers,
             "external_cache_usage": used / max(1, sum(tier["capacity"] for tier in tiers.values())),

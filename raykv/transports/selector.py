@@ -134,6 +134,12 @@ class TransportSelector:
             for name, state in states
         }
 
+    def routes(self) -> list[tuple[str, str, RouteStats]]:
+        """Of every peer and transport that was tried: (name of the peer's memory, transport, what came of it)."""
+        with self._mutex:
+            states = [(peer.name, state) for peer, state in self._states.items() if not peer.external]
+        return [(name, by, route) for name, state in states for by, route in dict(state.routes).items()]
+
     def close(self) -> None:
         """Stop serving. Nothing is pulled any more."""
         for transport in self._transports:

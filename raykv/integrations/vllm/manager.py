@@ -145,6 +145,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask.loading = True
         first = ask.numbers[next(iter(keys))]
         matches = ask.answer.result().matches
+        matches[0].count_saved(len(keys))
         parts = [_part(pool, match, first, first + len(keys)) for pool, match in zip(self._pools, matches, strict=True)]
         return ChunksToLoad(parts)
 
@@ -245,6 +246,8 @@ def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
     except Exception:
         log.exception("a look-up failed")
         found.chunks = 0
+    if found.matches:  # every rank's are the same
+        found.matches[0].count()
     if not found.chunks:
         found.release()
     return found

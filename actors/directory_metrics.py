@@ -1,0 +1,127 @@
+"""What the directory tells Ray's metrics agent, and the totals that outlive it."""
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+from raykv import registry
+from raykv.directory.directory import Directory
+from raykv.metrics.exporter import EXPORT_S, Exporter
+from raykv.metrics.tick_clock import TickClock
+from raykv.system.periodic import Periodic
+
+log = logging.getLogger("raykv")
+TOTALS = {  # by metric, of Directory.totals
+    "lookup_blocks_total": "lookups",
+    "stored_blocks_total": "stored",
+    "refused_blocks_total": "refused",
+    "corrupt_blocks_total": "corrupt",
+    "evicted_blocks_total": "evicted",
+    "preempted_requests_total": "num_cumulative_preemption",
+}
+GAUGES = {"blocks": "keys", **{name: name for name in ("leases", "reservations", "clients")}, "pinned_blocks": "pinned"}
+SLOT_STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting")
+
+
+class DirectoryMetrics:
+    """Exports a directory's figures once in EXPORT_S, from when it takes charge."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool, self._exporter, self._clock = pool, Exporter(pool), TickClock()
+        self._calls: dict[str, list[float]] = {}  # by method: how many, and seconds
+        self._kept: dict[str, int] = {}
+
+    def called(self, method: str, seconds: float) -> None:
+        """Count a call. By the thread that has the directory's lock: it costs less than a microsecond."""
+        sums = self._calls.get(method)
+        if sums is None:
+            sums = self._calls[method] = [0, 0.0]
+        sums[0] += 1
+        sums[1] += seconds
+
+    def saved(self) -> dict[str, int]:
+        """The totals of the directories before this one."""
+        self._kept = json.loads(registry.get(self._pool, "totals") or b"{}")
+        return self._kept
+
+    def start(self, directory: Directory, lock: threading.Lock) -> None:
+        """lock: guards the directory. It is held for one node at a time."""
+        self._directory, self._lock = directory, lock
+        self._loop = Periodic("raykv-metrics", self._step, self._on_error)
+        self._loop.start()
+
+    def _step(self) -> float:
+        self._pool_figures()
+        for name in self._names():
+            self._memory_figures(name)
+        self._exporter.flush()
+        return self._loop.rest_of(EXPORT_S)
+
+    def _on_error(self, error: Exception) -> float:
+        log.warning("pool %s: the directory's metrics: %r", self._pool, error)
+        return EXPORT_S
+
+    def _names(self) -> list[str]:
+        with self._lock:
+            return list(self._directory.nodes)
+
+    def _pool_figures(self) -> None:
+        export, now = self._exporter, time.monotonic()
+        with self._lock:
+            directory = self._directory
+            totals, gauges, tiers = directory.totals(), directory.gauges(), directory.tier_stats()
+            calls = {method: tuple(sums) for method, sums in self._calls.items()}
+            self._clock.sample(directory.tick, now)
+        self._keep(totals)
+        for metric, name in TOTALS.items():
+            export.total(metric, totals[name])
+        for source, hits in _by_source(totals).items():
+            export.total("hit_blocks_total", hits, source=source)
+        for metric, name in GAUGES.items():
+            export.set(metric, gauges[name])
+        export.set("directory_epoch", directory.epoch)
+        export.total("directory_cpu_seconds_total", time.process_time())
+        for method, (count, seconds) in calls.items():
+            export.total("directory_calls_total", count, method=method)
+            export.total("directory_call_seconds_total", seconds, method=method)
+        for node, tier in tiers.items():
+            self._tier_figures(node or "shared", tier)
+
+    def _keep(self, totals: dict[str, int]) -> None:
+        """Have the next directory go on from here, if there is anything new."""
+        if totals != self._kept:
+            registry.put(self._pool, "totals", json.dumps(totals).encode())
+            self._kept = totals
+
+    def _tier_figures(self, node: str, tier: dict[str, Any]) -> None:
+        export = self._exporter
+        export.set("external_capacity_bytes", tier["capacity"], node=node)
+        export.set("external_used_bytes", tier["bytes_used"], node=node)
+        export.set("external_blocks", tier["blocks"], node=node)
+        export.set("external_up", float(tier["state"] == "up"), node=node)
+        export.total("demoted_blocks_total", tier["demoted"], node=node)
+
+    def _memory_figures(self, name: str) -> None:
+        with self._lock:
+            stats = self._directory.memory_stats(name, time.monotonic())
+            coldest = self._directory.coldest(name)
+        if stats is None:
+            return
+        node, _, gpu = name.partition("/")
+        export, tags = self._exporter, {"node": node, "tier": f"gpu {gpu[:12]}" if gpu else "cpu"}
+        export.set("memory_capacity_bytes", (stats["slabs"] + stats["spare_slabs"]) * stats["slab_bytes"], **tags)
+        export.set("memory_used_bytes", stats["bytes_used"], **tags)
+        export.set("memory_alive", float(stats["state"] == "alive"), **tags)
+        for state in SLOT_STATES:
+            export.set("memory_blocks", stats[state], **tags, state=state)
+        if coldest >= 0:
+            export.set("coldest_block_age_seconds", self._clock.age(coldest), **tags)
+
+
+def _by_source(totals: dict[str, int]) -> dict[str, int]:
+    """Hits by where the blocks were for their reader. `promoted`: in its node's memory, while it reads on a GPU."""
+    elsewhere = {"gpu": "gpu_hits", "node": "remote_hits", "external": "external_hits"}
+    found = {source: totals[name] for source, name in elsewhere.items()}
+    return {**found, "memory": totals["hits"] - sum(found.values())}

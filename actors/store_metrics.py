@@ -1,0 +1,60 @@
+"""What a node store tells Ray's metrics agent."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.actors.demoter import Demoter
+from raykv.actors.node_memory import NodeMemory
+from raykv.metrics.exporter import EXPORT_S, Exporter
+from raykv.protocol import host_of
+from raykv.system.periodic import Periodic
+
+log = logging.getLogger("raykv")
+
+
+class StoreMetrics:
+    """Exports a store's figures once in EXPORT_S."""
+
+    def __init__(self, pool: str, memories: Sequence[NodeMemory], demoter: Demoter | None) -> None:
+        self._pool, self._memories, self._demoter = pool, memories, demoter
+        self._exporter, self._started = Exporter(pool), time.time()
+        self._loop = Periodic("raykv-metrics", self._step, self._on_error)
+
+    def start(self) -> None:
+        """Export until `stop`."""
+        self._loop.start()
+
+    def stop(self) -> None:
+        """Export no more."""
+        self._loop.stop()
+
+    def _step(self) -> float:
+        export = self._exporter
+        export.set("store_start_time_seconds", self._started)
+        export.total("altered_blocks_total", sum(memory.arena.corrupt for memory in self._memories))
+        for kind, count in (self._demoter.external.faults if self._demoter else {}).items():
+            export.total("external_faults_total", count, kind=kind)
+        for (peer, transport), (size, seconds, failures) in self._routes().items():
+            tags = {"from": peer, "transport": transport}
+            export.total("pulled_bytes_total", size, **tags)
+            export.total("pull_seconds_total", seconds, **tags)
+            export.total("pull_failures_total", failures, **tags)
+        export.flush()
+        return self._loop.rest_of(EXPORT_S)
+
+    def _routes(self) -> dict[tuple[str, str], NDArray[np.float64]]:
+        """By peer and transport: bytes, seconds and failures, of all memories of this node."""
+        sums: dict[tuple[str, str], NDArray[np.float64]] = defaultdict(lambda: np.zeros(3))
+        for memory in self._memories:
+            for peer, transport, route in memory.transports.routes():
+                sums[host_of(peer), transport] += (route.bytes, route.seconds, route.failures)
+        return sums
+
+    def _on_error(self, error: Exception) -> float:
+        log.warning("pool %s: the store's metrics: %r", self._pool, error)
+        return EXPORT_S

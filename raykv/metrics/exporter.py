@@ -1,0 +1,90 @@
+"""Hands the figures of one process to Ray's metrics agent."""
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+from raykv.metrics.metric import METRICS, PREFIX, SECONDS
+
+EXPORT_S = 5.0  # Ray forgets a gauge that was not set for 20 s
+OBSERVED_MAX = 10_000  # of a histogram, between two flushes
+
+Series = tuple[str, tuple[tuple[str, str], ...]]  # name, tags
+
+
+class Exporter:
+    """Figures wait here until `flush`: a record of Ray's costs as much as a match. Thread-safe."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool, self._node = pool, ""
+        self._lock = threading.Lock()  # guards what follows
+        self._added: dict[Series, float] = defaultdict(float)
+        self._set: dict[Series, float] = {}
+        self._observed: dict[Series, list[float]] = {}
+        self._totals: dict[Series, float] = {}  # of counters that are given by their total
+        self._metrics: dict[str, Any] = {}  # Ray's; only the thread that flushes looks
+
+    def add(self, name: str, value: float, **tags: str) -> None:
+        """Raise a counter."""
+        if value > 0:
+            with self._lock:
+                self._added[name, tuple(tags.items())] += value
+
+    def total(self, name: str, value: float, **tags: str) -> None:
+        """Raise a counter to what it is since this process began. A lower value than before is left out."""
+        series = name, tuple(tags.items())
+        with self._lock:
+            new = value - self._totals.get(series, 0.0)
+            if new > 0:
+                self._totals[series] = value
+                self._added[series] += new
+
+    def set(self, name: str, value: float, **tags: str) -> None:
+        """Set a gauge."""
+        with self._lock:
+            self._set[name, tuple(tags.items())] = value
+
+    def observe(self, name: str, value: float, **tags: str) -> None:
+        """Count a value in its histogram."""
+        with self._lock:
+            values = self._observed.setdefault((name, tuple(tags.items())), [])
+            if len(values) < OBSERVED_MAX:
+                values.append(value)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._added or self._set or self._observed)
+
+    def flush(self) -> None:
+        """Hand over what was added, set and observed since the last time. One thread of a process calls this."""
+        with self._lock:
+            added, self._added = self._added, defaultdict(float)
+            gauges, self._set = self._set, {}
+            observed, self._observed = self._observed, {}
+        for (name, tags), value in added.items():
+            self._metric(name).inc(value, self._tags(name, tags))
+        for (name, tags), value in gauges.items():
+            self._metric(name).set(value, self._tags(name, tags))
+        for (name, tags), values in observed.items():
+            for value in values:
+                self._metric(name).observe(value, self._tags(name, tags))
+
+    def _tags(self, name: str, tags: tuple[tuple[str, str], ...]) -> dict[str, str]:
+        """With the pool, and this process's node where the metric has one."""
+        return {"pool": self._pool, **({"node": self._node} if "node" in METRICS[name].tags else {}), **dict(tags)}
+
+    def _metric(self, name: str) -> Any:
+        if name not in self._metrics:
+            import ray
+            from ray.util import metrics
+
+            self._node = self._node or ray.get_runtime_context().get_node_id()
+            kind, _, text, tags = METRICS[name]
+            keys = ("pool", *tags)
+            if kind == "histogram":
+                made: Any = metrics.Histogram(PREFIX + name, text, boundaries=list(SECONDS), tag_keys=keys)
+            else:
+                made = {"counter": metrics.Counter, "gauge": metrics.Gauge}[kind](PREFIX + name, text, tag_keys=keys)
+            self._metrics[name] = made
+        return self._metrics[name]

@@ -1,0 +1,28 @@
+"""How long ago something happened of which only the tick is known."""
+
+from bisect import bisect_right
+
+SAMPLES_MAX = 4096
+
+
+class TickClock:
+    """Samples of (tick, time). The directory numbers uses of blocks by ticks, and has no clock."""
+
+    def __init__(self) -> None:
+        self._ticks: list[int] = []
+        self._times: list[float] = []
+
+    def sample(self, tick: int, now: float) -> None:
+        """tick: the present one, no lower than before. now: seconds. Of many samples, every other old one goes."""
+        self._ticks.append(tick)
+        self._times.append(now)
+        if len(self._ticks) > SAMPLES_MAX:
+            half = SAMPLES_MAX // 2
+            self._ticks[:half], self._times[:half] = self._ticks[:half:2], self._times[:half:2]
+
+    def age(self, tick: int) -> float:
+        """Seconds since that tick, at the last sample; of one before all samples, since the first."""
+        if not self._ticks:
+            return 0.0
+        after = bisect_right(self._ticks, tick)
+        return self._times[-1] - self._times[min(after, len(self._times) - 1)]
