@@ -13,8 +13,8 @@ from raykv.system.wire import Address
 def in_charge(monkeypatch: pytest.MonkeyPatch) -> list[InCharge]:
     """What the registry says, last."""
     told: list[InCharge] = []
-    monkeypatch.setattr(directory_line.registry, "in_charge", lambda pool: told[-1])
-    monkeypatch.setattr(directory_line.registry, "find", lambda name: name)
+    monkeypatch.setattr("raykv.registry.in_charge", lambda pool: told[-1])
+    monkeypatch.setattr("raykv.registry.find", lambda name: name)
     return told
 
 

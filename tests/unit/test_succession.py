@@ -122,7 +122,8 @@ def test_a_successor_takes_over_at_once_when_the_process_has_ended(registry: Reg
 def test_a_directory_that_ends_slowly_has_ended(registry: Registry) -> None:
     """A process that is killed closes what it has one by one: the port last, maybe."""
     port, taken = socket.create_server(("127.0.0.1", 0)), threading.Event()
-    there = Address(*port.getsockname(), b"")
+    host, number = port.getsockname()
+    there = Address(host, number, b"")
     registry.now = InCharge(FIRST, there)
 
     def end() -> None:

@@ -1,0 +1,42 @@
+"""Writes docs/metrics.md from the table of metrics: `python -m docs.write_metrics`."""
+
+from itertools import groupby
+from pathlib import Path
+
+from raykv.metrics.metric import METRICS, PREFIX, Metric
+
+PAGE = Path(__file__).parent / "metrics.md"
+HEAD = f"""# Metrics
+
+A pool exports its metrics through Ray: wherever Ray's own are scraped, these are there too, with nothing to install.
+Ray puts `ray_` before each name and adds tags of its own (`WorkerId`, `NodeAddress`, `SessionName`). All of them have
+the tag `pool`; `node` is a Ray node id. This page is written from `raykv/metrics/metric.py` by `python -m
+docs.write_metrics`.
+
+Counters are a process's own, so sum their rates: `sum(rate(ray_{PREFIX}saved_tokens_total[5m]))`. Those of the
+directory go on from those of the directory before: its hit rate survives a take-over, and `max by (pool) (...)` is
+the total since the pool started. A counter of what has never happened is not there yet.
+
+Is the pool large enough? `ray_{PREFIX}coldest_block_age_seconds` says how long ago the block that a node evicts next was
+used. Prompts that come back later than that are misses. If users return after ten minutes, an age of less calls for more
+memory (`raykv resize`, a larger `cpu_memory`) or an external tier; an age of hours says that there is too much.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [HEAD]
+    for by, metrics in groupby(METRICS.items(), key=lambda item: item[1].by):
+        parts += [f"\n## Of {'every client' if by == 'client' else f'the {by}'}\n"]
+        parts += ["| name | kind | tags | what it says |", "| --- | --- | --- | --- |"]
+        parts += [_row(name, metric) for name, metric in metrics]
+    return "\n".join(parts) + "\n"
+
+
+def _row(name: str, metric: Metric) -> str:
+    tags = ", ".join(f"`{tag}`" for tag in metric.tags)
+    return f"| `ray_{PREFIX}{name}` | {metric.kind} | {tags} | {metric.text} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

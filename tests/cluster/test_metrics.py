@@ -1,0 +1,129 @@
+"""What a real Prometheus finds at Ray's endpoints about a pool of two nodes."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import (
+    BLOCK,
+    MIB,
+    come_back,
+    eventually,
+    keep,
+    kill,
+    locations,
+    other_node,
+    read,
+    store,
+    tokens,
+    totals,
+    worker,
+)
+from helpers.prometheus import Prometheus
+
+import raykv
+from raykv.metrics.metric import METRICS, PREFIX
+
+RARE = {"pull_failures_total", "external_faults_total", "corrupt_blocks_total", "altered_blocks_total"}  # none happened
+pytestmark = [pytest.mark.usefixtures("patiently"), pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def pool(start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory) -> raykv.KVPool:
+    folder = tmp_path_factory.mktemp("tier")
+    return start_for_module(cpu_memory=32 * MIB, external=f"file://{folder}?capacity=256MiB", secret=b"metrics")
+
+
+@pytest.fixture(scope="module")
+def prometheus(pool: raykv.KVPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    if not shutil.which("prometheus") and not os.environ.get("CI"):
+        pytest.skip("prometheus is not installed")
+    server = Prometheus(tmp_path_factory.mktemp("prometheus"))
+    yield server
+    server.close()
+
+
+def of(pool: raykv.KVPool, name: str, **tags: str) -> str:
+    """A selector."""
+    wanted = ",".join(f'{tag}="{value}"' for tag, value in {"pool": pool.name, **tags}.items())
+    return f"ray_{PREFIX}{name}{{{wanted}}}"
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="a-model", block_tokens=16, block_bytes=BLOCK)
+
+
+def counted(prometheus: Prometheus, pool: raykv.KVPool, name: str, **tags: str) -> float:
+    """Of the directory in charge: one that was killed may be exported a little longer."""
+    return prometheus.value(f"max({of(pool, name, **tags)})")
+
+
+def test_hits_are_counted_by_where_they_came_from(pool: raykv.KVPool, prometheus: Prometheus) -> None:
+    cache, there = a_cache(pool), worker(pool, other_node(pool))
+    own, others = (cache.keys(tokens(seed, 8)) for seed in (1, 2))
+    keep(cache, own)
+    assert ray.get(there.cache.remote(model="a-model")) is not None
+    assert ray.get(there.store.remote(others, model="a-model"), timeout=60) == 8
+    eventually(lambda: totals(pool)["ready"] == 16)
+    before = pool.stats()
+    for _ in range(3):
+        assert read(cache, own).read == 8
+    assert read(cache, others).read == 8
+    after = pool.stats()
+    asked = {name: after[name] - before[name] for name in ("lookups", "hits", "remote_hits")}
+    assert asked == {"lookups": 32, "hits": 32, "remote_hits": 8}
+    eventually(lambda: counted(prometheus, pool, "lookup_blocks_total") == after["lookups"])
+    assert counted(prometheus, pool, "hit_blocks_total", source="node") == after["remote_hits"]
+    here = after["hits"] - after["remote_hits"] - after["external_hits"]
+    assert counted(prometheus, pool, "hit_blocks_total", source="memory") == here
+    saved = f"sum({of(pool, 'saved_tokens_total', model='a-model', node=pool.node_id)})"
+    eventually(lambda: prometheus.value(saved) >= 16 * 32)
+    assert prometheus.value(f"sum({of(pool, 'hit_tokens_total', source='node')})") == 16 * 8
+    pulled = f"sum({of(pool, 'pulled_bytes_total', node=pool.node_id)})"
+    eventually(lambda: prometheus.value(pulled) == 8 * BLOCK)
+
+
+def test_every_metric_is_there_with_its_tags(pool: raykv.KVPool, prometheus: Prometheus) -> None:
+    cache = a_cache(pool)
+    for seed in range(10, 30):  # more than there is memory for
+        store(cache, cache.keys(tokens(seed, 16)))
+    held = [cache.match(cache.keys(tokens(seed, 16))) for seed in range(22, 30)]
+    cache.swap_out(np.zeros((2, BLOCK), np.uint8), [0, 1], "a request").result()
+    for seed in range(50, 60):
+        store(cache, cache.keys(tokens(seed, 16)))
+    pool.session.directory.fault("a kind", "of a test")
+    wanted = {name: metric for name, metric in METRICS.items() if name not in RARE | {"refused_blocks_total"}}
+    for name, metric in wanted.items():
+        suffix = "_count" if metric.kind == "histogram" else ""
+        found = eventually(lambda name=name, suffix=suffix: prometheus.query(of(pool, name + suffix)))  # type: ignore[misc]
+        for labels, _ in found:
+            assert all(labels.get(tag) for tag in metric.tags), (name, labels)
+    for match in held:
+        match.release()
+    nodes = {labels["node"] for labels, value in prometheus.query(of(pool, "store_up")) if value == 1}
+    assert nodes == {pool.node_id, other_node(pool)}
+    assert prometheus.value(of(pool, "directory_up")) == 1 and prometheus.value(of(pool, "ray_nodes")) == 2
+
+
+def test_counters_do_not_go_back_when_a_store_and_the_directory_are_killed(
+    pool: raykv.KVPool, prometheus: Prometheus
+) -> None:
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(90, 8))
+    keep(cache, keys)
+    asked = pool.stats()["lookups"]
+    eventually(lambda: counted(prometheus, pool, "lookup_blocks_total") == asked)
+    epoch, started = (
+        prometheus.value(f"max({of(pool, name)})") for name in ("directory_epoch", "store_start_time_seconds")
+    )
+    kill(pool, "directory", pool.node_id)
+    come_back(cache, [keys])
+    now = pool.stats()["lookups"]
+    assert now >= asked + 8
+    eventually(lambda: counted(prometheus, pool, "lookup_blocks_total") >= now)
+    eventually(lambda: prometheus.value(f"max({of(pool, 'directory_epoch')})") > epoch)
+    eventually(lambda: prometheus.value(f"max({of(pool, 'store_start_time_seconds')})") > started)
+    assert len(locations(pool, cache, keys)) == 8

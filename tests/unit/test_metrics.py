@@ -1,0 +1,74 @@
+"""What is handed to Ray's metrics: names, totals and ages."""
+
+from typing import Any
+
+import pytest
+from docs.write_metrics import PAGE, page
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raykv.metrics import tick_clock
+from raykv.metrics.exporter import Exporter
+from raykv.metrics.metric import METRICS
+from raykv.metrics.tick_clock import TickClock
+
+
+def test_the_page_is_written_from_the_table() -> None:
+    assert PAGE.read_text() == page(), "run: python -m docs.write_metrics"
+
+
+def test_names_say_their_units_as_prometheus_has_them() -> None:
+    for name, metric in METRICS.items():
+        assert name.endswith("_total") == (metric.kind == "counter"), name
+        assert metric.text.endswith("."), name
+
+
+class Recorded:
+    """Stands in for Ray's metric: what was recorded."""
+
+    def __init__(self) -> None:
+        self.sum, self.tags = 0.0, {}  # type: float, dict[str, str]
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0, "Ray refuses it"
+        self.sum, self.tags = self.sum + value, tags
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=30))
+def test_a_total_is_told_once(steps: list[tuple[int, bool]]) -> None:
+    exporter, counter, total = Exporter("p"), Recorded(), 0
+    exporter._metrics["evicted_blocks_total"] = counter
+    for grown, flush in steps:
+        total += grown
+        exporter.total("evicted_blocks_total", total)
+        if flush:
+            exporter.flush()
+            assert counter.sum == total and not exporter.waits
+    exporter.flush()
+    assert counter.sum == total and counter.tags in ({}, {"pool": "p"})
+
+
+def test_an_age_is_that_of_the_first_sample_after_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = TickClock()
+    assert clock.age(5) == 0.0
+    for tick, now in ((10, 100.0), (20, 105.0), (20, 110.0), (35, 115.0)):
+        clock.sample(tick, now)
+    assert [clock.age(tick) for tick in (5, 10, 19, 20, 34, 35)] == [15.0, 10.0, 10.0, 0.0, 0.0, 0.0]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=400))
+def test_many_samples_are_thinned_out_and_ages_stay_about_right(growth: list[int]) -> None:
+    clock, dense, tick = TickClock(), [], 0
+    limit, tick_clock.SAMPLES_MAX = tick_clock.SAMPLES_MAX, 64
+    try:
+        for now, grown in enumerate(growth):
+            tick += grown
+            clock.sample(tick, float(now))
+            dense.append(tick)
+            assert len(clock._ticks) <= 64
+        for wanted in set(dense):
+            after = next((at for at, t in enumerate(dense) if t > wanted), len(dense) - 1)
+            right: Any = len(dense) - 1 - after
+            assert clock.age(wanted) <= right and clock.age(wanted) >= 0
+    finally:
+        tick_clock.SAMPLES_MAX = limit
