@@ -17,9 +17,14 @@ Counters are a process's own, so sum their rates: `sum(rate(ray_{PREFIX}saved_to
 directory go on from those of the directory before: its hit rate survives a take-over, and `max by (pool) (...)` is
 the total since the pool started. A counter of what has never happened is not there yet.
 
-Is the pool large enough? `ray_{PREFIX}coldest_block_age_seconds` says how long ago the block that a node evicts next was
-used. Prompts that come back later than that are misses. If users return after ten minutes, an age of less calls for more
-memory (`raykv resize`, a larger `cpu_memory`) or an external tier; an age of hours says that there is too much.
+Is the pool large enough? `ray_{PREFIX}coldest_block_age_seconds` is how long ago the block was used that a node evicts next.
+Prompts that come back later than that are misses. If users return after ten minutes, an age of less calls for
+more memory (`raykv resize`, a larger `cpu_memory`) or an external tier; an age of hours says that there is too much.
+
+`raykv dashboard` writes a Grafana dashboard (`raykv_grafana_dashboard.json`) to where Ray provisions Grafana from, and
+alert rules (`raykv_alerts.yml`) for Prometheus: a directory that is away, a node without a store, an external tier that
+is down, many faults, a pool that is too small. Run it on the head after Ray has started, which wipes that folder; or
+give `--out FOLDER`, and import the dashboard by hand.
 """
 
 

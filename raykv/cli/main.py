@@ -136,6 +136,16 @@ def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool
 
 
 @main.command()
+@click.option("--out", metavar="FOLDER", help="Where to; default: where Ray provisions Grafana from, on the head.")
+def dashboard(out: str | None) -> None:
+    """Write a Grafana dashboard and Prometheus alert rules for all pools."""
+    from raykv.cli.dashboard import write
+
+    for path in write(out):
+        click.echo(path)
+
+
+@main.command()
 @click.option("--requests", default=12, show_default=True, type=click.IntRange(1), help="How many questions are asked.")
 @click.option(
     "--nodes", default=2, show_default=True, type=click.IntRange(1), help="Ray nodes, with an engine on each."

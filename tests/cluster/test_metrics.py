@@ -1,12 +1,16 @@
 """What a real Prometheus finds at Ray's endpoints about a pool of two nodes."""
 
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from helpers.command_line import command
 from helpers.pools import (
     BLOCK,
     MIB,
@@ -25,6 +29,7 @@ from helpers.pools import (
 from helpers.prometheus import Prometheus
 
 import raykv
+from raykv.metrics.dashboard import ALERTS, DASHBOARD, PANELS, RULES, expression
 from raykv.metrics.metric import METRICS, PREFIX
 
 RARE = {"pull_failures_total", "external_faults_total", "corrupt_blocks_total", "altered_blocks_total"}  # none happened
@@ -106,6 +111,24 @@ def test_every_metric_is_there_with_its_tags(pool: raykv.KVPool, prometheus: Pro
     nodes = {labels["node"] for labels, value in prometheus.query(of(pool, "store_up")) if value == 1}
     assert nodes == {pool.node_id, other_node(pool)}
     assert prometheus.value(of(pool, "directory_up")) == 1 and prometheus.value(of(pool, "ray_nodes")) == 2
+
+
+def test_every_panel_shows_something(pool: raykv.KVPool, prometheus: Prometheus) -> None:
+    for panel in PANELS:
+        for legend, text in panel.lines:
+            asked = expression(text, f'{{pool="{pool.name}"}}').replace("[5m]", "[1m]")
+            assert eventually(lambda asked=asked: prometheus.query(asked)), (panel.title, legend)  # type: ignore[misc]
+    for alert in ALERTS:
+        assert not prometheus.query(expression(alert.expression)) or alert.name == "RayKVTooSmall"
+
+
+def test_promtool_reads_the_rules(tmp_path: Path) -> None:
+    done = command("dashboard", "--out", str(tmp_path))
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2
+    checked = subprocess.run(["promtool", "check", "rules", tmp_path / RULES], capture_output=True, text=True)
+    assert checked.returncode == 0 and f"{len(ALERTS)} rules found" in checked.stdout, checked.stderr
+    panels = json.loads((tmp_path / DASHBOARD).read_text())["panels"]
+    assert len(panels) == len(PANELS)
 
 
 def test_counters_do_not_go_back_when_a_store_and_the_directory_are_killed(

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from docs.write_metrics import PAGE, page
 from hypothesis import given
 from hypothesis import strategies as st
 
+from docs.write_metrics import PAGE, page
 from raykv.metrics import tick_clock
 from raykv.metrics.exporter import Exporter
 from raykv.metrics.metric import METRICS

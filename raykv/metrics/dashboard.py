@@ -1,0 +1,233 @@
+"""The Grafana dashboard and the alert rules of a pool, made of the table of metrics."""
+
+import re
+from typing import Any, NamedTuple
+
+from raykv.metrics.metric import METRICS, PREFIX
+
+WIDTH, HEIGHT = 12, 8  # of a panel, in Grafana's units: 24 are a row
+POOL = '{pool=~"$pool"}'
+RULES = "raykv_alerts.yml"
+DASHBOARD = "raykv_grafana_dashboard.json"
+_NAME = re.compile(r"@(\w+)")
+
+
+class Panel(NamedTuple):
+    """unit: Grafana's name of it. lines: (legend, expression); `@name` stands for a metric's selector."""
+
+    title: str
+    text: str
+    unit: str
+    lines: tuple[tuple[str, str], ...]
+
+
+class Alert(NamedTuple):
+    """For so long, the expression has series."""
+
+    name: str
+    lasts: str
+    expression: str
+    summary: str
+
+
+PANELS = (
+    Panel(
+        "Hit rate",
+        "Of the blocks that were asked for, those that the pool had, by where.",
+        "percentunit",
+        (
+            (
+                "{{source}}",
+                "sum by (source) (rate(@hit_blocks_total[5m])) / scalar(sum(rate(@lookup_blocks_total[5m])))",
+            ),
+        ),
+    ),
+    Panel(
+        "Tokens saved",
+        "Tokens a second that engines read instead of computing them.",
+        "short",
+        (("{{model}}", "sum by (model) (rate(@saved_tokens_total[5m]))"),),
+    ),
+    Panel(
+        "Prefill saved",
+        "Estimate: engines that would be busy with what was read instead.",
+        "short",
+        (("{{model}}", "sum by (model) (rate(@saved_prefill_seconds_total[5m]))"),),
+    ),
+    Panel(
+        "Memory in use",
+        "Of what each node offers.",
+        "percentunit",
+        (
+            (
+                "{{node}} {{tier}}",
+                "max by (node, tier) (@memory_used_bytes) / max by (node, tier) (@memory_capacity_bytes)",
+            ),
+        ),
+    ),
+    Panel(
+        "Age of the coldest block",
+        "How long ago the block that is evicted next was used: prompts that come back later are misses.",
+        "s",
+        (("{{node}} {{tier}}", "max by (node, tier) (@coldest_block_age_seconds)"),),
+    ),
+    Panel(
+        "Evictions, stores and refusals",
+        "Blocks a second.",
+        "short",
+        (
+            ("evicted", "sum(rate(@evicted_blocks_total[5m]))"),
+            ("stored", "sum(rate(@stored_blocks_total[5m]))"),
+            ("refused", "sum(rate(@refused_blocks_total[5m])) or vector(0)"),
+        ),
+    ),
+    Panel(
+        "Traffic between nodes",
+        "Bytes a second, by reader and source.",
+        "Bps",
+        (("{{from}} to {{node}} by {{transport}}", "sum by (from, node, transport) (rate(@pulled_bytes_total[5m]))"),),
+    ),
+    Panel(
+        "Reads",
+        "Of an engine, pulls included.",
+        "s",
+        (
+            ("p50", "histogram_quantile(0.5, sum by (le) (rate(@read_seconds_bucket[5m])))"),
+            ("p99", "histogram_quantile(0.99, sum by (le) (rate(@read_seconds_bucket[5m])))"),
+        ),
+    ),
+    Panel(
+        "The directory",
+        "Processor time, as a share of a core; and the mean time of a match.",
+        "short",
+        (
+            ("busy", "sum(rate(@directory_cpu_seconds_total[5m]))"),
+            (
+                "seconds of a match",
+                'sum(rate(@directory_call_seconds_total{method="match"}[5m]))'
+                ' / sum(rate(@directory_calls_total{method="match"}[5m]))',
+            ),
+        ),
+    ),
+    Panel(
+        "Clients and leases",
+        "Processes that use the pool, and matches whose blocks are held.",
+        "short",
+        (("clients", "max by (pool) (@clients)"), ("leases", "max by (pool) (@leases)")),
+    ),
+    Panel(
+        "External tier",
+        "Of its capacity.",
+        "percentunit",
+        (("{{node}}", "max by (node) (@external_used_bytes) / max by (node) (@external_capacity_bytes)"),),
+    ),
+    Panel(
+        "Faults",
+        "What went wrong and was treated as a miss, a minute.",
+        "short",
+        (("{{kind}}", "60 * sum by (kind) (rate(@faults_total[5m]))"),),
+    ),
+)
+
+ALERTS = (
+    Alert("RayKVDirectoryAway", "1m", "max by (pool) (@directory_up) == 0", "no directory answers: all look-ups miss"),
+    Alert("RayKVStoreMissing", "2m", "max by (pool, node) (@store_up) == 0", "node {{ $labels.node }} has no store"),
+    Alert("RayKVTierDown", "2m", "max by (pool, node) (@external_up) == 0", "the external tier can't be used"),
+    Alert("RayKVFaults", "5m", "sum by (pool, kind) (rate(@faults_total[5m])) > 1", "many faults: {{ $labels.kind }}"),
+    Alert(
+        "RayKVTooSmall",
+        "15m",
+        "max by (pool, node) (@coldest_block_age_seconds) < 600 and on (pool, node)"
+        " max by (pool, node) (@memory_used_bytes) / max by (pool, node) (@memory_capacity_bytes) > 0.9",
+        "node {{ $labels.node }} evicts blocks that were used less than 10 minutes ago: give the pool more memory",
+    ),
+)
+
+
+def expression(text: str, pool: str = "") -> str:
+    """PromQL with every `@name` as the metric's full name. pool: a selector such as `{pool=~"$pool"}`, or all pools.
+
+    Raises KeyError for a name that is no metric.
+    """
+
+    def full(found: re.Match[str]) -> str:
+        name = found[1]
+        known = name.removesuffix("_bucket")
+        METRICS[known]
+        return f"ray_{PREFIX}{name}"
+
+    with_names = _NAME.sub(full, text)
+    if not pool:
+        return with_names
+    inner = pool[1:-1]
+    selected = re.sub(rf"(ray_{PREFIX}\w+)(\{{)?", lambda m: f"{m[1]}{{{inner}{',' if m[2] else '}'}", with_names)
+    return selected
+
+
+def dashboard() -> dict[str, Any]:
+    """A dashboard as Grafana imports it."""
+    return {
+        "uid": "raykv",
+        "title": "RayKV",
+        "tags": ["ray", "raykv"],
+        "timezone": "browser",
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [_datasource(), _pools()]},
+        "panels": [_panel(number, panel) for number, panel in enumerate(PANELS)],
+    }
+
+
+def _datasource() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
+
+
+def _pools() -> dict[str, Any]:
+    query = f"label_values(ray_{PREFIX}clients, pool)"
+    return {
+        "name": "pool",
+        "type": "query",
+        "label": "Pool",
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "query": {"query": query, "refId": "pools"},
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _panel(number: int, panel: Panel) -> dict[str, Any]:
+    columns = 24 // WIDTH
+    return {
+        "id": number + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "gridPos": {"x": number % columns * WIDTH, "y": number // columns * HEIGHT, "w": WIDTH, "h": HEIGHT},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": {"fillOpacity": 10}}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + at), "expr": expression(text, POOL), "legendFormat": legend}
+            for at, (legend, text) in enumerate(panel.lines)
+        ],
+    }
+
+
+def rules() -> dict[str, Any]:
+    """Alert rules as Prometheus reads them."""
+    found = [
+        {
+            "alert": alert.name,
+            "expr": expression(alert.expression),
+            "for": alert.lasts,
+            "labels": {"severity": "warning"},
+            "annotations": {"summary": f"raykv pool {{{{ $labels.pool }}}}: {alert.summary}"},
+        }
+        for alert in ALERTS
+    ]
+    return {"groups": [{"name": "raykv", "rules": found}]}
