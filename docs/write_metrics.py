@@ -17,9 +17,12 @@ Counters are a process's own, so sum their rates: `sum(rate(ray_{PREFIX}saved_to
 directory go on from those of the directory before: its hit rate survives a take-over, and `max by (pool) (...)` is
 the total since the pool started. A counter of what has never happened is not there yet.
 
-Is the pool large enough? `ray_{PREFIX}coldest_block_age_seconds` is how long ago the block was used that a node evicts next.
-Prompts that come back later than that are misses. If users return after ten minutes, an age of less calls for
+Is the pool large enough? `ray_{PREFIX}coldest_block_age_seconds` is how long ago the block was used that a node evicts
+next. Prompts that come back later than that are misses. If users return after ten minutes, an age of less calls for
 more memory (`raykv resize`, a larger `cpu_memory`) or an external tier; an age of hours says that there is too much.
+
+Where a client's process has set up OpenTelemetry, `match`, `pull`, `read` and `store` are spans (`raykv.match`, ...),
+children of the span that is current, with the tokens or blocks and where they were as attributes.
 
 `raykv dashboard` writes a Grafana dashboard (`raykv_grafana_dashboard.json`) to where Ray provisions Grafana from, and
 alert rules (`raykv_alerts.yml`) for Prometheus: a directory that is away, a node without a store, an external tier that

@@ -14,6 +14,7 @@ from raykv.client.workers import giving_way
 from raykv.config import MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
+from raykv.metrics.span import span, tell
 from raykv.protocol import ALTERED, KEY_BYTES, LOCATION, PULLED, Matched, NextWindowRequest, data_deadline, is_tier
 
 PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
@@ -127,7 +128,9 @@ class Lease:
     def read(self, rows: Rows, verify: bool) -> int:
         """Copy the blocks out, rows[i] of block i. Returns how many leading rows hold their block."""
         begin, metrics = time.monotonic(), self._session.directory.metrics
-        count = self._read(rows, verify)
+        with span("read", pool=self._session.name, blocks=len(self), **self.sources()) as it:
+            count = self._read(rows, verify)
+            tell(it, read_blocks=count, bytes=count * self._block_bytes)
         metrics.observe("read_seconds", time.monotonic() - begin)
         metrics.add("read_bytes_total", count * self._block_bytes)
         return count
@@ -264,7 +267,8 @@ class Lease:
                 end, pause = end or time.monotonic() + WINDOW_S, min(2 * pause, WINDOW_REST_S)
                 continue
             since = time.monotonic()
-            answer = local.first(list(pulls), self._deadline(list(pulls.values())))
+            with span("pull", pool=self._session.name, pieces=len(pulls)):
+                answer = local.first(list(pulls), self._deadline(list(pulls.values())))
             if answer is None:
                 self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
                 local.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])

@@ -1,6 +1,7 @@
 """A reader's leases on the leading blocks of a prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ from raykv.client.lease import PIECES_AHEAD, Lease, Leased, piece_blocks
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
+from raykv.metrics.span import span, tell
 from raykv.protocol import Matched
 from raykv.registry import refuse_forked
 
@@ -39,33 +41,48 @@ class Match:
     def ask(self) -> Self:
         """Lease the blocks."""
         directory, node = self._session.directory, self._session.memory_name
-        try:
-            for part in self._parts():
-                if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
-                    break
-            if self._stage:
-                self.count()
-        except BaseException:  # a signal's: nobody would release what was leased before it
-            self.release()
-            raise
+        with self._span() as it:
+            try:
+                for part in self._parts():
+                    if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
+                        break
+            except BaseException:  # a signal's: nobody would release what was leased before it
+                self.release()
+                raise
+            tell(it, hit_tokens=self.num_tokens, **self._hits())
+        if self._stage:
+            self.count()
         return self
 
     async def aask(self) -> Self:
         """As `ask`, for event loops."""
         directory, node = self._session.directory, self._session.memory_name
-        for part in self._parts():
-            if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
-                break
+        with self._span() as it:
+            for part in self._parts():
+                if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
+                    break
+            tell(it, hit_tokens=self.num_tokens, **self._hits())
         self.count()
         return self
+
+    def _span(self) -> AbstractContextManager[Any]:
+        pool, model = self._session.name, self._keys.cache.model
+        return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._block_tokens)
+
+    def _hits(self) -> dict[str, int]:
+        """Tokens that were found, by where they are."""
+        found = dict.fromkeys(("memory", "node", "external"), 0)
+        for lease in self._leases:
+            for source, blocks in lease.sources().items():
+                found[source] += blocks * self._block_tokens
+        return found
 
     def count(self) -> None:
         """Count what was asked for and found, by where it is, for the metrics."""
         metrics, model, tokens = self._session.directory.metrics, self._keys.cache.model, self._block_tokens
         metrics.add("asked_tokens_total", len(self._keys) * tokens, model=model)
-        for lease in self._leases:
-            for source, blocks in lease.sources().items():
-                metrics.add("hit_tokens_total", blocks * tokens, model=model, source=source)
+        for source, found in self._hits().items():
+            metrics.add("hit_tokens_total", found, model=model, source=source)
 
     def count_saved(self, blocks: int) -> None:
         """Count blocks that an engine reads instead of computing them, for the metrics."""

@@ -12,6 +12,7 @@ from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
+from raykv.metrics.span import span, tell
 from raykv.protocol import LOCATION, PULLED
 
 PUSH_BYTES = 128 * MIB  # that another node pulls at a time: nothing overlaps, and each time costs a call
@@ -108,16 +109,18 @@ def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: b
     rows: rows[i] is the block of keys[start + i]. wait: see Reservation.commit. Ends early where there is no room.
     """
     stored, at, begin, metrics = 0, start, time.monotonic(), session.directory.metrics
-    while at < len(keys):
-        first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
-        batch = keys[first : first + KEYS_PER_CALL]
-        with Reservation(session, batch, at - first, first) as reservation:
-            reservation.copy_in(rows[at - start :])
-            count = reservation.commit(wait)
-        stored += count
-        at = first + reservation.covered
-        if reservation.covered < len(batch) and not count:
-            break
+    with span("store", pool=session.name, model=keys.cache.model, blocks=len(keys) - start) as it:
+        while at < len(keys):
+            first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
+            batch = keys[first : first + KEYS_PER_CALL]
+            with Reservation(session, batch, at - first, first) as reservation:
+                reservation.copy_in(rows[at - start :])
+                count = reservation.commit(wait)
+            stored += count
+            at = first + reservation.covered
+            if reservation.covered < len(batch) and not count:
+                break
+        tell(it, stored_blocks=stored)
     metrics.observe("store_seconds", time.monotonic() - begin)
     metrics.add("written_bytes_total", stored * keys.cache.block_bytes)
     return stored

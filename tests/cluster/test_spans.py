@@ -1,0 +1,54 @@
+"""What OpenTelemetry is told of a client's look-ups, reads and stores."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+from helpers.pools import BLOCK, MIB, Worker, eventually, other_node, read, store, tokens, totals, worker
+
+import raykv
+
+pytestmark = pytest.mark.usefixtures("patiently")
+
+
+class Traced(Worker):
+    """A client whose process has set up OpenTelemetry."""
+
+    def trace(self, own: int, others: int) -> list[tuple[str, str, dict[str, Any]]]:
+        """Store a prompt and read it, and another; (name, parent, attributes) of every span, as they ended."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        exporter, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        trace.set_tracer_provider(provider)
+        cache = self.cache()
+        with provider.get_tracer("an engine").start_as_current_span("request"):
+            store(cache, cache.keys(tokens(own, 4)))
+            for seed in (own, others):
+                assert read(cache, cache.keys(tokens(seed, 4))).read == 4
+        spans = exporter.get_finished_spans()
+        names = {span.context.span_id: span.name for span in spans}
+        return [(s.name, names[s.parent.span_id] if s.parent else "", dict(s.attributes or {})) for s in spans]
+
+
+def test_spans_say_what_was_hit_and_where(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(cpu_memory=32 * MIB)
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    assert store(cache, cache.keys(tokens(2, 4))) == 4
+    traced = worker(pool, other_node(pool), Traced)
+    eventually(lambda: totals(pool)["ready"] == 4)
+    spans = ray.get(traced.trace.remote(1, 2), timeout=60)
+    assert [name for name, _, _ in spans] == [
+        *("raykv.store", "raykv.match", "raykv.read"),
+        *("raykv.match", "raykv.pull", "raykv.read", "request"),
+    ]
+    assert [parent for _, parent, _ in spans] == ["request"] * 4 + ["raykv.read", "request", ""]
+    assert spans[0][2] == {"raykv.pool": pool.name, "raykv.model": "m", "raykv.blocks": 4, "raykv.stored_blocks": 4}
+    asked = {"raykv.pool": pool.name, "raykv.model": "m", "raykv.asked_tokens": 64, "raykv.hit_tokens": 64}
+    assert spans[1][2] == {**asked, "raykv.memory": 64, "raykv.node": 0, "raykv.external": 0}
+    assert spans[3][2] == {**asked, "raykv.memory": 0, "raykv.node": 64, "raykv.external": 0}
+    assert spans[5][2]["raykv.bytes"] == 4 * BLOCK and spans[5][2]["raykv.node"] == 4
