@@ -33,7 +33,7 @@ class DirectoryMetrics:
         self._pool, self._exporter, self._clock = pool, Exporter(pool), TickClock()
         self._calls: dict[str, list[float]] = {}  # by method: how many, and seconds
         self._kept: dict[str, int] = {}
-        self._steps = 0
+        self._steps, self._started = 0, time.time()
 
     def called(self, method: str, seconds: float) -> None:
         """Count a call. By the thread that has the directory's lock: it costs less than a microsecond."""
@@ -75,6 +75,7 @@ class DirectoryMetrics:
         with self._lock:
             directory = self._directory
             totals, gauges, tiers = directory.totals(), directory.gauges(), directory.tier_stats()
+            oldest = directory.oldest_lease()
             calls = {method: tuple(sums) for method, sums in self._calls.items()}
             self._clock.sample(directory.tick, now)
         self._keep(totals)
@@ -84,6 +85,8 @@ class DirectoryMetrics:
             export.total("hit_blocks_total", hits, source=source)
         for metric, name in GAUGES.items():
             export.set(metric, gauges[name])
+        export.set("oldest_lease_seconds", max(0.0, now - oldest))
+        export.set("start_time_seconds", self._started, role="directory")
         export.set("directory_epoch", directory.epoch)
         export.total("directory_cpu_seconds_total", time.process_time())
         for method, (count, seconds) in calls.items():

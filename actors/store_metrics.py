@@ -35,7 +35,7 @@ class StoreMetrics:
 
     def _step(self) -> float:
         export = self._exporter
-        export.set("store_start_time_seconds", self._started)
+        export.set("start_time_seconds", self._started, role="store")
         export.total("altered_blocks_total", sum(memory.arena.corrupt for memory in self._memories))
         for kind, count in (self._demoter.external.faults if self._demoter else {}).items():
             export.total("external_faults_total", count, kind=kind)

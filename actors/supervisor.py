@@ -64,7 +64,7 @@ class Supervisor:
         self._standing_by: Any = None  # the successor's handle, once it was found
         self._successor_asked, self._successors_given_up = now, 0
         self._rests_until = 0.0  # the last close look found all well
-        self._exporter, self._exported = Exporter(pool), 0.0
+        self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
 
@@ -100,6 +100,7 @@ class Supervisor:
         """Tell Ray's metrics agent how many nodes there are, and which have a store."""
         self._exported = time.monotonic()
         living = registry.living()
+        self._exporter.set("start_time_seconds", self._started, role="supervisor")
         self._exporter.set("ray_nodes", len(living))
         for node_id in living:
             up = node_id in self._served and node_id in self._stores and _is_alive(self._stores[node_id])

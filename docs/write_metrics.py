@@ -35,7 +35,7 @@ def page() -> str:
     """The page's text."""
     parts = [HEAD]
     for by, metrics in groupby(METRICS.items(), key=lambda item: item[1].by):
-        parts += [f"\n## Of {'every client' if by == 'client' else f'the {by}'}\n"]
+        parts += [f"\n## Of {f'every {by}' if by in ('client', 'actor') else f'the {by}'}\n"]
         parts += ["| name | kind | tags | what it says |", "| --- | --- | --- | --- |"]
         parts += [_row(name, metric) for name, metric in metrics]
     return "\n".join(parts) + "\n"

@@ -78,6 +78,7 @@ class DirectoryClient:
         self._lock = threading.Lock()  # guards the fields above, and that calls are sent in the order of their _seq
         self._news = False  # the directory does not know all of them
         self._up = self.line.find()  # it answered the last call in time
+        self._down_since = time.monotonic()  # when no answer came, the last time
         self._logged: dict[str, float] = {}
         self._last_call = self._seen_call = time.monotonic()
         self._bell = bell = Bell()
@@ -291,6 +292,8 @@ class DirectoryClient:
         return answer
 
     def _down(self, kind: str, detail: str) -> None:
+        if self._up:
+            self._down_since = time.monotonic()
         self._up = False
         self._bell.ring()
         self.fault(kind, detail)
@@ -329,6 +332,8 @@ class DirectoryClient:
             if not self._up:
                 self.line.close()  # whatever is wrong with it
                 self._up = self.line.find() and self._probe(PROBE_S)
+            if self._up:
+                self.metrics.add("without_directory_seconds_total", time.monotonic() - self._down_since)
             return
         if not self.line.look():
             self._down("directory", "it closed the connection")

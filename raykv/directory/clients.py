@@ -21,6 +21,7 @@ class Hold:
     staged: RowArray
     staged_gens: RowArray
     writes: bool
+    since: float = 0.0  # seconds, of the caller's clock
 
 
 @dataclass(slots=True)

@@ -105,6 +105,11 @@ class Directory(Membership):
             "pinned": len(self.pins),
         }
 
+    def oldest_lease(self) -> float:
+        """Since when, by the callers' clock, the oldest lease is held; inf where there is none."""
+        held = (hold for client in self.clients.values() for hold in client.holds.values())
+        return min((hold.since for hold in held if not hold.writes), default=float("inf"))
+
     @property
     def tick(self) -> int:
         """Counts uses of blocks."""
@@ -157,7 +162,16 @@ class Directory(Membership):
         if n == 0:
             return Matched(self.epoch, b"", b"")
         client.holds[request.lease] = Hold(
-            call.seq, node, size_class, keys[:n], source[:n], gens[:n], staged[:n], staged_gens[:n], writes=False
+            call.seq,
+            node,
+            size_class,
+            keys[:n],
+            source[:n],
+            gens[:n],
+            staged[:n],
+            staged_gens[:n],
+            writes=False,
+            since=now,
         )
         return Matched(self.epoch, locations[:n].tobytes(), staged_locations[:n].tobytes() if remote else b"")
 
@@ -243,7 +257,7 @@ class Directory(Membership):
         if not grants:  # else the client asks for the rest in another call
             self.counters["refused"] += len(keys) - covered
         client.holds[request.reservation] = Hold(
-            call.seq, writer.index, size_class, keys, source, gens, staged, staged_gens, writes=True
+            call.seq, writer.index, size_class, keys, source, gens, staged, staged_gens, writes=True, since=now
         )
         return Reserved(
             self.epoch,

@@ -23,6 +23,10 @@ NODE, MEMORY, ROUTE, MODEL = ("node",), ("node", "tier"), ("node", "from", "tran
 
 METRICS: dict[str, Metric] = {
     **_by(
+        "actor",
+        ("start_time_seconds", "gauge", "Unix time when the directory, store or supervisor started.", ("node", "role")),
+    ),
+    **_by(
         "directory",
         ("lookup_blocks_total", "counter", "Blocks that were asked for.", ()),
         ("hit_blocks_total", "counter", "Blocks that were found, by where: memory, gpu, node, external.", ("source",)),
@@ -35,6 +39,7 @@ METRICS: dict[str, Metric] = {
         ("pinned_blocks", "gauge", "Blocks that stay until they are unpinned.", ()),
         ("clients", "gauge", "Processes that use the pool.", ()),
         ("leases", "gauge", "Matches whose blocks are held for their reader.", ()),
+        ("oldest_lease_seconds", "gauge", "How long the oldest lease has been held.", ()),
         ("reservations", "gauge", "Stores that are under way.", ()),
         ("directory_epoch", "gauge", "Rises with every directory that takes charge.", ()),
         ("directory_calls_total", "counter", "Calls of the directory.", ("method",)),
@@ -53,7 +58,6 @@ METRICS: dict[str, Metric] = {
     ),
     **_by(
         "node store",
-        ("store_start_time_seconds", "gauge", "Unix time when the store started: it changes with a restart.", NODE),
         ("pulled_bytes_total", "counter", "Bytes pulled from another node.", ROUTE),
         ("pull_seconds_total", "counter", "Seconds that those pulls took, added up.", ROUTE),
         ("pull_failures_total", "counter", "Pulls that failed: another transport is tried then.", ROUTE),
@@ -76,6 +80,12 @@ METRICS: dict[str, Metric] = {
         ("read_bytes_total", "counter", "Bytes that engines read.", NODE),
         ("store_seconds", "histogram", "Stores of an engine.", NODE),
         ("written_bytes_total", "counter", "Bytes that engines stored.", NODE),
+        (
+            "without_directory_seconds_total",
+            "counter",
+            "Seconds in which look-ups missed: no directory answered.",
+            NODE,
+        ),
         ("faults_total", "counter", "What went wrong for a client and was treated as a miss.", ("node", "kind")),
     ),
 }

@@ -32,7 +32,13 @@ import raykv
 from raykv.metrics.dashboard import ALERTS, DASHBOARD, PANELS, RULES, expression
 from raykv.metrics.metric import METRICS, PREFIX
 
-RARE = {"pull_failures_total", "external_faults_total", "corrupt_blocks_total", "altered_blocks_total"}  # none happened
+RARE = {
+    "pull_failures_total",
+    "external_faults_total",
+    "corrupt_blocks_total",
+    "altered_blocks_total",
+    "without_directory_seconds_total",
+}  # none happened
 pytestmark = [pytest.mark.usefixtures("patiently"), pytest.mark.timeout(400)]
 
 
@@ -139,14 +145,14 @@ def test_counters_do_not_go_back_when_a_store_and_the_directory_are_killed(
     keep(cache, keys)
     asked = pool.stats()["lookups"]
     eventually(lambda: counted(prometheus, pool, "lookup_blocks_total") == asked)
-    epoch, started = (
-        prometheus.value(f"max({of(pool, name)})") for name in ("directory_epoch", "store_start_time_seconds")
-    )
+    epoch, started = (prometheus.value(f"max({of(pool, name)})") for name in ("directory_epoch", "start_time_seconds"))
     kill(pool, "directory", pool.node_id)
     come_back(cache, [keys])
     now = pool.stats()["lookups"]
     assert now >= asked + 8
     eventually(lambda: counted(prometheus, pool, "lookup_blocks_total") >= now)
     eventually(lambda: prometheus.value(f"max({of(pool, 'directory_epoch')})") > epoch)
-    eventually(lambda: prometheus.value(f"max({of(pool, 'store_start_time_seconds')})") > started)
+    eventually(lambda: prometheus.value(f"max({of(pool, 'start_time_seconds', role='store')})") > started)
     assert len(locations(pool, cache, keys)) == 8
+    lost = f"sum({of(pool, 'without_directory_seconds_total', node=pool.node_id)})"
+    assert eventually(lambda: prometheus.value(lost)) < 60
