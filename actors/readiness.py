@@ -17,6 +17,7 @@ from raykv.arena.files import SHM, left_behind
 from raykv.arena.gpu import device
 from raykv.config import Size, capacity_bytes
 from raykv.errors import reason_of
+from raykv.protocol import VERSION
 from raykv.system import free_memory, jit
 from raykv.tiers import parse
 from raykv.transports import nixl
@@ -70,6 +71,7 @@ def answer(question: Question) -> dict[str, Any]:
     found = free_memory.free_bytes()
     left = left_behind_by_pool()
     return {
+        "protocol": VERSION,
         "machine": machine(),
         "room": found,
         "free": found.free + left.get(pool, 0),

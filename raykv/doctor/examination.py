@@ -45,9 +45,7 @@ class Examination:
         answered = {node: said for node, said in software.items() if not isinstance(said, Unanswered)}
         for node, said in software.items():
             if isinstance(said, Unanswered):
-                yield Finding(
-                    node, "worker", WRONG, f"{said.why}: see `ray status`, and the logs of that node's raylet"
-                )
+                yield Finding(node, "worker", WRONG, f"{said.why}: see `ray status`, and the logs of its raylet")
         for node, said in answered.items():
             yield from judgement.of_software(node, said, here)
         alike = [node for node, said in answered.items() if said.get("raykv") == here["raykv"]]

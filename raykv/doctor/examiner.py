@@ -1,5 +1,6 @@
 """What looks at a node from one of its Ray workers."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import platform
@@ -21,10 +22,8 @@ class Examiner:
     def software(self) -> dict[str, str]:
         """Versions of `python`, `numba` and `raykv`; why raykv can't be used here as `why_not`, if it can't."""
         found = {"python": platform.python_version(), "numba": "none"}
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found["numba"] = importlib.metadata.version("numba")
-        except importlib.metadata.PackageNotFoundError:
-            pass
         try:
             found["raykv"] = str(importlib.import_module("raykv").__version__)
         except Exception as error:  # whatever a broken installation raises
