@@ -32,7 +32,8 @@ class Examiner:
 
     def protocol(self) -> int:
         """The version of raykv's messages. ImportError where raykv can't be used."""
-        importlib.import_module("raykv.actors.node_store")
+        for what in ("raykv.actors.node_store", "raykv.doctor.facts"):
+            importlib.import_module(what)
         return int(importlib.import_module("raykv.protocol").VERSION)
 
     def facts(self) -> Any:

@@ -39,7 +39,7 @@ def of_protocol(node: str, version: str, protocol: int) -> Finding:
 def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Iterator[Finding]:
     """neighbours: nodes that share its memory, and itself. running: names of pools of this Ray cluster."""
     yield _memory(node, facts, neighbours)
-    yield from _left(node, facts.left, running)
+    yield from _left(node, facts.left, running | facts.alive)
     yield _kernels(node, facts)
     yield _huge_pages(node, facts.huge_pages)
     yield _gpus(node, facts)
@@ -73,12 +73,12 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
     return Finding(node, "memory", OK, text)
 
 
-def _left(node: str, left: dict[str, int], running: set[str]) -> Iterator[Finding]:
+def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
     """Memory of stores that do not live any more."""
     for pool, size in sorted(left.items()):
         text = f"{_gib(size)} in /dev/shm of pool {pool}, "
-        if pool in running:
-            text += "whose store there died: the next one on this machine takes it up, and the end of the pool frees it"
+        if pool in alive:
+            text += "one of whose stores died: the next one on this machine takes it up, and the pool's end frees it"
             yield Finding(node, "left over", ADVICE, text)
         else:
             yield Finding(node, "left over", WRONG, f"{text}which does not run: `raykv stop --name {pool}` frees it")
