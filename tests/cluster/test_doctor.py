@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import ray
 from helpers import machines
 from helpers.command_line import command
-from helpers.pools import shm_files
 from helpers.poor_machine import poor_machine
 from rich.text import Text
 
@@ -38,7 +38,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 ALWAYS = {"python", "numba", "raykv", "memory", "left over", "kernels", "huge pages", "gpu", "nixl", "niceness"}
 ALWAYS |= {"clock", "ports"}
-UP_TO_THE_MACHINE = {"memory", "huge pages", "niceness", "nixl", "gpu"}  # works, and might be better here
+# What works, and might be better; a store of a pool in another Ray cluster of this machine may just have been killed.
+UP_TO_THE_MACHINE = {"memory", "huge pages", "niceness", "nixl", "gpu", "left over"}
 LEFT = f"doctor{os.getpid()}"
 
 
@@ -46,9 +47,10 @@ def leave_an_arena(pool: str) -> None:
     assert subprocess.run([sys.executable, "-c", DIE_WITH_AN_ARENA, pool]).returncode == -9
 
 
-def checks(report: dict[str, Any], node: str) -> dict[str, dict[str, Any]]:
-    """Of one node, by what was looked at."""
-    return {check["check"]: check for check in report["checks"] if check["node"] == node}
+def checks(report: dict[str, Any], node: str, state: str = "") -> dict[str, dict[str, Any]]:
+    """Of one node, by what was looked at; only those of a state. The last, where there are several."""
+    found = [check for check in report["checks"] if check["node"] == node and check["state"].startswith(state)]
+    return {check["check"]: check for check in found}
 
 
 def test_nodes_that_lack_nothing(cluster: Any, start: Callable[..., raykv.KVPool]) -> None:
@@ -62,21 +64,21 @@ def test_nodes_that_lack_nothing(cluster: Any, start: Callable[..., raykv.KVPool
     for node, peer in ((here, there), (there, here)):
         found = checks(report, node)
         assert set(found) == ALWAYS | {"store", "blocks"}
-        assert not [check for check in found.values() if check["state"] == WRONG]
-        assert {name for name, check in found.items() if check["state"] == ADVICE} <= UP_TO_THE_MACHINE
+        assert not checks(report, node, WRONG) and set(checks(report, node, ADVICE)) <= UP_TO_THE_MACHINE
         assert found["blocks"]["peer"] == peer and found["blocks"]["gbps"] > 0
 
 
 def test_nothing_is_cut_off_in_a_pipe_or_on_a_narrow_terminal(cluster: Any) -> None:
-    piped = command("doctor", address=cluster.address)
-    narrow = command("doctor", address=cluster.address, FORCE_COLOR="1", COLUMNS="80", TERM="xterm")
+    with ThreadPoolExecutor(1) as beside:
+        piping = beside.submit(command, "doctor", address=cluster.address)
+        narrow = command("doctor", address=cluster.address, FORCE_COLOR="1", COLUMNS="80", TERM="xterm")
+        piped = piping.result()
     assert piped.returncode == narrow.returncode == 0, piped.stdout + narrow.stdout
-    assert len(piped.stdout.splitlines()) == 2 * len(ALWAYS)
     shown = console_text(narrow.stdout)
     assert max(map(len, shown.splitlines())) <= 80
     for node in (node for node in ray.nodes() if node["Alive"]):
         said = f"{node['NodeManagerHostname']} {node['NodeID'][:16]}"
-        assert f"{said} memory: " in piped.stdout and said in shown
+        assert all(f"\n{said} {check}: " in f"\n{piped.stdout}" for check in ALWAYS) and said in shown
     end = "object stores may take"
     assert end in piped.stdout and end.replace(" ", "") in "".join(shown.replace("│", "").split())
 
@@ -115,16 +117,17 @@ def sick(
     (other / "raykv").mkdir()
     (other / "raykv/__init__.py").write_text("__version__ = '0.0.1'")
     nodes = {"whole": ray.get_runtime_context().get_node_id()}
-    for name, folder in (("without raykv", without), ("another raykv", other)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}")
-            nodes[name] = third_node_for_module().node_id
     leave_an_arena(LEFT)
-    with poor_machine(tmp_path_factory.mktemp("poor"), cluster.address) as nodes["poor"]:
+    with poor_machine(tmp_path_factory.mktemp("poor"), cluster.address) as joined:
+        for name, folder in (("without raykv", without), ("another raykv", other)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}")
+                nodes[name] = third_node_for_module().node_id
+        nodes["poor"] = joined()
         done = command("doctor", "--json", address=cluster.address, folder=other.parent)
+    files.remove_left_behind(LEFT)
     assert done.returncode == 1, done.stderr
     yield nodes, json.loads(done.stdout.splitlines()[-1])
-    assert command("stop", "--name", LEFT, address=cluster.address).returncode == 0 and not shm_files(LEFT)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +144,8 @@ def sick(
 )
 def test_what_is_wrong_is_said(sick: tuple[dict[str, str], dict[str, Any]], node: str, check: str, says: str) -> None:
     nodes, report = sick
-    found = checks(report, nodes[node])[check]
-    assert not report["ok"] and found["state"] == WRONG
+    found = checks(report, nodes[node], WRONG)[check]
+    assert not report["ok"]
     assert says.format(poor=nodes["poor"][:16]) in found["text"]
 
 

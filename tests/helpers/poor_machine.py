@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,11 +21,14 @@ def _node_id() -> str:
 
 
 @contextmanager
-def poor_machine(folder: Path, head: str) -> Iterator[str]:
-    """Yields its Ray node id. folder: an empty one. head: address of the Ray cluster."""
+def poor_machine(folder: Path, head: str) -> Iterator[Callable[[], str]]:
+    """Yields what waits until it has joined, and returns its Ray node id.
+
+    folder: an empty one. head: address of the Ray cluster.
+    """
     script = Path(__file__).with_suffix(".sh")
     with (folder / "log").open("w") as log:
-        command = [*UNSHARE, script, folder, sys.executable, head]
+        command = [*UNSHARE, str(script), str(folder), sys.executable, head]
         unshare = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
     children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
     first = int(eventually(lambda: children.read_text().strip()))
@@ -41,7 +44,7 @@ def poor_machine(folder: Path, head: str) -> Iterator[str]:
             assert unshare.poll() is None, (folder / "log").read_text()
             return _node_id()
 
-        yield eventually(joined)
+        yield lambda: eventually(joined)
         os.kill(first, signal.SIGTERM)  # Ray takes 15 s to notice that a raylet was killed
         eventually(lambda: not _node_id())
     finally:
