@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -43,8 +45,13 @@ UP_TO_THE_MACHINE = {"memory", "huge pages", "niceness", "nixl", "gpu", "left ov
 LEFT = f"doctor{os.getpid()}"
 
 
-def leave_an_arena(pool: str) -> None:
-    assert subprocess.run([sys.executable, "-c", DIE_WITH_AN_ARENA, pool]).returncode == -9
+@contextmanager
+def arena_of_a_dead_store(pool: str) -> Iterator[None]:
+    assert subprocess.run([sys.executable, "-c", DIE_WITH_AN_ARENA, pool]).returncode == -signal.SIGKILL
+    try:
+        yield
+    finally:
+        files.remove_left_behind(pool)
 
 
 def checks(report: dict[str, Any], node: str, state: str = "") -> dict[str, dict[str, Any]]:
@@ -96,13 +103,12 @@ def test_memory_of_a_store_that_died_where_its_pool_has_another() -> None:
     name = f"{LEFT}other"
     arena = open_own(name, bytes(16), 4 << 20, 2, lambda size: None)
     try:
-        leave_an_arena(name)
-        found = judgement.of_facts("node", facts.look(), 1, set())
-        (left,) = [finding for finding in found if name in finding.text]
-        assert left.state == ADVICE and "stop --name" not in left.text
+        with arena_of_a_dead_store(name):
+            found = list(judgement.of_facts("node", facts.look(), 1, set()))
     finally:
         arena.close(unlink=True)
-        files.remove_left_behind(name)
+    (left,) = [finding for finding in found if name in finding.text]
+    assert left.state == ADVICE and "stop --name" not in left.text
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +123,14 @@ def sick(
     (other / "raykv").mkdir()
     (other / "raykv/__init__.py").write_text("__version__ = '0.0.1'")
     nodes = {"whole": ray.get_runtime_context().get_node_id()}
-    leave_an_arena(LEFT)
-    with poor_machine(tmp_path_factory.mktemp("poor"), cluster.address) as joined:
+    poor = poor_machine(tmp_path_factory.mktemp("poor"), cluster.address)
+    with arena_of_a_dead_store(LEFT), poor as joined:
         for name, folder in (("without raykv", without), ("another raykv", other)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}")
                 nodes[name] = third_node_for_module().node_id
         nodes["poor"] = joined()
         done = command("doctor", "--json", address=cluster.address, folder=other.parent)
-    files.remove_left_behind(LEFT)
     assert done.returncode == 1, done.stderr
     yield nodes, json.loads(done.stdout.splitlines()[-1])
 

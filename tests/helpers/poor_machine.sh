@@ -10,6 +10,7 @@ dir=$1 python=$2 head=$3
 read -r
 hostname poor
 mount -t tmpfs -o size=4M tmpfs /dev/shm
+mount -t tmpfs tmpfs /tmp/ray  # nodes that start at the same time would take the same names for their sockets
 ip link set lo up
 ip address add 10.79.0.2/24 dev cable
 ip link set cable up
