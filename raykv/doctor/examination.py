@@ -112,7 +112,7 @@ class Examination:
             for peer, why in blocked.items():
                 yield Finding(node, "ports", WRONG, self._blocked(peer, doors[peer], why), peer)
             if not blocked:
-                yield Finding(node, "ports", OK, f"connects to {len(open_) - 1} other nodes")
+                yield Finding(node, "ports", OK, f"connects to all other nodes, {len(open_) - 1}")
 
     def _blocked(self, peer: str, door: tuple[str, int], why: str) -> str:
         return (
