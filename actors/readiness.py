@@ -17,6 +17,7 @@ from raykv.arena.files import SHM, left_behind
 from raykv.arena.gpu import device
 from raykv.config import Size, capacity_bytes
 from raykv.errors import reason_of
+from raykv.protocol import VERSION
 from raykv.system import free_memory, jit
 from raykv.tiers import parse
 from raykv.transports import nixl
@@ -46,11 +47,16 @@ def why_not_usable(node_id: str, seconds: float) -> str:
         missing = re.search(r"No module named '[^']+'", str(error))
         return (
             f"Ray's workers on node {node_id[:16]} can't use raykv ({missing[0] if missing else reason_of(error)}): "
-            f"pip install raykv=={version('raykv')} in the Python environment that Ray runs in there"
+            f"{what_to_install()}"
         )
     except RayError:  # a node that was lost meanwhile, or is busy
         pass
     return ""
+
+
+def what_to_install() -> str:
+    """What to do on a node that lacks this raykv."""
+    return f"pip install raykv=={version('raykv')} in the Python environment that Ray runs in there"
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -63,11 +69,10 @@ def answer(question: Question) -> dict[str, Any]:
     """What a node says."""
     pool, maker = question.pool, question.maker
     found = free_memory.free_bytes()
-    left = {name: _bytes(left_behind(name)) for name in _pools()}
-    with open("/proc/sys/kernel/random/boot_id") as boot_id:
-        machine = f"{boot_id.read().strip()}-{os.stat(SHM).st_dev}"
+    left = left_behind_by_pool()
     return {
-        "machine": machine,
+        "protocol": VERSION,
+        "machine": machine(),
         "room": found,
         "free": found.free + left.get(pool, 0),
         "asked": capacity_bytes(question.cpu_memory, free_memory.total_bytes()),
@@ -81,10 +86,16 @@ def answer(question: Question) -> dict[str, Any]:
     }
 
 
-def _pools() -> set[str]:
-    """Names of pools of which this user has arenas here."""
+def machine() -> str:
+    """Names the shared memory of this node: equal for nodes that share it."""
+    with open("/proc/sys/kernel/random/boot_id") as boot_id:
+        return f"{boot_id.read().strip()}-{os.stat(SHM).st_dev}"
+
+
+def left_behind_by_pool() -> dict[str, int]:
+    """Bytes of shared memory that no living store owns, by pool of which this user has arenas here."""
     names = (re.fullmatch(rf"raykv-([A-Za-z0-9_-]+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
-    return {found[1] for found in names if found}
+    return {name: _bytes(left_behind(name)) for name in {found[1] for found in names if found}}
 
 
 def _bytes(paths: list[str]) -> int:

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.actors.directory import start_directory
 from raykv.actors.node_store import start_store
-from raykv.actors.readiness import Question, why_not_usable
+from raykv.actors.readiness import Question, what_to_install, why_not_usable
 from raykv.actors.supervisor import start_supervisor
 from raykv.client.pool import KVPool
 from raykv.client.session import connect
@@ -196,11 +196,14 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
     """CapacityError if some node can't afford it; nodes that share a machine's memory are added up.
 
-    ValueError if some node can't use its external tier, or the transport; or where no node has the GPUs asked for.
+    ValueError if some node has a raykv of other messages, or can't use its external tier, or the transport; or where no
+    node has the GPUs asked for.
     """
     refusals: dict[str, list[str]] = {}  # node ids by what is wrong
     for node_id, answer in answers.items():
-        for what in filter(None, answer["refusals"]):
+        theirs = answer.get("protocol", "unknown")
+        other = f"raykv there has protocol version {theirs}, here it has {VERSION}: {what_to_install()}"
+        for what in filter(None, [other if theirs != VERSION else "", *answer["refusals"]]):
             refusals.setdefault(what, []).append(node_id[:16])
     if refusals:
         raise ValueError("\n".join(f"{what} (on nodes {', '.join(nodes)})" for what, nodes in refusals.items()))
@@ -210,13 +213,14 @@ def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
 
 
 def _check_memory(answers: dict[str, dict[str, Any]]) -> None:
-    machines: dict[str, list[dict[str, Any]]] = {}
-    for answer in answers.values():
-        machines.setdefault(answer["machine"], []).append(answer)
+    machines: dict[str, dict[str, dict[str, Any]]] = {}
+    for node_id, answer in answers.items():
+        machines.setdefault(answer["machine"], {})[node_id] = answer
     for nodes in machines.values():
-        wanted = sum(node["asked"] for node in nodes)
-        if wanted > nodes[0]["free"]:
-            raise CapacityError(free_memory.refusal(wanted, nodes[0]["room"], len(nodes)))
+        wanted, first = sum(node["asked"] for node in nodes.values()), next(iter(nodes.values()))
+        if wanted > first["free"]:
+            which = ", ".join(node_id[:16] for node_id in nodes)
+            raise CapacityError(f"node {which}: {free_memory.refusal(wanted, first['room'], len(nodes))}")
 
 
 def _warn_of_memory(pool: str, answers: dict[str, dict[str, Any]]) -> None:

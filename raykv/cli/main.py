@@ -146,6 +146,23 @@ def dashboard(out: str | None) -> None:
 
 
 @main.command()
+@click.option("--name", help="Of a pool that runs: look at its stores, and have blocks cross between its nodes.")
+@JSON
+@click.pass_context
+def doctor(context: click.Context, name: str | None, as_json: bool) -> None:
+    """Look at every node for what a pool lacks there, and say what to do. Exits with 1 where something is wrong."""
+    from raykv.cli.doctor import Report
+
+    with _spinner("looking at every node"):
+        report = Report(name)
+    if as_json:
+        click.echo(report.json())
+    else:
+        report.show()
+    context.exit(not report.ok)
+
+
+@main.command()
 @click.option("--requests", default=12, show_default=True, type=click.IntRange(1), help="How many questions are asked.")
 @click.option(
     "--nodes", default=2, show_default=True, type=click.IntRange(1), help="Ray nodes, with an engine on each."

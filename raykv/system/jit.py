@@ -43,23 +43,27 @@ def _kernel_sources() -> list[Path]:
 
 
 @functools.cache
-def _folder() -> str:
-    """A folder of these very sources (numba looks at one file's date, not at the kernels it calls), private to this
-    user (numba unpickles what it finds there)."""
+def cache_folder() -> tuple[str, list[str]]:
+    """(the folder of machine code, better ones that are not writable by this user alone). With two of those it is this
+    process's own: every process compiles.
+
+    It is of these very sources (numba looks at one file's date, not at the kernels it calls), and private to this user
+    (numba unpickles what it finds there).
+    """
     sources = hashlib.sha256()
     for path in _kernel_sources():
         sources.update(path.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"raykv-{sources.hexdigest()[:16]}"
     if _is_private(folder := os.path.join(base, name)):
-        return folder
+        return folder, []
     shared = os.path.join(tempfile.gettempdir(), f"raykv-kernels-{os.getuid()}")
     if _is_private(shared) and _is_private(instead := os.path.join(shared, name)):
         log.warning("%s is not writable by this user alone: kernels are kept in %s", folder, instead)
-        return instead
+        return instead, [folder]
     own = tempfile.mkdtemp(prefix="raykv-kernels-")
     log.warning("neither %s nor %s is writable by this user alone: kernels are compiled into %s", folder, shared, own)
-    return own
+    return own, [folder, shared]
 
 
 def _is_private(folder: str) -> bool:
@@ -107,7 +111,7 @@ def kernel(*types: Any) -> Any:
 
 def _jitted(function: F) -> F:
     others = numba.config.CACHE_DIR  # read when a function is decorated; other libraries keep theirs
-    numba.config.CACHE_DIR = _folder()
+    numba.config.CACHE_DIR = cache_folder()[0]
     try:
         return cast(F, numba.njit(cache=True, nogil=True, _nrt=False)(function))
     finally:
@@ -125,7 +129,7 @@ def is_compiled(package: str) -> bool:
 
 
 def _mark(package: str) -> str:
-    return os.path.join(_folder(), f"{package}.compiled")
+    return os.path.join(cache_folder()[0], f"{package}.compiled")
 
 
 def _load(function: Any, types: tuple[Any, ...]) -> bool:

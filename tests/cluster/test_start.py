@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import ray
 from helpers.command_line import command
+from helpers.pages import ROOT
 from helpers.pools import Attached, actor_names, eventually, shm_files, worker
 
 import raykv
 from raykv import registry
+from raykv.protocol import VERSION
 
 MIB = 1 << 20
 WITHOUT_RAYKV = """
@@ -85,6 +88,29 @@ def test_a_node_without_raykv_is_named(
     node = third_node()
     with pytest.raises(ValueError, match=rf"node {node.node_id[:16]} .*No module named 'raykv'.*pip install raykv==.*"):
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB))
+    assert nothing_left(name)
+
+
+def test_a_node_whose_raykv_speaks_another_version_is_named(
+    name: str, third_node: Callable[[], Any], cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = Path(shutil.copytree(ROOT / "raykv", tmp_path / "raykv")) / "protocol.py"
+    theirs.write_text(theirs.read_text().replace(f"\nVERSION = {VERSION} ", "\nVERSION = 1 "))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    node = third_node()
+    monkeypatch.undo()
+    size = ("--cpu-memory", "64MiB")
+    refused = command("start", "--name", name, *size, address=cluster.address, folder=tmp_path.parent)
+    said = f"protocol version 1, here it has {VERSION}: pip install raykv=="
+    assert refused.returncode == 1 and said in refused.stderr and f"(on nodes {node.node_id[:16]})" in refused.stderr
+    assert nothing_left(name)
+
+
+def test_the_nodes_that_lack_memory_are_named(name: str, cluster: Any) -> None:
+    ids = ", ".join(node["NodeID"][:16] for node in ray.nodes() if node["Alive"])
+    with pytest.raises(raykv.CapacityError, match=r"node \w{16}, \w{16}: asked for .* for 2 Ray nodes") as refused:
+        raykv.start(raykv.PoolConfig(name=name, cpu_memory="900TiB"))
+    assert set(str(refused.value)[5:].partition(":")[0].split(", ")) == set(ids.split(", "))
     assert nothing_left(name)
 
 

@@ -4,17 +4,26 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 
-def command(*args: str, address: str | None = None) -> subprocess.CompletedProcess[str]:
+def command(
+    *args: str, address: str | None = None, folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """address: of the Ray cluster. folder: where it runs, which Ray's workers can import from: default: as we do."""
     env = (
         {**os.environ, "RAY_ADDRESS": address}
         if address
         else {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     )
     return subprocess.run(
-        [sys.executable, "-m", "raykv.cli", *args], capture_output=True, text=True, env=env, timeout=280
+        [sys.executable, "-m", "raykv.cli", *args],
+        capture_output=True,
+        text=True,
+        env={**env, **environment},
+        timeout=280,
+        cwd=folder,
     )
 
 

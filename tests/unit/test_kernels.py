@@ -67,7 +67,7 @@ def _folder_without_home(tmp_path: Path) -> subprocess.CompletedProcess[str]:
     unset = {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME"}
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env |= {"HOME": "/dev/null", "TMPDIR": str(tmp_path)}
-    code = "from raykv.system import jit; print(jit._folder())"
+    code = "from raykv.system import jit; print(jit.cache_folder()[0])"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
 
 

@@ -1,0 +1,134 @@
+"""Looks at every node of the Ray cluster at once."""
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv import registry
+from raykv.actors.readiness import what_to_install
+from raykv.config import may_use_sockets
+from raykv.doctor import judgement
+from raykv.doctor.examiner import Examiner
+from raykv.doctor.facts import Facts
+from raykv.doctor.finding import OK, WRONG, Finding
+from raykv.errors import reason_of
+
+DEADLINE_S = 60.0  # of every question, to all nodes at once
+CLOCK_ASKS = 3  # the fastest answer is the surest
+
+
+class Unanswered(NamedTuple):
+    """What a node says that has no answer."""
+
+    why: str
+
+
+class Examination:
+    """Of all living nodes. hosts: their names by Ray node id, in the order of ray.nodes()."""
+
+    def __init__(self) -> None:
+        """In a process that has joined the Ray cluster."""
+        self.hosts = {str(node["NodeID"]): str(node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]}
+        self._examiners = {node: _examiner(node) for node in self.hosts}
+
+    def findings(self) -> Iterator[Finding]:
+        """All that needs no pool, check by check."""
+        software = self._ask("software", self._examiners)
+        here = {"python": platform.python_version(), "numba": version("numba"), "raykv": version("raykv")}
+        answered = {node: said for node, said in software.items() if not isinstance(said, Unanswered)}
+        for node, said in software.items():
+            if isinstance(said, Unanswered):
+                yield Finding(node, "worker", WRONG, f"{said.why}: see `ray status`, and the logs of its raylet")
+        for node, said in answered.items():
+            yield from judgement.of_software(node, said, here)
+        alike = [node for node, said in answered.items() if said.get("raykv") == here["raykv"]]
+        yield from self._facts(alike, here["raykv"])
+        for node in answered:
+            yield self._clock(node)
+        yield from self._doors(list(answered))
+
+    def _ask(self, question: str, nodes: Any, *args: Any) -> dict[str, Any]:
+        """What nodes answer; Unanswered where they don't."""
+        asked = {node: getattr(self._examiners[node], question).remote(*args) for node in nodes}
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEADLINE_S)
+        return {node: _answer(answer) for node, answer in asked.items()}
+
+    def _facts(self, nodes: list[str], raykv: str) -> Iterator[Finding]:
+        """Of nodes that have this version of raykv."""
+        usable = []
+        for node, protocol in self._ask("protocol", nodes).items():
+            if isinstance(protocol, Unanswered):
+                yield Finding(node, "raykv", WRONG, f"{protocol.why}: {what_to_install()}")
+            else:
+                yield (found := judgement.of_protocol(node, raykv, protocol))
+                usable += [node] if found.state == OK else []
+        told = self._ask("facts", usable)
+        machines = Counter(facts.machine for facts in told.values() if isinstance(facts, Facts))
+        for node, facts in told.items():
+            if isinstance(facts, Unanswered):
+                yield Finding(node, "worker", WRONG, facts.why)
+                continue
+            running = {pool for pool in facts.left if registry.get(pool, "settings") is not None}
+            yield from judgement.of_facts(node, facts, machines[facts.machine], running)
+
+    def _clock(self, node: str) -> Finding:
+        asks = []
+        for _ in range(CLOCK_ASKS):
+            begin = time.time()
+            there = self._ask("clock", [node])[node]
+            took = time.time() - begin
+            if isinstance(there, Unanswered):
+                return Finding(node, "worker", WRONG, there.why)
+            asks.append((took / 2, there - begin - took / 2))
+        unsure, ahead = min(asks)
+        return judgement.of_clock(node, ahead, unsure)
+
+    def _doors(self, nodes: list[str]) -> Iterator[Finding]:
+        """Whether each node can connect to each other, at a port that the system picks."""
+        if not may_use_sockets("auto"):
+            for node in nodes:
+                yield Finding(node, "ports", OK, "not used: RAY_USE_TLS is set, so that all goes through Ray")
+            return
+        doors = self._ask("listen", nodes)
+        for node, door in doors.items():
+            if isinstance(door, Unanswered):
+                text = f"can't listen at its Ray address ({door.why}): give `ray start` a --node-ip-address of its own"
+                yield Finding(node, "ports", WRONG, text)
+        open_ = [node for node, door in doors.items() if not isinstance(door, Unanswered)]
+        reached = self._ask("reach", open_, [doors[node] for node in open_])
+        for node, whys in reached.items():
+            if isinstance(whys, Unanswered):
+                yield Finding(node, "worker", WRONG, whys.why)
+                continue
+            blocked = {peer: why for peer, why in zip(open_, whys, strict=True) if why and peer != node}
+            for peer, why in blocked.items():
+                yield Finding(node, "ports", WRONG, self._blocked(peer, doors[peer], why), peer)
+            if not blocked:
+                yield Finding(node, "ports", OK, f"connects to all other nodes, {len(open_) - 1}")
+
+    def _blocked(self, peer: str, door: tuple[str, int], why: str) -> str:
+        return (
+            f"can't connect to {self.hosts[peer]} ({peer[:16]}) at {door[0]} port {door[1]}: {why}. Open the ports of "
+            f"net.ipv4.ip_local_port_range between the nodes, or all goes through Ray's object store, which is slower"
+        )
+
+
+def _examiner(node: str) -> Any:
+    return Examiner.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()  # type: ignore[attr-defined]
+
+
+def _answer(asked: Any) -> Any:
+    try:
+        return ray.get(asked, timeout=0)
+    except TimeoutError:  # GetTimeoutError is one
+        return Unanswered(f"no answer in {DEADLINE_S:.0f} s")
+    except RayError as error:
+        return Unanswered(reason_of(error))

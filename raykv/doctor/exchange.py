@@ -1,0 +1,100 @@
+"""Blocks that go both ways between each two nodes of a running pool, as an engine's do."""
+
+import time
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+from raykv.doctor.finding import OK, WRONG, Finding
+from raykv.errors import reason_of
+
+BLOCK_BYTES, BLOCKS = 1 << 20, 8
+TURNS = 2  # the first makes the connections
+DEADLINE_S = 60.0
+
+
+class Reading(NamedTuple):
+    """Blocks that were read, those of them that were wrong, and the seconds it took."""
+
+    read: int
+    wrong: int
+    seconds: float
+
+
+class Engine:
+    """Stores blocks on its node, and reads those of others."""
+
+    def __init__(self, pool: str) -> None:
+        """Raises as `raykv.attach`."""
+        self._cache = raykv.attach(pool).cache(model="raykv doctor", block_tokens=1, block_bytes=BLOCK_BYTES)
+
+    def store(self, seed: int) -> int:
+        """Returns how many blocks are new."""
+        keys, blocks = self._content(seed)
+        return self._cache.store(keys, blocks, wait=True)
+
+    def read(self, seed: int) -> Reading:
+        """What was stored with that seed."""
+        keys, blocks = self._content(seed)
+        out = np.zeros_like(blocks)
+        begin = time.perf_counter()
+        with self._cache.match(keys) as match:
+            count = match.read(out[: match.num_blocks])
+        seconds = time.perf_counter() - begin
+        return Reading(count, int((out[:count] != blocks[:count]).any(axis=1).sum()), seconds)
+
+    def _content(self, seed: int) -> tuple[Any, Any]:
+        random = np.random.default_rng(seed)
+        tokens = random.integers(0, 1 << 31, BLOCKS)
+        return self._cache.keys(tokens), random.integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
+
+
+def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
+    """Of each node's store, and of each two nodes that have one. hosts: names by Ray node id."""
+    stats = pool.stats()
+    serve = []
+    for node in hosts:
+        state = stats.get("nodes", {}).get(node, {}).get("state", "no store")
+        if state == "alive":
+            serve.append(node)
+            yield Finding(node, "store", OK, f"serves pool {pool.name}")
+        else:
+            why = stats["failed"].get(node) or ("" if "nodes" in stats else "the directory does not answer")
+            text = f"{state}{': ' if why else ''}{why}: see `raykv status --name {pool.name}`, and try again in 30 s"
+            yield Finding(node, "store", WRONG, text)
+    engines = {node: _engine(pool.name, node) for node in serve}
+    seed = int(np.random.default_rng().integers(1 << 32))
+    for turn, (reader, source) in enumerate(permutations(serve, 2)):
+        yield _exchange(pool, hosts, engines, reader, source, seed + TURNS * turn)
+
+
+def _exchange(
+    pool: raykv.KVPool, hosts: dict[str, str], engines: dict[str, Any], reader: str, source: str, seed: int
+) -> Finding:
+    """Have a node read what another one stores."""
+    whose = f"{hosts[source]} ({source[:16]})"
+    try:
+        for turn in range(TURNS):
+            stored = ray.get(engines[source].store.remote(seed + turn), timeout=DEADLINE_S)
+            found = ray.get(engines[reader].read.remote(seed + turn), timeout=DEADLINE_S)
+    except RayError as error:
+        return Finding(reader, "blocks", WRONG, f"none from {whose}: {reason_of(error)}", source)
+    failed = f"see `raykv status --name {pool.name}` for what failed between them, and `raykv doctor` for their ports"
+    if stored < BLOCKS:
+        return Finding(reader, "blocks", WRONG, f"{whose} stored {stored} of {BLOCKS}: {failed}", source)
+    if found.read < BLOCKS or found.wrong:
+        text = f"{found.read} of {BLOCKS} came from {whose}, {found.wrong} of them altered: {failed}"
+        return Finding(reader, "blocks", WRONG, text, source)
+    gbps = BLOCKS * BLOCK_BYTES / found.seconds / 1e9
+    return Finding(reader, "blocks", OK, f"{BLOCKS} MiB from {whose} at {gbps:.2f} GB/s", source, round(gbps, 3))
+
+
+def _engine(pool: str, node: str) -> Any:
+    pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0)(Engine).options(scheduling_strategy=pinned).remote(pool)

@@ -1,0 +1,134 @@
+"""What is wrong with a node, by what it says of itself."""
+
+from collections.abc import Iterator
+
+from raykv.actors.readiness import what_to_install
+from raykv.config import MIN_MEMORY, PoolConfig, capacity_bytes
+from raykv.doctor.facts import HUGE_PAGES, Facts
+from raykv.doctor.finding import ADVICE, OK, WRONG, Finding
+from raykv.protocol import VERSION
+from raykv.system import free_memory
+
+CLOCKS_S = 1.0  # apart, beyond what the question took
+INSTALLED = ("python", "numba")
+
+
+def of_software(node: str, there: dict[str, str], here: dict[str, str]) -> list[Finding]:
+    """there, here: what `Examiner.software` says of the node, and of the driver."""
+    found = []
+    for what in INSTALLED:
+        same = there[what] == here[what]
+        text = there[what] if same else f"{there[what]}, here it is {here[what]}: install the same one on every node"
+        found.append(Finding(node, what, OK if same else WRONG, text))
+    if "why_not" in there:
+        found.append(Finding(node, "raykv", WRONG, f"{there['why_not']}: {what_to_install()}"))
+    elif there["raykv"] != here["raykv"]:
+        text = f"{there['raykv']}, here it is {here['raykv']}: {what_to_install()}"
+        found.append(Finding(node, "raykv", WRONG, text))
+    return found
+
+
+def of_protocol(node: str, version: str, protocol: int) -> Finding:
+    """Of a node whose raykv has the driver's version."""
+    if protocol != VERSION:
+        text = f"{version} of other sources: its messages have version {protocol}, here they have {VERSION}"
+        return Finding(node, "raykv", WRONG, f"{text}: {what_to_install()}")
+    return Finding(node, "raykv", OK, f"{version}, messages of version {protocol}")
+
+
+def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Iterator[Finding]:
+    """neighbours: nodes that share its memory, and itself. running: names of pools of this Ray cluster."""
+    yield _memory(node, facts, neighbours)
+    yield from _left(node, facts.left, running | facts.alive)
+    yield _kernels(node, facts)
+    yield _huge_pages(node, facts.huge_pages)
+    yield _gpus(node, facts)
+    yield _nixl(node, facts)
+    yield _niceness(node, facts.niceness)
+
+
+def of_clock(node: str, ahead: float, unsure: float) -> Finding:
+    """ahead: seconds that its clock is before the driver's, known to `unsure` seconds."""
+    text = f"{ahead:+.2f} s from here, give or take {unsure:.2f}"
+    if abs(ahead) - unsure > CLOCKS_S:
+        return Finding(node, "clock", ADVICE, f"{text}: logs will not match; run an NTP client such as chrony there")
+    return Finding(node, "clock", OK, text)
+
+
+def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
+    room, default = facts.room, PoolConfig().cpu_memory
+    asked = neighbours * capacity_bytes(default, facts.total)
+    if room.free < neighbours * MIN_MEMORY:
+        return Finding(node, "memory", WRONG, free_memory.refusal(neighbours * MIN_MEMORY, room, neighbours))
+    limit = "none" if room.cgroup_free is None else f"{_gib(room.cgroup_free)} left"
+    text = (
+        f"{_gib(room.free)} free for pools: /dev/shm {_gib(room.shm_free)} of {_gib(facts.shm)}, memory "
+        f"{_gib(room.memory_free)} of {_gib(facts.total)}, cgroup limit {limit}, object stores may take "
+        f"{_gib(room.plasma_unfilled)}"
+    )
+    if room.free < asked:
+        most = room.free // neighbours >> 20
+        text += f". A start of another pool needs --cpu-memory {most}MiB or less: {default} is too much by now"
+        return Finding(node, "memory", ADVICE, text)
+    return Finding(node, "memory", OK, text)
+
+
+def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
+    """Memory of stores that do not live any more."""
+    for pool, size in sorted(left.items()):
+        text = f"{_gib(size)} in /dev/shm of pool {pool}, "
+        if pool in alive:
+            text += "one of whose stores died: the next one on this machine takes it up, and the pool's end frees it"
+            yield Finding(node, "left over", ADVICE, text)
+        else:
+            yield Finding(node, "left over", WRONG, f"{text}which does not run: `raykv stop --name {pool}` frees it")
+    if not left:
+        yield Finding(node, "left over", OK, "nothing of dead pools in /dev/shm")
+
+
+def _kernels(node: str, facts: Facts) -> Finding:
+    bad = " and ".join(facts.unwritable)
+    if len(facts.unwritable) > 1:
+        text = f"{bad} can't be written by this user alone, so every process compiles for a minute"
+        return Finding(node, "kernels", WRONG, f"{text}: set NUMBA_CACHE_DIR to a folder of this user, mode 0700")
+    if bad:
+        text = f"kept in {facts.kernels}, since {bad} can't be written by this user alone"
+        return Finding(node, "kernels", ADVICE, f"{text}: set NUMBA_CACHE_DIR where it outlasts a reboot")
+    return Finding(node, "kernels", OK, f"kept in {facts.kernels}")
+
+
+def _huge_pages(node: str, word: str) -> Finding:
+    if word in ("always", "within_size", "advise", "force"):
+        return Finding(node, "huge pages", OK, f"{word} in shared memory")
+    if word:
+        return Finding(node, "huge pages", ADVICE, f"{word} in shared memory: echo advise > {HUGE_PAGES}")
+    return Finding(node, "huge pages", OK, "none: this kernel has none for shared memory")
+
+
+def _gpus(node: str, facts: Facts) -> Finding:
+    if facts.driver and not facts.gpus:
+        text = f"driver {facts.driver}, but no GPU that raykv can use: for a pool with gpu_memory, pip install "
+        text += "'raykv[gpu]' there, or see CUDA_VISIBLE_DEVICES of its raylet"
+        return Finding(node, "gpu", ADVICE, text)
+    return Finding(node, "gpu", OK, f"{facts.gpus}, driver {facts.driver}" if facts.gpus else "none")
+
+
+def _nixl(node: str, facts: Facts) -> Finding:
+    if not facts.no_nixl:
+        return Finding(
+            node, "nixl", OK, "installed, with RDMA" if facts.rdma else "installed; without RDMA TCP is taken"
+        )
+    if facts.rdma:
+        return Finding(node, "nixl", ADVICE, f"there is an RDMA card, but {facts.no_nixl}")
+    return Finding(node, "nixl", OK, "not installed; without RDMA it is of no use")
+
+
+def _niceness(node: str, niceness: int) -> Finding:
+    if niceness:
+        text = f"Ray's workers run at nice {niceness}: set RAY_worker_niceness=0 where `ray start` runs"
+        return Finding(node, "niceness", ADVICE, text)
+    return Finding(node, "niceness", OK, "0")
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / (1 << 30):.2f} GiB"

@@ -1,0 +1,166 @@
+"""`raykv doctor` on nodes that lack nothing, and on nodes that really lack what it looks for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+from helpers import machines
+from helpers.command_line import command
+from helpers.poor_machine import poor_machine
+from rich.text import Text
+
+import raykv
+from raykv.arena import files
+from raykv.arena.arena import open_own
+from raykv.doctor import facts, judgement
+from raykv.doctor.finding import ADVICE, WRONG
+
+WITHOUT_RAYKV = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "raykv":
+            raise ModuleNotFoundError("No module named 'raykv'")
+sys.meta_path.insert(0, Finder())
+"""
+DIE_WITH_AN_ARENA = """
+import os, signal, sys
+from raykv.arena import files
+from raykv.arena.arena import open_own
+open_own(sys.argv[1], bytes(16), 4 << 20, 2, lambda size: None)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+ALWAYS = {"python", "numba", "raykv", "memory", "left over", "kernels", "huge pages", "gpu", "nixl", "niceness"}
+ALWAYS |= {"clock", "ports"}
+# What works, and might be better; a store of a pool in another Ray cluster of this machine may just have been killed.
+UP_TO_THE_MACHINE = {"memory", "huge pages", "niceness", "nixl", "gpu", "left over"}
+LEFT = f"doctor{os.getpid()}"
+
+
+@contextmanager
+def arena_of_a_dead_store(pool: str) -> Iterator[None]:
+    assert subprocess.run([sys.executable, "-c", DIE_WITH_AN_ARENA, pool]).returncode == -signal.SIGKILL
+    try:
+        yield
+    finally:
+        files.remove_left_behind(pool)
+
+
+def checks(report: dict[str, Any], node: str, state: str = "") -> dict[str, dict[str, Any]]:
+    """Of one node, by what was looked at; only those of a state. The last, where there are several."""
+    found = [check for check in report["checks"] if check["node"] == node and check["state"].startswith(state)]
+    return {check["check"]: check for check in found}
+
+
+def test_nodes_that_lack_nothing(cluster: Any, start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    done = command("doctor", "--name", pool.name, "--json", address=cluster.address)
+    assert done.returncode == 0, done.stdout
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["ok"] and report["version"] == raykv.__version__
+    assert set(report["nodes"]) == {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    here, there = report["nodes"]
+    for node, peer in ((here, there), (there, here)):
+        found = checks(report, node)
+        assert set(found) == ALWAYS | {"store", "blocks"}
+        assert not checks(report, node, WRONG) and set(checks(report, node, ADVICE)) <= UP_TO_THE_MACHINE
+        assert found["blocks"]["peer"] == peer and found["blocks"]["gbps"] > 0
+
+
+def test_nothing_is_cut_off_in_a_pipe_or_on_a_narrow_terminal(cluster: Any) -> None:
+    with ThreadPoolExecutor(1) as beside:
+        piping = beside.submit(command, "doctor", address=cluster.address)
+        narrow = command("doctor", address=cluster.address, FORCE_COLOR="1", COLUMNS="80", TERM="xterm")
+        piped = piping.result()
+    assert piped.returncode == narrow.returncode == 0, piped.stdout + narrow.stdout
+    shown = console_text(narrow.stdout)
+    assert max(map(len, shown.splitlines())) <= 80
+    for node in (node for node in ray.nodes() if node["Alive"]):
+        said = f"{node['NodeManagerHostname']} {node['NodeID'][:16]}"
+        assert all(f"\n{said} {check}: " in f"\n{piped.stdout}" for check in ALWAYS) and said in shown
+    end = "object stores may take"
+    assert end in piped.stdout and end.replace(" ", "") in "".join(shown.replace("│", "").split())
+
+
+def console_text(colourful: str) -> str:
+    return Text.from_ansi(colourful).plain
+
+
+def test_a_pool_that_does_not_run(cluster: Any) -> None:
+    refused = command("doctor", "--name", "nobodys", address=cluster.address)
+    assert refused.returncode == 1 and "raykv start --name nobodys" in refused.stderr
+
+
+def test_memory_of_a_store_that_died_where_its_pool_has_another() -> None:
+    name = f"{LEFT}other"
+    arena = open_own(name, bytes(16), 4 << 20, 2, lambda size: None)
+    try:
+        with arena_of_a_dead_store(name):
+            found = list(judgement.of_facts("node", facts.look(), 1, set()))
+    finally:
+        arena.close(unlink=True)
+    (left,) = [finding for finding in found if name in finding.text]
+    assert left.state == ADVICE and "stop --name" not in left.text
+
+
+@pytest.fixture(scope="module")
+def sick(
+    cluster: Any, third_node_for_module: Callable[[], Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """(node ids by what the nodes are, what the doctor says of them all)."""
+    if why := machines.why_not():
+        pytest.skip(why)
+    without, other = tmp_path_factory.mktemp("without"), tmp_path_factory.mktemp("other")
+    (without / "sitecustomize.py").write_text(WITHOUT_RAYKV)
+    (other / "raykv").mkdir()
+    (other / "raykv/__init__.py").write_text("__version__ = '0.0.1'")
+    nodes = {"whole": ray.get_runtime_context().get_node_id()}
+    poor = poor_machine(tmp_path_factory.mktemp("poor"), cluster.address)
+    with arena_of_a_dead_store(LEFT), poor as joined:
+        for name, folder in (("without raykv", without), ("another raykv", other)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}")
+                nodes[name] = third_node_for_module().node_id
+        nodes["poor"] = joined()
+        done = command("doctor", "--json", address=cluster.address, folder=other.parent)
+    assert done.returncode == 1, done.stderr
+    yield nodes, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("node", "check", "says"),
+    [
+        ("without raykv", "raykv", "No module named 'raykv': pip install raykv=="),
+        ("another raykv", "raykv", f"0.0.1, here it is {raykv.__version__}: pip install raykv=="),
+        ("poor", "memory", "/dev/shm 0.00 GiB free"),
+        ("poor", "memory", "enlarge /dev/shm"),
+        ("poor", "kernels", "every process compiles for a minute: set NUMBA_CACHE_DIR"),
+        ("whole", "left over", f"pool {LEFT}, which does not run: `raykv stop --name {LEFT}` frees it"),
+        ("whole", "ports", "can't connect to poor ({poor}) at 10.79.0.2 port"),
+    ],
+)
+def test_what_is_wrong_is_said(sick: tuple[dict[str, str], dict[str, Any]], node: str, check: str, says: str) -> None:
+    nodes, report = sick
+    found = checks(report, nodes[node], WRONG)[check]
+    assert not report["ok"]
+    assert says.format(poor=nodes["poor"][:16]) in found["text"]
+
+
+def test_nothing_else_is_wrong(sick: tuple[dict[str, str], dict[str, Any]]) -> None:
+    """The others can connect to each other, and the poor one to them."""
+    nodes, report = sick
+    wrong = {(check["node"], check["check"]) for check in report["checks"] if check["state"] == WRONG}
+    poor = {(nodes["poor"], "memory"), (nodes["poor"], "kernels")}
+    software = {(nodes["without raykv"], "raykv"), (nodes["another raykv"], "raykv")}
+    others = [node for node in report["nodes"] if node != nodes["poor"]]
+    left = {(node, "left over") for node in others if "left over" in checks(report, node)}
+    assert wrong == poor | software | left | {(node, "ports") for node in others}
+    assert {check["peer"] for check in report["checks"] if check["check"] == "ports"} == {None, nodes["poor"]}
