@@ -59,24 +59,29 @@ def refuse_forked() -> None:
 
 def directory_name(pool: str, number: int) -> str:
     """A pool has two directories, 1 and 2: one is in charge, the other is its successor."""
-    return f"{pool}/directory-{number}"
+    return f"{_actors(pool)}directory-{number}"
 
 
 def actor_names(pool: str) -> list[str]:
     """Names of all actors of a pool that Ray knows."""
     named = ray.util.list_named_actors(all_namespaces=True)
     ours = (actor["name"] for actor in named if actor["namespace"] == NAMESPACE)
-    return sorted(name for name in ours if name.startswith(f"{pool}/"))
+    return sorted(name for name in ours if name.startswith(_actors(pool)))
 
 
 def supervisor_name(pool: str) -> str:
     """What the pool's supervisor is called in Ray."""
-    return f"{pool}/supervisor"
+    return f"{_actors(pool)}supervisor"
 
 
 def node_store_name(pool: str, node_id: str) -> str:
     """What the node's store is called in Ray. node_id: Ray's."""
-    return f"{pool}/node-{node_id[:16]}"
+    return f"{_actors(pool)}node-{node_id[:16]}"
+
+
+def _actors(pool: str) -> str:
+    """How the names of its actors begin: on Ray's dashboard, which shows no namespace, they are told from others."""
+    return f"raykv/{pool}/"
 
 
 def living() -> set[str]:
