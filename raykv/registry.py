@@ -198,6 +198,17 @@ def await_settings(pool: str) -> dict[str, Any]:
     return found
 
 
+def shown(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a log may have of them: neither the secret nor a tier's URL, which may hold a password."""
+    names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits")
+    return {name: settings[name] for name in names}
+
+
+def restarted() -> bool:
+    """Whether Ray has started the actor that this process is again, after it had died."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
 def failures(pool: str) -> dict[str, str]:
     """Why nodes have no store, by Ray node id."""
     found = {node_id: get(pool, f"failed/{node_id}") for node_id in names(pool, "failed")}
