@@ -39,7 +39,7 @@ from raykv.protocol import (
     packed,
     unpacked,
 )
-from raykv.system import free_memory, wire
+from raykv.system import events, free_memory, wire
 from raykv.system.jit import compile_all
 from raykv.system.listener import Connection, Listener, Unhurried
 from raykv.system.wire import Address
@@ -89,6 +89,7 @@ class DirectoryActor:
         self._listener: Listener | None = None
         self._lock = threading.Lock()  # guards _state
         self._metrics = DirectoryMetrics(pool)
+        events.begin(registry.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
         if registry.settings(pool) is None:  # `start` waits, and shows how far it is
             compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
         elif free_memory.free_bytes().free > SUCCESSOR_BYTES:
@@ -132,6 +133,7 @@ class DirectoryActor:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
         self._listener = self._listen(settings["transport"])
+        events.tell("serve", epoch=epoch, **registry.shown(settings))
 
     @property
     def _directory(self) -> Directory:
@@ -214,6 +216,7 @@ class DirectoryActor:
             joined = self._directory.join(name, ArenaDescription(*arena), time.monotonic())
         if joined.epoch != before:  # the arena knew of later directories than Ray did
             registry.take_epoch(self._pool, joined.epoch)
+        events.tell("join", node=events.short(name), index=joined.node, epoch=joined.epoch)
         return tuple(joined)
 
     @one_at_a_time

@@ -18,6 +18,7 @@ from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import CacheId, Keys
 from raykv.protocol import KEY_BYTES, SoleCopies
+from raykv.system import events
 
 CALL_S = 10.0  # for a call without blocks
 ATTACH_S = 30.0  # for a task on another node to start and attach
@@ -29,7 +30,9 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
 
     Raises RayError or ValueError where the directory, or the node's store, is down.
     """
-    end = time.monotonic() + seconds
+    begin = time.monotonic()
+    end = begin + seconds
+    events.tell("drain", node=node_id[:8], deadline=seconds)
     registry.put(pool, f"leaving/{node_id}", b"")  # for a directory that restarts meanwhile
     ray.get(registry.find_directory(pool).leave.remote(node_id), timeout=CALL_S)
     store = registry.find(registry.node_store_name(pool, node_id))
@@ -50,6 +53,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
         before, left = left, _left(pool, node_id, left)
         if left >= before:
             time.sleep(NO_ROOM_S)
+    events.tell("drained", node=node_id[:8], left=left, seconds=round(time.monotonic() - begin, 1))
     return left
 
 

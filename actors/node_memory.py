@@ -14,6 +14,7 @@ from raykv.arena.arena import Arena
 from raykv.client.directory_line import DirectoryLine
 from raykv.config import HEARTBEAT_S
 from raykv.protocol import (
+    KEY_BYTES,
     LOCATION,
     ArenaDescription,
     Heartbeat,
@@ -23,6 +24,7 @@ from raykv.protocol import (
     SlabTarget,
     SweepResult,
 )
+from raykv.system import events
 from raykv.transports.selector import TransportSelector
 
 JOIN_DEADLINE_S = 30.0
@@ -73,10 +75,15 @@ class NodeMemory:
         joined = Joined(*directory.call("join", self.name, tuple(described), seconds=JOIN_DEADLINE_S))
         if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
             raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
-        for piece in pieces_of(inventory_of(arena, joined.node)):
+        found = inventory_of(arena, joined.node)
+        for piece in pieces_of(found):
             directory.call("adopt", self.name, tuple(self._report()), tuple(piece), seconds=JOIN_DEADLINE_S)
         self.index = joined.node
         self.joined.set()
+        size, blocks = described.slab_count * arena.slab_bytes, len(found.keys) // KEY_BYTES
+        events.tell(
+            "join", memory=events.short(self.name), index=self.index, epoch=joined.epoch, bytes=size, blocks=blocks
+        )
 
     def _sweep(self, directory: DirectoryLine, locations: NDArray[np.void]) -> None:
         """Tell the directory in which quarantined slots (n LOCATIONs) no write lock is held any more."""

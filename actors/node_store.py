@@ -44,8 +44,9 @@ from raykv.protocol import (
     is_tier,
     verdicts_of,
 )
-from raykv.system import free_memory, sha256
+from raykv.system import events, free_memory, sha256
 from raykv.system.jit import compile_all
+from raykv.tiers import parse
 from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
 
@@ -65,7 +66,8 @@ class NodeStore:
         Serves without the external tier while that can't be used. question: of a pool that is not started
         yet. Its answer is put in Ray's internal KV, and nothing is done until there are settings.
         """
-        self._pool, self._node_id, self._size = pool, node_id, 0  # Ray asks for a repr even if this fails
+        self._pool, self._node_id = pool, node_id
+        events.begin(registry.restarted(), role="store", pool=pool, node=node_id[:8], pid=os.getpid())
         if question is not None and registry.settings(pool) is None:
             registry.put(pool, f"answer/{node_id}", pickle.dumps(answer(question)))
         compile_all("raykv.arena")  # before the settings are there, where it can
@@ -75,12 +77,12 @@ class NodeStore:
         saved_size, total = SavedSize(pool, node_id), free_memory.total_bytes()
         slab = slab_bytes(capacity_bytes(settings["cpu_memory"], total))
         limit = max(1, capacity_bytes(saved_size.load(settings["cpu_memory"]), total) // slab)
-        self._size = limit * slab
+        events.tell("settings", bytes=limit * slab, **registry.shown(settings))
         tier = None
         if settings["external"]:
             tier = open_external(pool, pool_fingerprint, settings["external"], registry.get(pool, "tier"))
-            if not tier[0].open(content_seed(pool)):
-                log.warning("pool %s: its external tier can't be used on node %s yet", pool, node_id[:8])
+            up = tier[0].open(content_seed(pool))
+            events.tell("external", url=parse(settings["external"]).text, capacity=tier[1], up=up)
         # Laid out for all of the node's memory: slabs that are not offered take none.
         slabs = min(max(total // slab, limit), SLABS_MAX)
         self._arena: Arena = open_own(pool, pool_fingerprint, slab, slabs, free_memory.check, limit=limit)
@@ -103,7 +105,7 @@ class NodeStore:
         self._metrics.start()
 
     def __repr__(self) -> str:
-        return f"NodeStore(pool={self._pool}, node={self._node_id[:8]}, cpu={self._size / (1 << 30):.1f}GiB)"
+        return f"NodeStore(pool={self._pool}, node={self._node_id[:8]})"
 
     # ------------------------------------------------------------------ for clients of this node
 
@@ -279,6 +281,7 @@ class NodeStore:
 
     def stop(self) -> None:
         """Release the memory, and that of dead stores of this machine. The actor is of no use afterwards."""
+        events.tell("stop")
         for loop in self._heartbeats:
             loop.stop()
         self._metrics.stop()

@@ -22,7 +22,7 @@ from raykv.arena.superblock import layout
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
 from raykv.protocol import SlabReport, SlabTarget, data_deadline
-from raykv.system import free_memory
+from raykv.system import events, free_memory
 from raykv.system.periodic import Pause, Periodic
 
 log = logging.getLogger("raykv")
@@ -124,6 +124,7 @@ class Resizer:
                 self._demoter.flush((end - time.monotonic()) / 2, lasting=False)
             limit_before, saved_before = self.limit, self._saved_size.get()
             limit = self._slabs_of(cpu_memory)
+            events.tell("resize", cpu_memory=cpu_memory, bytes=limit * self._arena.slab_bytes, deadline=seconds)
             self._saved_size.save(cpu_memory)
             self.limit, self._full = limit, ""
             self._loop.wake()
@@ -131,7 +132,9 @@ class Resizer:
                 self._loop.sleep(POLL_S)
             if self._full:
                 self._undo(limit_before, saved_before)
-            return self._arena.available * self._arena.slab_bytes
+            size = self._arena.available * self._arena.slab_bytes
+            events.tell("resized", bytes=size)
+            return size
 
     def stop(self) -> None:
         """Offer and give back nothing more."""
@@ -153,6 +156,7 @@ class Resizer:
 
     def _undo(self, limit: int, saved: bytes | None) -> None:
         why, self.limit = self._full, limit
+        events.tell("resize_refused", why=why)
         self._saved_size.restore(saved)
         self._full = ""
         self._loop.wake()

@@ -17,6 +17,7 @@ from raykv import registry
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.client.pipeline import Pipeline
 from raykv.config import HEARTBEAT_S
+from raykv.system import events
 from raykv.system.periodic import Periodic
 from raykv.system.wire import Address
 
@@ -49,6 +50,8 @@ class Succession:
         """Take charge now if this directory is named for it; else stand by."""
         if registry.in_charge(self._pool).name == self._name:
             self.take()
+        else:
+            events.tell("stand_by")
         self._loop.start()
 
     def take(self) -> None:
@@ -69,7 +72,7 @@ class Succession:
             self._step_down_if_replaced()
             return HEARTBEAT_S
         if self._is_lost() and registry.settings(self._pool) is not None:  # else the pool is being stopped
-            log.warning("pool %s: %s takes over: the directory before it does not answer", self._pool, self._name)
+            events.tell("takeover", why="the directory before it does not answer")
             self.take()
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
@@ -85,7 +88,7 @@ class Succession:
     def _step_down_if_replaced(self) -> None:
         """End this process if another directory is in charge: Ray starts it again, as the successor."""
         if registry.in_charge(self._pool).name != self._name:
-            log.warning("pool %s: %s was replaced, and ends", self._pool, self._name)
+            events.tell("stop", why="another directory is in charge")
             os._exit(1)
 
     def _is_lost(self) -> bool:

@@ -30,6 +30,7 @@ from raykv.config import HEARTBEAT_S
 from raykv.errors import reason_of
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import host_of
+from raykv.system import events
 from raykv.system.periodic import Periodic
 
 log = logging.getLogger("raykv")
@@ -51,6 +52,7 @@ class Supervisor:
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
+        events.begin(registry.restarted(), role="supervisor", pool=pool, pid=os.getpid())
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # of every store, the answer that is due
         self._silent: dict[str, float] = {}  # since when a store has not answered, or when that was last looked into
@@ -87,6 +89,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Watch no more. The actor is of no use afterwards."""
+        events.tell("stop")
         self._loop.stop()
         self._loop.join(STOP_DEADLINE_S)  # a look that is under way may start a store
 
@@ -134,6 +137,7 @@ class Supervisor:
         self._drop_failed()
         for node_id in living - self._stores.keys():
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
+                events.tell("watch_node", node=node_id[:8])
                 self._stores[node_id] = start_store(self._pool, node_id)
         directory = self._directory()  # while the stores start, which wait for it
         for node_id in self._stores.keys() - living:  # a pinned actor never comes back once its node is dead
@@ -143,6 +147,7 @@ class Supervisor:
         for node_id in {host_of(name) for name in known.values()} - living:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
             registry.drop(self._pool, f"memory/{node_id}")
+            events.tell("remove_node", node=node_id[:8])
         for node_id in set(registry.names(self._pool, "failed")) - living:
             registry.drop(self._pool, f"failed/{node_id}")
         self._look_for_leaving(directory, living)
@@ -164,7 +169,6 @@ class Supervisor:
         left = 1
         try:
             left = drain(self._pool, node_id, seconds)
-            log.warning("%r: node %s leaves; %d blocks are lost with it", self, node_id[:8], left)
         except (RayError, ValueError) as error:
             log.warning("%r: node %s leaves, and could not be drained yet: %r", self, node_id[:8], error)
         if left:
@@ -241,7 +245,7 @@ class Supervisor:
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
         self._answered = time.monotonic()
         if registry.in_charge(self._pool).name != old:
-            log.warning("%r: %s does not answer, the other directory takes over", self, old)
+            events.tell("replace_directory", name=old, why="it does not answer")
             with contextlib.suppress(ValueError):
                 ray.kill(registry.find(old))
         return registry.find_directory(self._pool)

@@ -59,24 +59,29 @@ def refuse_forked() -> None:
 
 def directory_name(pool: str, number: int) -> str:
     """A pool has two directories, 1 and 2: one is in charge, the other is its successor."""
-    return f"{pool}/directory-{number}"
+    return f"{_actors(pool)}directory-{number}"
 
 
 def actor_names(pool: str) -> list[str]:
     """Names of all actors of a pool that Ray knows."""
     named = ray.util.list_named_actors(all_namespaces=True)
     ours = (actor["name"] for actor in named if actor["namespace"] == NAMESPACE)
-    return sorted(name for name in ours if name.startswith(f"{pool}/"))
+    return sorted(name for name in ours if name.startswith(_actors(pool)))
 
 
 def supervisor_name(pool: str) -> str:
     """What the pool's supervisor is called in Ray."""
-    return f"{pool}/supervisor"
+    return f"{_actors(pool)}supervisor"
 
 
 def node_store_name(pool: str, node_id: str) -> str:
     """What the node's store is called in Ray. node_id: Ray's."""
-    return f"{pool}/node-{node_id[:16]}"
+    return f"{_actors(pool)}node-{node_id[:16]}"
+
+
+def _actors(pool: str) -> str:
+    """How the names of its actors begin: on Ray's dashboard, which shows no namespace, they are told from others."""
+    return f"raykv/{pool}/"
 
 
 def living() -> set[str]:
@@ -191,6 +196,17 @@ def await_settings(pool: str) -> dict[str, Any]:
             raise RuntimeError(f"pool {pool!r} has no settings in Ray's internal KV: its start was given up")
         time.sleep(AWAIT_LOOK_S)
     return found
+
+
+def shown(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a log may have of them: neither the secret nor a tier's URL, which may hold a password."""
+    names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits")
+    return {name: settings[name] for name in names}
+
+
+def restarted() -> bool:
+    """Whether Ray has started the actor that this process is again, after it had died."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def failures(pool: str) -> dict[str, str]:

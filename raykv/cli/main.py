@@ -107,16 +107,21 @@ def clear(name: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("node")
+@click.argument("node", required=False)
+@click.option("--self", "own", is_flag=True, help="The node that this command runs on, as a preStop hook wants it.")
 @click.option("--deadline", default=60.0, show_default=True, help="Seconds.")
 @NAME
 @JSON
-def drain(node: str, deadline: float, name: str, as_json: bool) -> None:
-    """Empty a node (its Ray node id) that is about to leave."""
+def drain(node: str | None, own: bool, deadline: float, name: str, as_json: bool) -> None:
+    """Empty a node (its Ray node id) that is about to leave. What is left past the deadline is no error."""
     import raykv
 
+    if own == (node is not None):
+        raise click.UsageError("give a Ray node id, or --self")
+    pool = raykv.attach(name)
+    node = node or pool.own_node()
     with _spinner(f"draining node {node[:16]}"):
-        left = raykv.attach(name).drain(node, deadline)
+        left = pool.drain(node, deadline)
     click.echo(json.dumps({"left": left}) if as_json else f"{left} blocks are on no other node")
 
 

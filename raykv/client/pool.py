@@ -15,6 +15,7 @@ from raykv.client.stop import stop_pool
 from raykv.config import Size, memory_size
 from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
+from raykv.system import free_memory
 
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
 ADMIN_DEADLINE_S = 10.0
@@ -134,6 +135,16 @@ class KVPool:
         content = secrets.token_bytes(CONTENT_BYTES)
         ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
+
+    def own_node(self) -> str:
+        """Ray node id of the one node of this machine. ValueError where it has several of this cluster, or none."""
+        here = sorted(registry.living() & free_memory.ray_nodes())
+        if len(here) != 1:
+            raise ValueError(
+                f"this machine runs {len(here)} nodes of the Ray cluster, so which one is meant? Give its Ray node id: "
+                f"{', '.join(here) or 'see `raykv status --json`'}"
+            )
+        return here[0]
 
     def drain(self, node_id: str, deadline: float = 60.0) -> int:
         """Empty a node that is about to leave. Nothing new is stored there from now on.

@@ -68,6 +68,11 @@ def total_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
     return min([_meminfo(Path(proc), "MemTotal"), *limits])
 
 
+def ray_nodes(proc: str = "/proc") -> set[str]:
+    """Ray node ids of this machine's raylets, of whatever clusters, as far as this process sees."""
+    return {_options(process).get("node_id", "") for process in _raylets(Path(proc))}
+
+
 def _meminfo(proc: Path, name: str) -> int:
     for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
@@ -124,13 +129,18 @@ def _raylets(proc: Path) -> Iterator[Path]:
             continue
 
 
-def _unfilled(process: Path, shm: str) -> int:
-    """Bytes that a raylet's object store may still take of `shm`."""
+def _options(process: Path) -> dict[str, str]:
+    """A raylet's `--name=value`; none where it has just ended."""
     try:
         words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return 0
-    options = dict(word.lstrip("-").split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        return {}
+    return dict(word.lstrip("-").split("=", 1) for word in words if word.startswith("--") and "=" in word)
+
+
+def _unfilled(process: Path, shm: str) -> int:
+    """Bytes that a raylet's object store may still take of `shm`."""
+    options = _options(process)
     if not options.get("plasma_directory", shm).startswith(shm):
         return 0  # the object store is on a disk
     return max(0, int(options.get("object_store_memory", 0)) - _filled(process, shm))

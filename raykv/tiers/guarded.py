@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.protocol import ALIGN, CONTENT_BYTES, KEY_BYTES, SLAB_BYTES_MAX, data_deadline
+from raykv.system import events
 from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier
 from raykv.tiers.base import ReadsHeads
 from raykv.tiers.strangers import Strangers
@@ -247,7 +248,7 @@ class GuardedTier:
             return None
         self._probing = None
         if self.faults:
-            log.warning("external tier: it is up again%s", "" if same else ", and empty")
+            events.tell("tier_up", same_content=same)
         self._retry_at = time.monotonic() + CHECK_S
         self._up, self._failures = True, 0
         return same
@@ -286,9 +287,7 @@ class GuardedTier:
     def _fail(self, what: str, error: BaseException) -> None:
         with self._lock:
             if self._up or not self._failures:
-                log.warning(
-                    "external tier is down: %s failed (%s); it is probed until it is back", what, type(error).__name__
-                )
+                events.tell("tier_down", call=what, error=type(error).__name__)
                 log.debug("external tier: %r", error)
             self.faults[what] += 1
             self._up = False

@@ -106,7 +106,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
     try:
         with cache.match(prompts[0]) as match:  # a miss, in its deadline
             assert match.num_blocks == 0
-        eventually(lambda: registry.in_charge(pool.name).name != f"{pool.name}/directory-1")
+        eventually(lambda: registry.in_charge(pool.name).name != f"raykv/{pool.name}/directory-1")
         eventually(lambda: pool.stats().get("epoch", 0) > epoch)
         come_back(cache, prompts)
         eventually(lambda: pool.session.local and pool.session.local.arena.epoch > epoch)

@@ -59,14 +59,15 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
         raykv.start(raykv.PoolConfig(name=pool.name, secret=b"other"))
 
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    stores = [f"{pool.name}/node-{node_id[:16]}" for node_id in nodes]
-    assert actor_names(pool.name) == sorted([f"{pool.name}/directory-1", *stores, f"{pool.name}/supervisor"])
+    own = f"raykv/{pool.name}/"
+    stores = [f"{own}node-{node_id[:16]}" for node_id in nodes]
+    assert actor_names(pool.name) == sorted(
+        [f"raykv/{pool.name}/directory-1", *stores, f"raykv/{pool.name}/supervisor"]
+    )
     shown = {name: ray.get(registry.find(name).__ray_call__.remote(repr)) for name in actor_names(pool.name)}
-    assert shown[f"{pool.name}/directory-1"] == f"Directory(pool={pool.name})"
-    assert shown[f"{pool.name}/supervisor"] == f"Supervisor(pool={pool.name})"
-    assert {shown[name] for name in stores} == {
-        f"NodeStore(pool={pool.name}, node={node_id[:8]}, cpu=0.1GiB)" for node_id in nodes
-    }
+    assert shown[f"{own}directory-1"] == f"Directory(pool={pool.name})"
+    assert shown[f"{own}supervisor"] == f"Supervisor(pool={pool.name})"
+    assert {shown[name] for name in stores} == {f"NodeStore(pool={pool.name}, node={node_id[:8]})" for node_id in nodes}
 
     os.kill(pid(registry.find(stores[1])), signal.SIGKILL)
     raykv.start(

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
+from helpers import pages
 from helpers.pools import eventually, free_port
 from ray import serve
 
@@ -17,6 +19,10 @@ import raykv
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 from helpers.patient_vllm_router import PatientVLLMRouter, patient_config
+from ray._common.utils import import_attr
+from ray.serve.config import RequestRouterConfig
+from ray.serve.llm import LLMServingArgs, build_openai_app
+from ray.serve.schema import ServeDeploySchema
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams
@@ -26,7 +32,7 @@ from vllm.v1.request import Request
 
 from examples import serve_vllm
 from raykv import keys
-from raykv.integrations.vllm.router import block_hashes, prompt_keys
+from raykv.integrations.vllm.router import VLLMPrefixRouter, block_hashes, prompt_keys, routed_config
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = keys.root(b"secret", model="m")
@@ -57,6 +63,17 @@ def hashes_of_vllm(token_ids: list[int], algorithm: str = "sha256", salt: str | 
     sampling = SamplingParams(max_tokens=1)
     request = Request("r", token_ids, sampling, pooling_params=None, cache_salt=salt, block_hasher=hasher)
     return list(request.block_hashes)
+
+
+def test_serve_takes_the_configuration_of_deploy() -> None:
+    given = ServeDeploySchema.model_validate(yaml.safe_load((pages.ROOT / "deploy/serve.yaml").read_text()))
+    (application,) = given.applications
+    assert import_attr(application.import_path) is build_openai_app
+    (config,) = LLMServingArgs.model_validate(application.args).llm_configs
+    assert config.engine_kwargs["kv_transfer_config"] == routed_config("default")
+    router = RequestRouterConfig(**config.deployment_config["request_router_config"])
+    assert router.get_request_router_class() is VLLMPrefixRouter
+    assert router.request_router_kwargs == {"pool": "default", "model": config.model_id}
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])

@@ -288,7 +288,7 @@ def locations(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> NDArray[n
 
 def actor_names(pool: str) -> list[str]:
     named = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(actor["name"] for actor in named if actor["name"].startswith(f"{pool}/"))
+    return sorted(actor["name"] for actor in named if actor["name"].startswith(f"raykv/{pool}/"))
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ from raykv.actors.succession import SILENT_PINGS, SILENT_RAY_PINGS, Succession
 from raykv.registry import InCharge
 from raykv.system.wire import Address
 
-FIRST, SECOND = "p/directory-1", "p/directory-2"
+FIRST, SECOND = "raykv/p/directory-1", "raykv/p/directory-2"
 THERE = Address("127.0.0.1", 1, b"")  # where nobody listens
 HERE = Address("127.0.0.1", 2, b"")
 

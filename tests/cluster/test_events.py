@@ -1,0 +1,89 @@
+"""What the log files of a pool's actors say after things happened to it."""
+
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from helpers.pools import BLOCK, MIB, Worker, eventually, kill, part, pid, read, store, suspend, tokens, worker
+from helpers.redis_server import redis_server
+
+import raykv
+
+PASSWORD, SECRET = "pass-of-the-tier", b"secret-of-the-pool"
+Event = dict[str, str]
+
+
+def texts(cluster: Any) -> str:
+    """All that Ray's workers wrote."""
+    logs = Path(cluster.head_node.get_logs_dir_path())
+    return "".join(path.read_text(errors="replace") for path in sorted(logs.glob("worker-*.err")))
+
+
+def events(cluster: Any, pool: str) -> list[Event]:
+    """The lines of a pool's actors, each process's in their order."""
+    lines = [line for line in texts(cluster).splitlines() if f" pool={pool} " in line and line.startswith("time=")]
+    return [dict(pair.split("=", 1) for pair in shlex.split(line)) for line in lines]
+
+
+def those(found: list[Event], role: str, event: str, **fields: object) -> list[Event]:
+    wanted = {"role": role, "event": event, **{name: str(value) for name, value in fields.items()}}
+    return [entry for entry in found if wanted.items() <= entry.items()]
+
+
+def test_the_logs_say_what_happened_and_no_secret(
+    cluster: Any, start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], patiently: None, tmp_path: Path
+) -> None:
+    leaving = third_node().node_id
+    with redis_server(tmp_path, requirepass=PASSWORD) as server:
+        pool = start(cpu_memory=64 * MIB, external=server.url(f":{PASSWORD}@"), secret=SECRET)
+        here, name = pool.node_id[:8], pool.name
+
+        def said(role: str, event: str, **fields: object) -> list[Event]:
+            return eventually(lambda: those(events(cluster, name), role, event, **fields))
+
+        cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+        keys = cache.keys(tokens(1, 50))
+        assert store(cache, keys) == 50 and read(cache, keys)[:3] == (50, 50, 0)
+        first = said("directory", "serve", cpu_memory=64 * MIB, locality=1.5, write="back")
+        assert said("store", "settings", node=here, bytes=64 * MIB, transport="auto")
+        assert said("store", "external", node=here, url=f"redis://127.0.0.1:{server.port}/0", up=True)
+        assert said("store", "join", node=here, epoch=first[0]["epoch"], bytes=64 * MIB)
+        assert said("directory", "join", node=leaving[:8], epoch=first[0]["epoch"])
+        assert said("supervisor", "start") and len(said("store", "start")) == 3
+        server.kill()
+        assert said("store", "tier_down", node=here)
+        server.start()
+        assert said("store", "tier_up", node=here)
+
+    kill(pool, pool.node_id)
+    assert said("store", "restart", node=here) and len(said("store", "join", node=here)) == 2
+    assert said("directory", "stand_by", name=f"raykv/{name}/directory-2")
+    replaced = pid(part(pool, "directory"))
+    suspend(replaced)
+    assert said("directory", "takeover", name=f"raykv/{name}/directory-2")
+    os.kill(replaced, signal.SIGCONT)
+    assert said("directory", "stop", pid=replaced) and said("directory", "restart", name=f"raykv/{name}/directory-1")
+    newest = said("directory", "serve", name=f"raykv/{name}/directory-2")[0]["epoch"]
+    assert int(newest) > int(first[0]["epoch"]) and said("store", "join", node=here, epoch=newest)
+
+    kill(pool, "directory")
+    assert said("directory", "restart", name=f"raykv/{name}/directory-2")
+
+    assert eventually(lambda: pool.resize(pool.node_id, 32 * MIB)) == 32 * MIB
+    assert said("store", "resize", node=here, bytes=32 * MIB) and said("store", "resized", node=here, bytes=32 * MIB)
+    ray.get(worker(pool, leaving, Worker).keep.remote(cache.keys(tokens(2, 5))), timeout=120)
+    assert pool.drain(leaving, deadline=30.0) == 0
+    assert said("supervisor", "drain", node=leaving[:8], deadline=30.0)
+    assert said("supervisor", "drained", node=leaving[:8], left=0)
+    pool.stop()
+    assert len(said("store", "stop")) == 3 and said("supervisor", "stop")
+
+    written = texts(cluster)
+    assert not [
+        secret for secret in (PASSWORD, SECRET.decode(), SECRET.hex(), pool.session.secret.hex()) if secret in written
+    ]
+    assert len(events(cluster, name)) < 100, "a line a request"
