@@ -20,8 +20,8 @@ from rich.text import Text
 import raykv
 from raykv.arena import files
 from raykv.arena.arena import open_own
-from raykv.doctor import facts, judgement
-from raykv.doctor.finding import ADVICE, WRONG
+from raykv.doctor import exchange, facts, judgement
+from raykv.doctor.finding import ADVICE, OK, WRONG
 
 WITHOUT_RAYKV = """
 import sys
@@ -73,6 +73,8 @@ def test_nodes_that_lack_nothing(cluster: Any, start: Callable[..., raykv.KVPool
         assert set(found) == ALWAYS | {"store", "blocks"}
         assert not checks(report, node, WRONG) and set(checks(report, node, ADVICE)) <= UP_TO_THE_MACHINE
         assert found["blocks"]["peer"] == peer and found["blocks"]["gbps"] > 0
+    (one, other) = exchange.findings(pool, {pool.node_id: "here", "f" * 56: "where no store could start"})
+    assert one.state == OK and other.state == WRONG and other.text.startswith("no store: see `raykv status --name")
 
 
 def test_nothing_is_cut_off_in_a_pipe_or_on_a_narrow_terminal(cluster: Any) -> None:
