@@ -164,7 +164,7 @@ def doctor(context: click.Context, name: str | None, as_json: bool) -> None:
         click.echo(report.json())
     else:
         report.show()
-    context.exit(not report.ok)
+    context.exit(0 if report.ok else 1)
 
 
 @main.command()

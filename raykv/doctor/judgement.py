@@ -125,7 +125,7 @@ def _nixl(node: str, facts: Facts) -> Finding:
 
 def _niceness(node: str, niceness: int) -> Finding:
     if niceness:
-        text = f"Ray's workers run at nice {niceness}: set RAY_worker_niceness=0 where `ray start` runs"
+        text = f"Ray's workers run at nice {niceness}: set RAY_worker_niceness=0 where `ray start` runs, itself at 0"
         return Finding(node, "niceness", ADVICE, text)
     return Finding(node, "niceness", OK, "0")
 

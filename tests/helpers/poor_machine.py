@@ -1,6 +1,7 @@
 """A Ray node on which much is wrong (poor_machine.sh)."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,14 @@ from helpers.machines import UNSHARE
 from helpers.pools import eventually
 
 ADDRESS = "10.79.0.2"
+
+
+def why_not() -> str:
+    """Why there can't be such a machine here; empty if there can."""
+    if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        return "network namespaces can't be made here: it takes root"
+    missing = [name for name in ("ip", "nft") if not shutil.which(name, path="/usr/sbin:/usr/bin")]
+    return f"{missing} missing: apt-get install iproute2 nftables" if missing else ""
 
 
 def _node_id() -> str:
