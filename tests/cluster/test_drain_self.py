@@ -63,14 +63,16 @@ def test_a_hook_empties_the_node_it_runs_on_while_others_read_and_write(
     staying = nodes()
     pool = start(cpu_memory=128 * MIB)
     cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=100)
-    drain = [sys.executable, "-m", "raykv.cli", "drain", "--self", "--json", "--name", pool.name]
+    drain = [sys.executable, "-m", "raykv.cli", "drain", "--self", "--name", pool.name, "--deadline"]
     with a_pod(cluster.address, tmp_path) as (pod, leaving):
         eventually(lambda: served(pool, 3))
         there = worker(pool, leaving, Worker)
         prompts = [cache.keys(tokens(500 + i, 50)) for i in range(4)]
         ray.get([there.keep.remote(keys) for keys in prompts], timeout=120)
+        late = inside(pod, cluster.address, *drain, "0")
+        assert (late.returncode, late.stdout) == (0, "200 blocks are on no other node\n"), late.stderr
         running = [worker(pool, node_id).churn.remote(20.0, i, 6, 40) for i, node_id in enumerate(staying)]
-        drained = inside(pod, cluster.address, *drain, "--deadline", "60")
+        drained = inside(pod, cluster.address, *drain, "60", "--json")
         assert last_json(drained) == {"left": 0}, drained.stderr
         states = {name: node["state"] for name, node in pool.stats()["nodes"].items()}
         assert states == {leaving: "leaving"} | dict.fromkeys(staying, "alive")
