@@ -100,6 +100,17 @@ def status(name: str, as_json: bool) -> None:
 
 @main.command()
 @NAME
+def top(name: str) -> None:
+    """What `raykv status` shows, live: q quits, s sorts the nodes by something else."""
+    from raykv.cli import shell
+    from raykv.cli.top import run
+
+    shell.administer(name)
+    run(name)
+
+
+@main.command()
+@NAME
 @JSON
 def clear(name: str, as_json: bool) -> None:
     """Forget every block of a pool."""

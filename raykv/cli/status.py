@@ -88,16 +88,16 @@ def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> l
     if width is not None and max(map(len, found)) > width:
         return [line for node_id, row in rows.items() for line in _paragraph(row, overview.members[node_id], width)]
     members = list(overview.members.values())
-    colored = [found[0], *(_colored(line, member) for line, member in zip(found[1:], members, strict=True))]
+    shown = [found[0], *(colored(line, member) for line, member in zip(found[1:], members, strict=True))]
     whys = [f"{row['node']}: {overview.members[node_id].why}" for node_id, row in rows.items()]
     reasons = [text for text, member in zip(whys, members, strict=True) if member.why]
-    return [*colored, *(line for text in reasons for line in wrapped(text, width))]
+    return [*shown, *(line for text in reasons for line in wrapped(text, width))]
 
 
 def _paragraph(row: Row, member: Member, width: int) -> Iterator[str]:
     """A node in a narrow terminal."""
     up = f" for {row['up']}" if member.uptime_s is not None else ""
-    yield from (_colored(line, member) for line in wrapped(f"{row['node']}  {row['host']}  {row['state']}{up}", width))
+    yield from (colored(line, member) for line in wrapped(f"{row['node']}  {row['host']}  {row['state']}{up}", width))
     known = set(row) - {"node", "host", "state", "up", "restarts", "roles"}
     parts = [f"{tier} {row[tier]}" for tier in row if tier in known and row[tier] != "-"]
     if member.restarts is not None:
@@ -106,7 +106,7 @@ def _paragraph(row: Row, member: Member, width: int) -> Iterator[str]:
         yield from wrapped(f"    {text}", width) if text else ()
 
 
-def _colored(line: str, member: Member) -> str:
+def colored(line: str, member: Member) -> str:
     """With its state in a colour. click leaves that out where the output is no terminal."""
     before, state, after = line.partition(f"  {member.state}")
     return before + click.style(state, fg=COLORS.get(member.state, "yellow")) + after

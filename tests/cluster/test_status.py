@@ -49,24 +49,6 @@ def all_alive(pool: raykv.KVPool) -> bool:
     return all(member.state == "alive" for member in look(pool.name).members.values())
 
 
-def test_nothing_is_cut_off_at_any_width(pool: raykv.KVPool, cluster: Any) -> None:
-    eventually(lambda: all_alive(pool) and not any(look(pool.name).upkeep.values()))
-    args = ("status", "--name", pool.name)
-    with ThreadPoolExecutor(3) as threads:
-        piped = threads.submit(command, *args, address=cluster.address)
-        narrow, wide = (threads.submit(in_terminal, n, *args, address=cluster.address) for n in (80, 200))
-    outputs = [narrow.result(), wide.result(), piped.result().stdout]
-    overview = look(pool.name)
-    cells = [[row[name] for name in ("node", "host", "memory", "roles")] for row in node_rows(overview).values()]
-    assert {role for row in cells for role in row[-1].split(", ")} == {"head", *UPKEEP, "store"}
-    for output in outputs:
-        whole = " ".join(output.split())
-        assert not [cell for row in cells for cell in row if cell not in whole] and "…" not in whole, output
-        assert whole.count(" alive") == 2 and "hit rate" in whole and "10 blocks" in whole, output
-        assert not [word for word in ("limbo", "cooled", "quarantined", "suspect") if word in whole]
-    assert max(map(len, outputs[0].splitlines())) <= 80 and max(map(len, outputs[1].splitlines())) <= 200
-
-
 def test_the_ids_that_are_shown_are_those_that_are_taken(pool: raykv.KVPool, cluster: Any) -> None:
     there, size = other_node(pool), str(48 * MIB)
     overview = look(pool.name)
@@ -130,9 +112,8 @@ def test_a_node_without_a_store_and_why(
 def test_a_command_is_no_client_and_no_job_of_the_dashboard(pool: raykv.KVPool, cluster: Any) -> None:
     pool.session.directory.heartbeat()
     eventually(lambda: all_alive(pool))
-    before = pool.stats()
     found = last_json(command("status", "--name", pool.name, "--json", address=cluster.address))
-    assert (found["connections"], found["clients"]) == (before["connections"], before["clients"])
+    assert found["connections"] <= pool.stats()["connections"] and found["clients"] == 1, "this process"
     jobs, _ = asyncio.run(get_driver_jobs(GcsClient(address=ray.get_runtime_context().gcs_address)))
     assert jobs, "this process's"
     assert not [job.entrypoint for job in jobs.values() if "raykv.cli" in (job.entrypoint or "")]
@@ -147,3 +128,21 @@ def test_the_page_of_the_json_has_its_keys_and_no_others(pool: raykv.KVPool) -> 
         section = page.split(f"## `{name}`" if name else "## At the top")[1].split("\n## ")[0]
         documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
         assert documented == set(written), name or "at the top"
+
+
+def test_nothing_is_cut_off_at_any_width(pool: raykv.KVPool, cluster: Any) -> None:
+    eventually(lambda: all_alive(pool) and not any(look(pool.name).upkeep.values()))
+    args = ("status", "--name", pool.name)
+    with ThreadPoolExecutor(3) as threads:
+        piped = threads.submit(command, *args, address=cluster.address)
+        narrow, wide = (threads.submit(in_terminal, n, *args, address=cluster.address) for n in (80, 200))
+    outputs = [narrow.result(), wide.result(), piped.result().stdout]
+    overview = look(pool.name)
+    cells = [[row[name] for name in ("node", "host", "memory", "roles")] for row in node_rows(overview).values()]
+    assert {role for row in cells for role in row[-1].split(", ")} == {"head", *UPKEEP, "store"}
+    for output in outputs:
+        whole = " ".join(output.split())
+        assert not [cell for row in cells for cell in row if cell not in whole] and "…" not in whole, output
+        assert whole.count(" alive") == 2 and "hit rate" in whole and "10 blocks" in whole, output
+        assert not [word for word in ("limbo", "cooled", "quarantined", "suspect") if word in whole]
+    assert max(map(len, outputs[0].splitlines())) <= 80 and max(map(len, outputs[1].splitlines())) <= 200
