@@ -60,26 +60,28 @@ def main() -> None:
 def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **settings: Any) -> None:
     """Start a pool on every node of the Ray cluster that runs here."""
     import raykv
+    from raykv.cli import shell
 
     config = PoolConfig(name, secret=secret_file, **settings)
+    shell.join(name)
     with _spinner(f"starting pool {name}") as spinner:
 
         def compiled(done: int, kernels: int) -> None:
             what = f"starting pool {name}: compiling its kernels, {done} of {kernels}"
             spinner.update(spinner.task_ids[0], description=what, completed=done, total=kernels)
 
-        pool = raykv.start(config, exist_ok=exist_ok, on_progress=compiled)
-    _status(pool, as_json)
+        raykv.start(config, exist_ok=exist_ok, on_progress=compiled).close()
+    _status(name, as_json)
 
 
 @main.command()
 @NAME
 def stop(name: str) -> None:
     """End a pool, or what is left of one, and give its memory back."""
-    from raykv.client.session import connect
+    from raykv.cli import shell
     from raykv.client.stop import stop_pool
 
-    connect(name)
+    shell.join(name)
     with _spinner(f"stopping pool {name}"):
         if not stop_pool(name):
             raise PoolNotFound(f"no pool {name!r} runs in this Ray cluster, and no memory is left of one")
@@ -89,10 +91,22 @@ def stop(name: str) -> None:
 @NAME
 @JSON
 def status(name: str, as_json: bool) -> None:
-    """Nodes, tiers, fill, hit rate, replicas and leases at a glance."""
-    import raykv
+    """Every Ray node and its part in the pool, how full tiers are, where hits come from, and faults."""
+    from raykv.cli import shell
 
-    _status(raykv.attach(name), as_json)
+    shell.administer(name)
+    _status(name, as_json)
+
+
+@main.command()
+@NAME
+def top(name: str) -> None:
+    """What `raykv status` shows, live: q quits, s sorts the nodes by something else."""
+    from raykv.cli import shell
+    from raykv.cli.top import run
+
+    shell.administer(name)
+    run(name)
 
 
 @main.command()
@@ -100,9 +114,9 @@ def status(name: str, as_json: bool) -> None:
 @JSON
 def clear(name: str, as_json: bool) -> None:
     """Forget every block of a pool."""
-    import raykv
+    from raykv.cli import shell
 
-    keys = raykv.attach(name).clear()
+    keys = shell.administer(name).clear()
     click.echo(json.dumps({"cleared": keys}) if as_json else f"{keys} blocks forgotten")
 
 
@@ -113,15 +127,19 @@ def clear(name: str, as_json: bool) -> None:
 @NAME
 @JSON
 def drain(node: str | None, own: bool, deadline: float, name: str, as_json: bool) -> None:
-    """Empty a node (its Ray node id) that is about to leave. What is left past the deadline is no error."""
-    import raykv
+    """Empty a node that is about to leave: as `raykv status` shows it, by node or by host.
+
+    What is left past the deadline is no error.
+    """
+    from raykv.cli import shell
+    from raykv.cli.ray_nodes import find_node, living_nodes
 
     if own == (node is not None):
-        raise click.UsageError("give a Ray node id, or --self")
-    pool = raykv.attach(name)
-    node = node or pool.own_node()
-    with _spinner(f"draining node {node[:16]}"):
-        left = pool.drain(node, deadline)
+        raise click.UsageError("give a node as `raykv status` shows it, or --self")
+    pool = shell.administer(name)
+    found = find_node(node or pool.own_node(), living_nodes())
+    with _spinner(f"draining node {found.node_id[:8]} on {found.host}"):
+        left = pool.drain(found.node_id, deadline)
     click.echo(json.dumps({"left": left}) if as_json else f"{left} blocks are on no other node")
 
 
@@ -132,11 +150,14 @@ def drain(node: str | None, own: bool, deadline: float, name: str, as_json: bool
 @NAME
 @JSON
 def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool) -> None:
-    """Give a node (its Ray node id) more memory, or less, while the pool is in use."""
-    import raykv
+    """Give a node, as `raykv status` shows it, more memory, or less, while the pool is in use."""
+    from raykv.cli import shell
+    from raykv.cli.ray_nodes import find_node, living_nodes
 
-    with _spinner(f"resizing node {node[:16]}"):
-        size = raykv.attach(name).resize(node, cpu_memory, deadline)
+    pool = shell.administer(name)
+    found = find_node(node, living_nodes())
+    with _spinner(f"resizing node {found.node_id[:8]} on {found.host}"):
+        size = pool.resize(found.node_id, cpu_memory, deadline)
     click.echo(json.dumps({"bytes": size}) if as_json else f"the node has {size / (1 << 30):.2f} GiB now")
 
 
@@ -342,56 +363,12 @@ def _number(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def _status(pool: Any, as_json: bool) -> None:
-    stats = pool.stats()
+def _status(name: str, as_json: bool) -> None:
+    from raykv.cli import status
+    from raykv.cli.overview import look
+
+    overview = look(name)
     if as_json:
-        click.echo(json.dumps(stats))
-        return
-    if "nodes" not in stats:
-        raise click.ClickException(f"pool {pool.name!r}: its directory does not answer; try again in a few seconds")
-    table = Table("node", "state", "tier", "size", "fill", "ready", "replicas", "staging", "writing", title=str(pool))
-    for name, node in stats["nodes"].items():
-        size = (node["slabs"] + node["spare_slabs"]) * node["slab_bytes"]
-        fill = node["bytes_used"] / size if size else 0.0
-        counts = (str(node[state]) for state in ("ready", "replica", "staging", "writing"))
-        table.add_row(_short(name), node["state"], node["tier"], f"{size / (1 << 30):.2f} GiB", f"{fill:.0%}", *counts)
-    for name in stats["failed"]:
-        table.add_row(_short(name), "no store", "", "", "", "", "", "", "")
-    for name, tier in stats["tiers"].items():
-        size, fill = f"{tier['capacity'] / (1 << 30):.2f} GiB", f"{tier['bytes_used'] / tier['capacity']:.0%}"
-        table.add_row(name[:16] or "all", tier["state"], "external", size, fill, str(tier["blocks"]), "", "", "")
-    console = Console()
-    console.print(table)
-    for name, why in stats["failed"].items():
-        console.print(f"node {_short(name)} has no store: {why}", markup=False, highlight=False)
-    if stats["transports"]:
-        console.print(_transports(stats["transports"]))
-    console.print(_directory(stats))
-    hits, lookups = stats["hits"], stats["lookups"]
-    console.print(
-        f"{stats['keys']} blocks, hit rate {hits / max(1, lookups):.1%} ({hits} of {lookups} keys, "
-        f"{stats['gpu_hits']} on the GPU, {stats['remote_hits']} on another node, {stats['external_hits']} in a tier), "
-        f"{stats['leases']} leases, "
-        f"{stats['reservations']} reservations, {stats['evicted']} evicted, {stats['clients']} clients"
-    )
-
-
-def _directory(stats: dict[str, Any]) -> str:
-    if stats["socket"] is None:
-        return "the directory is called through Ray"
-    return f"the directory listens at {stats['socket']}, {stats['connections']} connections"
-
-
-def _short(name: str) -> str:
-    """A Ray node id, and perhaps a GPU's UUID."""
-    return "/".join(part[:16] for part in name.split("/"))
-
-
-def _transports(transports: list[dict[str, Any]]) -> Table:
-    table = Table("reader", "from", "by", "GB/s", "failed", title="between nodes")
-    for route in transports:
-        failed = ", ".join(f"{name} {count}" for name, count in route["failed"].items())
-        table.add_row(
-            _short(route["reader"]), _short(route["from"]), route["transport"], f"{route['gbps']:.2f}", failed
-        )
-    return table
+        click.echo(json.dumps(overview.as_json()))
+    else:
+        status.show(overview)

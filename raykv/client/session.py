@@ -39,17 +39,7 @@ class Session:
 
         Raises PoolNotFound, and ArenaMismatch where this process can't see its node's shared memory.
         """
-        settings = registry.settings(name)
-        if settings is None and registry.actor_names(name):
-            raise PoolNotFound(
-                f"pool {name!r} is being started or stopped, or has lost its settings: if that lasts, "
-                f"`raykv stop --name {name}` ends what is left of it"
-            )
-        if settings is None:
-            raise PoolNotFound(
-                f"no pool {name!r} runs in this Ray cluster: start it with `raykv start --name {name}` "
-                f"or raykv.start(raykv.PoolConfig(name={name!r}))"
-            )
+        settings = settings_of(name)
         self.name = name
         self.node_id: str = node_id or ray.get_runtime_context().get_node_id()
         self.secret = bytes.fromhex(settings["secret"])
@@ -146,11 +136,30 @@ class Session:
         self.local = found  # the old arena is unmapped when its last reader is done
 
 
-def connect(name: str) -> None:
-    """Join the Ray cluster of this machine, if this process is in none. name: of the pool that is asked for."""
+def settings_of(name: str) -> dict[str, Any]:
+    """As registry.settings. Raises PoolNotFound, which says what to do, where no pool of that name runs."""
+    settings = registry.settings(name)
+    if settings is None and registry.actor_names(name):
+        raise PoolNotFound(
+            f"pool {name!r} is being started or stopped, or has lost its settings: if that lasts, "
+            f"`raykv stop --name {name}` ends what is left of it"
+        )
+    if settings is None:
+        raise PoolNotFound(
+            f"no pool {name!r} runs in this Ray cluster: start it with `raykv start --name {name}` "
+            f"or raykv.start(raykv.PoolConfig(name={name!r}))"
+        )
+    return settings
+
+
+def connect(name: str, namespace: str = NAMESPACE) -> None:
+    """Join the Ray cluster of this machine, if this process is in none.
+
+    name: of the pool that is asked for. namespace: of this process's Ray job; our actors have one of their own.
+    """
     if not ray.is_initialized():
         try:
-            ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
+            ray.init(address="auto", namespace=namespace, log_to_driver=False)
         except ConnectionError as error:
             raise PoolNotFound(
                 f"no Ray cluster runs here: start one with `ray start --head` (or `ray up`), "

@@ -1,0 +1,65 @@
+"""Ray nodes as a user names them: by a prefix of the id, by host name, by address."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import ray
+
+SHORT = 8  # characters of a node id that are shown, where they are enough to tell nodes apart
+
+
+class RayNode(NamedTuple):
+    """A living node. host: as its machine calls itself. name: of `ray start --node-name`, else its address."""
+
+    node_id: str
+    host: str
+    address: str
+    name: str
+    is_head: bool
+
+
+def living_nodes() -> list[RayNode]:
+    """All living nodes of the Ray cluster that this process is in, the head first, then by host name."""
+    nodes = [
+        RayNode(
+            str(node["NodeID"]),
+            str(node["NodeManagerHostname"]),
+            str(node["NodeManagerAddress"]),
+            str(node["NodeName"]),
+            "node:__internal_head__" in node["Resources"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (not node.is_head, node.host, node.node_id))
+
+
+def short_ids(nodes: Sequence[RayNode]) -> dict[str, str]:
+    """By node id, how it is shown: so many of its first characters that no other of these nodes has them."""
+    ids = sorted(node.node_id for node in nodes)
+    shown = {}
+    for before, node_id, after in zip(["", *ids], ids, [*ids[1:], ""], strict=False):
+        same = max(_common(before, node_id), _common(node_id, after))
+        shown[node_id] = node_id[: max(SHORT, same + 1)]
+    return shown
+
+
+def find_node(asked: str, nodes: Sequence[RayNode]) -> RayNode:
+    """The node that a user means: by its id or the first characters of it, its host name, address or name.
+
+    ValueError where none is meant, or several, with all that there are.
+    """
+    exact = [node for node in nodes if asked in (node.node_id, node.host, node.address, node.name)]
+    meant = exact or [node for node in nodes if asked and node.node_id.startswith(asked.lower())]
+    if len(meant) == 1:
+        return meant[0]
+    shown = short_ids(nodes)
+    there = "\n".join(f"  {shown[node.node_id]}  {node.host}  {node.address}" for node in meant or nodes)
+    if meant:
+        raise ValueError(f"{asked!r} may be any of {len(meant)} nodes: give more of its id\n{there}")
+    raise ValueError(f"no living node of this Ray cluster is {asked!r}: give the id or the host name of one\n{there}")
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,19 @@
+"""What a command of the shell is to a pool and to Ray: no client, and no job on the dashboard."""
+
+from raykv.client.administration import Administration
+from raykv.client.session import connect, settings_of
+
+# Ray's dashboard and its job API leave out drivers whose namespace begins so; the state API still lists them.
+NAMESPACE = "_ray_internal_raykv_shell"
+
+
+def join(name: str) -> None:
+    """Join the Ray cluster of this machine. PoolNotFound, for the pool called `name`, where there is none."""
+    connect(name, NAMESPACE)
+
+
+def administer(name: str) -> Administration:
+    """The pool of that name. PoolNotFound where it does not run; ProtocolMismatch as `attach`."""
+    join(name)
+    settings_of(name)
+    return Administration(name)

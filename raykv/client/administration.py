@@ -1,0 +1,132 @@
+"""A pool from outside: its counts, and what an administrator does to it. Nothing here makes the process a client."""
+
+import contextlib
+import secrets
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raykv import registry
+from raykv.config import Size, memory_size
+from raykv.errors import CapacityError
+from raykv.protocol import CONTENT_BYTES, host_of
+from raykv.system import free_memory
+
+ADMIN_DEADLINE_S = 10.0
+STORES_DEADLINE_S = 1.0  # a store that is stopped is not waited for
+STOP_DEADLINE_S = 60.0
+
+
+class Administration:
+    """What a process may ask of a pool without being its client: it maps no memory, and has no line to the directory.
+
+    name: the pool's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def stats(self) -> dict[str, Any]:
+        """As KVPool.stats, without `faults`: those are a client's."""
+        counts = directory_stats(self.name)
+        names = list(counts.get("nodes", ()))
+        stores = store_stats(self.name, {host_of(name) for name in names})
+        failed = registry.failures(self.name)
+        return {**counts, "failed": failed, "transports": transports_among(names, stores)}
+
+    def clear(self) -> int:
+        """Forget every block for good: no restart finds them again. Returns how many keys there were.
+
+        Raises RayError if the pool's actors do not answer, and ValueError if it has no directory.
+        """
+        directory = registry.find_directory(self.name)
+        floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
+        stores = []
+        names = ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
+        for node_id in {host_of(name) for name in names}:
+            with contextlib.suppress(ValueError):  # a node that was lost meanwhile
+                stores.append(registry.find(registry.node_store_name(self.name, node_id)))
+        content = secrets.token_bytes(CONTENT_BYTES)
+        ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
+        return int(count)
+
+    def own_node(self) -> str:
+        """Ray node id of the one node of this machine. ValueError where it has several of this cluster, or none."""
+        here = sorted(registry.living() & free_memory.ray_nodes())
+        if len(here) != 1:
+            raise ValueError(
+                f"this machine runs {len(here)} nodes of the Ray cluster, so which one is meant? Give its Ray node id: "
+                f"{', '.join(here) or 'see `raykv status --json`'}"
+            )
+        return here[0]
+
+    def drain(self, node_id: str, deadline: float = 60.0) -> int:
+        """Empty a node that is about to leave. Nothing new is stored there from now on.
+
+        Blocks that no other node has go to an external tier that all nodes share, or to other nodes.
+        node_id: Ray's. deadline: seconds.
+        Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, and
+        RayError if the pool's actors do not answer.
+        """
+        _check_living(node_id)
+        supervisor = registry.find(registry.supervisor_name(self.name))
+        left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + STOP_DEADLINE_S)
+        return left
+
+    def resize(self, node_id: str, cpu_memory: Size, deadline: float = 60.0) -> int:
+        """Give a node more or less memory while the pool is in use.
+
+        A smaller node gives up its coldest blocks. Slabs with leased blocks stay until the leases end, even after the
+        deadline. The size survives restarts of the node's store, and ends with the pool.
+        node_id: Ray's. cpu_memory: as of PoolConfig, a fraction of the node's memory or bytes. deadline: seconds.
+        Returns the bytes of the node's CPU tier then: whole slabs, and more than asked for where the deadline passed.
+        Raises CapacityError where the node can't afford it, and ValueError if no living node has that id or for a bad
+        `cpu_memory`; nothing is changed then. Raises RayError if the pool's actors do not answer.
+        """
+        cpu_memory = memory_size("cpu_memory", cpu_memory)
+        _check_living(node_id)
+        store = registry.find(registry.node_store_name(self.name, node_id))
+        try:
+            size: int = ray.get(store.resize.remote(cpu_memory, deadline), timeout=deadline + ADMIN_DEADLINE_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, (CapacityError, ValueError)):  # without the store's traceback
+                raise type(error.cause)(str(error.cause)) from None
+            raise
+        return size
+
+
+def directory_stats(pool: str) -> dict[str, Any]:
+    """The counts of the directory in charge. Empty where it does not answer in ADMIN_DEADLINE_S."""
+    try:
+        answer: dict[str, Any] = ray.get(registry.find_directory(pool).stats.remote(), timeout=ADMIN_DEADLINE_S)
+        return answer
+    except (ValueError, RayError):
+        return {}
+
+
+def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
+    """What node stores count, by Ray node id. Those that do not answer in STORES_DEADLINE_S are left out."""
+    asked = {}
+    for node_id in node_ids:
+        with contextlib.suppress(ValueError):
+            asked[node_id] = registry.find(registry.node_store_name(pool, node_id)).stats.remote()
+    answers = list(asked.values())
+    done = set(ray.wait(answers, num_returns=len(answers), timeout=STORES_DEADLINE_S)[0]) if answers else set()
+    found = {}
+    for node_id, answer in asked.items():
+        with contextlib.suppress(RayError):
+            if answer in done:
+                found[node_id] = ray.get(answer)
+    return found
+
+
+def transports_among(names: list[str], stores: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """How memories read from those called `names`, as stores say it (see NodeStore.stats)."""
+    return [entry for store in stores.values() for entry in store["transports"] if entry["from"] in names]
+
+
+def _check_living(node_id: str) -> None:
+    living = registry.living()
+    if node_id not in living:
+        raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: {', '.join(living)}")

@@ -1,0 +1,78 @@
+"""The `raykv` command in a terminal of a given width."""
+
+import fcntl
+import itertools
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+_numbers = itertools.count()
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def in_terminal(columns: int, *args: str, address: str) -> str:
+    """What a command writes to a terminal of so many columns, without colours."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "raykv.cli", *args]
+    with subprocess.Popen(command, env={**env, "RAY_ADDRESS": address}, stdout=theirs, stderr=subprocess.PIPE) as run:
+        os.close(theirs)
+        written = b""
+        while part := _read(ours):
+            written += part
+        _, errors = run.communicate(timeout=60)
+    os.close(ours)
+    assert run.returncode == 0, errors
+    return STYLE.sub("", written.decode().replace("\r\n", "\n"))
+
+
+def _read(terminal: int) -> bytes:
+    """Empty once nobody has the other end any more, which Linux says by an error."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
+
+
+class Tmux:
+    """The command in a terminal of tmux, with a server of its own. Once it has ended, `rc=` and `stty -a` are shown."""
+
+    def __init__(self, columns: int, *args: str, address: str) -> None:
+        self._socket = f"raykv-{os.getpid()}-{next(_numbers)}"
+        command = shlex.join([sys.executable, "-m", "raykv.cli", *args])
+        script = f"trap : INT; echo before; {command}; echo rc=$?; stty -a; exec cat"  # Ctrl-C is the command's
+        size = ("-x", str(columns), "-y", "24")
+        self._ask("-f", os.devnull, "new-session", "-d", *size, "-e", f"RAY_ADDRESS={address}", "sh", "-c", script)
+
+    def __enter__(self) -> "Tmux":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ask("kill-server")
+
+    def shown(self) -> str:
+        """What is on the screen now."""
+        return self._ask("capture-pane", "-p")
+
+    def press(self, key: str) -> None:
+        """key: as tmux calls it: "q", "C-c"."""
+        self._ask("send-keys", key)
+
+    def written(self, file: Path) -> None:
+        """Have all that the command writes from now on appended to a file, as it is."""
+        file.touch()
+        self._ask("pipe-pane", f"exec cat >> {shlex.quote(str(file))}")
+
+    def _ask(self, *args: str) -> str:
+        env = dict(os.environ)  # without the COLUMNS that libreadline puts beside it
+        command = ["tmux", "-L", self._socket, *args]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        return done.stdout

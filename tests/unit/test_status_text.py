@@ -1,0 +1,91 @@
+"""What `raykv status` says of a node, and how a user names one."""
+
+from typing import Any
+
+import pytest
+
+from raykv.cli.actors import Actor
+from raykv.cli.overview import Seen, state_of
+from raykv.cli.ray_nodes import RayNode, find_node, short_ids
+from raykv.cli.status import duration, table, wrapped
+
+ONE = RayNode("06d9a10f" + 48 * "0", "gpu-1.example.com", "192.0.2.1", "192.0.2.1", True)
+TWO = RayNode("06d9a10f77" + 46 * "1", "gpu-2.example.com", "192.0.2.2", "left", False)
+THREE = RayNode("ab" + 54 * "2", "gpu-2.example.com", "192.0.2.2", "right", False)
+NODES = (ONE, TWO, THREE)
+ALIVE = Actor(None, "ALIVE", ONE.node_id, 0, 1.0)
+
+
+def test_ids_are_shown_as_long_as_tells_them_apart() -> None:
+    shown = short_ids(NODES)
+    assert shown == {ONE.node_id: "06d9a10f0", TWO.node_id: "06d9a10f7", THREE.node_id: "ab222222"}
+    assert all(find_node(short, NODES).node_id == node_id for node_id, short in shown.items())
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        (ONE.node_id, ONE),
+        ("06d9a10f0", ONE),
+        ("06D9A10F0", ONE),
+        ("ab", THREE),
+        ("gpu-1.example.com", ONE),
+        ("192.0.2.1", ONE),
+        ("right", THREE),
+    ],
+)
+def test_a_node_by_a_prefix_of_its_id_its_host_address_or_name(asked: str, meant: RayNode) -> None:
+    assert find_node(asked, NODES) == meant
+
+
+@pytest.mark.parametrize("asked", ["06d9a10f", "0", "gpu-2.example.com", "192.0.2.2"])
+def test_an_ambiguous_name_is_refused_with_those_it_may_be(asked: str) -> None:
+    with pytest.raises(ValueError, match="may be any of 2 nodes: give more of its id") as refused:
+        find_node(asked, NODES)
+    assert "06d9a10f7  gpu-2.example.com  192.0.2.2" in str(refused.value)
+
+
+@pytest.mark.parametrize("asked", ["", "cd", "gpu", "gpu-3.example.com"])
+def test_an_unknown_name_is_refused_with_all_that_there_are(asked: str) -> None:
+    with pytest.raises(ValueError, match="no living node") as refused:
+        find_node(asked, NODES)
+    assert all(node.host in str(refused.value) for node in NODES)
+
+
+@pytest.mark.parametrize(
+    ("store", "failed", "supervisor", "state", "why"),
+    [
+        (Seen(ALIVE, True, {"state": "alive"}, True), None, "", "alive", ""),
+        (Seen(ALIVE, True, None, False), None, "", "alive", ""),
+        (Seen(ALIVE, True, None, True), None, "", "joining", "does not know it"),
+        (Seen(ALIVE, True, {"state": "joining"}, True), None, "", "joining", "lies in its memory"),
+        (Seen(ALIVE, True, {"state": "leaving"}, True), None, "", "leaving", "being drained"),
+        (Seen(ALIVE, True, {"state": "suspect", "idle_s": 7.2}, True), None, "", "silent", "for 7 s"),
+        (Seen(ALIVE, False, {"state": "alive"}, True), None, "", "silent", "does not answer"),
+        (Seen(ALIVE._replace(state="RESTARTING"), False, {"state": "alive"}, True), None, "", "restarting", "died"),
+        (Seen(ALIVE._replace(state="PENDING_CREATION"), False, None, True), None, "", "starting", "is starting"),
+        (Seen(None, False, None, True), None, "", "no store", "about to start"),
+        (Seen(None, False, None, True), None, "does not answer", "no store", "supervisor, which"),
+        (Seen(None, False, None, True), "too little memory", "", "no store", "too little memory (it is tried again"),
+    ],
+)
+def test_what_is_said_of_a_store(store: Seen, failed: str | None, supervisor: str, state: str, why: str) -> None:
+    if store.counts is not None:
+        store.counts.setdefault("idle_s", 0.0)
+    found = state_of(store, failed, supervisor)
+    assert found[0] == state and why in found[1] and bool(found[1]) == bool(why)
+
+
+def test_long_words_keep_their_line_and_no_character_is_lost() -> None:
+    host = "a-very-long-name-of-a-host." * 4
+    lines = wrapped(f"06d9a10f  {host}  alive for 3h12m", 80)
+    assert host in [line.strip() for line in lines] and "".join("".join(lines).split()).endswith("alivefor3h12m")
+    rows: list[dict[str, Any]] = [{"node": "a", "host": host}, {"node": "bcd", "host": "h"}]
+    assert table(rows) == ["NODE  HOST", f"a     {host}", "bcd   h"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (12.9, "12s"), (184, "3m04s"), (18420, "5h07m"), (12.5 * 86400, "12d12h")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
