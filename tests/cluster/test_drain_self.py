@@ -87,7 +87,7 @@ def test_which_node_to_drain_is_never_guessed(cluster: Any, start: Callable[...,
     pool = start()
     for words in ((), ("--self", pool.node_id)):
         neither = command("drain", "--name", pool.name, *words, address=cluster.address)
-        assert neither.returncode == 2 and "give a Ray node id, or --self" in neither.stderr
+        assert neither.returncode == 2 and "give a node as `raykv status` shows it, or --self" in neither.stderr
     several = command("drain", "--self", "--name", pool.name, address=cluster.address)
     assert several.returncode == 1 and "this machine runs 2 nodes" in several.stderr
     assert {node["state"] for node in pool.stats()["nodes"].values()} == {"alive"}
