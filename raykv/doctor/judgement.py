@@ -74,7 +74,7 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
 
 
 def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
-    """Memory of stores that do not live any more. As a start does, this only warns: `_memory` says where it is short."""
+    """Memory of stores that do not live any more. As a start does, this only warns; see `_memory`."""
     for pool, size in sorted(left.items()):
         text = f"{_gib(size)} in /dev/shm of pool {pool}, "
         if pool in alive:
