@@ -74,14 +74,14 @@ def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
 
 
 def _left(node: str, left: dict[str, int], alive: set[str]) -> Iterator[Finding]:
-    """Memory of stores that do not live any more."""
+    """Memory of stores that do not live any more. As a start does, this only warns; see `_memory`."""
     for pool, size in sorted(left.items()):
         text = f"{_gib(size)} in /dev/shm of pool {pool}, "
         if pool in alive:
             text += "one of whose stores died: the next one on this machine takes it up, and the pool's end frees it"
-            yield Finding(node, "left over", ADVICE, text)
         else:
-            yield Finding(node, "left over", WRONG, f"{text}which does not run: `raykv stop --name {pool}` frees it")
+            text += f"which does not run: `raykv stop --name {pool}` frees it"
+        yield Finding(node, "left over", ADVICE, text)
     if not left:
         yield Finding(node, "left over", OK, "nothing of dead pools in /dev/shm")
 
