@@ -11,9 +11,9 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.cli.actors import Actor, look_up
 from raykv.cli.ray_nodes import RayNode, living_nodes
-from raykv.client.administration import directory_stats, store_stats, transports_among
+from raykv.client.administration import ADMIN_DEADLINE_S, directory_stats, store_stats, transports_among
 
-ANSWER_S = 1.0  # to wait for the supervisor and the successor
+ANSWER_S = 1.0  # to wait for the directory, its successor and the supervisor
 UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on some node
 
 
@@ -82,7 +82,7 @@ def look(pool: str) -> Overview:
     upkeep = _upkeep_actors(pool)
     wrong = _what_is_wrong(upkeep)
     stores = {node.node_id: look_up(registry.node_store_name(pool, node.node_id)) for node in nodes}
-    counts = directory_stats(pool)
+    counts = directory_stats(pool, ANSWER_S if wrong["directory"] else ADMIN_DEADLINE_S)
     if not counts:
         wrong["directory"] = wrong["directory"] or "does not answer"
     answers = store_stats(pool, {node_id for node_id, store in stores.items() if store and store.is_alive})

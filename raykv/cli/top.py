@@ -24,6 +24,7 @@ from raykv.errors import PoolNotFound, RayKVError
 
 LOOK_S = 1.0
 STALE_S = 3.0  # without news: it is said
+GIVE_UP_S = 20.0  # without news: Ray ends a process that has missed its head for 60 s, and leaves the terminal as it is
 STOP_S = 2.0  # to wait for a look that is under way
 SORTS = ("node", "state", "memory", "pulled")
 DROPPED = ("roles", "restarts", "up", "host")  # columns, in this order, where the terminal is too narrow for all
@@ -52,11 +53,19 @@ class Watch:
         self._thread.join(STOP_S)
 
     def latest(self) -> tuple[Overview, str]:
-        """(what was seen last, what is wrong if that is long ago). Raises RayKVError where the pool has ended."""
+        """(what was seen last, what is wrong if that is long ago).
+
+        Raises RayKVError where the pool has ended, or nothing was seen for GIVE_UP_S.
+        """
         if isinstance(self._error, RayKVError):
             raise self._error
         age = time.monotonic() - self._seen
         why = f": {self._error}" if self._error else ", something does not answer"
+        if age > GIVE_UP_S:
+            raise RayKVError(
+                f"nothing of pool {self._pool!r} was seen for {age:.0f} s{why}. See `ray status`: a cluster that ended "
+                f"is started by `ray start`, the pool then by `raykv start --name {self._pool}`; else try again"
+            )
         return self._overview, f"this was {age:.0f} s ago{why}" if age > STALE_S else ""
 
     def _look_on(self) -> None:

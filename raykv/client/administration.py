@@ -96,10 +96,10 @@ class Administration:
         return size
 
 
-def directory_stats(pool: str) -> dict[str, Any]:
-    """The counts of the directory in charge. Empty where it does not answer in ADMIN_DEADLINE_S."""
+def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, Any]:
+    """The counts of the directory in charge. Empty where it does not answer in so many seconds."""
     try:
-        answer: dict[str, Any] = ray.get(registry.find_directory(pool).stats.remote(), timeout=ADMIN_DEADLINE_S)
+        answer: dict[str, Any] = ray.get(registry.find_directory(pool).stats.remote(), timeout=seconds)
         return answer
     except (ValueError, RayError):
         return {}
