@@ -2,11 +2,13 @@
 
 import io
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+from helpers.pages import ROOT
 
 from raykv.system import events
 
@@ -45,6 +47,15 @@ def test_other_records_are_lines_with_a_message_and_their_traceback(written: io.
     first, *traceback = written.getvalue().splitlines()
     assert first.endswith("level=error role=store pool=p msg=\"a call failed: OSError('gone')\"")
     assert traceback[-1] == "OSError: gone"
+
+
+def test_the_page_names_every_event() -> None:
+    sources = [path.read_text() for folder in ("raykv", "actors") for path in (ROOT / folder).rglob("*.py")]
+    told = {name for text in sources for name in re.findall(r'\bevents\.tell\(\s*"(\w+)"', text)} | {"start", "restart"}
+    page = (ROOT / "docs/deploy.md").read_text()
+    table = page[page.index("| `role` |") :]
+    named = set(re.findall(r"`(\w+)`", table[: table.index("\n\n")]))
+    assert named - {"role", "event", "directory", "store", "supervisor"} == told
 
 
 def test_nobody_elses_logging_is_changed() -> None:
