@@ -88,7 +88,7 @@ class DirectoryActor:
         self._state: Directory | None = None  # while in charge
         self._listener: Listener | None = None
         self._lock = threading.Lock()  # guards _state
-        self._metrics = DirectoryMetrics(pool)
+        self._metrics = DirectoryMetrics(pool, name)
         events.begin(registry.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
         if registry.settings(pool) is None:  # `start` waits, and shows how far it is
             compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))

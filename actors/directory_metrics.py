@@ -29,7 +29,9 @@ SLOT_STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", 
 class DirectoryMetrics:
     """Exports a directory's figures once in EXPORT_S, from when it takes charge."""
 
-    def __init__(self, pool: str) -> None:
+    def __init__(self, pool: str, name: str) -> None:
+        """name: of the directory's actor."""
+        self._name = name
         self._pool, self._exporter, self._clock = pool, Exporter(pool), TickClock()
         self._calls: dict[str, list[float]] = {}  # by method: how many, and seconds
         self._kept: dict[str, int] = {}
@@ -96,8 +98,8 @@ class DirectoryMetrics:
             self._tier_figures(node or "shared", tier)
 
     def _keep(self, totals: dict[str, int]) -> None:
-        """Have the next directory go on from here, if there is anything new."""
-        if totals != self._kept:
+        """Have the next directory go on from here, if there is anything new, and if no next one is in charge."""
+        if totals != self._kept and registry.in_charge(self._pool).name == self._name:
             registry.put(self._pool, "totals", json.dumps(totals).encode())
             self._kept = totals
 

@@ -37,7 +37,7 @@ class StoreMetrics:
         export = self._exporter
         export.set("start_time_seconds", self._started, role="store")
         export.total("altered_blocks_total", sum(memory.arena.corrupt for memory in self._memories))
-        for kind, count in (self._demoter.external.faults if self._demoter else {}).items():
+        for kind, count in (dict(self._demoter.external.faults) if self._demoter else {}).items():
             export.total("external_faults_total", count, kind=kind)
         for (peer, transport), (size, seconds, failures) in self._routes().items():
             tags = {"from": peer, "transport": transport}

@@ -349,7 +349,7 @@ class DirectoryClient:
             return
         for kind, count in dict(self.faults).items():
             self.metrics.total("faults_total", count, kind=kind)
-        if self.metrics.waits:
+        if self.metrics.waits and ray.is_initialized():
             self._exported = time.monotonic()
             self.metrics.flush()
 
@@ -378,10 +378,13 @@ def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None
         try:
             if ray.is_initialized():
                 client._tend()
-                client._export()
         except Exception as error:  # a client that no longer probes would stay down for good
             client.fault("probe", repr(error))
         pause, connection = client._rest()
+        try:
+            client._export()
+        except Exception as error:  # Ray is being shut down, or can't: nothing is a miss for that
+            log.debug("pool %s: its metrics: %r", client.pool, error)
         del client
 
 

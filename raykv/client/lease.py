@@ -50,7 +50,8 @@ class Lease:
     """Leased blocks of one call.
 
     source, staged: (n,) LOCATION of where each block lies, and of the slot on this node that it is pulled into
-    (slab_gen 0: none). keys: (n, 16).
+    (slab_gen 0: none). keys: (n, 16). found: how many blocks lay in this process's memory, on another node, and in an
+    external tier when they were leased.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Lease:
         self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a pull that was begun, and its answer
         self.source, self.keys, self.staged = source.copy(), keys, np.zeros(len(source), LOCATION)
         self._external = is_tier(source["node"])
+        here, external = int(self._here().sum()), int(self._external.sum())
+        self.found = {"memory": here, "external": external, "node": len(source) - here - external}
         self._wait_budget_s: float | None = None
         self._since = time.monotonic()
 
@@ -120,15 +123,10 @@ class Lease:
         """Let the blocks go. The directory learns of it with the next call."""
         self._session.directory.release(self.id)
 
-    def sources(self) -> dict[str, int]:
-        """How many blocks lie in this process's memory, on another node, and in an external tier."""
-        here, external = int(self._here().sum()), int(self._external.sum())
-        return {"memory": here, "external": external, "node": len(self) - here - external}
-
     def read(self, rows: Rows, verify: bool) -> int:
         """Copy the blocks out, rows[i] of block i. Returns how many leading rows hold their block."""
         begin, metrics = time.monotonic(), self._session.directory.metrics
-        with span("read", pool=self._session.name, blocks=len(self), **self.sources()) as it:
+        with span("read", pool=self._session.name, blocks=len(self), **self.found) as it:
             count = self._read(rows, verify)
             tell(it, read_blocks=count, bytes=count * self._block_bytes)
         metrics.observe("read_seconds", time.monotonic() - begin)

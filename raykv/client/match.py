@@ -41,17 +41,17 @@ class Match:
     def ask(self) -> Self:
         """Lease the blocks."""
         directory, node = self._session.directory, self._session.memory_name
-        with self._span() as it:
-            try:
+        try:
+            with self._span() as it:
                 for part in self._parts():
                     if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
                         break
-            except BaseException:  # a signal's: nobody would release what was leased before it
-                self.release()
-                raise
-            tell(it, hit_tokens=self.num_tokens, **self._hits())
-        if self._stage:
-            self.count()
+                tell(it, hit_tokens=self.num_tokens, **self._hits())
+            if self._stage:
+                self.count()
+        except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
+            self.release()
+            raise
         return self
 
     async def aask(self) -> Self:
@@ -70,15 +70,15 @@ class Match:
         return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._block_tokens)
 
     def _hits(self) -> dict[str, int]:
-        """Tokens that were found, by where they are."""
+        """Tokens that were found, by where they were."""
         found = dict.fromkeys(("memory", "node", "external"), 0)
         for lease in self._leases:
-            for source, blocks in lease.sources().items():
+            for source, blocks in lease.found.items():
                 found[source] += blocks * self._block_tokens
         return found
 
     def count(self) -> None:
-        """Count what was asked for and found, by where it is, for the metrics."""
+        """Count what was asked for and found, by where it was, for the metrics."""
         metrics, model, tokens = self._session.directory.metrics, self._keys.cache.model, self._block_tokens
         metrics.add("asked_tokens_total", len(self._keys) * tokens, model=model)
         for source, found in self._hits().items():

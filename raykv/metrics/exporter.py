@@ -76,10 +76,11 @@ class Exporter:
 
     def _metric(self, name: str) -> Any:
         if name not in self._metrics:
-            import ray
+            from ray._private.worker import global_worker
             from ray.util import metrics
 
-            self._node = self._node or ray.get_runtime_context().get_node_id()
+            # ray.get_runtime_context() would start a Ray cluster in a process that has just left its own
+            self._node = self._node or global_worker.current_node_id.hex()
             kind, _, text, tags = METRICS[name]
             keys = ("pool", *tags)
             if kind == "histogram":

@@ -13,11 +13,16 @@ def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
     attributes: become `raykv.<attribute>`. None, at the cost of a question, unless the process has a tracer provider.
     """
     trace = sys.modules.get("opentelemetry.trace")
-    if trace is None or isinstance(provider := trace.get_tracer_provider(), trace.ProxyTracerProvider):
+    if trace is None:
         return OFF
-    made: AbstractContextManager[Any] = provider.get_tracer("raykv").start_as_current_span(
-        f"raykv.{name}", attributes=_named(attributes)
-    )
+    try:
+        if isinstance(provider := trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            return OFF
+        made: AbstractContextManager[Any] = provider.get_tracer("raykv").start_as_current_span(
+            f"raykv.{name}", attributes=_named(attributes)
+        )
+    except Exception:  # another thread is importing it, or the provider that the environment names can't be loaded
+        return OFF
     return made
 
 

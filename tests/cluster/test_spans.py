@@ -34,6 +34,23 @@ class Traced(Worker):
         names = {span.context.span_id: span.name for span in spans}
         return [(s.name, names[s.parent.span_id] if s.parent else "", dict(s.attributes or {})) for s in spans]
 
+    def interrupt(self, seed: int) -> int:
+        """Match a prompt, with a signal while its span ends. Returns how many leases this process holds then."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+
+        class Struck(SpanProcessor):
+            def on_end(self, span: ReadableSpan) -> None:
+                raise KeyboardInterrupt
+
+        provider = TracerProvider()
+        provider.add_span_processor(Struck())
+        trace.set_tracer_provider(provider)
+        cache = self.cache()
+        with pytest.raises(KeyboardInterrupt):
+            cache.match(cache.keys(tokens(seed, 4)))
+        return len(self.pool.session.directory._held)
+
 
 def test_spans_say_what_was_hit_and_where(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(cpu_memory=32 * MIB)
@@ -52,3 +69,12 @@ def test_spans_say_what_was_hit_and_where(start: Callable[..., raykv.KVPool]) ->
     assert spans[1][2] == {**asked, "raykv.memory": 64, "raykv.node": 0, "raykv.external": 0}
     assert spans[3][2] == {**asked, "raykv.memory": 0, "raykv.node": 64, "raykv.external": 0}
     assert spans[5][2]["raykv.bytes"] == 4 * BLOCK and spans[5][2]["raykv.node"] == 4
+
+
+def test_a_match_that_a_signal_ends_with_its_span_holds_nothing(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(cpu_memory=32 * MIB)
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    assert store(cache, cache.keys(tokens(1, 4))) == 4
+    struck = worker(pool, pool.node_id, Traced)
+    assert ray.get(struck.interrupt.remote(1), timeout=60) == 0
+    eventually(lambda: pool.stats()["leases"] == 0)

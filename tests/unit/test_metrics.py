@@ -1,8 +1,11 @@
 """What is handed to Ray's metrics: names, totals and ages."""
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +13,7 @@ from docs.write_metrics import PAGE, page
 from raykv.metrics import tick_clock
 from raykv.metrics.exporter import Exporter
 from raykv.metrics.metric import METRICS
+from raykv.metrics.span import OFF, span
 from raykv.metrics.tick_clock import TickClock
 
 
@@ -72,3 +76,18 @@ def test_many_samples_are_thinned_out_and_ages_stay_about_right(growth: list[int
             assert clock.age(wanted) <= right and clock.age(wanted) >= 0
     finally:
         tick_clock.SAMPLES_MAX = limit
+
+
+def test_a_process_that_left_ray_starts_none_for_its_metrics() -> None:
+    assert not ray.is_initialized()
+    exporter = Exporter("p")
+    exporter.add("saved_tokens_total", 1, model="m")
+    with pytest.raises(AttributeError):
+        exporter.flush()
+    assert not ray.is_initialized()
+
+
+def test_a_tracer_that_is_being_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's import puts the module there before what is in it."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
+    assert span("match", pool="p") is OFF
