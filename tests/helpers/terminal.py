@@ -1,7 +1,6 @@
 """The `raykv` command in a terminal of a given width."""
 
 import fcntl
-import itertools
 import os
 import pty
 import re
@@ -9,10 +8,10 @@ import shlex
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from pathlib import Path
 
-_numbers = itertools.count()
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -45,7 +44,7 @@ class Tmux:
     """The command in a terminal of tmux, with a server of its own. Once it has ended, `rc=` and `stty -a` are shown."""
 
     def __init__(self, columns: int, *args: str, address: str) -> None:
-        self._socket = f"raykv-{os.getpid()}-{next(_numbers)}"
+        self._folder = tempfile.TemporaryDirectory()
         command = shlex.join([sys.executable, "-m", "raykv.cli", *args])
         script = f"trap : INT; echo before; {command}; echo rc=$?; stty -a; exec cat"  # Ctrl-C is the command's
         size = ("-x", str(columns), "-y", "24")
@@ -56,6 +55,7 @@ class Tmux:
 
     def __exit__(self, *_: object) -> None:
         self._ask("kill-server")
+        self._folder.cleanup()
 
     def shown(self) -> str:
         """What is on the screen now."""
@@ -72,7 +72,7 @@ class Tmux:
 
     def _ask(self, *args: str) -> str:
         env = dict(os.environ)  # without the COLUMNS that libreadline puts beside it
-        command = ["tmux", "-L", self._socket, *args]
+        command = ["tmux", "-S", f"{self._folder.name}/socket", *args]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         return done.stdout
