@@ -236,7 +236,9 @@ def _read_elsewhere(c, firsts, covered, n, node, source, staged):
     moved = 0
     for j in range(n - covered):
         i = n - 1 - j
-        other = _primary_elsewhere(c, np.int64(source[i]), np.int64(firsts[i]), node)
+        if not _is_own_replica(c, np.int64(source[i]), node):
+            continue
+        other = _primary_elsewhere(c, np.int64(firsts[i]), node)
         if other >= 0:
             hold(c, other)
             unhold(c, source[i])
@@ -247,10 +249,14 @@ def _read_elsewhere(c, firsts, covered, n, node, source, staged):
 
 
 @kernel
-def _primary_elsewhere(c, row, first, node):
-    """The primary on another node to read instead of `row`, a replica on `node`. -1: none, or it is no such one."""
-    if c.rows[row].state != REPLICA or node_of(c, row) != node:
-        return np.int64(-1)
+def _is_own_replica(c, row, node):
+    """Whether a row is a replica on `node`."""
+    return c.rows[row].state == REPLICA and node_of(c, row) == node
+
+
+@kernel
+def _primary_elsewhere(c, first, node):
+    """Of a key's rows, its primary on another node; -1 if there is none."""
     while first >= 0 and not (_readable(c, first) and node_of(c, first) != node):
         first = np.int64(c.rows[first].same)
     return first
@@ -269,7 +275,9 @@ def pass_by(c, keys, source, gens, node, staged):
         if row < 0 or c.rows[row].gen != gens[i]:
             source[i] = -1  # it is gone
             continue
-        other = _primary_elsewhere(c, row, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
+        if not _is_own_replica(c, row, node):  # asked first: a look into the index costs 50 times as much
+            continue
+        other = _primary_elsewhere(c, row_at(c, probe(c, keys[i, 0], keys[i, 1])), node)
         if other >= 0:
             hold(c, other)
             unhold(c, row)
