@@ -13,6 +13,7 @@ from ray import cloudpickle
 from helpers.pools import PATIENCE_S, WAYS
 from helpers.world import World
 from raykv.actors.directory import CALLS, DirectoryActor
+from raykv.actors.directory_metrics import DirectoryMetrics
 from raykv.client.directory_line import DirectoryLine
 from raykv.client.pipeline import Pipeline
 from raykv.directory.directory import Directory
@@ -49,6 +50,10 @@ class Clock:
     def monotonic(cls) -> float:
         return cls.now
 
+    @classmethod
+    def perf_counter(cls) -> float:
+        return cls.now
+
 
 class Windowed(Directory):
     """As the actor has it, with the staging window of the world's node that joins."""
@@ -64,6 +69,7 @@ class Actor(DirectoryActor):
 
     def __init__(self, directory: Directory, transport: str) -> None:
         self._pool, self._state, self._lock = "p", directory, threading.Lock()
+        self._metrics = DirectoryMetrics("p", "p/directory-1")
         self._listener = self._listen(transport)
 
 
