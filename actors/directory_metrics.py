@@ -76,7 +76,7 @@ class DirectoryMetrics:
         export, now = self._exporter, time.monotonic()
         with self._lock:
             directory = self._directory
-            totals, gauges, tiers = directory.totals(), directory.gauges(), directory.tier_stats()
+            totals, gauges, tiers = directory.totals(), directory.gauges(), directory.tier_fill()
             oldest = directory.oldest_lease()
             calls = {method: tuple(sums) for method, sums in self._calls.items()}
             self._clock.sample(directory.tick, now)

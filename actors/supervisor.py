@@ -94,9 +94,11 @@ class Supervisor:
         self._loop.join(STOP_DEADLINE_S)  # a look that is under way may start a store
 
     def _watch(self) -> float:
-        self._look()
-        if time.monotonic() > self._exported + EXPORT_S:
-            self._export()
+        try:
+            self._look()
+        finally:  # what could not be looked at is told, too
+            if time.monotonic() > self._exported + EXPORT_S:
+                self._export()
         return self._pause()
 
     def _export(self) -> None:

@@ -126,9 +126,9 @@ class Directory(Membership):
         node = self.nodes.get(name)
         return None if node is None else self._allocator.stats(node, now)
 
-    def tier_stats(self) -> dict[str, dict[str, Any]]:
-        """By the node that owns a tier, or "" for one that all share."""
-        return self._tier_catalog.stats()
+    def tier_fill(self) -> dict[str, dict[str, Any]]:
+        """By the node that owns a tier, or "" for one that all share; see TierCatalog.fill."""
+        return self._tier_catalog.fill()
 
     # ------------------------------------------------------------------ readers
 

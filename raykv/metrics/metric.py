@@ -33,7 +33,7 @@ METRICS: dict[str, Metric] = {
         ("stored_blocks_total", "counter", "Blocks that were written and offered.", ()),
         ("refused_blocks_total", "counter", "Blocks that found no room.", ()),
         ("corrupt_blocks_total", "counter", "Blocks that were not what the directory said, and were forgotten.", ()),
-        ("evicted_blocks_total", "counter", "Blocks that were evicted from memory.", ()),
+        ("evicted_blocks_total", "counter", "Blocks that were evicted, from memory or an external tier.", ()),
         ("preempted_requests_total", "counter", "Requests of which blocks were swapped out.", ()),
         ("blocks", "gauge", "Different blocks that the pool has.", ()),
         ("pinned_blocks", "gauge", "Blocks that stay until they are unpinned.", ()),

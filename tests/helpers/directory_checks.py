@@ -229,6 +229,8 @@ def _check_tiers(directory: Directory) -> None:
         under_way = [r for r, g in demoting if rows[r]["gen"] == g and rows[r]["state"] == columns.DEMOTING]
         assert sorted(under_way) == tier_class[rows["state"][tier_class] == columns.DEMOTING].tolist()
         stats = directory.stats(0.0)["tiers"][tier.owner or ""]
+        fill, taken = directory.tier_fill()[tier.owner or ""], rows["state"][mine] != columns.FREE
+        assert fill["blocks"] == taken.sum() >= stats["blocks"] and fill["bytes_used"] >= stats["bytes_used"]
         assert stats["blocks"] == len(external) and stats["bytes_used"] <= max(stats["capacity"], tier.slab_bytes)
 
 
