@@ -32,8 +32,8 @@ def _of_session() -> Path:
     """Ray wipes this folder when it starts."""
     from ray._private.worker import global_worker
 
-    from raykv.client.session import connect
+    from raykv.cli import shell
 
-    connect("default")
+    shell.join("default")
     node: Any = global_worker.node
     return Path(node.get_session_dir_path(), "metrics", "grafana", "dashboards")

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 import raykv
-from raykv.client.session import connect
+from raykv.cli import shell
 from raykv.doctor import exchange
 from raykv.doctor.examination import Examination
 from raykv.doctor.finding import ADVICE, OK, WRONG, Finding
@@ -22,7 +22,7 @@ class Report:
 
     def __init__(self, name: str | None) -> None:
         """name: of a pool that runs, whose stores are to be looked at too. PoolNotFound where it does not."""
-        connect(name or "default")
+        shell.join(name or "default")
         pool = raykv.attach(name) if name else None
         examination = Examination()
         self.hosts = examination.hosts
