@@ -314,7 +314,10 @@ def test_whoever_waits_learns_at_once_that_the_server_was_killed(server: Server)
     told: list[Answer] = []
 
     async def in_loop(number: int) -> None:
-        await asyncio.gather(*(aask(pipeline, number + i) for i in range(5)))
+        asked = await asyncio.gather(*(aask(pipeline, number + i) for i in range(5)), return_exceptions=True)
+        for error in asked:  # all have ended: a loop that closes before that leaves them as they are
+            assert isinstance(error, ConnectionError)
+        raise asked[0]  # type: ignore[misc]
 
     send(pipeline, 0, seconds=PATIENCE_S)
     pipeline.send(question(1), told.append)
