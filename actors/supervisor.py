@@ -56,6 +56,7 @@ class Supervisor:
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # of every store, the answer that is due
         self._silent: dict[str, float] = {}  # since when a store has not answered, or when that was last looked into
+        self._living: set[str] = set()  # nodes, at the last look
         self._served: set[str] = set()  # nodes whose store has answered
         self._draining: set[str] = set()  # nodes that are being emptied, or were
         now, failures = time.monotonic(), registry.failures(pool)  # of a supervisor before this one
@@ -104,10 +105,9 @@ class Supervisor:
     def _export(self) -> None:
         """Tell Ray's metrics agent how many nodes there are, and which have a store."""
         self._exported = time.monotonic()
-        living = registry.living()
         self._exporter.set("start_time_seconds", self._started, role="supervisor")
-        self._exporter.set("ray_nodes", len(living))
-        for node_id in living:
+        self._exporter.set("ray_nodes", len(self._living))
+        for node_id in self._living:
             up = node_id in self._served and node_id in self._stores and _is_alive(self._stores[node_id])
             self._exporter.set("store_up", float(up), node=node_id)
         self._exporter.set("directory_up", float(self._exported - self._answered < REST_S + LATE_S))
@@ -123,10 +123,10 @@ class Supervisor:
 
     def _look(self) -> None:
         """Look closely, unless one question to Ray says that all is as it was: that takes seven."""
-        living, some_leave = _nodes()
-        if some_leave or living != self._stores.keys() or not self._at_rest():
+        self._living, some_leave = _nodes()
+        if some_leave or self._living != self._stores.keys() or not self._at_rest():
             self._rests_until = 0.0
-            self._look_closely(living)
+            self._look_closely(self._living)
 
     def _at_rest(self) -> bool:
         """Whether the last close look is not long ago, all was well, and Ray has told of no store that died since."""

@@ -46,9 +46,10 @@ class Match:
                 for part in self._parts():
                     if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
                         break
-                tell(it, hit_tokens=self.num_tokens, **self._hits())
+                hits = self._hits()
+                tell(it, hit_tokens=self.num_tokens, **hits)
             if self._stage:
-                self.count()
+                self._count(hits)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise
@@ -61,8 +62,9 @@ class Match:
             for part in self._parts():
                 if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
                     break
-            tell(it, hit_tokens=self.num_tokens, **self._hits())
-        self.count()
+            hits = self._hits()
+            tell(it, hit_tokens=self.num_tokens, **hits)
+        self._count(hits)
         return self
 
     def _span(self) -> AbstractContextManager[Any]:
@@ -79,9 +81,12 @@ class Match:
 
     def count(self) -> None:
         """Count what was asked for and found, by where it was, for the metrics."""
+        self._count(self._hits())
+
+    def _count(self, hits: dict[str, int]) -> None:
         metrics, model, tokens = self._session.directory.metrics, self._keys.cache.model, self._block_tokens
         metrics.add("asked_tokens_total", len(self._keys) * tokens, model=model)
-        for source, found in self._hits().items():
+        for source, found in hits.items():
             metrics.add("hit_tokens_total", found, model=model, source=source)
 
     def count_saved(self, blocks: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 import ray
 from helpers.command_line import command
 from helpers.poor_machine import poor_machine, why_not
+from helpers.without_raykv import WITHOUT_RAYKV
 from rich.text import Text
 
 import raykv
@@ -23,14 +24,6 @@ from raykv.arena.arena import open_own
 from raykv.doctor import exchange, facts, judgement
 from raykv.doctor.finding import ADVICE, OK, WRONG
 
-WITHOUT_RAYKV = """
-import sys
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "raykv":
-            raise ModuleNotFoundError("No module named 'raykv'")
-sys.meta_path.insert(0, Finder())
-"""
 DIE_WITH_AN_ARENA = """
 import os, signal, sys
 from raykv.arena import files

@@ -1,10 +1,7 @@
 """A node store that does not answer: what needs it is a miss, the rest is not held up, and it is not asked twice."""
 
 import asyncio
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,7 @@ from helpers.pools import (
     pid,
     read,
     settled,
-    suspend,
+    stopped,
     tokens,
     worker,
 )
@@ -34,16 +31,6 @@ WAITING = 24  # reads: more than work at a time
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
     return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
-
-
-@contextmanager
-def stopped(pool: raykv.KVPool, node_id: str) -> Iterator[None]:
-    process = pid(node_store(pool, node_id))
-    suspend(process)
-    try:
-        yield
-    finally:
-        os.kill(process, signal.SIGCONT)
 
 
 def state(pool: raykv.KVPool, node_id: str) -> str:
@@ -72,7 +59,7 @@ def test_a_reader_beside_a_stopped_store_reads_the_memory_of_its_node(start: Cal
     (far,) = kept(pool, cache, other_node(pool), range(1, 2), 20)
     there = worker(pool, other_node(pool))
     eventually(lambda: ray.get(there.holds.remote(keys), timeout=60))
-    with stopped(pool, pool.node_id):
+    with stopped(pid(node_store(pool, pool.node_id))):
         eventually(lambda: state(pool, pool.node_id) == "suspect")
         for _ in range(3):
             assert read(cache, keys) == (20, 20, 0, [pool.node_id])
@@ -89,7 +76,7 @@ def test_a_store_that_was_late_is_not_asked_again_until_it_answers(start: Callab
     matches = [cache.match(keys) for keys in far[:5]]
     assert [match.num_blocks for match in matches] == [1] * 5
     before = pulled(pool)
-    with stopped(pool, pool.node_id):
+    with stopped(pid(node_store(pool, pool.node_id))):
         assert [match.read(out) for match in matches] == [0] * 5
         assert pool.session.directory.faults["silent"] == 4
         with cache.match(far[5]) as match:
@@ -112,7 +99,7 @@ def test_a_node_that_was_late_is_left_alone(start: Callable[..., raykv.KVPool]) 
     out = np.zeros((1, BLOCK), np.uint8)
     matches = [cache.match(keys) for keys in far]
     assert [match.num_blocks for match in matches] == [1] * 5
-    with stopped(pool, other_node(pool)):
+    with stopped(pid(node_store(pool, other_node(pool)))):
         assert [match.read(out) for match in matches] == [0] * 5
         assert pool.session.directory.faults["silent"] == 4
         assert read(cache, near)[:3] == (8, 8, 0)
@@ -149,7 +136,7 @@ def test_async_callers_do_not_queue_behind_a_stopped_store(start: Callable[..., 
         assert not any(task.done() for task in waiting), "what needs another was served first"
         return done, await asyncio.gather(*waiting)
 
-    with stopped(pool, pool.node_id):
+    with stopped(pid(node_store(pool, pool.node_id))):
         done, late = asyncio.run(go())
     assert done[:2] == [8, 8]
     assert late == [0] * WAITING

@@ -16,20 +16,13 @@ import ray
 from helpers.command_line import command
 from helpers.pages import ROOT
 from helpers.pools import Attached, actor_names, eventually, shm_files, worker
+from helpers.without_raykv import WITHOUT_RAYKV
 
 import raykv
 from raykv import registry
 from raykv.protocol import VERSION
 
 MIB = 1 << 20
-WITHOUT_RAYKV = """
-import sys
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "raykv":
-            raise ModuleNotFoundError("No module named 'raykv'")
-sys.meta_path.insert(0, Finder())
-"""
 LEAVE_AN_ARENA = """
 import sys
 from raykv.arena.arena import open_own

@@ -1,11 +1,10 @@
 """`raykv status`: every living Ray node and why it does not serve, whole at any width; its ids are what others take."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import ray
 from helpers.command_line import command, last_json
 from helpers.pages import ROOT
-from helpers.pools import MIB, eventually, keep, node_store, other_node, part, pid, suspend, tokens
+from helpers.pools import MIB, eventually, keep, node_store, other_node, part, pid, stopped, tokens
 from helpers.terminal import in_terminal
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.dashboard.modules.job.utils import get_driver_jobs
@@ -30,15 +29,6 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
     cache = pool.cache(model="m", block_tokens=16, block_bytes=4096)
     keep(cache, cache.keys(tokens(0, 10)))
     return pool
-
-
-@contextlib.contextmanager
-def stopped(process: int) -> Iterator[None]:
-    suspend(process)
-    try:
-        yield
-    finally:
-        os.kill(process, signal.SIGCONT)
 
 
 def member(pool: raykv.KVPool, node_id: str) -> Member:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -214,6 +214,16 @@ def suspend(process: int) -> None:
     """SIGSTOP, and wait until it stands still: until then it may answer."""
     os.kill(process, signal.SIGSTOP)
     eventually(lambda: all(state in "TX" for state in _states(process)))
+
+
+@contextlib.contextmanager
+def stopped(process: int) -> Iterator[None]:
+    """It stands still meanwhile, and goes on afterwards."""
+    suspend(process)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
 
 
 def _states(process: int) -> list[str]:

@@ -1,0 +1,10 @@
+"""A `sitecustomize.py` of a Python that has no raykv."""
+
+WITHOUT_RAYKV = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "raykv":
+            raise ModuleNotFoundError("No module named 'raykv'")
+sys.meta_path.insert(0, Finder())
+"""
