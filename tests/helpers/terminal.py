@@ -19,9 +19,10 @@ def in_terminal(columns: int, *args: str, address: str) -> str:
     """What a command writes to a terminal of so many columns, without colours."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     command = [sys.executable, "-m", "raykv.cli", *args]
-    with subprocess.Popen(command, env={**env, "RAY_ADDRESS": address}, stdout=theirs, stderr=subprocess.PIPE) as run:
+    with subprocess.Popen(
+        command, env={**_sizeless(), "RAY_ADDRESS": address}, stdout=theirs, stderr=subprocess.PIPE
+    ) as run:
         os.close(theirs)
         written = b""
         while part := _read(ours):
@@ -30,6 +31,11 @@ def in_terminal(columns: int, *args: str, address: str) -> str:
     os.close(ours)
     assert run.returncode == 0, errors
     return STYLE.sub("", written.decode().replace("\r\n", "\n"))
+
+
+def _sizeless() -> dict[str, str]:
+    """The environment, without the size of another terminal: libreadline puts that into it."""
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 
 
 def _read(terminal: int) -> bytes:
@@ -71,8 +77,7 @@ class Tmux:
         self._ask("pipe-pane", f"exec cat >> {shlex.quote(str(file))}")
 
     def _ask(self, *args: str) -> str:
-        env = dict(os.environ)  # without the COLUMNS that libreadline puts beside it
         command = ["tmux", "-S", f"{self._folder.name}/socket", *args]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, env=_sizeless(), capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         return done.stdout
