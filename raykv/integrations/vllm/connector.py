@@ -88,11 +88,11 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
         self._computes = forward_context.attn_metadata is not None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        if not self._computes:
-            self.connector_worker.worker.pause()
+        worker = self.connector_worker.worker
+        worker.computes() if self._computes else worker.pause()
         requests = dict(self.connector_worker._load_jobs)
         sent, received = self.get_finished(finished_req_ids)
-        failed = {requests[job] for job in self.connector_worker.worker.take_failed()}
+        failed = {requests[job] for job in worker.take_failed()}
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
 

@@ -33,7 +33,7 @@ from raykv.protocol import KEY_BYTES
 log = logging.getLogger("raykv")
 
 STREAMS = 4  # loads from other nodes at a time; those from this node wait for none of them
-PAUSE_S = 0.002  # of an engine that has nothing to compute
+PAUSES_S = (0.0005, 0.005)  # of an engine that has nothing to compute: the first, and the longest
 GRACE_S = 0.02  # that an engine waits for the directory when it wants back a block that is still to be stored
 
 
@@ -82,6 +82,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._mutex = threading.Lock()  # guards the state of every job
         self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
         self._some_done = threading.Event()
+        self._pause_s = PAUSES_S[0]
         self._failed: set[int] = set()
         self._reported: set[int] = set()
 
@@ -94,11 +95,20 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         job = self._jobs[job_id] = Job(job_id, "copying", self._mark())
         threads = self._streams if src_spec.parts[self._part].away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
+        self._pause_s = PAUSES_S[1]  # it ends when the load does
         return True
 
     def pause(self) -> None:
-        """Wait a moment, in steps that compute nothing: scheduler and worker that poll would take the copy's cores."""
-        self._some_done.wait(PAUSE_S)
+        """Wait a moment, in steps that compute nothing: scheduler and worker that poll would take the copy's cores.
+
+        Short at first: most look-ups are answered by the next step.
+        """
+        self._some_done.wait(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
+
+    def computes(self) -> None:
+        """The engine has something to compute: when it has nothing again, the first pause is short."""
+        self._pause_s = PAUSES_S[0]
 
     def get_finished(self) -> list[TransferResult]:
         results = []
