@@ -38,7 +38,7 @@ def serve(pool: str, host: str | None, port: int | None) -> Page:
         stop(pool)
     actor = start_page(pool, see, host or HOST, PORT if port is None else port, head.node_id)
     try:
-        place = Place(*ray.get(actor.place.remote(), timeout=ANSWER_S))
+        place: Place = ray.get(actor.place.remote(), timeout=ANSWER_S)
     except RayActorError as error:
         raise RayKVError(reason_of(error)) from None
     if (host or place.host) != place.host or (port or place.port) != place.port:

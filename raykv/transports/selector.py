@@ -119,7 +119,7 @@ class TransportSelector:
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By peer: the `transport` used last, its GB/s (1e9 bytes) as `gbps`; of each, `bytes` and failures (`failed`)."""
+        """By peer: `transport` used last, its GB/s (1e9 bytes) as `gbps`; of each, `bytes` and failures as `failed`."""
         with self._mutex:
             states = [
                 (peer.name, state) for peer, state in self._states.items() if state.last_used and not peer.external

@@ -57,12 +57,12 @@ class PageActor:
     def ping(self) -> int:
         return os.getpid()
 
-    def place(self) -> tuple[str, int, str]:
-        """The Place, as a plain tuple."""
-        return tuple(self._place)
+    def place(self) -> Place:
+        """Where the page is."""
+        return self._place
 
     def _state(self, after: float) -> dict[str, Any]:
-        """What the page shows; see History.since. run: of this actor. trouble: why no look succeeds; "" where one does."""
+        """What the page shows; see History.since. run: of this actor. trouble: why the last look failed; "" else."""
         if time.monotonic() > self._asked + OPEN_S:
             self._loop.wake()
         self._asked = time.monotonic()
@@ -101,8 +101,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
     except OSError as error:
         raise OSError(
-            f"the page can't be served at {host}:{port}: {error.strerror}. Give another --port, 0 for any that is free, "
-            f"or another --host"
+            f"the page can't be served at {host}:{port}: {error.strerror}. Give another --port, 0 for any "
+            f"that is free, or another --host"
         ) from error
 
 

@@ -51,8 +51,11 @@ def _node(old: Node, new: Node) -> Iterator[tuple[str, str]]:
 def _new_state(old: Node, new: Node, name: str) -> Iterator[tuple[str, str]]:
     if new.state == "alive":
         starts = old.state in ("starting", "joining") or (old.state == "no store" and old.restarts is None)
-        yield "good", f"the drain of {name} ended" if old.state == "leaving" else (
-            f"the store on {name} serves" if starts else f"the store on {name} serves again"
+        yield (
+            "good",
+            f"the drain of {name} ended"
+            if old.state == "leaving"
+            else (f"the store on {name} serves" if starts else f"the store on {name} serves again"),
         )
     elif new.state == "leaving":
         yield "note", f"{name} is being drained"

@@ -1,4 +1,4 @@
-"""What the page shows of a pool at one moment. Its fields are JSON as the page's scripts read it: see static/page.js."""
+"""What the page shows of a pool at one moment. As JSON it is what the page's scripts read: see static/page.js."""
 
 from dataclasses import dataclass
 

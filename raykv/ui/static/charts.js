@@ -1,8 +1,8 @@
 // The four charts over time, with uPlot. They share the time axis, the cursor and the marks of events.
 
-import { at, bytes, h, percent, rate } from "./dom.js";
+import { at, h, percent, rate } from "./dom.js";
 
-const HEIGHT = 190;
+const HEIGHT = 170;
 const SOURCES = { "this node": "blue", "other nodes": "green", gpu: "violet", "external tier": "amber" };
 const COLORS = ["blue", "green", "amber", "violet", "red", "grey"];
 const TITLES = { tier: "external tier:", transport: "transfer failed:" };
@@ -30,9 +30,9 @@ const CHARTS = [
     shown: (samples) => samples.names("bytes:"),
     label: (name) => name.slice(6),
     values: (samples, name, first) => samples.rates(name, first),
-    format: (n) => `${bytes(n)}/s`,
+    format: (n) => `${rate(n)}B/s`,
     stacked: true,
-    top: 1024,
+    top: 1000,
     none: "Nothing was read from another node yet.",
   },
   {
@@ -41,7 +41,7 @@ const CHARTS = [
     label: (name) => name,
     color: (name) => ({ stored: "blue", evicted: "amber", refused: "red" })[name],
     values: (samples, name, first) => samples.rates(name, first),
-    format: (n) => `${rate(n)}/s`,
+    format: (n) => `${rate(n).trim()}/s`,
     top: 1,
     none: "No block was stored yet.",
   },
@@ -49,8 +49,9 @@ const CHARTS = [
     id: "faults",
     shown: (samples) => samples.names("fault:").filter((name) => samples.total(name)),
     label: (name) => faultName(name.slice(6)),
+    color: (_, i) => ["red", "amber", "violet", "blue", "green", "grey"][i % COLORS.length],
     values: (samples, name, first) => samples.rates(name, first).map((n) => (n === null ? null : 60 * n)),
-    format: (n) => `${rate(n)}/min`,
+    format: (n) => `${rate(n).trim()}/min`,
     top: 1,
     none: "No fault was counted.",
   },
@@ -97,7 +98,7 @@ function drawOne(chart, samples, seconds, marks) {
   const raw = names.map((name) => chart.values(samples, name, first));
   const data = [samples.t.slice(first), ...(chart.stacked ? stack(raw) : raw)];
   const until = samples.t.at(-1);
-  const scale = { min: seconds ? until - seconds : samples.t[0], max: until };
+  const scale = { min: samples.since(seconds), max: until };
   if (known?.names.join() === names.join()) {
     Object.assign(known, { raw, marks, scale });
     known.plot.setData(data);
@@ -121,8 +122,8 @@ function stack(raw) {
 
 function options(chart, state, place) {
   const grid = { stroke: style("grid"), width: 1 };
-  const axis = { stroke: style("quiet"), grid, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-  const color = (name, i) => style(chart.color?.(name) ?? COLORS[i % COLORS.length]);
+  const axis = { stroke: style("quiet"), grid, ticks: { show: false }, gap: 6, font: "12px system-ui, sans-serif" };
+  const color = (name, i) => style(chart.color?.(name, i) ?? COLORS[i % COLORS.length]);
   const shownAt = (i) => (plot, _, series, index) => {
     const value = index === null ? lastOf(state.raw[i]) : state.raw[i][index];
     return value === null || value === undefined ? "-" : chart.format(value);
@@ -137,8 +138,8 @@ function options(chart, state, place) {
       y: { range: (_, low, high) => [0, chart.id === "hits" ? 1 : Math.max(chart.top, (high ?? 0) * 1.1)] },
     },
     axes: [
-      { ...axis, space: 70, values: times },
-      { ...axis, size: 70, values: (_, splits) => splits.map((n) => chart.format(n)) },
+      { ...axis, space: 80, size: 26, values: times },
+      { ...axis, size: 66, values: (_, splits) => splits.map((n) => chart.format(n)) },
     ],
     series: [
       { label: "time", value: (_, t) => (t ? new Date(1000 * t).toLocaleTimeString("en-GB") : "now") },
@@ -168,10 +169,12 @@ function drawMarks(plot, marks) {
   ctx.save();
   ctx.setLineDash([3, 3]);
   ctx.lineWidth = devicePixelRatio;
+  ctx.globalAlpha = 0.7;
   for (const { t, kind } of marks) {
+    if (kind === "good") continue;
     const x = plot.valToPos(t, "x", true);
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    ctx.strokeStyle = style(kind === "bad" ? "red" : kind === "good" ? "green" : "quiet");
+    ctx.strokeStyle = style(kind === "bad" ? "red" : "quiet");
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);

@@ -15,6 +15,7 @@ export function h(tag, properties = {}, ...children) {
 
 /** Makes a table of columns {title, number, cell: row => text} and rows; `none` is said where there is no row. */
 export function fillTable(table, columns, rows, none) {
+  if (isSelectedIn(table)) return; // somebody is about to copy it
   const head = columns.map((c) => h("th", { scope: "col", class: c.number ? "number" : "" }, c.title));
   const cells = (row) => columns.map((c) => h("td", { class: c.number ? "number" : "", "data-title": c.title }, c.cell(row)));
   const body = rows.length
@@ -23,8 +24,13 @@ export function fillTable(table, columns, rows, none) {
   table.replaceChildren(h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...body));
 }
 
+function isSelectedIn(element) {
+  const selection = getSelection();
+  return !selection.isCollapsed && element.contains(selection.anchorNode);
+}
+
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-const DECIMAL = ["", "k", "M", "G", "T"];
+const DECIMAL = [" ", " k", " M", " G", " T"];
 
 function scaled(value, base, units) {
   let unit = 0;
@@ -37,7 +43,7 @@ function scaled(value, base, units) {
 }
 
 export const bytes = (n) => scaled(n, 1024, SIZES).join(" ");
-export const rate = (n) => { const [value, unit] = scaled(n, 1000, DECIMAL); return value + unit; };
+export const rate = (n) => scaled(n, 1000, DECIMAL).join("");
 export const count = (n) => n.toLocaleString("en");
 export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}%`;
 export const clock = (t) => new Date(1000 * t).toLocaleTimeString("en-GB");

@@ -7,23 +7,25 @@ const FEW = 24; // nodes that get large tiles
 const TIERS = ["gpu", "memory", "external"];
 let open = ""; // id of the node whose facts are shown
 
+/** Tiles stay while their node does, so that a click is not lost on one that is replaced meanwhile. */
 export function drawNodes(nodes) {
   const list = at("nodes");
-  const focused = document.activeElement?.dataset?.node;
   list.classList.toggle("many", nodes.length > FEW);
-  list.replaceChildren(...nodes.map(tile));
-  if (focused) list.querySelector(`[data-node="${CSS.escape(focused)}"]`)?.focus();
+  const before = new Map([...list.children].map((item) => [item.firstChild.dataset.node, item]));
+  const items = nodes.map((node) => drawTile(before.get(node.id) ?? newTile(node.id), node));
+  if (before.size !== items.length || items.some((item, i) => item !== list.children[i])) list.replaceChildren(...items);
   const shown = nodes.find((node) => node.id === open);
   if (shown && at("node").open) drawFacts(shown);
 }
 
-function tile(node) {
+const newTile = (id) => h("li", {}, h("button", { type: "button", "data-node": id, "aria-haspopup": "dialog" }));
+
+function drawTile(item, node) {
   const bars = TIERS.filter((tier) => node.fills[tier]).map((tier) => bar(tier, ...node.fills[tier]));
   const head = h("span", { class: "head" }, h("strong", {}, node.shown), h("span", { class: `state ${kind(node)}` }, node.state));
-  const who = h("span", { class: "quiet who" }, node.host);
-  const button = h("button", { type: "button", "data-node": node.id, "aria-haspopup": "dialog", onclick: () => show(node) });
-  button.append(head, who, ...bars);
-  return h("li", {}, button);
+  item.firstChild.replaceChildren(head, h("span", { class: "quiet who" }, node.host), ...bars);
+  item.firstChild.onclick = () => show(node);
+  return item;
 }
 
 function bar(tier, used, size) {

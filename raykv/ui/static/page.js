@@ -51,10 +51,8 @@ function drawAll() {
 }
 
 function drawTime() {
-  const until = samples.t.at(-1);
-  const from = range ? until - range : samples.t[0];
   draw(samples, range, events);
-  drawEvents(events, from, until);
+  drawEvents(events, samples.since(range), samples.t.at(-1));
 }
 
 function drawTiles() {
@@ -73,8 +71,8 @@ function drawTiles() {
     ["lately", "Last minute", lately ? percent(found / lately) : "-", lately ? `${count(found)} of ${count(lately)} blocks` : "no block was asked for"],
     ["memory", "Memory in use", size ? percent(used / size, 0) : "-", `${bytes(used)} of ${bytes(size)}`],
     ["keys", "Blocks", known ? count(counts.keys) : "-", known ? `${count(counts.pinned)} pinned, ${count(counts.leases)} being read` : ""],
-    ["moved", "Between nodes", `${bytes(moved / seconds)}/s`, "in the last minute"],
-    ["evicted", "Evicted", `${rate(samples.lately("evicted", LATELY_S) / seconds)}/s`, known ? `${count(counts.evicted)} since the pool started` : ""],
+    ["moved", "Between nodes", `${rate(moved / seconds)}B/s`, "in the last minute"],
+    ["evicted", "Evicted", `${rate(samples.lately("evicted", LATELY_S) / seconds).trim()}/s`, known ? `${count(counts.evicted)} since the pool started` : ""],
     ["clients", "Clients", known ? count(counts.clients) : "-", "processes that use the pool"],
     ["fault-count", "Faults", count(faults.reduce((sum, name) => sum + samples.total(name), 0)), worst || "none counted"],
   ];

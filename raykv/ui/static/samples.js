@@ -48,6 +48,11 @@ export class Samples {
     return first < 0 ? 0 : (sums.at(-1) ?? 0) - (sums[first] ?? 0);
   }
 
+  /** When what is shown of the last `seconds` begins; 0: of all. */
+  since(seconds) {
+    return seconds ? Math.max(this.t[0], this.t.at(-1) - seconds) : this.t[0];
+  }
+
   /** Index of the first sample of the last `seconds`; 0: of all. */
   first(seconds) {
     return seconds ? Math.max(0, this.t.findIndex((t) => t >= this.t.at(-1) - seconds)) : 0;
