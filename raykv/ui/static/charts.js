@@ -9,16 +9,16 @@ const TITLES = { tier: "external tier:", transport: "transfer failed:" };
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-/** Each: {id, shown: sample names, label, color, values(samples, name, first), format, stacked, top: least height}. */
+/** Each: {id, shown: sample names, label, color, values(samples, name, picked samples), format, stacked, top: least height}. */
 const CHARTS = [
   {
     id: "hits",
     shown: (samples) => Object.keys(SOURCES).map((source) => `hit:${source}`).filter((name) => samples.total(name)),
     label: (name) => name.slice(4),
     color: (name) => SOURCES[name.slice(4)],
-    values(samples, name, first) {
-      const asked = samples.increments("asked", first);
-      return samples.increments(name, first).map((n, i) => (asked[i] ? n / asked[i] : null));
+    values(samples, name, picked) {
+      const asked = samples.increments("asked", picked);
+      return samples.increments(name, picked).map((n, i) => (asked[i] ? n / asked[i] : null));
     },
     format: (share) => percent(share, 0),
     stacked: true,
@@ -29,7 +29,7 @@ const CHARTS = [
     id: "traffic",
     shown: (samples) => samples.names("bytes:"),
     label: (name) => name.slice(6),
-    values: (samples, name, first) => samples.rates(name, first),
+    values: (samples, name, picked) => samples.rates(name, picked),
     format: (n) => `${rate(n)}B/s`,
     stacked: true,
     top: 1000,
@@ -40,7 +40,7 @@ const CHARTS = [
     shown: (samples) => ["stored", "evicted", "refused"].filter((name) => samples.total(name)),
     label: (name) => name,
     color: (name) => ({ stored: "blue", evicted: "amber", refused: "red" })[name],
-    values: (samples, name, first) => samples.rates(name, first),
+    values: (samples, name, picked) => samples.rates(name, picked),
     format: (n) => `${rate(n).trim()}/s`,
     top: 1,
     none: "No block was stored yet.",
@@ -50,7 +50,7 @@ const CHARTS = [
     shown: (samples) => samples.names("fault:").filter((name) => samples.total(name)),
     label: (name) => faultName(name.slice(6)),
     color: (_, i) => ["red", "amber", "violet", "blue", "green", "grey"][i % COLORS.length],
-    values: (samples, name, first) => samples.rates(name, first).map((n) => (n === null ? null : 60 * n)),
+    values: (samples, name, picked) => samples.rates(name, picked).map((n) => 60 * n),
     format: (n) => `${rate(n).trim()}/min`,
     top: 1,
     none: "No fault was counted.",
@@ -88,15 +88,16 @@ function drawOne(chart, samples, seconds, marks) {
   const place = at(chart.id);
   const names = chart.shown(samples);
   const known = plots.get(chart.id);
-  if (!names.length || samples.t.length < 2) {
+  const picked = samples.t.length ? samples.pick(seconds) : [];
+  if (!names.length || picked.length < 2) {
     known?.plot.destroy();
     plots.delete(chart.id);
     place.replaceChildren(h("p", { class: "quiet none" }, chart.none));
     return;
   }
-  const first = samples.first(seconds);
-  const raw = names.map((name) => chart.values(samples, name, first));
-  const data = [samples.t.slice(first), ...(chart.stacked ? stack(raw) : raw)];
+  const raw = names.map((name) => chart.values(samples, name, picked));
+  const times = picked.slice(1).map((i) => samples.t[i]);
+  const data = [times, ...(chart.stacked ? stack(raw) : raw)];
   const until = samples.t.at(-1);
   const scale = { min: samples.since(seconds), max: until };
   if (known?.names.join() === names.join()) {
@@ -138,7 +139,7 @@ function options(chart, state, place) {
       y: { range: (_, low, high) => [0, chart.id === "hits" ? 1 : Math.max(chart.top, (high ?? 0) * 1.1)] },
     },
     axes: [
-      { ...axis, space: 80, size: 26, values: times },
+      { ...axis, space: 80, size: 26, values: clocks },
       { ...axis, size: 66, values: (_, splits) => splits.map((n) => chart.format(n)) },
     ],
     series: [
@@ -148,6 +149,7 @@ function options(chart, state, place) {
         stroke: color(name, i),
         fill: chart.stacked ? color(name, i) + "66" : undefined,
         width: 1.5,
+        spanGaps: true, // while nobody asked there is no hit rate
         points: { show: false },
         value: shownAt(i),
       })),
@@ -158,7 +160,7 @@ function options(chart, state, place) {
 
 const lastOf = (values) => values.findLast((value) => value !== null);
 
-function times(_, splits) {
+function clocks(_, splits) {
   const options = { hour: "2-digit", minute: "2-digit" };
   const fine = splits.length > 1 && splits[1] - splits[0] < 60;
   return splits.map((t) => new Date(1000 * t).toLocaleTimeString("en-GB", fine ? { ...options, second: "2-digit" } : options));

@@ -1,5 +1,6 @@
 // What was counted, over time: sums that never fall, and the rates between them.
 
+const POINTS = 150; // of a chart
 const LONGEST = 3000; // samples; the server keeps fewer, the older the further apart
 
 export class Samples {
@@ -30,15 +31,24 @@ export class Samples {
     return this.sums[name]?.at(-1) ?? 0;
   }
 
-  /** How much more of it there was at each sample than at the one before, from sample `first` on. */
-  increments(name, first) {
+  /** Which samples a chart of the last `seconds` (0: of all) is drawn from: at most about POINTS, evenly apart. */
+  pick(seconds) {
+    const from = this.since(seconds);
+    const step = Math.max(1, (this.t.at(-1) - from) / POINTS);
+    const bucket = (i) => Math.floor(this.t[i] / step);
+    const chosen = this.t.map((_, i) => i).filter((i) => i === this.t.length - 1 || bucket(i) !== bucket(i + 1));
+    return chosen.slice(Math.max(0, chosen.findIndex((i) => this.t[i] >= from) - 1));
+  }
+
+  /** How much more of it there was at each of these samples, but the first, than at the one before. */
+  increments(name, picked) {
     const sums = this.sums[name] ?? [];
-    return this.t.slice(first).map((_, i) => (first + i ? (sums[first + i] ?? 0) - (sums[first + i - 1] ?? 0) : null));
+    return picked.slice(1).map((i, k) => (sums[i] ?? 0) - (sums[picked[k]] ?? 0));
   }
 
   /** The same a second. */
-  rates(name, first) {
-    return this.increments(name, first).map((n, i) => (n === null ? null : n / (this.t[first + i] - this.t[first + i - 1])));
+  rates(name, picked) {
+    return this.increments(name, picked).map((n, k) => n / (this.t[picked[k + 1]] - this.t[picked[k]]));
   }
 
   /** In the last `seconds` of what was seen. */
@@ -51,10 +61,5 @@ export class Samples {
   /** When what is shown of the last `seconds` begins; 0: of all. */
   since(seconds) {
     return seconds ? Math.max(this.t[0], this.t.at(-1) - seconds) : this.t[0];
-  }
-
-  /** Index of the first sample of the last `seconds`; 0: of all. */
-  first(seconds) {
-    return seconds ? Math.max(0, this.t.findIndex((t) => t >= this.t.at(-1) - seconds)) : 0;
   }
 }
