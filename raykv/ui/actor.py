@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import ray
 
 from raykv import registry
+from raykv.errors import RayKVError
 from raykv.system import events
 from raykv.system.periodic import Periodic
 from raykv.ui.history import History
@@ -37,7 +38,7 @@ class PageActor:
     def __init__(self, pool: str, look: Callable[[str], Sight], host: str, port: int) -> None:
         """look: at the pool of that name. port: 0: any that is free.
 
-        Raises ImportError without Starlette and uvicorn, and OSError where the port can't be had.
+        Raises RayKVError without Starlette and uvicorn, and where the port can't be had.
         """
         self._pool, self._look = pool, look
         events.begin(registry.restarted(), role="ui", pool=pool, pid=os.getpid())
@@ -89,7 +90,7 @@ def _server(state: Callable[[float], dict[str, Any]]) -> Any:
 
         from raykv.ui.server import application
     except ImportError as error:
-        raise ImportError(
+        raise RayKVError(
             f"raykv ui needs Starlette and uvicorn where it is served, on Ray's head ({error}): "
             f"pip install 'raykv[ui]' there"
         ) from error
@@ -100,7 +101,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
     except OSError as error:
-        raise OSError(
+        raise RayKVError(
             f"the page can't be served at {host}:{port}: {error.strerror}. Give another --port, 0 for any "
             f"that is free, or another --host"
         ) from error

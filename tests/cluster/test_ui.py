@@ -158,8 +158,8 @@ def test_it_is_served_once_until_it_is_stopped(start: Callable[..., raykv.KVPool
         ui.stop(pool.name)
     there = ("--name", pool.name, "--host", "192.0.2.254")
     refused = command("ui", *there, address=cluster.address)
-    assert refused.returncode == 1 and "can't be served at 192.0.2.254" in refused.stderr, refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("Error: the page can't be served at 192.0.2.254:8270: ")
     again = ui.serve(pool.name, None, 0)
     pool.session.directory.heartbeat()
     assert pool.stats()["clients"] == 1, "this process, and no page"
