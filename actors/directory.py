@@ -57,6 +57,7 @@ CALLS = frozenset(  # what may be asked over the socket, by the clients and by t
     )
 )
 FRAME_BYTES = 64 << 20  # the longest: what a store's writers left half done, of a big arena
+PREFIXES = 20  # that `stats` has
 SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels ahead where so much memory is free
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -280,11 +281,13 @@ class DirectoryActor:
 
     @one_at_a_time
     def stats(self) -> dict[str, Any]:
-        """As of Directory, and where it listens: `socket`, None if it doesn't, and `connections` to it."""
+        """As of Directory; its largest `prefixes`; and where it listens: `socket` or None, and `connections` to it."""
         listener = self._listener
         socket = f"{listener.address.host}:{listener.address.port}" if listener else None
         connections = len(listener.served) if listener else 0
-        return {**self._directory.stats(time.monotonic()), "socket": socket, "connections": connections}
+        now = time.monotonic()
+        prefixes = self._directory.largest_prefixes(PREFIXES, now)
+        return {**self._directory.stats(now), "prefixes": prefixes, "socket": socket, "connections": connections}
 
 
 def _load_kernels() -> None:

@@ -79,6 +79,11 @@ def node_store_name(pool: str, node_id: str) -> str:
     return f"{_actors(pool)}node-{node_id[:16]}"
 
 
+def page_name(pool: str) -> str:
+    """What the actor that serves `raykv ui` is called in Ray."""
+    return f"{_actors(pool)}ui"
+
+
 def _actors(pool: str) -> str:
     """How the names of its actors begin: on Ray's dashboard, which shows no namespace, they are told from others."""
     return f"raykv/{pool}/"

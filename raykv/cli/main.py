@@ -111,6 +111,26 @@ def top(name: str) -> None:
 
 @main.command()
 @NAME
+@click.option("--host", help="To listen at: 127.0.0.1, unless one is given: of Ray's head only.")
+@click.option("--port", type=click.IntRange(0, 65535), help="8270, unless one is given; 0: any that is free.")
+@click.option("--stop", "end", is_flag=True, help="Serve the page no more.")
+@JSON
+def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) -> None:
+    """Have a page of the pool served from Ray's head: nodes, hits, traffic, faults and events since then."""
+    from raykv.cli import shell
+    from raykv.cli import ui as pages
+
+    shell.administer(name)
+    if end:
+        pages.stop(name)
+        return
+    with _spinner(f"serving a page of pool {name}"):
+        page = pages.serve(name, host, port)
+    click.echo(json.dumps({"url": page.url}) if as_json else pages.said(page))
+
+
+@main.command()
+@NAME
 @JSON
 def clear(name: str, as_json: bool) -> None:
     """Forget every block of a pool."""

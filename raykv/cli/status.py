@@ -69,17 +69,26 @@ def node_rows(overview: Overview) -> dict[str, Row]:
     }
 
 
-def fills(counts: dict[str, Any], node_id: str) -> Row:
-    """How full each tier of a node is: "61% of 20.00 GiB" by the tier, of those that some node has."""
-    tiers: dict[str, list[tuple[int, int]]] = {"memory": []}
+def tier_bytes(counts: dict[str, Any], node_id: str) -> dict[str, tuple[int, int]]:
+    """(bytes used, bytes) by tier of a node, of those that some node has; (0, 0) of one that it has not itself."""
+    sizes: dict[str, tuple[int, int]] = {"memory": (0, 0)}
+
+    def add(tier: str, used: int, size: int, mine: bool) -> None:
+        before = sizes.get(tier, (0, 0))
+        sizes[tier] = (before[0] + used * mine, before[1] + size * mine)
+
     for name, memory in counts.get("nodes", {}).items():
         size = (memory["slabs"] + memory["spare_slabs"]) * memory["slab_bytes"]
-        tiers.setdefault(TIERS[memory["tier"]], []).extend([(memory["bytes_used"], size)] * (host_of(name) == node_id))
+        add(TIERS[memory["tier"]], memory["bytes_used"], size, host_of(name) == node_id)
     for name, tier in counts.get("tiers", {}).items():
         if name:
-            mine = [(tier["bytes_used"], tier["capacity"])] * (name == node_id)
-            tiers.setdefault("external", []).extend(mine)
-    return {tier: fill(sum(used for used, _ in of), sum(size for _, size in of)) for tier, of in tiers.items()}
+            add("external", tier["bytes_used"], tier["capacity"], name == node_id)
+    return sizes
+
+
+def fills(counts: dict[str, Any], node_id: str) -> Row:
+    """How full each tier of a node is: "61% of 20.00 GiB" by the tier, of those that some node has."""
+    return {tier: fill(*of) for tier, of in tier_bytes(counts, node_id).items()}
 
 
 def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> list[str]:
@@ -145,12 +154,12 @@ def _routes(overview: Overview) -> Iterator[str]:
     """How memories read from each other."""
     shown = short_ids(overview.nodes)
     for route in overview.transports:
-        reader, source = (_memory(route[end], shown) for end in ("reader", "from"))
+        reader, source = (node_memory(route[end], shown) for end in ("reader", "from"))
         failed = "".join(f", {name} failed {count} times" for name, count in route["failed"].items())
         yield f"{reader} reads from {source} by {route['transport']}, {route['gbps']:.2f} GB/s{failed}"
 
 
-def _memory(name: str, shown: dict[str, str]) -> str:
+def node_memory(name: str, shown: dict[str, str]) -> str:
     """A node's memory, or a GPU's by the end of its UUID, which tells a node's GPUs apart."""
     node_id, _, gpu = name.partition("/")
     return shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")

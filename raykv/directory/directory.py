@@ -16,6 +16,7 @@ from raykv.directory.clients import Client, Hold
 from raykv.directory.kernels import columns, demotion, index, leases, placement, slabs
 from raykv.directory.kernels.columns import ENTRIES, NODE_MASK
 from raykv.directory.membership import Membership
+from raykv.directory.prefixes import Prefixes
 from raykv.directory.tier_catalog import NOTHING
 from raykv.protocol import (
     LOCATION,
@@ -77,6 +78,7 @@ class Directory(Membership):
         self.locality = float(locality)
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._evicted_before = 0
+        self._prefixes = Prefixes()
 
     @property
     def nbytes(self) -> int:
@@ -161,6 +163,7 @@ class Directory(Membership):
         counters["gpu_hits"] += n - remote if on_gpu else 0
         if n == 0:
             return Matched(self.epoch, b"", b"")
+        self._prefixes.count(request.keys, n, request.block_bytes, now)
         client.holds[request.lease] = Hold(
             call.seq,
             node,
@@ -230,6 +233,24 @@ class Directory(Membership):
         counts, last = np.zeros((2, len(numbers)), np.int64)
         leases.locate_prefix(self._c, self._find(keys)[1], hosts, counts, last)
         return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
+
+    def largest_prefixes(self, n: int, now: float) -> list[dict[str, Any]]:
+        """At most `n` that look-ups ended with since this directory began, that of the most blocks found first.
+
+        key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: since the
+        last. nodes: where the last block is in memory.
+        """
+        return [
+            {
+                "key": prefix.key.hex(),
+                "blocks": prefix.blocks,
+                "bytes": prefix.blocks * prefix.block_bytes,
+                "hits": prefix.hits,
+                "idle_s": now - prefix.last,
+                "nodes": list(self.locate_prefix(prefix.key)),
+            }
+            for prefix in self._prefixes.largest(n)
+        ]
 
     # ------------------------------------------------------------------ writers
 

@@ -119,7 +119,7 @@ class TransportSelector:
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By peer: the `transport` used last, its GB/s (1e9 bytes) as `gbps`, and failures of each as `failed`."""
+        """By peer: `transport` used last, its GB/s (1e9 bytes) as `gbps`; of each, `bytes` and failures as `failed`."""
         with self._mutex:
             states = [
                 (peer.name, state) for peer, state in self._states.items() if state.last_used and not peer.external
@@ -128,7 +128,8 @@ class TransportSelector:
             name: {
                 "transport": state.last_used,
                 "gbps": state.routes[state.last_used].bytes / max(1e-9, state.routes[state.last_used].seconds) / 1e9,
-                # a copy: a pull may add a route meanwhile
+                # copies: a pull may add a route meanwhile
+                "bytes": {by: route.bytes for by, route in dict(state.routes).items() if route.bytes},
                 "failed": {by: route.failures for by, route in dict(state.routes).items() if route.failures},
             }
             for name, state in states

@@ -45,7 +45,8 @@ def test_stats_name_the_transport_that_a_pair_of_nodes_uses(start: Callable[...,
     assert ray.get(reader.read.remote(keys), timeout=60) == (BLOCKS, BLOCKS, 0, [pool.node_id])
     (lane,) = pool.stats()["transports"]
     assert lane.pop("gbps") > 0
-    assert lane == {"reader": there, "from": pool.node_id, "transport": "nixl", "failed": {}}
+    size = BLOCKS * cache.block_bytes
+    assert lane == {"reader": there, "from": pool.node_id, "transport": "nixl", "bytes": {"nixl": size}, "failed": {}}
     back = cache.keys(tokens(2, BLOCKS))  # and the other way
     ray.get(reader.keep.remote(back), timeout=60)
     assert read(cache, back)[:3] == (BLOCKS, BLOCKS, 0)

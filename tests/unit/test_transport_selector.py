@@ -220,7 +220,8 @@ def test_stats_tell_the_speed(world: World) -> None:
     world.fast.pull = slow  # type: ignore[method-assign, assignment]
     for _ in range(2):
         assert world.pull() == "fast"
-    assert world.selector.stats() == {"node": {"transport": "fast", "gbps": pytest.approx(6 * MIB / 1e9), "failed": {}}}
+    found = {"transport": "fast", "gbps": pytest.approx(6 * MIB / 1e9), "bytes": {"fast": 6 * MIB}, "failed": {}}
+    assert world.selector.stats() == {"node": found}
 
 
 def test_one_pull_at_a_time_from_one_peer(world: World) -> None:

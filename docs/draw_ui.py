@@ -1,0 +1,93 @@
+"""Draws `docs/images/ui-*.png`: the page of `raykv ui`, in Chromium, of a pool that is in use and loses parts.
+
+    PYTHONPATH=tests python -m docs.draw_ui
+
+Four Ray nodes of this machine share prefixes for a minute and a half. A store and the directory are killed meanwhile.
+"""
+
+import math
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import ray
+from helpers.browser import Browser
+from helpers.pools import MIB, Worker, kill, other_node, read, store, tokens, worker
+from ray.cluster_utils import Cluster
+
+import raykv
+from raykv.cli import ui
+
+ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs/images"
+NODES, LOAD_S = 4, 90.0
+PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # what questions begin with, and their own part
+WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
+DRAWN_S = 6.0  # from when the page is opened until it is whole
+
+
+class Engine(Worker):
+    """Answers questions that begin with one of a few prompts."""
+
+    def answer(self, seconds: float, seed: int) -> int:
+        """For so long. Returns how many."""
+        random, cache, begin, n = np.random.default_rng(seed), self.cache(), time.monotonic(), 0
+        while (now := time.monotonic() - begin) < seconds:
+            prompt = tokens(int(random.zipf(1.4)) % PROMPTS, PROMPT_BLOCKS)
+            question = random.integers(0, 50_000, 16 * int(random.integers(1, QUESTION_BLOCKS)))
+            keys = cache.keys(np.concatenate([prompt, question]))
+            store(cache, keys, start=read(cache, keys).read)
+            time.sleep(0.15 + 0.1 * math.sin(now / 6))
+            n += 1
+        return n
+
+
+def main() -> int:
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    node = {"num_cpus": 1, "object_store_memory": 128 * MIB}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        for _ in range(NODES - 1):
+            cluster.add_node(wait=True, **node)
+        ray.init(address=cluster.address, log_to_driver=False)
+        with tempfile.TemporaryDirectory() as folder:
+            draw(f"file://{folder}?capacity=192MiB")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    return 0
+
+
+def draw(external: str) -> None:
+    """Start a pool, use it, and take the pictures. external: its tier."""
+    pool = raykv.start(raykv.PoolConfig("llama", cpu_memory=64 * MIB, external=external, secret=b"of a picture" * 3))
+    try:
+        url = ui.serve(pool.name, None, 0).url
+        engines = [worker(pool, str(node["NodeID"]), Engine) for node in ray.nodes()]
+        answers = [engine.answer.remote(LOAD_S, seed) for seed, engine in enumerate(engines)]
+        time.sleep(LOAD_S / 3)
+        kill(pool, other_node(pool))
+        time.sleep(LOAD_S / 3)
+        kill(pool, "directory")
+        print(sum(ray.get(answers, timeout=4 * LOAD_S)), "questions answered")
+        take(url)
+    finally:
+        pool.stop()
+
+
+def take(url: str) -> None:
+    """A picture of the page at every width, in light and dark."""
+    with Browser() as browser:
+        for width in WIDTHS:
+            for scheme in SCHEMES:
+                browser.look(width, scheme)
+                browser.open(url)
+                time.sleep(DRAWN_S)
+                browser.picture(PICTURES / f"ui-{width}-{scheme}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""`raykv ui`: has a page of a pool served from Ray's head, and says where."""
+
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayActorError
+
+from raykv import registry
+from raykv.cli.actors import look_up
+from raykv.cli.overview import Overview, look
+from raykv.cli.ray_nodes import living_nodes, short_ids
+from raykv.cli.status import hit_sources, node_memory, tier_bytes
+from raykv.errors import PoolNotFound, RayKVError, reason_of
+from raykv.ui.actor import Place, start_page
+from raykv.ui.sight import Node, Prefix, Route, Sight
+
+HOST, PORT = "127.0.0.1", 8270
+ANSWER_S = 60.0  # a worker that starts imports Ray and raykv
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Page(NamedTuple):
+    """A page that is served. reached: how, from another machine; "" where its address says it."""
+
+    url: str
+    reached: str
+
+
+def serve(pool: str, host: str | None, port: int | None) -> Page:
+    """Have the page served, or find it. host, port: None: where it is served, or the defaults.
+
+    Raises RayKVError where it can't be served, and ValueError where it is, elsewhere than asked for.
+    """
+    head = living_nodes()[0]
+    name = registry.page_name(pool)
+    found = look_up(name)
+    if found is not None and found.node_id not in registry.living():  # pinned to a head that is gone
+        stop(pool)
+    actor = start_page(pool, see, host or HOST, PORT if port is None else port, head.node_id)
+    try:
+        place: Place = ray.get(actor.place.remote(), timeout=ANSWER_S)
+    except RayActorError as error:
+        raise RayKVError(reason_of(error)) from None
+    if (host or place.host) != place.host or (port or place.port) != place.port:
+        raise ValueError(
+            f"the page of pool {pool!r} is served at {_url(place)} already: "
+            f"`raykv ui --stop --name {pool}` ends that, or leave --host and --port out"
+        )
+    tunnel = f"ssh -L {place.port}:127.0.0.1:{place.port} {head.host}" if place.host in LOOPBACK else ""
+    return Page(_url(place), tunnel)
+
+
+def said(page: Page) -> str:
+    """For who has asked for it."""
+    tunnel = f"\nfrom another machine: {page.reached}, then the same address there" if page.reached else ""
+    return f"{page.url}{tunnel}"
+
+
+def stop(pool: str) -> None:
+    """Serve the page no more. PoolNotFound where it is not served."""
+    try:
+        ray.kill(registry.find(registry.page_name(pool)))
+    except ValueError:
+        raise PoolNotFound(f"no page of pool {pool!r} is served: `raykv ui --name {pool}` does so") from None
+
+
+def _url(place: Place) -> str:
+    host = place.node if place.host in ("0.0.0.0", "::") else place.host
+    return f"http://[{host}]:{place.port}/" if ":" in host else f"http://{host}:{place.port}/"
+
+
+# ---------------------------------------------------------------------- what the page shows
+
+
+def see(pool: str) -> Sight:
+    """A pool at this moment, for its page."""
+    overview = look(pool)
+    counts, shown = overview.counts, short_ids(overview.nodes)
+    return Sight(
+        pool,
+        counts.get("epoch"),
+        tuple(_node(overview, node_id, shown[node_id]) for node_id in overview.members),
+        {name: count for name, count in counts.items() if isinstance(count, int)},
+        hit_sources(counts) if counts else {},
+        tuple(_route(route, shown) for route in overview.transports),
+        {shown.get(name, name) or "all nodes": tier["state"] for name, tier in counts.get("tiers", {}).items()},
+        overview.upkeep,
+        tuple(_prefix(prefix, shown) for prefix in counts.get("prefixes", ())),
+    )
+
+
+def _node(overview: Overview, node_id: str, shown: str) -> Node:
+    member, counts = overview.members[node_id], overview.counts
+    memory = counts.get("nodes", {}).get(node_id)
+    return Node(
+        node_id,
+        shown,
+        member.host,
+        member.address,
+        member.roles,
+        member.state,
+        member.why,
+        member.uptime_s,
+        member.restarts,
+        memory["limit"] * memory["slab_bytes"] if memory else None,
+        {tier: of for tier, of in tier_bytes(counts, node_id).items() if of[1]},
+        member.faults,
+    )
+
+
+def _route(route: dict[str, Any], shown: dict[str, str]) -> Route:
+    reader, source = (node_memory(route[end], shown) for end in ("reader", "from"))
+    return Route(reader, source, route["transport"], route["gbps"], route["bytes"], route["failed"])
+
+
+def _prefix(prefix: dict[str, Any], shown: dict[str, str]) -> Prefix:
+    nodes = tuple(shown.get(node_id, node_id[:8]) for node_id in prefix["nodes"])
+    return Prefix(prefix["key"], prefix["blocks"], prefix["bytes"], prefix["hits"], prefix["idle_s"], nodes)

@@ -1,0 +1,117 @@
+"""The actor that watches a pool and serves its page. The pool does not know of it, and needs nothing of it."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ray
+
+from raykv import registry
+from raykv.errors import RayKVError
+from raykv.system import events
+from raykv.system.periodic import Periodic
+from raykv.ui.history import History
+from raykv.ui.sight import Sight
+
+log = logging.getLogger("raykv")
+LOOK_S = 2.0  # between looks while a page is open
+IDLE_LOOK_S = 5.0  # while none is
+OPEN_S = 10.0  # after its last question a page is taken to be closed
+BACKLOG = 64
+
+
+class Place(NamedTuple):
+    """Where a page is served. node: its address, as Ray knows it."""
+
+    host: str
+    port: int
+    node: str
+
+
+class PageActor:
+    """Looks at a pool every few seconds, keeps what it saw, and serves it."""
+
+    def __init__(self, pool: str, look: Callable[[str], Sight], host: str, port: int) -> None:
+        """look: at the pool of that name. port: 0: any that is free.
+
+        Raises RayKVError without Starlette and uvicorn, and where the port can't be had.
+        """
+        self._pool, self._look = pool, look
+        events.begin(registry.restarted(), role="ui", pool=pool, pid=os.getpid())
+        self._server = _server(self._state)
+        self._socket = _listen(host, port)
+        self._place = Place(host, int(self._socket.getsockname()[1]), str(ray.util.get_node_ip_address()))
+        self._history, self._trouble, self._asked = History(), "", 0.0
+        self._loop = Periodic("raykv-look", self._look_once, self._on_error)
+        self._loop.start()
+        run = threading.Thread(target=self._server.run, args=([self._socket],), name="raykv-ui", daemon=True)
+        run.start()
+        events.tell("serve", host=host, port=self._place.port)
+
+    def __repr__(self) -> str:
+        return f"Page(pool={self._pool})"
+
+    def ping(self) -> int:
+        return os.getpid()
+
+    def place(self) -> Place:
+        """Where the page is."""
+        return self._place
+
+    def _state(self, after: float) -> dict[str, Any]:
+        """What the page shows; see History.since. run: of this actor. trouble: why the last look failed; "" else."""
+        if time.monotonic() > self._asked + OPEN_S:
+            self._loop.wake()
+        self._asked = time.monotonic()
+        return {**self._history.since(after), "time": time.time(), "run": os.getpid(), "trouble": self._trouble}
+
+    def _look_once(self) -> float:
+        self._history.add(self._look(self._pool), time.time())
+        self._trouble = ""
+        return self._pause()
+
+    def _on_error(self, error: Exception) -> float:
+        self._trouble = f"the pool can't be seen: {error}"
+        log.warning("%s", self._trouble)
+        return self._pause()
+
+    def _pause(self) -> float:
+        is_open = time.monotonic() < self._asked + OPEN_S
+        return self._loop.rest_of(LOOK_S if is_open else IDLE_LOOK_S)
+
+
+def _server(state: Callable[[float], dict[str, Any]]) -> Any:
+    try:
+        import uvicorn
+
+        from raykv.ui.server import application
+    except ImportError as error:
+        raise RayKVError(
+            f"raykv ui needs Starlette and uvicorn where it is served, on Ray's head ({error}): "
+            f"pip install 'raykv[ui]' there"
+        ) from error
+    return uvicorn.Server(uvicorn.Config(application(state), log_config=None, access_log=False, server_header=False))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
+    except OSError as error:
+        raise RayKVError(
+            f"the page can't be served at {host}:{port}: {error.strerror}. Give another --port, 0 for any "
+            f"that is free, or another --host"
+        ) from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def start_page(pool: str, look: Callable[[str], Sight], host: str, port: int, node_id: str) -> Any:
+    """Start the actor on a node, or find it. Returns at once."""
+    options = registry.options(registry.page_name(pool), node_id, pinned=True, threads=2)
+    return ray.remote(PageActor).options(**options).remote(pool, look, host, port)

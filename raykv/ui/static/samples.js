@@ -1,0 +1,65 @@
+// What was counted, over time: sums that never fall, and the rates between them.
+
+const POINTS = 150; // of a chart
+const LONGEST = 3000; // samples; the server keeps fewer, the older the further apart
+
+export class Samples {
+  constructor() {
+    this.t = [];
+    this.sums = {};
+  }
+
+  /** The time of the newest: what is to be asked for is later. 0: all. */
+  get newest() {
+    return this.t.length < LONGEST ? this.t.at(-1) ?? 0 : 0;
+  }
+
+  add({ t, ...sums }) {
+    if (this.t.length >= LONGEST) [this.t, this.sums] = [[], {}];
+    for (const [name, values] of Object.entries(sums)) {
+      this.sums[name] ??= this.t.map(() => null);
+      this.sums[name].push(...values);
+    }
+    this.t.push(...t);
+  }
+
+  names(prefix) {
+    return Object.keys(this.sums).filter((name) => name.startsWith(prefix));
+  }
+
+  total(name) {
+    return this.sums[name]?.at(-1) ?? 0;
+  }
+
+  /** Which samples a chart of the last `seconds` (0: of all) is drawn from: at most about POINTS, evenly apart. */
+  pick(seconds) {
+    const from = this.since(seconds);
+    const step = Math.max(1, (this.t.at(-1) - from) / POINTS);
+    const bucket = (i) => Math.floor(this.t[i] / step);
+    const chosen = this.t.map((_, i) => i).filter((i) => i === this.t.length - 1 || bucket(i) !== bucket(i + 1));
+    return chosen.slice(Math.max(0, chosen.findIndex((i) => this.t[i] >= from) - 1));
+  }
+
+  /** How much more of it there was at each of these samples, but the first, than at the one before. */
+  increments(name, picked) {
+    const sums = this.sums[name] ?? [];
+    return picked.slice(1).map((i, k) => (sums[i] ?? 0) - (sums[picked[k]] ?? 0));
+  }
+
+  /** The same a second. */
+  rates(name, picked) {
+    return this.increments(name, picked).map((n, k) => n / (this.t[picked[k + 1]] - this.t[picked[k]]));
+  }
+
+  /** In the last `seconds` of what was seen. */
+  lately(name, seconds) {
+    const sums = this.sums[name] ?? [];
+    const first = this.t.findIndex((t) => t >= this.t.at(-1) - seconds);
+    return first < 0 ? 0 : (sums.at(-1) ?? 0) - (sums[first] ?? 0);
+  }
+
+  /** When what is shown of the last `seconds` begins; 0: of all. */
+  since(seconds) {
+    return seconds ? Math.max(this.t[0], this.t.at(-1) - seconds) : this.t[0];
+  }
+}
