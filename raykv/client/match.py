@@ -1,13 +1,13 @@
 """A reader's leases on the leading blocks of a prompt."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
-from raykv.client.lease import PIECES_AHEAD, Lease, Leased, piece_blocks
+from raykv.client.lease import PIECES_AHEAD, Lease, piece_blocks
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
@@ -22,20 +22,17 @@ class Match:
     num_blocks: how many. num_tokens: of them.
     """
 
-    def __init__(
-        self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False, stage: bool = True
-    ) -> None:
+    def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False) -> None:
         """Nothing is leased before `ask` or `aask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
-        blocks of other nodes with the match, not with the first read. stage: take staging slots for the first pieces of
-        a read along; without it the lease leaves the staging window to those who read now.
+        blocks of other nodes with the match, not with the first read.
         """
         cache = keys.cache
         self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
         self._block_tokens, self._block_s = cache.block_tokens, cache.block_tokens / tokens_per_s
         self._prefetch = prefetch
-        self._stage = PIECES_AHEAD * piece_blocks(cache.block_bytes) if stage else 0
+        self._stage = PIECES_AHEAD * piece_blocks(cache.block_bytes)  # of a read's first pieces
         self._leases: list[Lease] = []
 
     def ask(self) -> Self:
@@ -48,8 +45,7 @@ class Match:
                         break
                 hits = self._hits()
                 tell(it, hit_tokens=self.num_tokens, **hits)
-            if self._stage:
-                self._count(hits)
+            self._count(hits)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise
@@ -79,11 +75,8 @@ class Match:
                 found[source] += blocks * self._block_tokens
         return found
 
-    def count(self) -> None:
-        """Count what was asked for and found, by where it was, for the metrics."""
-        self._count(self._hits())
-
     def _count(self, hits: dict[str, int]) -> None:
+        """Count what was asked for and found, by where it was, for the metrics."""
         metrics, model, tokens = self._session.directory.metrics, self._keys.cache.model, self._block_tokens
         metrics.add("asked_tokens_total", len(self._keys) * tokens, model=model)
         for source, found in hits.items():
@@ -187,33 +180,13 @@ class Match:
         window holds. Returns how many leading blocks are on this node now, which a `read` copies at memory speed.
         """
         refuse_forked()
-        return self._fetched(lambda lease: lease.fetch(whole))
-
-    def fetch_external(self) -> int:
-        """Bring blocks of an external tier to this node, as many as the staging window holds and come in time.
-
-        Returns how many leading blocks are in memory then, of this node or others.
-        """
-        refuse_forked()
-        return self._fetched(Lease.fetch_external)
-
-    def _fetched(self, fetch: Callable[[Lease], int]) -> int:
         done = 0
         for lease in self._leases:
-            count = fetch(lease)
+            count = lease.fetch(whole)
             done += count
             if count < len(lease):
                 break
         return done
-
-    def leased(self, first: int, stop: int) -> list[Leased]:
-        """Blocks [first, stop) of the match, for another process of this node to read while this holds them."""
-        found, at = [], 0
-        for lease in self._leases:
-            if first < at + len(lease) and at < stop:
-                found.append(lease.leased(max(0, first - at), min(len(lease), stop - at)))
-            at += len(lease)
-        return found
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""

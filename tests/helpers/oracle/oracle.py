@@ -38,6 +38,8 @@ from raykv.protocol import (
     Inventory,
     Joined,
     Matched,
+    MatchedPart,
+    MatchedParts,
     MatchRequest,
     NextWindowRequest,
     Reserved,
@@ -95,10 +97,57 @@ class Oracle(GpuDemotion):
         return source[0] if source else None, staging[-1] if staging else None
 
     def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
-        lease, node, keys, block_bytes, stage = request
         client = self.on_call(call, now)
-        self.end(client, lease)
-        wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
+        self.end(client, request.lease)
+        wanted = split(request.keys)
+        hold = self.hold_prefix(call, request, wanted, request.lease)
+        self.count_match(request, len(wanted), hold)
+        if not hold.keys:
+            return Matched(self.epoch, b"", b"")
+        client.holds[request.lease] = hold
+        return Matched(self.epoch, *self.where(hold, request.block_bytes))
+
+    def match_parts(self, call: Call, requests: tuple[MatchRequest, ...], now: float) -> MatchedParts:
+        """Block i of all parts, or of none."""
+        client = self.on_call(call, now)
+        self.release(*(client.holds.pop(r.lease) for r in requests if r.lease in client.holds))
+        wanted = [split(request.keys) for request in requests]
+        n = min(map(self.ready, requests, wanted))
+        holds = []
+        for request, keys in zip(requests, wanted, strict=True):
+            holds.append(self.hold_prefix(call, request, keys[:n], requests[0].lease))
+            n = len(holds[-1].keys)
+        parts = []
+        for request, hold in zip(requests, holds, strict=True):
+            self.cut(hold, n)
+            self.count_match(request, len(wanted[0]), hold)
+            if n:
+                client.holds[request.lease] = hold
+                nonce = self.nodes[request.node].nonce if hold.node >= 0 else b""
+                parts.append(MatchedPart(hold.node, nonce, *self.where(hold, request.block_bytes)))
+        return MatchedParts(self.epoch, tuple(parts))
+
+    def ready(self, request: MatchRequest, wanted: list[bytes]) -> int:
+        """How many leading keys can be read."""
+        found = [self.best(key, self.index_of(request.node))[0] for key in wanted]
+        return found.index(None) if None in found else len(found)
+
+    def index_of(self, node: str) -> int:
+        reader = self.nodes.get(node)
+        return reader.index if reader and reader.state != "joining" else -1
+
+    def cut(self, hold: Lease, n: int) -> None:
+        """Let go of the blocks from n on, last to first."""
+        for i in reversed(range(n, len(hold.keys))):
+            self.end_read(hold.source[i])
+            self.end_hold(hold.staged[i])
+        del hold.keys[n:], hold.source[n:], hold.staged[n:]
+        hold.unstaged = {i for i in hold.unstaged if i < n}
+
+    def hold_prefix(self, call: Call, request: MatchRequest, wanted: list[bytes], group: int) -> Lease:
+        """Hold the longest prefix that is ready, and stage what is elsewhere."""
+        _, node, _, block_bytes, stage = request
+        stride = -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
         size_class = self.size_class(reader, stride) if reader else None
         if reader and reader.state != "alive":
@@ -108,8 +157,8 @@ class Oracle(GpuDemotion):
             need = min(self.unstaged(wanted, reader.index), left, stage)
             if need > 0:
                 self.provide_slots(reader, size_class, need)
-        here = reader.index if reader and reader.state != "joining" else -1
-        hold = Lease(call.seq, False, here, size_class, [], [], [], set())
+        here = self.index_of(node)
+        hold = Lease(call.seq, False, here, size_class, [], [], [], set(), group)
         for key in wanted:
             row, staging = self.best(key, here)
             if row is None:
@@ -131,8 +180,17 @@ class Oracle(GpuDemotion):
                 self.end_hold(hold.staged[i])
             del hold.keys[covered:], hold.source[covered:], hold.staged[covered:]
             hold.unstaged.clear()
-        remote = sum(item is not None and item[0].slab.node != here for item in hold.source)
-        self.counters["lookups"] += len(wanted)
+        return hold
+
+    def where(self, hold: Lease, block_bytes: int) -> tuple[bytes, bytes]:
+        """Locations of a lease's blocks, and of their staging slots if some are not on the reader's node."""
+        remote = any(item is not None and item[0].slab.node != hold.node for item in hold.source)
+        return pack(hold.source, block_bytes), self.pack_staged(hold, slice(None), block_bytes) if remote else b""
+
+    def count_match(self, request: MatchRequest, asked: int, hold: Lease) -> None:
+        reader = self.nodes.get(request.node)
+        remote = sum(item is not None and item[0].slab.node != hold.node for item in hold.source)
+        self.counters["lookups"] += asked
         self.counters["hits"] += len(hold.keys)
         external = sum(item is not None and item[0].state == "external" for item in hold.source)
         host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
@@ -142,11 +200,6 @@ class Oracle(GpuDemotion):
         self.counters["promoted"] += promoted
         if reader and reader.on_gpu:
             self.counters["gpu_hits"] += len(hold.keys) - remote
-        if not hold.keys:
-            return Matched(self.epoch, b"", b"")
-        client.holds[lease] = hold
-        staged = self.pack_staged(hold, slice(None), block_bytes) if remote else b""
-        return Matched(self.epoch, pack(hold.source, block_bytes), staged)
 
     def pack_staged(self, hold: Lease, of: slice, block_bytes: int) -> bytes:
         """Locations of staging slots; of blocks that have none yet the node alone."""
@@ -287,7 +340,7 @@ class Oracle(GpuDemotion):
         if writer is None or size_class is None or not 0 <= start <= len(wanted):
             return Reserved(self.epoch, start, b"", b"", b"")
         self.provision(writer, size_class, sum(not self.taken(key) for key in wanted[start:]))
-        hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set())
+        hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set(), reservation)
         for key in wanted:
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.holds < HOLDS_MAX]
             hold.source.append(self.hold(copies[0]) if copies else None)
@@ -446,8 +499,7 @@ class Oracle(GpuDemotion):
         self.check(now)
         if client in self.clients:
             gone = self.clients.pop(client)
-            for hold in gone.holds.values():
-                self.release(hold)
+            self.release(*gone.holds.values())
             if gone.swapped:
                 self.forget_keys(list(gone.swapped))
 
@@ -468,8 +520,8 @@ class Oracle(GpuDemotion):
         if promoted:
             self.repair_pins()
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
-        for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
-            self.end(client, i)
+        over = [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]
+        self.release(*map(client.holds.pop, over))
         self.restore_lacking()
         altered = [(location[5], self.row_of(location)) for location in unpack(call.corrupt)]
         for gen, row in altered:
@@ -507,10 +559,15 @@ class Oracle(GpuDemotion):
         if hold in client.holds:
             self.release(client.holds.pop(hold))
 
-    def release(self, hold: Lease) -> None:
-        for source, staged in zip(reversed(hold.source), reversed(hold.staged), strict=True):
-            self.end_read(source)
-            self.end_hold(staged)
+    def release(self, *holds: Lease) -> None:
+        """Of what was asked for together, block after block, the last one of all first."""
+        for group in dict.fromkeys(hold.group for hold in holds):
+            together = [hold for hold in holds if hold.group == group]
+            for i in reversed(range(max(len(hold.source) for hold in together))):
+                for hold in reversed(together):
+                    if i < len(hold.source):
+                        self.end_read(hold.source[i])
+                        self.end_hold(hold.staged[i])
 
     def check(self, now: float) -> None:
         if now < self.next_check:
