@@ -59,10 +59,20 @@ class FaultyConnector(RayKVConnector):
 class Engine:
     """A random model in float32, so that whatever was computed together gives the same tokens."""
 
-    def __init__(self, pool: str, model: str, cache_bytes: int, fault: str, tensor_parallel_size: int = 1) -> None:
+    def __init__(
+        self,
+        pool: str,
+        model: str,
+        cache_bytes: int,
+        fault: str,
+        tensor_parallel_size: int = 1,
+        extra: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """extra: of the connector's configuration. options: of vLLM."""
         transfer = kv_transfer_config(pool)
         transfer |= {"kv_connector": "FaultyConnector", "kv_connector_module_path": __name__}
-        transfer["kv_connector_extra_config"]["fault"] = fault
+        transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
         self.llm = LLM(
             model,
             skip_tokenizer_init=True,
@@ -75,6 +85,7 @@ class Engine:
             kv_cache_memory_bytes=cache_bytes,
             tensor_parallel_size=tensor_parallel_size,
             kv_transfer_config=transfer,
+            **options,
         )
 
     def answer(self, *prompts: list[int], tokens: int = 8, cold: bool = False) -> list[Answer]:

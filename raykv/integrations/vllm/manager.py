@@ -155,7 +155,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
-        keys = list(keys)
+        keys = list(keys) if self.caches else []
         if computing := self._computing.get(req_context.req_id):
             computing.offered |= not computing.missed.isdisjoint(keys)
         end = req_context.get_offload_key_position(keys[0]) if keys else None

@@ -42,7 +42,8 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         if self._worker is None:
             device, rank = kv_caches.tensors[0].tensor.device, self.config.parallel.rank
             pool = attach(self._pool, None if device.type == "cpu" else str(device))
-            block_bytes = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
-            caches = {rank: pool.cache(**self._arguments, part=rank, block_bytes=block_bytes)}
-            self._worker = RayKVWorker(pool, caches, rank, kv_caches, self.blocks_per_chunk)
+            parts, stores = self.extra_config["parts"][rank], self.extra_config["stores"][rank]
+            part_bytes = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk // len(parts)
+            caches = {part: pool.cache(**self._arguments, part=part, block_bytes=part_bytes) for part in parts}
+            self._worker = RayKVWorker(pool, caches, rank, kv_caches, self.blocks_per_chunk, stores)
         return self._worker

@@ -61,9 +61,17 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     """
 
     def __init__(
-        self, pool: KVPool, caches: dict[int, KVCache], rank: int, kv_caches: Any, blocks_per_chunk: int
+        self,
+        pool: KVPool,
+        caches: dict[int, KVCache],
+        rank: int,
+        kv_caches: Any,
+        blocks_per_chunk: int,
+        stores: bool = True,
     ) -> None:
         """caches: by part of a chunk, those that this rank has: equal pieces of every page of `kv_caches`, in order.
+
+        stores: this rank offers what it has; without it another does, which has the same bytes.
 
         ValueError if they don't add up to its pages. ImportError where those are on a GPU and CuPy is not installed.
         """
@@ -77,6 +85,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 f"KV cache that raykv does not know; leave kv_transfer_config out"
             )
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
+        self._writes = stores
         self.rank = Rank(pool.session.memory_name, tuple(caches), chunk_bytes // len(caches))
         length = int(self._pages.lengths.max())
         self._spare = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)  # for what is not wanted
@@ -95,6 +104,9 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: ChunksToStore) -> bool:
         job = self._jobs[job_id] = Job(job_id, "queued", self._mark())
+        if not self._writes:
+            self._finish(job, "queued", 0)
+            return True
         job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
         return True
 
