@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
+from raykv.client.hits import count_found, count_saved, found_tokens
 from raykv.client.lease import Lease, Leased
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
@@ -33,26 +34,23 @@ class JointMatch:
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier.
         """
         self._session, self._parts = session, parts
-        self._model, self._block_tokens = parts[0].keys.cache.model, parts[0].keys.cache.block_tokens
-        self._block_s = self._block_tokens / tokens_per_s
+        self._cache = parts[0].keys.cache
+        self._block_s = self._cache.block_tokens / tokens_per_s
         self._calls: list[list[Lease]] = []  # a lease a part, of each call
 
     def ask(self) -> Self:
         """Lease the blocks: one call for all parts, unless they are more keys than one call may ask for."""
         total = len(self._parts[0].keys)
         blocks = max(1, KEYS_PER_CALL // len(self._parts))
-        asked = total * self._block_tokens
-        with span("match", pool=self._session.name, model=self._model, asked_tokens=asked) as it:
+        asked = total * self._cache.block_tokens
+        with span("match", pool=self._session.name, model=self._cache.model, asked_tokens=asked) as it:
             for first in range(0, total, blocks):
                 found = self._ask([part.keys[first : first + blocks] for part in self._parts])
                 if found < min(blocks, total - first):
                     break
-            hits = self._hits()
-            tell(it, hit_tokens=self.num_blocks * self._block_tokens, **hits)
-        metrics = self._session.directory.metrics
-        metrics.add("asked_tokens_total", asked, model=self._model)
-        for source, tokens in hits.items():
-            metrics.add("hit_tokens_total", tokens, model=self._model, source=source)
+            hits = found_tokens((leases[0] for leases in self._calls), self._cache)
+            tell(it, hit_tokens=self.num_blocks * self._cache.block_tokens, **hits)
+        count_found(self._session, self._cache, asked, hits)
         return self
 
     def _ask(self, keys: list[Keys]) -> int:
@@ -79,19 +77,9 @@ class JointMatch:
     def num_blocks(self) -> int:
         return sum(len(leases[0]) for leases in self._calls)
 
-    def _hits(self) -> dict[str, int]:
-        """Tokens that were found, by where their first part was."""
-        found = dict.fromkeys(("memory", "node", "external"), 0)
-        for leases in self._calls:
-            for source, blocks in leases[0].found.items():
-                found[source] += blocks * self._block_tokens
-        return found
-
     def count_saved(self, blocks: int) -> None:
-        """Count blocks that an engine reads instead of computing them, for the metrics."""
-        metrics = self._session.directory.metrics
-        metrics.add("saved_tokens_total", blocks * self._block_tokens, model=self._model)
-        metrics.add("saved_prefill_seconds_total", blocks * self._block_s, model=self._model)
+        """Count blocks that an engine reads instead of computing them."""
+        count_saved(self._session, self._cache, blocks, self._block_s)
 
     def fetch_external(self) -> int:
         """Have the readers' stores bring blocks of an external tier, as many as the windows hold and come in time.

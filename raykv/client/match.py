@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
+from raykv.client.hits import count_found, count_saved, found_tokens
 from raykv.client.lease import PIECES_AHEAD, Lease, piece_blocks
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
@@ -43,9 +44,9 @@ class Match:
                 for part in self._parts():
                     if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
                         break
-                hits = self._hits()
+                hits = found_tokens(self._leases, self._keys.cache)
                 tell(it, hit_tokens=self.num_tokens, **hits)
-            self._count(hits)
+            count_found(self._session, self._keys.cache, len(self._keys) * self._block_tokens, hits)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise
@@ -58,35 +59,14 @@ class Match:
             for part in self._parts():
                 if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
                     break
-            hits = self._hits()
+            hits = found_tokens(self._leases, self._keys.cache)
             tell(it, hit_tokens=self.num_tokens, **hits)
-        self._count(hits)
+        count_found(self._session, self._keys.cache, len(self._keys) * self._block_tokens, hits)
         return self
 
     def _span(self) -> AbstractContextManager[Any]:
         pool, model = self._session.name, self._keys.cache.model
         return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._block_tokens)
-
-    def _hits(self) -> dict[str, int]:
-        """Tokens that were found, by where they were."""
-        found = dict.fromkeys(("memory", "node", "external"), 0)
-        for lease in self._leases:
-            for source, blocks in lease.found.items():
-                found[source] += blocks * self._block_tokens
-        return found
-
-    def _count(self, hits: dict[str, int]) -> None:
-        """Count what was asked for and found, by where it was, for the metrics."""
-        metrics, model, tokens = self._session.directory.metrics, self._keys.cache.model, self._block_tokens
-        metrics.add("asked_tokens_total", len(self._keys) * tokens, model=model)
-        for source, found in hits.items():
-            metrics.add("hit_tokens_total", found, model=model, source=source)
-
-    def count_saved(self, blocks: int) -> None:
-        """Count blocks that an engine reads instead of computing them, for the metrics."""
-        metrics, model = self._session.directory.metrics, self._keys.cache.model
-        metrics.add("saved_tokens_total", blocks * self._block_tokens, model=model)
-        metrics.add("saved_prefill_seconds_total", blocks * self._block_s, model=model)
 
     def _parts(self) -> Iterator[Keys]:
         """As many keys as one call may ask for, again and again."""
@@ -170,7 +150,7 @@ class Match:
             done += count
             if count < len(lease):
                 break
-        self.count_saved(done)
+        count_saved(self._session, self._keys.cache, done, self._block_s)
         return done
 
     def fetch(self, *, whole: bool = False) -> int:

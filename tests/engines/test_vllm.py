@@ -239,12 +239,10 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
 
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     parallel: dict[str, Any] = {
-        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "nnodes": 1,
-        "world_size": 1,
     }
-    parallel |= {"tensor_parallel_size": 1, "distributed_executor_backend": "mp"}
     config = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo=other.get("hashes", "sha256")),
         parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
@@ -259,7 +257,7 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
     [
         ({"version": "0.33.1"}, r"pip install 'vllm==0\.32\.\*'"),
         ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"nnodes": 2}, "nnodes=2"),
         ({"speculative": object()}, "speculative_config"),
         ({"groups": 2}, "disable_hybrid_kv_cache_manager"),

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, node_store, other_node, settled, worker
+from numpy.typing import NDArray
 
 import raykv
+from raykv.arena import buffers
 from raykv.client.directory_client import DirectoryClient
+from raykv.client.lease import Lease, Leased
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
@@ -81,6 +84,25 @@ def test_one_question_for_all_ranks_whose_blocks_are_on_several_nodes(
     eventually(lambda: settled(pool))
 
 
+def test_what_all_ranks_have_is_stored_once_and_read_on_every_node(manager: RayKVManager) -> None:
+    pool = manager._pool
+    here, there = pool.node_id, other_node(pool)
+    manager.set_ranks([Rank(node, (0,), BYTES[0]) for node in (here, there, there)])
+    actors = [worker(pool, node, Storing) for node in (here, there, there)]
+    assert ray.get(actors[1].put.remote(0, BYTES[0], 9), timeout=60) == 9
+    assert pool.stats()["keys"] == 9
+    context = ReqContext("latent")
+    assert ask(manager, context) == 9
+    load = manager.prepare_load(KEYS[:9], context)
+    assert [part.away for (part,) in load.ranks] == [True, False, False]
+    for actor, (part,) in zip(actors, load.ranks, strict=True):
+        out = ray.get(actor.get.remote(part.leased, BYTES[0]), timeout=60)
+        assert out.shape == (9, BYTES[0]) and (out == 0).all()
+    manager.complete_load(KEYS[:9], context)
+    manager.on_request_finished(context)
+    eventually(lambda: settled(pool))
+
+
 def test_nothing_is_asked_or_stored_before_the_workers_told_where_they_are(manager: RayKVManager) -> None:
     context = ReqContext("early")
     assert ask(manager, context) == 0
@@ -97,7 +119,7 @@ def test_stages_of_a_pipeline_are_parts_in_the_order_of_ranks() -> None:
 
 
 class Storing:
-    """A rank as an actor, that stores its part."""
+    """A rank as an actor, that stores and reads its part."""
 
     def __init__(self, pool: str) -> None:
         self.pool = raykv.attach(pool)
@@ -105,3 +127,13 @@ class Storing:
     def put(self, part: int, part_bytes: int, count: int) -> int:
         cache = self.pool.cache(**ARGUMENTS, part=part, block_bytes=part_bytes)
         return cache.store(cache.rekey(HASHES[:count]), np.full((count, part_bytes), part, np.uint8), wait=True)
+
+    def get(self, leased: list[Leased], part_bytes: int) -> NDArray[np.uint8]:
+        """Blocks, by another process's leases; only those that came."""
+        found = []
+        for blocks in leased:
+            lease = Lease.borrowed(self.pool.session, part_bytes, blocks)
+            out = np.full((len(lease), part_bytes), 255, np.uint8)
+            count = lease.read(buffers.dense("out", out, len(lease), part_bytes), verify=True)
+            found.append(out[:count])
+        return np.concatenate(found)

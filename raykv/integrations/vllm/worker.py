@@ -202,9 +202,13 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _read(self, source: ChunksToLoad, target: Any) -> int:
         """Bytes read: of all chunks, or 0 if one of them does not come."""
-        parts = source.ranks[self._number]
-        done = [self._read_part(part.leased, target, number) for number, part in enumerate(parts)]
-        return sum(done) if all(done) else 0
+        size = 0
+        for number, part in enumerate(source.ranks[self._number]):
+            read = self._read_part(part.leased, target, number)
+            if not read:
+                return 0
+            size += read
+        return size
 
     def _read_part(self, leased: list[Leased], target: Any, number: int) -> int:
         """The same, of the part of this number among those that this rank has."""
