@@ -51,9 +51,21 @@ Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles th
 
 CALLS = frozenset(  # what may be asked over the socket, by the clients and by the node stores
     (
-        *("ping", "match", "next_window", "reserve", "commit", "pin", "unpin", "forget", "preempted", "locate_prefix"),
+        *(
+            "ping",
+            "match",
+            "match_parts",
+            "next_window",
+            "reserve",
+            "commit",
+            "pin",
+            "unpin",
+            "forget",
+            "preempted",
+            "locate_prefix",
+        ),
         *("client_heartbeat", "disconnect", "nodes", "join", "adopt", "heartbeat", "sweep_result", "tier_heartbeat"),
-        *("report_existing", "demote", "demote_gpu"),
+        *("locate_prefix", "report_existing", "demote", "demote_gpu"),
     )
 )
 FRAME_BYTES = 64 << 20  # the longest: what a store's writers left half done, of a big arena
@@ -170,6 +182,12 @@ class DirectoryActor:
     @one_at_a_time
     def match(self, call: Message, request: Message) -> Message:
         return tuple(self._directory.match(Call(*call), MatchRequest(*request), time.monotonic()))
+
+    @one_at_a_time
+    def match_parts(self, call: Message, requests: tuple[Message, ...]) -> Message:
+        parts = tuple(MatchRequest(*request) for request in requests)
+        answer = self._directory.match_parts(Call(*call), parts, time.monotonic())
+        return answer.epoch, tuple(map(tuple, answer.parts))
 
     @one_at_a_time
     def next_window(self, call: Message, request: Message) -> Message:

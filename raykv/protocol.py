@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 8  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 9  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -115,7 +115,11 @@ class Call(NamedTuple):
 
 
 class MatchRequest(NamedTuple):
-    """Lease the longest prefix of `keys` that is ready. Answer: Matched."""
+    """Lease the longest prefix of `keys` that is ready. Answer: Matched.
+
+    Several of them, in a tuple, with equally many keys, are one question (`match_parts`) for blocks that have several
+    parts, or several readers: what is leased is the longest prefix that all have. Answer: MatchedParts.
+    """
 
     lease: int  # id that the client has chosen
     node: str  # name of the memory that the client reads into
@@ -142,6 +146,22 @@ class Matched(NamedTuple):
     # Locations on the reader's node to pull them into. slab_gen 0: the block is there already (node 0 too), or gets its
     # slot later. Empty if all are there already.
     staged: bytes
+
+
+class MatchedPart(NamedTuple):
+    """Where the leased blocks of one part are. source, staged: as of Matched."""
+
+    node: int  # what locations call the reader's memory; -1: it has none
+    nonce: bytes  # of the reader's arena
+    source: bytes
+    staged: bytes
+
+
+class MatchedParts(NamedTuple):
+    """Answer to several MatchRequests at once. All parts have one length."""
+
+    epoch: int
+    parts: tuple[MatchedPart, ...]  # one a request; empty where nothing is leased
 
 
 class Window(NamedTuple):

@@ -89,24 +89,24 @@ def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def third_node(cluster: Any) -> Iterator[Callable[[], Any]]:
+def third_node(cluster: Any) -> Iterator[Callable[..., Any]]:
     """Add a raylet; it is removed after the test, if it is still there."""
     yield from _add_node(cluster)
 
 
 @pytest.fixture(scope="module")
-def third_node_for_module(cluster: Any) -> Iterator[Callable[[], Any]]:
+def third_node_for_module(cluster: Any) -> Iterator[Callable[..., Any]]:
     yield from _add_node(cluster)
 
 
-def _add_node(cluster: Any) -> Iterator[Callable[[], Any]]:
+def _add_node(cluster: Any) -> Iterator[Callable[..., Any]]:
     import ray
     from helpers.pools import eventually
 
     added = []
 
-    def add() -> Any:
-        added.append(cluster.add_node(wait=True, **NODE))
+    def add(**more: Any) -> Any:
+        added.append(cluster.add_node(wait=True, **NODE, **more))
         return added[-1]
 
     yield add

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -26,6 +26,7 @@ from raykv.protocol import (
     CommitRequest,
     Counted,
     Matched,
+    MatchedParts,
     MatchRequest,
     NextWindowRequest,
     Reserved,
@@ -42,7 +43,7 @@ HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a cl
 PROBE_S = 1.0  # to wait for a directory that may be stopped, before looking whether another is in charge
 
 Locations = NDArray[np.void]
-A = TypeVar("A", Matched, Window, Reserved, Counted)
+A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted)
 M = TypeVar("M", bound=tuple[Any, ...])
 
 
@@ -101,7 +102,7 @@ class DirectoryClient:
         Returns (id of the lease, which is held until `release`, answer). None: nothing is held.
         """
         lease = next(self._ids)
-        return lease, self._ask(Matched, "match", MatchRequest(lease, node, keys, block_bytes, stage), hold=lease)
+        return lease, self._ask(Matched, "match", MatchRequest(lease, node, keys, block_bytes, stage), hold=(lease,))
 
     async def amatch(self, node: str, keys: bytes, block_bytes: int, stage: int) -> tuple[int, Matched | None]:
         """As `match`, for event loops."""
@@ -110,7 +111,7 @@ class DirectoryClient:
         if not self._may_ask():
             return lease, None
         with self._lock:
-            call = self._call(hold=lease)
+            call = self._call(hold=(lease,))
         answer = None
         try:  # sent a little later than its turn: what it lists is held longer, which harms nobody
             found = await self.line.acall("match", call, plain(request), seconds=METADATA_DEADLINE_S)
@@ -121,6 +122,19 @@ class DirectoryClient:
             if answer is None:
                 self.release(lease)
         return lease, answer
+
+    def match_parts(
+        self, readers: Sequence[str], keys: Sequence[bytes], block_bytes: Sequence[int]
+    ) -> tuple[list[int], MatchedParts | None]:
+        """Lease the longest prefix that is ready in several parts, or for several readers. Nothing is staged.
+
+        readers, keys, block_bytes: as of `match`, of each; equally many keys.
+        Returns (ids of their leases, which are held until `release`, answer). None: nothing is held.
+        """
+        leases = [next(self._ids) for _ in keys]
+        asked = zip(leases, readers, keys, block_bytes, strict=True)
+        requests = tuple(plain(MatchRequest(*request, stage=0)) for request in asked)
+        return leases, self._ask(MatchedParts, "match_parts", requests, hold=leases)
 
     def next_window(self, request: NextWindowRequest) -> Window | None:
         """Give back staging slots of a lease, and take others."""
@@ -133,7 +147,7 @@ class DirectoryClient:
         """
         reservation = next(self._ids)
         request = ReserveRequest(reservation, node, keys, start, block_bytes)
-        return reservation, self._ask(Reserved, "reserve", request, hold=reservation)
+        return reservation, self._ask(Reserved, "reserve", request, hold=(reservation,))
 
     def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes, wait: bool = True) -> int:
         """Offer the blocks of a reservation that were written (see CommitRequest).
@@ -199,10 +213,10 @@ class DirectoryClient:
 
     # ------------------------------------------------------------------ what the next call tells
 
-    def release(self, held: int) -> None:
-        """A lease or reservation is not held any more."""
+    def release(self, *held: int) -> None:
+        """Leases or reservations are not held any more. The directory learns of all of these at once."""
         with self._lock:
-            self._held.discard(held)
+            self._held.difference_update(held)
             self._has_news()
 
     def pulled(self, locations: Locations) -> None:
@@ -257,17 +271,17 @@ class DirectoryClient:
         self.faults["down"] += 1
         return False
 
-    def _ask(self, kind: type[A], method: str, *request: Any, hold: int | None = None) -> A | None:
-        """The answer to a call, or None: a miss. hold: id that is held from now on, unless the answer is None."""
+    def _ask(self, kind: type[A], method: str, *request: Any, hold: Sequence[int] = ()) -> A | None:
+        """The answer to a call, or None: a miss. hold: ids that are held from now on, unless the answer is None."""
         if not self._may_ask():
             return None
         answer = self._send(kind, method, *request, hold=hold)
-        if answer is None and hold is not None:
-            self.release(hold)
+        if answer is None and hold:
+            self.release(*hold)
         return answer
 
     def _send(
-        self, kind: type[A], method: str, *request: Any, seconds: float | None = None, hold: int | None = None
+        self, kind: type[A], method: str, *request: Any, seconds: float | None = None, hold: Sequence[int] = ()
     ) -> A | None:
         """seconds: default: METADATA_DEADLINE_S."""
         plain_request = [plain(part) if isinstance(part, tuple) else part for part in request]
@@ -280,8 +294,8 @@ class DirectoryClient:
             self._down("directory", f"no {kind.__name__} from it: {type(error).__name__}")
             return None
         except BaseException:  # a signal's: its caller will never know of the hold
-            if hold is not None:
-                self.release(hold)
+            if hold:
+                self.release(*hold)
             raise
 
     def _believed(self, answer: A) -> A | None:
@@ -298,10 +312,9 @@ class DirectoryClient:
         self._bell.ring()
         self.fault(kind, detail)
 
-    def _call(self, hold: int | None = None) -> Call:
-        """Under the lock. hold: id that is held from now on."""
-        if hold is not None:
-            self._held.add(hold)
+    def _call(self, hold: Sequence[int] = ()) -> Call:
+        """Under the lock. hold: ids that are held from now on."""
+        self._held.update(hold)
         self._rouse()
         self._last_call, self._news = time.monotonic(), False
         pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)

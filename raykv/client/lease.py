@@ -8,14 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.buffers import Rows
-from raykv.client.local_store import LocalStore, Locations, pieces
+from raykv.client.node_store import Locations, NodeStore, pieces
 from raykv.client.session import Session
 from raykv.client.workers import giving_way
 from raykv.config import MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
-from raykv.protocol import ALTERED, KEY_BYTES, LOCATION, PULLED, Matched, NextWindowRequest, data_deadline, is_tier
+from raykv.protocol import (
+    ALTERED,
+    KEY_BYTES,
+    LOCATION,
+    PULLED,
+    Matched,
+    MatchedPart,
+    NextWindowRequest,
+    data_deadline,
+    is_tier,
+)
 
 PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
 PIECES_AHEAD = 2
@@ -33,12 +43,14 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 class Leased(NamedTuple):
-    """Blocks that any process of a node may read by a lease of one of its clients, until that is released.
+    """Blocks that any process of a node may read by a lease of a client, until that is released.
 
-    owner, lease: the client's id, and the lease's. first: number of the first block in it. source: LOCATIONs.
-    keys: of 16 bytes.
+    nonce, node: of that node's arena, and what `source` calls it. owner, lease: the client's id, and the lease's.
+    first: number of the first block in it. source: LOCATIONs. keys: of 16 bytes.
     """
 
+    nonce: bytes
+    node: int
     owner: int
     lease: int
     first: int
@@ -57,15 +69,15 @@ class Lease:
     def __init__(
         self,
         session: Session,
+        store: NodeStore | None,
         block_bytes: int,
-        node: int,
-        name: tuple[int, int, int],
+        name: tuple[bytes, int, int, int, int],
         source: Locations,
         keys: NDArray[np.uint8],
     ) -> None:
-        """node: what the locations call this node's memory. name: owner, lease and first of Leased."""
-        self._session, self._local, self._block_bytes, self._node = session, session.local, block_bytes, node
-        self._owner, self.id, self._first = name
+        """store: of the reader's node. name: nonce, node, owner, lease and first of Leased."""
+        self._session, self._store, self._block_bytes = session, store, block_bytes
+        self._nonce, self._node, self._owner, self.id, self._first = name
         self._piece_blocks = piece_blocks(block_bytes)
         self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a pull that was begun, and its answer
         self.source, self.keys, self.staged = source.copy(), keys, np.zeros(len(source), LOCATION)
@@ -92,24 +104,42 @@ class Lease:
             source, staged = source[:0], None
         elif (stop := _reached(local, source, local.index)) < len(source):
             source, staged = source[:stop], None if staged is None else staged[:stop]
-        name, node = (directory.client, lease, 0), local.index if local else -1
-        made = cls(session, keys.cache.block_bytes, node, name, source, np.asarray(keys)[: len(source)])
+        nonce, node = (local.arena.nonce, local.index) if local else (b"", -1)
+        name = (nonce, node, directory.client, lease, 0)
+        made = cls(session, local, keys.cache.block_bytes, name, source, np.asarray(keys)[: len(source)])
         if staged is not None:
             made.staged[:] = staged
-        external = int(made._external.sum())
+        external = made._limit_wait(block_s)
         if not len(source):
             made.release()
         elif external or prefetch:
-            made._wait_budget_s = block_s * external if external else None
             made._begin()
         return made
 
     @classmethod
-    def borrowed(cls, session: Session, block_bytes: int, node: int, leased: Leased) -> Self:
-        """To read by another process's lease. node: what that process calls this node's memory."""
+    def granted_part(
+        cls, session: Session, memory: str, keys: Keys, block_s: float, lease: int, part: MatchedPart
+    ) -> Self:
+        """Of `match_parts`, for another process to read on its node. memory: what the directory calls that one's."""
+        source, name = np.frombuffer(part.source, LOCATION), (part.nonce, part.node, session.directory.client, lease, 0)
+        store = session.store_of(memory) if is_tier(source["node"]).any() else None
+        made = cls(session, store, keys.cache.block_bytes, name, source, np.asarray(keys)[: len(source)])
+        if made._limit_wait(block_s) and made._staged(np.flatnonzero(~made._here()), 0) is not None:
+            made._begin()
+        return made
+
+    @classmethod
+    def borrowed(cls, session: Session, block_bytes: int, leased: Leased) -> Self:
+        """To read by another process's lease, which it has for this node's memory."""
         source = np.frombuffer(leased.source, LOCATION)
         keys = np.frombuffer(leased.keys, np.uint8).reshape(-1, KEY_BYTES)
-        return cls(session, block_bytes, node, leased[:3], source, keys)
+        return cls(session, session.local, block_bytes, leased[:5], source, keys)
+
+    def _limit_wait(self, block_s: float) -> int:
+        """Have reads wait for an external tier as long as computing its blocks takes. Returns how many those are."""
+        external = int(self._external.sum())
+        self._wait_budget_s = block_s * external if external else None
+        return external
 
     def __len__(self) -> int:
         return len(self.source)
@@ -117,7 +147,7 @@ class Lease:
     def leased(self, first: int, stop: int) -> Leased:
         """Blocks [first, stop), for another process to read."""
         source, keys = self.source[first:stop].tobytes(), self.keys[first:stop].tobytes()
-        return Leased(self._owner, self.id, self._first + first, source, keys)
+        return Leased(self._nonce, self._node, self._owner, self.id, self._first + first, source, keys)
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call."""
@@ -178,23 +208,23 @@ class Lease:
     def _begin(self) -> None:
         """Begin the first pulls now: what they bring is there when it is read."""
         away = np.flatnonzero(~self._here())[: PIECES_AHEAD * self._piece_blocks]
-        if self._local is not None:
+        if self._store is not None:
             for piece in pieces(self._with_slots(away), self._piece_blocks):
                 for part in self._parts(piece):
-                    self._begun[int(part[0])] = len(part), self._start(self._local, part)
+                    self._begun[int(part[0])] = len(part), self._start(self._store, part)
 
     def _parts(self, piece: Blocks) -> list[Blocks]:
         """A piece by where it is pulled from: other nodes' memory is not to wait for a tier."""
         external = self._external[piece]
         return [part for part in (piece[~external], piece[external]) if len(part)]
 
-    def _start(self, local: LocalStore, part: Blocks) -> Any:
+    def _start(self, store: NodeStore, part: Blocks) -> Any:
         """The pull of a part, which may have begun with the match."""
         blocks, answer = self._begun.pop(int(part[0]), (0, None))
         if blocks == len(part):
             return answer
         external = bool(self._external[part[0]])
-        return local.pull(self.source[part], self.keys[part], self.staged[part], external)
+        return store.pull(self.source[part], self.keys[part], self.staged[part], external)
 
     def _with_slots(self, away: Blocks) -> Blocks:
         """The leading ones that have staging slots."""
@@ -228,10 +258,10 @@ class Lease:
         Those that are here already come first, while the first pieces are on their way. stream: what was yielded has
         passed by the next step: its staging slots are taken for others. Ends with the first piece that does not arrive.
         """
-        local, here = self._local, self._here()[:stop]
-        if local is None:
+        store, here = self._store, self._here()[:stop]
+        if store is None:
             return
-        reached = _reached(local, self.source[:stop], self._node)
+        reached = _reached(store, self.source[:stop], self._node)
         if reached < stop:
             self._session.directory.fault(
                 "silent", f"{stop - reached} blocks are of nodes that do not answer, or behind"
@@ -250,7 +280,7 @@ class Lease:
                 if piece is None or not len(piece):
                     break
                 for part in self._parts(piece):
-                    pulls[self._start(local, part)] = part
+                    pulls[self._start(store, part)] = part
                 at += len(piece)
 
         begin()
@@ -266,16 +296,16 @@ class Lease:
                 continue
             since = time.monotonic()
             with span("pull", pool=self._session.name, pieces=len(pulls)):
-                answer = local.first(list(pulls), self._deadline(list(pulls.values())))
+                answer = store.first(list(pulls), self._deadline(list(pulls.values())))
             if answer is None:
                 self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
-                local.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])
+                store.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])
                 self._session.refresh()
                 return
             part, end, pause = pulls.pop(answer), 0.0, WINDOW_POLL_S
             arrived = self._arrived(answer, part)
             if not arrived.any() and time.monotonic() - since > LATE_S:
-                local.gave_up(self.source["node"][part])
+                store.gave_up(self.source["node"][part])
             broken = broken or not arrived.all()
             begin()
             blocks = part[arrived]
@@ -301,8 +331,8 @@ class Lease:
 
     def _copy(self, locations: Locations, keys: NDArray[np.uint8], rows: Rows, verify: bool) -> NDArray[np.bool_]:
         """Read blocks out of slots of this node; which of them are valid."""
-        local, directory = self._local, self._session.directory
-        if local is None or local is not self._session.local or not len(locations):  # replaced meanwhile
+        local, directory = self._session.local, self._session.directory
+        if local is None or local is not self._store or not len(locations):  # replaced meanwhile
             return np.zeros(len(locations), np.bool_)
         try:
             ok = local.arena.read(locations, keys, rows, verify)
@@ -316,11 +346,11 @@ class Lease:
 
     def _arrived(self, answer: Any, part: Blocks) -> NDArray[np.bool_]:
         """Which blocks of a pull are in their staging slots now."""
-        local, directory = self._local, self._session.directory
-        if local is None:
+        store, directory = self._store, self._session.directory
+        if store is None:
             return np.zeros(len(part), np.bool_)
         target = self.staged[part]
-        verdicts = local.verdicts(answer, target, directory)
+        verdicts = store.verdicts(answer, target, directory)
         if (verdicts != PULLED).any():
             self._session.refresh()  # the store may be another actor now
         directory.pulled(target[verdicts == PULLED])
@@ -329,10 +359,10 @@ class Lease:
         return arrived
 
 
-def _reached(local: LocalStore, source: Locations, node: int) -> int:
+def _reached(store: NodeStore, source: Locations, node: int) -> int:
     """How many leading blocks come neither from nor through who does not answer. node: what they call this one."""
     away = np.flatnonzero(source["node"] != node)
-    silent = away[~local.reaches(source["node"][away])] if len(away) else away
+    silent = away[~store.reaches(source["node"][away])] if len(away) else away
     return int(silent[0]) if len(silent) else len(source)
 
 

@@ -1,13 +1,14 @@
 """A reader's leases on the leading blocks of a prompt."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
-from raykv.client.lease import PIECES_AHEAD, Lease, Leased, piece_blocks
+from raykv.client.hits import count_found, count_saved, found_tokens
+from raykv.client.lease import PIECES_AHEAD, Lease, piece_blocks
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
@@ -22,20 +23,17 @@ class Match:
     num_blocks: how many. num_tokens: of them.
     """
 
-    def __init__(
-        self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False, stage: bool = True
-    ) -> None:
+    def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False) -> None:
         """Nothing is leased before `ask` or `aask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
-        blocks of other nodes with the match, not with the first read. stage: take staging slots for the first pieces of
-        a read along; without it the lease leaves the staging window to those who read now.
+        blocks of other nodes with the match, not with the first read.
         """
         cache = keys.cache
         self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
         self._block_tokens, self._block_s = cache.block_tokens, cache.block_tokens / tokens_per_s
         self._prefetch = prefetch
-        self._stage = PIECES_AHEAD * piece_blocks(cache.block_bytes) if stage else 0
+        self._stage = PIECES_AHEAD * piece_blocks(cache.block_bytes)  # of a read's first pieces
         self._leases: list[Lease] = []
 
     def ask(self) -> Self:
@@ -46,10 +44,9 @@ class Match:
                 for part in self._parts():
                     if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
                         break
-                hits = self._hits()
+                hits = found_tokens(self._leases, self._keys.cache)
                 tell(it, hit_tokens=self.num_tokens, **hits)
-            if self._stage:
-                self._count(hits)
+            count_found(self._session, self._keys.cache, len(self._keys) * self._block_tokens, hits)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise
@@ -62,38 +59,14 @@ class Match:
             for part in self._parts():
                 if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
                     break
-            hits = self._hits()
+            hits = found_tokens(self._leases, self._keys.cache)
             tell(it, hit_tokens=self.num_tokens, **hits)
-        self._count(hits)
+        count_found(self._session, self._keys.cache, len(self._keys) * self._block_tokens, hits)
         return self
 
     def _span(self) -> AbstractContextManager[Any]:
         pool, model = self._session.name, self._keys.cache.model
         return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._block_tokens)
-
-    def _hits(self) -> dict[str, int]:
-        """Tokens that were found, by where they were."""
-        found = dict.fromkeys(("memory", "node", "external"), 0)
-        for lease in self._leases:
-            for source, blocks in lease.found.items():
-                found[source] += blocks * self._block_tokens
-        return found
-
-    def count(self) -> None:
-        """Count what was asked for and found, by where it was, for the metrics."""
-        self._count(self._hits())
-
-    def _count(self, hits: dict[str, int]) -> None:
-        metrics, model, tokens = self._session.directory.metrics, self._keys.cache.model, self._block_tokens
-        metrics.add("asked_tokens_total", len(self._keys) * tokens, model=model)
-        for source, found in hits.items():
-            metrics.add("hit_tokens_total", found, model=model, source=source)
-
-    def count_saved(self, blocks: int) -> None:
-        """Count blocks that an engine reads instead of computing them, for the metrics."""
-        metrics, model = self._session.directory.metrics, self._keys.cache.model
-        metrics.add("saved_tokens_total", blocks * self._block_tokens, model=model)
-        metrics.add("saved_prefill_seconds_total", blocks * self._block_s, model=model)
 
     def _parts(self) -> Iterator[Keys]:
         """As many keys as one call may ask for, again and again."""
@@ -177,7 +150,7 @@ class Match:
             done += count
             if count < len(lease):
                 break
-        self.count_saved(done)
+        count_saved(self._session, self._keys.cache, done, self._block_s)
         return done
 
     def fetch(self, *, whole: bool = False) -> int:
@@ -187,33 +160,13 @@ class Match:
         window holds. Returns how many leading blocks are on this node now, which a `read` copies at memory speed.
         """
         refuse_forked()
-        return self._fetched(lambda lease: lease.fetch(whole))
-
-    def fetch_external(self) -> int:
-        """Bring blocks of an external tier to this node, as many as the staging window holds and come in time.
-
-        Returns how many leading blocks are in memory then, of this node or others.
-        """
-        refuse_forked()
-        return self._fetched(Lease.fetch_external)
-
-    def _fetched(self, fetch: Callable[[Lease], int]) -> int:
         done = 0
         for lease in self._leases:
-            count = fetch(lease)
+            count = lease.fetch(whole)
             done += count
             if count < len(lease):
                 break
         return done
-
-    def leased(self, first: int, stop: int) -> list[Leased]:
-        """Blocks [first, stop) of the match, for another process of this node to read while this holds them."""
-        found, at = [], 0
-        for lease in self._leases:
-            if first < at + len(lease) and at < stop:
-                found.append(lease.leased(max(0, first - at), min(len(lease), stop - at)))
-            at += len(lease)
-        return found
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""

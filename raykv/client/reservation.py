@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from raykv.arena.buffers import Rows
-from raykv.client.local_store import pieces
+from raykv.client.node_store import pieces
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError

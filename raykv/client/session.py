@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
+from raykv.client.node_store import NodeStore
 from raykv.client.workers import Workers
 from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound, RayKVError
@@ -46,10 +47,11 @@ class Session:
         self._gpu = gpu
         self.local = self._find_store()
         if self.local is None and (why := registry.failures(name).get(self.node_id)):
-            log.warning("pool %s has no store on this node, so every block is a miss here: %s", name, why)
+            log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
         self.directory = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
+        self._others: dict[str, NodeStore] = {}  # by what the directory calls the memory of their nodes
         self._renewing = threading.Lock()  # held while the node store is looked for
         self._workers = Workers("raykv")
         self._background = Workers("raykv-background")
@@ -80,7 +82,7 @@ class Session:
         return self._background.submit(function, *args, **kwargs)
 
     def refresh(self) -> None:
-        """Look for the node store again, in the background: it seems to be another one. At most once a second.
+        """Look for node stores again, in the background: one seems to be another now. At most once a second.
 
         Nobody queues behind it: a store that does not answer is waited for in a thread of its own, and asked once.
         """
@@ -90,6 +92,17 @@ class Session:
             except RuntimeError as error:  # no thread can be started: the next refresh tries again
                 self._renewing.release()
                 self.directory.fault("store", error)
+
+    def store_of(self, memory: str) -> NodeStore | None:
+        """The store of the node that has some memory, as the directory calls it; None where it has none."""
+        if memory == self.memory_name:
+            return self.local
+        if memory not in self._others:
+            try:
+                self._others[memory] = NodeStore(registry.find(registry.node_store_name(self.name, host_of(memory))))
+            except (ValueError, RayError):
+                return None
+        return self._others.get(memory)
 
     def node_names(self, indices: list[int]) -> list[str]:
         """Ray node ids, each once, of nodes by the index that locations carry. Nodes that are gone are left out."""
@@ -119,6 +132,7 @@ class Session:
             return None
 
     def _renew(self) -> None:
+        self._others.clear()
         try:
             self._take(self._find_store())
         except RayKVError as error:

@@ -1,11 +1,16 @@
 """Clients of a pool: the leases and reservations of each, and what becomes of them when it leaves."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from raykv.directory.arrays import KeyArray, RowArray
 from raykv.directory.kernels import leases
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import Call
+
+ROWS = ("keys", "source", "gens", "staged", "staged_gens")  # of a Hold, of one length
 
 
 @dataclass(slots=True)
@@ -21,7 +26,15 @@ class Hold:
     staged: RowArray
     staged_gens: RowArray
     writes: bool
-    since: float = 0.0  # seconds, of the caller's clock
+    group: int  # id of the first of those that were asked for together, whose blocks of one number belong together
+    since: float  # seconds, of the caller's clock
+
+    def cut(self, n: int) -> "Hold":
+        """What it holds from block n on; it does not any more."""
+        rest = replace(self, **{name: getattr(self, name)[n:] for name in ROWS})
+        for name in ROWS:
+            setattr(self, name, getattr(self, name)[:n])
+        return rest
 
 
 @dataclass(slots=True)
@@ -49,20 +62,23 @@ class Clients(dict[int, Client]):
     def end(self, client: Client, hold: int) -> None:
         """End a lease or reservation, if the client has it."""
         if hold in client.holds:
-            self._release(client.holds.pop(hold))
+            self.release([client.holds.pop(hold)])
+
+    def end_all(self, client: Client, holds: Iterable[int]) -> None:
+        """End leases and reservations, as far as the client has them."""
+        self.release([client.holds.pop(hold) for hold in holds if hold in client.holds])
 
     def end_unlisted(self, client: Client, call: Call) -> None:
         """End what a call no longer lists, unless it was sent before that was asked for."""
         if client.holds:
             held = set(memoryview(call.held).cast("Q"))
-            for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
-                self.end(client, i)
+            self.end_all(client, [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq])
 
     def disconnect(self, client: int) -> Client | None:
         """A client leaves in order: it writes nothing any more."""
         gone = self.pop(client, None)
-        for hold in gone.holds.values() if gone else ():
-            self._release(hold)
+        if gone:
+            self.release(gone.holds.values())
         return gone
 
     def expire(self, client: int) -> Client:
@@ -71,7 +87,7 @@ class Clients(dict[int, Client]):
         for hold in gone.holds.values():
             leases.abandon(c, hold.source, hold.gens)
             leases.abandon(c, hold.staged, hold.staged_gens)
-            self._release(hold)
+            self.release([hold])
         return gone
 
     def expired(self, now: float) -> list[int]:
@@ -84,5 +100,21 @@ class Clients(dict[int, Client]):
                 self._size_classes.invalidate(hold.source, hold.gens)
                 self._size_classes.invalidate(hold.staged, hold.staged_gens)
 
-    def _release(self, hold: Hold) -> None:
-        leases.release(self._size_classes.c, hold.source, hold.gens, hold.staged, hold.staged_gens)
+    def release(self, ended: Iterable[Hold]) -> None:
+        """What these held is free of them: of what was asked for together block after block, the last one first."""
+        groups: dict[int, list[Hold]] = {}
+        for hold in ended:
+            groups.setdefault(hold.group, []).append(hold)
+        for holds in groups.values():
+            rows = [_woven([getattr(hold, name) for hold in holds]) for name in ROWS[1:]]
+            leases.release(self._size_classes.c, *rows)
+
+
+def _woven(parts: list[RowArray]) -> RowArray:
+    """The first row of each part, then the second of each, and so on; -1 where one has no more."""
+    if len(parts) == 1:
+        return parts[0]
+    woven = np.full((max(map(len, parts)), len(parts)), -1, np.int64)
+    for i, part in enumerate(parts):
+        woven[: len(part), i] = part
+    return woven.ravel()

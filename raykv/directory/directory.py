@@ -12,11 +12,11 @@ import numpy as np
 from raykv.config import CLIENT_TTL_S
 from raykv.directory.allocator import Node
 from raykv.directory.arrays import RowArray, key_array, split_keys
-from raykv.directory.clients import Client, Hold
-from raykv.directory.kernels import columns, demotion, index, leases, placement, slabs
-from raykv.directory.kernels.columns import ENTRIES, NODE_MASK
-from raykv.directory.membership import Membership
-from raykv.directory.prefixes import Prefixes
+from raykv.directory.clients import Hold
+from raykv.directory.kernels import columns, demotion, index, placement, slabs
+from raykv.directory.kernels.columns import ENTRIES
+from raykv.directory.membership import COUNTERS
+from raykv.directory.readers import Readers
 from raykv.directory.tier_catalog import NOTHING
 from raykv.protocol import (
     LOCATION,
@@ -28,29 +28,20 @@ from raykv.protocol import (
     ExistingBlocks,
     GpuDemotionReport,
     GpuDemotions,
-    Matched,
-    MatchRequest,
-    NextWindowRequest,
     Reserved,
     ReserveRequest,
     TierReply,
     TierReport,
-    Window,
     host_of,
     is_block_size,
     slot_bytes,
 )
 from raykv.system.jit import compile_all
 
-COUNTERS = (
-    *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
-    "num_cumulative_preemption",
-    *("gpu_hits", "promoted", "gpu_demoted"),
-)
 NO_GPU_DEMOTIONS = GpuDemotions(b"", b"", b"")
 
 
-class Directory(Membership):
+class Directory(Readers):
     """All blocks, leases, reservations and nodes of one pool.
 
     A state machine for a single thread: it has no locks, and its caller must not call it from two threads at a time.
@@ -76,9 +67,7 @@ class Directory(Membership):
         compile_all("raykv.directory")  # before the first caller waits for a kernel
         super().__init__(epoch, client_ttl, share, min_hits)
         self.locality = float(locality)
-        self.counters = dict.fromkeys(COUNTERS, 0)
         self._evicted_before = 0
-        self._prefixes = Prefixes()
 
     @property
     def nbytes(self) -> int:
@@ -132,126 +121,6 @@ class Directory(Membership):
         """By the node that owns a tier, or "" for one that all share; see TierCatalog.fill."""
         return self._tier_catalog.fill()
 
-    # ------------------------------------------------------------------ readers
-
-    def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
-        """Lease the longest prefix of the keys that is ready."""
-        client = self._on_call(call, now)
-        self.clients.end(client, request.lease)
-        if not is_block_size(request.block_bytes):
-            return Matched(self.epoch, b"", b"")
-        reader, stride, keys = self.nodes.get(request.node), slot_bytes(request.block_bytes), key_array(request.keys)
-        size_class, on_gpu = self._allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
-        node = reader.index if reader and reader.state != "joining" else -1
-        host = self.nodes.get(reader.host) if reader and on_gpu else None
-        firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
-        locations, staged_locations = np.empty((2, len(keys)), LOCATION)
-        stage = min(max(0, request.stage), len(keys))
-        need = leases.find_prefix(self._c, keys, firsts, node, size_class, stage)
-        if need and reader and self._allocator.provide_slots(reader, size_class, stride, need):
-            index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
-        n, remote, external, promoted = leases.match(
-            *(self._c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
-            *(source, gens, staged, staged_gens, locations, staged_locations),
-        )
-        counters = self.counters
-        counters["lookups"] += len(keys)
-        counters["hits"] += n
-        counters["remote_hits"] += remote - external - promoted
-        counters["external_hits"] += external
-        counters["promoted"] += promoted
-        counters["gpu_hits"] += n - remote if on_gpu else 0
-        if n == 0:
-            return Matched(self.epoch, b"", b"")
-        self._prefixes.count(request.keys, n, request.block_bytes, now)
-        client.holds[request.lease] = Hold(
-            call.seq,
-            node,
-            size_class,
-            keys[:n],
-            source[:n],
-            gens[:n],
-            staged[:n],
-            staged_gens[:n],
-            writes=False,
-            since=now,
-        )
-        return Matched(self.epoch, locations[:n].tobytes(), staged_locations[:n].tobytes() if remote else b"")
-
-    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
-        """Staging slots for blocks of a lease, any client's. Those of its other blocks are given back."""
-        self._on_call(call, now)
-        owner, start = self.clients.get(request.owner), request.start
-        hold = owner.holds.get(request.lease) if owner else None
-        sound = hold is not None and 0 <= start <= request.stop and is_block_size(request.block_bytes)
-        if hold is None or hold.writes or not sound:
-            return Window(self.epoch, b"", b"")
-        before, wanted = slice(start), slice(start, min(request.stop, len(hold.source)))
-        for other in (slice(wanted.stop, None), before):
-            given, gens = hold.staged[other], hold.staged_gens[other]
-            leases.release(self._c, given, gens, given[:0], gens[:0])
-            given[given >= 0] = leases.UNSTAGED
-        moved = leases.pass_by(
-            self._c, hold.keys[before], hold.source[before], hold.gens[before], hold.node, hold.staged[before]
-        )
-        self._provide_staging(hold, hold.staged[wanted], slot_bytes(request.block_bytes))
-        n = leases.next_window(
-            self._c,
-            hold.keys[wanted],
-            hold.source[wanted],
-            hold.gens[wanted],
-            hold.node,
-            hold.size_class,
-            hold.staged[wanted],
-            hold.staged_gens[wanted],
-        )
-        window = slice(start, start + n)
-        _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
-        hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
-        staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
-        passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if moved else b""
-        return Window(self.epoch, source.tobytes(), staged.tobytes(), passed)
-
-    def _provide_staging(self, hold: Hold, staged: RowArray, stride: int) -> None:
-        """Give the reader of a lease slabs for what it is about to stage."""
-        lack = leases.staging_lack(self._c, hold.size_class, staged) if hold.size_class >= 0 else 0
-        if lack:
-            reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
-            if reader and reader.size_classes.get(stride) == hold.size_class:
-                self._allocator.provide_slots(reader, hold.size_class, stride, lack)
-
-    def locate_prefix(self, keys: bytes) -> dict[str, int]:
-        """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.
-
-        For a router that chooses a reader: nothing is touched, leased or counted.
-        """
-        hosts = np.zeros(len(self._c.grid), np.int64)
-        numbers: dict[str, int] = {}
-        for node in self.nodes.values():
-            if node.slabs:
-                hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
-        counts, last = np.zeros((2, len(numbers)), np.int64)
-        leases.locate_prefix(self._c, self._find(keys)[1], hosts, counts, last)
-        return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
-
-    def largest_prefixes(self, n: int, now: float) -> list[dict[str, Any]]:
-        """At most `n` that look-ups ended with since this directory began, that of the most blocks found first.
-
-        key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: since the
-        last. nodes: where the last block is in memory.
-        """
-        return [
-            {
-                "key": prefix.key.hex(),
-                "blocks": prefix.blocks,
-                "bytes": prefix.blocks * prefix.block_bytes,
-                "hits": prefix.hits,
-                "idle_s": now - prefix.last,
-                "nodes": list(self.locate_prefix(prefix.key)),
-            }
-            for prefix in self._prefixes.largest(n)
-        ]
-
     # ------------------------------------------------------------------ writers
 
     def reserve(self, call: Call, request: ReserveRequest, now: float) -> Reserved:
@@ -278,7 +147,7 @@ class Directory(Membership):
         if not grants:  # else the client asks for the rest in another call
             self.counters["refused"] += len(keys) - covered
         client.holds[request.reservation] = Hold(
-            call.seq, writer.index, size_class, keys, source, gens, staged, staged_gens, writes=True, since=now
+            call.seq, writer.index, size_class, keys, source, gens, staged, staged_gens, True, request.reservation, now
         )
         return Reserved(
             self.epoch,
@@ -355,27 +224,6 @@ class Directory(Membership):
         """A client that has nothing to ask is still there."""
         self._on_call(call, now)
         return Counted(self.epoch)
-
-    def _on_call(self, call: Call, now: float) -> Client:
-        """What each call tells besides its request: blocks that were pulled, holds that are over, corrupt blocks."""
-        self._check(now)
-        pulled, corrupt = np.frombuffer(call.pulled, LOCATION), np.frombuffer(call.corrupt, LOCATION)
-        client = self.clients.seen(call.client, now)
-        if len(pulled):
-            promoted = np.zeros(len(self._c.size_classes), np.int64)
-            leases.pulled(self._c, *self._size_classes.rows_of(pulled), promoted)
-            self._allocator.restore_windows(promoted)
-            if promoted.any():  # the primaries before them are replicas now
-                self.pins.repair()
-        self.clients.end_unlisted(client, call)
-        if self._allocator.lacking:
-            self._allocator.restore_lacking()
-        if len(corrupt):
-            rows, gens = self._size_classes.rows_of(corrupt)
-            self._tier_catalog.schedule_delete(rows, gens)
-            self.counters["corrupt"] += int(slabs.drop(self._c, rows, gens))
-            self.pins.repair()
-        return client
 
     # ------------------------------------------------------------------ demotion
 

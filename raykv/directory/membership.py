@@ -27,6 +27,7 @@ from raykv.protocol import (
     SLABS_MAX,
     STILL_WRITTEN,
     ArenaDescription,
+    Call,
     Heartbeat,
     Inventory,
     Joined,
@@ -36,6 +37,11 @@ from raykv.protocol import (
     SweepResult,
 )
 
+COUNTERS = (
+    *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
+    "num_cumulative_preemption",
+    *("gpu_hits", "promoted", "gpu_demoted"),
+)
 SOLE_COPIES_PER_CALL = 4096  # of each size
 CHECK_EVERY_S = 0.5
 ARENA_BYTES_MAX = 1 << 50
@@ -45,6 +51,7 @@ class Membership:
     """The nodes and clients of a pool. `name` is a node's, or that of one of its GPUs (see `protocol.host_of`)."""
 
     def __init__(self, epoch: int, client_ttl: float, share: float, min_hits: int) -> None:
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self.floor = 0  # generation up to which all blocks were cleared
         self._size_classes = SizeClasses(epoch)
         self._allocator = Allocator(self._size_classes)
@@ -303,6 +310,27 @@ class Membership:
         self.pins.repair()
 
     # ------------------------------------------------------------------ clients
+
+    def _on_call(self, call: Call, now: float) -> Client:
+        """What each call tells besides its request: blocks that were pulled, holds that are over, corrupt blocks."""
+        self._check(now)
+        pulled, corrupt = np.frombuffer(call.pulled, LOCATION), np.frombuffer(call.corrupt, LOCATION)
+        client = self.clients.seen(call.client, now)
+        if len(pulled):
+            promoted = np.zeros(len(self._c.size_classes), np.int64)
+            leases.pulled(self._c, *self._size_classes.rows_of(pulled), promoted)
+            self._allocator.restore_windows(promoted)
+            if promoted.any():  # the primaries before them are replicas now
+                self.pins.repair()
+        self.clients.end_unlisted(client, call)
+        if self._allocator.lacking:
+            self._allocator.restore_lacking()
+        if len(corrupt):
+            rows, gens = self._size_classes.rows_of(corrupt)
+            self._tier_catalog.schedule_delete(rows, gens)
+            self.counters["corrupt"] += int(slabs.drop(self._c, rows, gens))
+            self.pins.repair()
+        return client
 
     def disconnect(self, client: int, now: float) -> None:
         """A client leaves in order: it writes nothing any more."""

@@ -104,8 +104,8 @@ PANELS = (
             ("busy", "sum(rate(@directory_cpu_seconds_total[5m]))"),
             (
                 "seconds of a match",
-                'sum(rate(@directory_call_seconds_total{method="match"}[5m]))'
-                ' / sum(rate(@directory_calls_total{method="match"}[5m]))',
+                'sum(rate(@directory_call_seconds_total{method=~"match|match_parts"}[5m]))'
+                ' / sum(rate(@directory_calls_total{method=~"match|match_parts"}[5m]))',
             ),
         ),
     ),

@@ -30,8 +30,8 @@ from helpers.pools import (
 
 import raykv
 import raykv.client.lease
+from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Lease
-from raykv.client.match import Match
 from raykv.keys import Keys
 
 pytestmark = pytest.mark.usefixtures("patiently")
@@ -93,13 +93,13 @@ def test_another_process_streams_by_a_lease_that_takes_no_staging(start: Callabl
     pool, _, prompts = full(start, "tcp")
     by = raykv.attach(pool.name)
     assert by.session.local and by.session.directory.client != pool.session.directory.client
-    matches = [Match(pool.session, keys, 1e4, stage=False).ask() for keys in prompts]
+    matches = [JointMatch(pool.session, [Part(pool.session.memory_name, keys)], 1e4).ask() for keys in prompts]
     assert [match.fetch_external() for match in matches] == [LONG] * len(prompts)
     assert totals(pool)["staging"] == 0
     first, stop = 5, LONG - 3
     for keys, match in zip(prompts, matches, strict=True):
-        (leased,) = match.leased(first, stop)
-        lease = Lease.borrowed(by.session, BLOCK, by.session.local.index, leased)
+        (leased,) = match.leased(0, first, stop)
+        lease = Lease.borrowed(by.session, BLOCK, leased)
         out = np.zeros((stop - first, BLOCK), np.uint8)
         assert lease.read(raykv.arena.buffers.dense("out", out, len(lease), BLOCK), verify=False) == stop - first
         assert (out == payload(keys[first:stop], BLOCK)).all()
@@ -137,19 +137,19 @@ def test_a_read_ends_where_a_store_stops_in_the_middle(
     eventually(lambda: read(cache, keys)[:3] == (LONG, LONG, 0))
 
 
-def test_a_lease_without_staging_shows_that_the_directory_calls_this_node_otherwise(
+def test_a_match_shows_that_the_directory_calls_this_node_otherwise(
     start: Callable[..., raykv.KVPool],
 ) -> None:
     """As after a restart of the directory: else a reader would wait for slots that it does not know."""
-    pool, _, (keys, _, _) = full(start, "tcp")
+    pool, cache, (keys, _, _) = full(start, "tcp")
     local = pool.session.local
     assert local
     local.index -= 2
-    with Match(pool.session, keys, 1e4, stage=False).ask() as match:
+    with cache.match(keys) as match:
         assert match.num_blocks == 0
 
     def known() -> bool:
-        with Match(pool.session, keys, 1e4, stage=False).ask() as match:
+        with cache.match(keys) as match:
             return match.num_blocks == LONG
 
     eventually(known)

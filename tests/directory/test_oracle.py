@@ -17,7 +17,18 @@ SEEDS = (1, 2, 3, 4, 5)
 STEPS = 42_000  # by each seed, at least: 210,000 in all
 SERVED_STEPS = 5_000  # on each way to the directory
 OPS = (
-    *("match", "reserve", "commit", "next_window", "release", "client_heartbeat", "report", "disconnect", "heartbeats"),
+    *(
+        "match",
+        "match_parts",
+        "reserve",
+        "commit",
+        "next_window",
+        "release",
+        "client_heartbeat",
+        "report",
+        "disconnect",
+        "heartbeats",
+    ),
     *("locate_prefix", "node_lost", "restart", "wait", "clear"),
     *("tier_heartbeat", "report_existing", "demote", "demote"),
     *("pin", "unpin", "forget", "preempted", "leave_node", "sole_copies"),

@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.connector import check
 from raykv.integrations.vllm.manager import FAILED, HITS, ChunksToStore, RayKVManager
+from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.worker import RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
@@ -215,12 +216,12 @@ def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KV
     pool = start()
     pages = torch.zeros((8, MIB), dtype=torch.int8)
     cache = pool.cache(model="m", block_tokens=16, block_bytes=MIB)
-    worker = RayKVWorker(pool, cache, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
+    worker = RayKVWorker(pool, {0: cache}, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
     source = SimpleNamespace(block_ids=np.arange(4), block_indices=[0])
     stopped = pid(part(pool, "directory"))
     suspend(stopped)
     try:
-        assert worker.submit_store(1, source, ChunksToStore([cache.keys(np.arange(64)).tobytes()], 0))
+        assert worker.submit_store(1, source, ChunksToStore({0: cache.keys(np.arange(64)).tobytes()}, 0))
         begin = time.monotonic()
         worker.wait({1})
         assert time.monotonic() - begin < 0.2
@@ -238,12 +239,10 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
 
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     parallel: dict[str, Any] = {
-        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "nnodes": 1,
-        "world_size": 1,
     }
-    parallel |= {"tensor_parallel_size": 1, "distributed_executor_backend": "mp"}
     config = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo=other.get("hashes", "sha256")),
         parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
@@ -258,9 +257,8 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
     [
         ({"version": "0.33.1"}, r"pip install 'vllm==0\.32\.\*'"),
         ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"nnodes": 2}, "nnodes=2"),
-        ({"world_size": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "backend='mp'"),
         ({"speculative": object()}, "speculative_config"),
         ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
     ],
@@ -276,8 +274,9 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
 ) -> None:
     """Not from what it had itself, nor from what the pool had, nor before it was done."""
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
-    manager = RayKVManager([pool], {"model": "m", "block_tokens": 16, "block_bytes": 4096})
-    (cache,) = manager._caches
+    manager = RayKVManager(pool, {"model": "m", "block_tokens": 16})
+    manager.set_ranks([Rank(pool.session.memory_name, (0,), 4096)])
+    cache = manager.caches[0]
     unknown, keys = cache.recompute_tokens_per_s, [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
     contexts: list[ReqContext] = []
 

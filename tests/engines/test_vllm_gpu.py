@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 import raykv
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
+from raykv.client.joint_match import JointMatch, Part
 from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, PartToLoad
 from raykv.integrations.vllm.worker import RayKVWorker
 
@@ -83,7 +84,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     tensors = [Tensor(np.zeros((PAGES, PAGE), np.uint8)) for _ in range(LAYERS)]
     caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=tensor) for tensor in tensors])
     cache = pool.cache(model="m", block_tokens=16, block_bytes=CHUNK)
-    worker = RayKVWorker(pool, cache, 0, caches, PER_CHUNK)
+    worker = RayKVWorker(pool, {0: cache}, 0, caches, PER_CHUNK)
     launches: list[int] = []
     copy = devices.Device.copy
 
@@ -103,7 +104,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     Event.work = [compute]
     keys = cache.keys(tokens(1, 4))
     ids = np.random.default_rng(1).permutation(PAGES)[: 4 * PER_CHUNK]
-    worker.submit_store(1, GPULoadStoreSpec(ids.tolist(), [len(ids)], [0]), ChunksToStore([keys.tobytes()], 0))
+    worker.submit_store(1, GPULoadStoreSpec(ids.tolist(), [len(ids)], [0]), ChunksToStore({0: keys.tobytes()}, 0))
     finished(worker, 1)
     wanted = content[:, ids].reshape(LAYERS, 4, PER_CHUNK, PAGE).transpose(1, 2, 0, 3).reshape(4, CHUNK)
     out = np.zeros_like(wanted)
@@ -115,12 +116,11 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     eventually(stored)
     assert (out == wanted).all()
     other = np.setdiff1d(np.arange(PAGES), ids)[: 4 * PER_CHUNK]
-    with cache.match(keys) as match:
-        assert pool.session.local
-        local = pool.session.local
-        load = ChunksToLoad([PartToLoad(local.arena.nonce, local.index, False, match.leased(0, 4))])
-        worker.submit_load(2, load, GPULoadStoreSpec(other.tolist(), [len(other)], [0]))
-        finished(worker, 2)
+    match = JointMatch(pool.session, [Part(worker.rank.memory, keys)], 1e4).ask()
+    load = ChunksToLoad([[PartToLoad(False, match.leased(0, 0, 4))]])
+    worker.submit_load(2, load, GPULoadStoreSpec(other.tolist(), [len(other)], [0]))
+    finished(worker, 2)
+    match.release()
     for tensor, pages in zip(tensors, content, strict=True):
         assert (tensor.array.get()[other] == pages[ids]).all()
     assert launches == [len(ids) * LAYERS] * 2, "pinned memory, and all pages of a job at once"

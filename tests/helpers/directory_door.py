@@ -116,6 +116,15 @@ class DirectoryDoor:
         got = self.directory.match(self._call(m), self._wrong(m, request), self.now)
         self._know(got.source, got.staged)
 
+    def call_match_parts(self, m: Mutator) -> None:
+        count, parts = m.randint(1, 8), m.randint(0, 3)
+        requests = [MatchRequest(self._hold(), self._node(m), self._keys(m, count), PAGE, 3) for _ in range(parts)]
+        if requests and m.random() < 0.3:
+            requests.append(m.choice(requests))
+        wrong = tuple(self._wrong(m, request) for request in requests)
+        got = self.directory.match_parts(self._call(m), wrong, self.now)
+        self._know(*(locations for part in got.parts for locations in part[2:]))
+
     def call_next_window(self, m: Mutator) -> None:
         request = NextWindowRequest(m.choice([7, 8]), m.choice(self.holds), m.randint(0, 3), m.randint(0, 9), PAGE)
         self.directory.next_window(self._call(m), self._wrong(m, request), self.now)

@@ -22,6 +22,8 @@ from raykv.protocol import (
     Inventory,
     Joined,
     Matched,
+    MatchedPart,
+    MatchedParts,
     MatchRequest,
     NextWindowRequest,
     Reserved,
@@ -83,6 +85,18 @@ class Pool:
         got = self.directory.match(self.call(node), request, self.now)
         self.held.setdefault(node, []).append(self.id)
         return self.id, got
+
+    def match_parts(
+        self, client: str, parts: Sequence[tuple[str, list[bytes]]], size: int = PAGE, stage: int = KEYS_PER_CALL
+    ) -> tuple[list[int], MatchedParts]:
+        """(leases, answer). client: on the node of that name. parts: of each the node that reads it, and its keys."""
+        leases = list(range(self.id + 1, self.id + 1 + len(parts)))
+        self.id += len(parts)
+        asked = zip(leases, parts, strict=True)
+        requests = tuple(MatchRequest(lease, node, b"".join(keys), size, stage) for lease, (node, keys) in asked)
+        got = self.directory.match_parts(self.call(client), requests, self.now)
+        self.held.setdefault(client, []).extend(leases)
+        return leases, got
 
     def next_window(
         self, node: str, lease: int, start: int, stop: int = KEYS_PER_CALL, size: int = PAGE, by: str = ""
@@ -207,9 +221,9 @@ def primary(pool: Pool, key: bytes) -> str:
     return pool.name(int(c.size_classes[c.slabs[c.pages[row >> columns.PAGE_BITS]]["size_class"]]["node"]))
 
 
-def blocks(got: Matched | Window) -> int:
+def blocks(got: Matched | MatchedPart | Window) -> int:
     return len(got.source) // LOCATION.size
 
 
-def staged(got: Matched | Window) -> int:
+def staged(got: Matched | MatchedPart | Window) -> int:
     return sum(location[4] > 0 for location in unpack(got.staged))

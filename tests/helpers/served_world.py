@@ -25,6 +25,8 @@ from raykv.protocol import (
     Heartbeat,
     Joined,
     Matched,
+    MatchedPart,
+    MatchedParts,
     Reserved,
     SlabReport,
     SoleCopies,
@@ -38,6 +40,7 @@ ANSWERS: dict[str, Any] = {
     **dict.fromkeys(("commit", "pin", "unpin", "forget", "preempted", "client_heartbeat"), Counted),
     **{"demote": Demotions, "demote_gpu": GpuDemotions, "sole_copies": SoleCopies},
 }
+ANSWERS["match_parts"] = lambda epoch, parts: MatchedParts(epoch, tuple(MatchedPart(*part) for part in parts))
 LINES = 3  # connections, which take turns
 
 
@@ -189,7 +192,7 @@ def _meant(directory: Directory, name: str, answer: Any) -> Any:
 
 
 def _plain(argument: Any) -> Any:
-    return tuple(argument) if isinstance(argument, tuple) else argument
+    return tuple(map(_plain, argument)) if isinstance(argument, tuple) else argument
 
 
 def _pickled(message: Any) -> Any:

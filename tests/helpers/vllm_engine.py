@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
 import raykv.client.lease
@@ -28,6 +28,16 @@ def save_model(folder: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.2}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=4096)).save_pretrained(folder)
+
+
+def save_mla_model(folder: Path) -> None:
+    """A small DeepSeek of random weights, whose ranks have the same latent."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 500}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "initializer_range": 0.1}
+    dense = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = DeepseekV2Config(**sizes, **heads, **dense, max_position_embeddings=4096)
+    DeepseekV2ForCausalLM(config).save_pretrained(folder)
 
 
 Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's were cached
@@ -59,22 +69,30 @@ class FaultyConnector(RayKVConnector):
 class Engine:
     """A random model in float32, so that whatever was computed together gives the same tokens."""
 
-    def __init__(self, pool: str, model: str, cache_bytes: int, fault: str, tensor_parallel_size: int = 1) -> None:
+    def __init__(
+        self,
+        pool: str,
+        model: str,
+        cache_bytes: int,
+        fault: str,
+        tensor_parallel_size: int = 1,
+        extra: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """extra: of the connector's configuration. options: of vLLM."""
         transfer = kv_transfer_config(pool)
         transfer |= {"kv_connector": "FaultyConnector", "kv_connector_module_path": __name__}
-        transfer["kv_connector_extra_config"]["fault"] = fault
+        transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
+        defaults = {"dtype": "float32", "max_model_len": 3200, "max_num_batched_tokens": 4096, "block_size": 32}
         self.llm = LLM(
             model,
             skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=3200,
-            max_num_batched_tokens=4096,
-            block_size=32,
             enforce_eager=True,
             disable_log_stats=False,
             kv_cache_memory_bytes=cache_bytes,
             tensor_parallel_size=tensor_parallel_size,
             kv_transfer_config=transfer,
+            **(defaults | options),
         )
 
     def answer(self, *prompts: list[int], tokens: int = 8, cold: bool = False) -> list[Answer]:

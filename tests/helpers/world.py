@@ -316,12 +316,36 @@ class World:
         request = MatchRequest(lease, worker.node, b"".join(keys), size, self.rng.choice([LONGEST, 0, 1, 3]))
         got = self.do("match", self.call(worker), request, self.now)
         worker.holds.pop(lease, None)
-        locations = _split(got.source)
+        self._leased(worker, lease, size, keys, got)
+        return lease
+
+    def match_parts(self) -> None:
+        """Blocks of one to three parts, or readers, each of which reads them somewhere."""
+        rng = self.rng
+        worker, (size, keys) = rng.choice(self.workers), self.keys()
+        leases = list(dict.fromkeys(self.new_id(worker) for _ in range(rng.randint(1, 3))))
+        documents = [keys[:LONGEST], *DOCUMENTS.get(size, DOCUMENTS[SIZES[0]])[:6]]
+        parts = [documents[0], *rng.choices(documents, k=len(leases) - 1)]
+        parts = [part[: min(map(len, parts))] for part in parts]
+        nodes = [rng.choice([worker.node, *self.names, *self.names, "nowhere"]) for _ in leases]
+        requests = [
+            MatchRequest(lease, node, b"".join(part), size, rng.choice([LONGEST, 0, 1, 3]))
+            for lease, node, part in zip(leases, nodes, parts, strict=True)
+        ]
+        got = self.do("match_parts", self.call(worker), tuple(requests), self.now)
+        for lease in leases:
+            worker.holds.pop(lease, None)
+        for lease, part, found in zip(leases, parts, got.parts, strict=False):
+            self._leased(worker, lease, size, part, found)
+        if rng.random() < 0.5:  # released together
+            for lease in leases:
+                worker.holds.pop(lease, None)
+
+    def _leased(self, worker: Worker, lease: int, size: int, keys: list[bytes], got: Any) -> None:
+        locations, staged = _split(got.source), _split(got.staged)
         if locations:
-            staged = _split(got.staged)
             worker.holds[lease] = Held(False, size, keys[: len(locations)], locations, staged)
             self.grants.update({p: k for p, k in zip(staged, keys, strict=False) if any(p)})
-        return lease
 
     def locate_prefix(self) -> None:
         self.do("locate_prefix", b"".join(self.keys()[1]))
@@ -751,7 +775,7 @@ _USE = {
     World.release: 9,
     World.client_heartbeat: 2,
 }
-_USE[World.locate_prefix] = 2
+_USE |= {World.locate_prefix: 2, World.match_parts: 4}
 _TIERS = {World.tier_heartbeat: 1, World.demote: 12}
 _USE |= _TIERS | {World.demote_gpu: 10}
 _BY_KEY = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5}

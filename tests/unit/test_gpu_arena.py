@@ -274,7 +274,7 @@ def test_verdicts_of_blocks_that_were_not_copied(
         on_host.cuda.runtime.lose()
     lease: Any = object.__new__(Lease)
     local: Any = object.__new__(LocalStore)
-    local.arena, lease._local = host, local
+    local.arena, lease._store = host, local
     lease._session = SimpleNamespace(directory=directory, local=None if replaced else local)
     assert not lease._copy(at, keys, rows, False).any()
     assert (directory.faults, directory.blamed) == (faults, blamed)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raykv.actors.directory import CALLS, DirectoryActor
 from raykv.client.directory_client import plain
-from raykv.protocol import Call, Counted, Matched, MatchRequest, Reserved, packed, unpacked
+from raykv.protocol import Call, Counted, Matched, MatchedParts, MatchRequest, Reserved, packed, unpacked
 
 fields = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary()
 messages = st.recursive(
@@ -40,7 +40,7 @@ def test_half_a_message_is_a_value_error() -> None:
 
 
 def test_every_answer_of_the_directory_begins_with_its_epoch() -> None:
-    for answer in (Matched, Reserved, Counted):
+    for answer in (Matched, MatchedParts, Reserved, Counted):
         assert answer._fields[0] == "epoch"
 
 

@@ -104,6 +104,16 @@ def find_prefix(c, keys, firsts, node, size_class, limit):
     return _staging_need(c, firsts, node, size_class, limit) if size_class >= 0 else np.int64(0)
 
 
+@kernel(C, KEYS, ROWS, INT)
+def ready_prefix(c, keys, firsts, node):
+    """As `find`. Returns how many leading keys a reader on `node` may read now."""
+    find(c, keys, firsts)
+    n = 0
+    while n < len(firsts) and best(c, firsts[n], node)[0] >= 0:
+        n += 1
+    return n
+
+
 @kernel
 def _staging_need(c, firsts, node, size_class, limit):
     """Staging slots that a ready prefix lacks on its reader's node, at most the rest of the window; 0 if it has all."""

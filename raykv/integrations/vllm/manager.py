@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,9 +25,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from raykv.client.cache import KVCache
+from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Leased
-from raykv.client.match import Match
 from raykv.client.pool import KVPool
+from raykv.integrations.vllm.ranks import Rank
 from raykv.keys import Keys
 from raykv.protocol import LOCATION
 
@@ -44,42 +45,32 @@ METRICS = {
 
 
 class PartToLoad(NamedTuple):
-    """A rank's part of chunks that are leased. nonce, node: the arena of the engine's node, and what `leased` calls it.
+    """A part of chunks that are leased, for the rank that reads it. away: some of them are on other nodes."""
 
-    away: some of them are on other nodes.
-    """
-
-    nonce: bytes
-    node: int
     away: bool
     leased: list[Leased]
 
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie. parts: by rank."""
+    """Where chunks lie. ranks: by rank, the parts that it has, in its order."""
 
-    parts: list[PartToLoad]
+    ranks: list[list[PartToLoad]]
 
 
 @dataclass
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks that the workers are to offer. keys: by rank, as bytes. position: of the first in its chain."""
+    """Chunks that the workers are to offer. keys: by part, as bytes. position: of the first in its chain."""
 
-    keys: list[bytes]
+    keys: dict[int, bytes]
     position: int
 
 
-@dataclass
-class Found:
-    """What the pool has of a request: by rank a match, and how many leading chunks all of them hold."""
+class Found(NamedTuple):
+    """What the pool has of a request, and how many leading chunks in memory."""
 
-    matches: list[Match]
+    match: JointMatch
     chunks: int
-
-    def release(self) -> None:
-        for match in self.matches:
-            match.release()
 
 
 @dataclass
@@ -102,18 +93,27 @@ class Computing:
 
 
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
-    """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call."""
+    """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
 
-    def __init__(self, pools: list[KVPool], arguments: dict[str, Any]) -> None:
-        """pools: by rank. arguments: of `KVPool.cache`, less the part, which is the rank."""
-        self._pools, self._arguments = pools, arguments
-        self._caches = self._make_caches()
+    caches: by part of a chunk; none before `set_ranks`.
+    """
+
+    def __init__(self, pool: KVPool, arguments: dict[str, Any]) -> None:
+        """arguments: of `KVPool.cache`, less the part and its block_bytes, which the ranks tell."""
+        self._pool, self._arguments = pool, arguments
+        self._ranks: list[Rank] = []
+        self.caches: dict[int, KVCache] = {}
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
         self._rate = 0.0  # tokens a second that requests got computed, lately
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
+
+    def set_ranks(self, ranks: list[Rank]) -> None:
+        """Where the ranks are, and what they have of a chunk. Until then nothing is looked up, nor stored."""
+        self._ranks = ranks
+        self.caches = self._make_caches()
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -124,7 +124,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         Called by the scheduler: it never waits for Ray. key: vLLM's hash of a chunk.
         """
         request = req_context.req_id
-        if request in self._failed:
+        if request in self._failed or not self.caches:
             return LookupResult.MISS
         ask = self._asks.get(request)
         if ask is None:
@@ -144,10 +144,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks[req_context.req_id]
         ask.loading = True
         first = ask.numbers[next(iter(keys))]
-        matches = ask.answer.result().matches
-        matches[0].count_saved(len(keys))
-        parts = [_part(pool, match, first, first + len(keys)) for pool, match in zip(self._pools, matches, strict=True)]
-        return ChunksToLoad(parts)
+        match = ask.answer.result().match
+        match.count_saved(len(keys))
+        parts = (_part(match.leased(i, first, first + len(keys))) for i in itertools.count())
+        return ChunksToLoad([list(itertools.islice(parts, len(rank.parts))) for rank in self._ranks])
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
@@ -155,12 +155,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
-        keys = list(keys)
+        keys = list(keys) if self.caches else []
         if computing := self._computing.get(req_context.req_id):
             computing.offered |= not computing.missed.isdisjoint(keys)
         end = req_context.get_offload_key_position(keys[0]) if keys else None
-        position = end // self._caches[0].block_tokens - 1 if end else 0
-        rows = [of_rank.tobytes() for of_rank in _keys(self._caches, keys)]
+        position = end // self._chunk_tokens - 1 if end else 0
+        rows = {part: of_part.tobytes() for part, of_part in _keys(self.caches, keys).items()}
         return PrepareStoreOutput(keys, ChunksToStore(rows, position), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
@@ -169,9 +169,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if computing is None or not (chunks := len(computing.missed.intersection(keys))):
             return
         del self._computing[req_context.req_id]
-        rate = chunks * self._caches[0].block_tokens / max(1e-3, time.monotonic() - computing.since)
+        rate = chunks * self._chunk_tokens / max(1e-3, time.monotonic() - computing.since)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
-        for cache in self._caches:
+        for cache in self.caches.values():
             cache.recompute_tokens_per_s = self._rate
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -198,7 +198,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
         """
         self._arguments = {**self._arguments, "salt": secrets.token_hex(16)}
-        self._caches = self._make_caches()
+        self.caches = self._make_caches()
         self._computing.clear()
         for request in list(self._asks):
             self._forget(request)
@@ -215,52 +215,48 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for pool in self._pools:
-            pool.close()
+        self._pool.close()
 
-    def _make_caches(self) -> list[KVCache]:
-        return [pool.cache(**self._arguments, part=part) for part, pool in enumerate(self._pools)]
+    @property
+    def _chunk_tokens(self) -> int:
+        return int(self._arguments["block_tokens"])
+
+    def _make_caches(self) -> dict[int, KVCache]:
+        part_bytes = {part: rank.part_bytes for rank in self._ranks for part in rank.parts}
+        arguments = self._arguments
+        return {part: self._pool.cache(**arguments, part=part, block_bytes=part_bytes[part]) for part in part_bytes}
 
     def _ask(self, first: bytes, req_context: Any) -> Ask:
         """Ask for the request's chunks from `first` on."""
         keys = list(itertools.dropwhile(lambda key: key != first, req_context._offload_key_positions))
         self._counts[ASKED] += len(keys)
-        return Ask({key: i for i, key in enumerate(keys)}, self._threads.submit(_find, self._caches, keys))
+        return Ask({key: i for i, key in enumerate(keys)}, self._threads.submit(_find, self.caches, self._ranks, keys))
 
     def _forget(self, request: str) -> None:
         ask = self._asks.pop(request, None)
         if ask is not None and not ask.answer.cancel():
-            ask.answer.add_done_callback(lambda answer: answer.result().release())
+            ask.answer.add_done_callback(lambda answer: answer.result().match.release())
 
 
-def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
-    """Lease what the pool has of the keys, and bring what only an external tier has. An error is a miss."""
-    found = Found([], len(keys))
+def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes]) -> Found:
+    """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss."""
+    cache, by_part = next(iter(caches.values())), _keys(caches, keys)
+    parts = [Part(rank.memory, by_part[part]) for rank in ranks for part in rank.parts]
+    match, chunks = JointMatch(cache.session, parts, cache.recompute_tokens_per_s), 0
     try:
-        for cache, of_rank in zip(caches, _keys(caches, keys), strict=True):
-            match = Match(cache.session, of_rank[: found.chunks], cache.recompute_tokens_per_s, stage=False)
-            found.matches.append(match)
-            found.chunks = match.ask().fetch_external()
-            if not found.chunks:
-                break
+        chunks = match.ask().fetch_external()
     except Exception:
         log.exception("a look-up failed")
-        found.chunks = 0
-    if found.matches:  # every rank's are the same
-        found.matches[0].count()
-    if not found.chunks:
-        found.release()
-    return found
+    if not chunks:
+        match.release()
+    return Found(match, chunks)
 
 
-def _part(pool: KVPool, match: Match, first: int, stop: int) -> PartToLoad:
-    local = pool.session.local
-    nonce, node = (local.arena.nonce, local.index) if local else (b"", -1)
-    leased = match.leased(first, stop)
-    away = any((np.frombuffer(part.source, LOCATION)["node"] != node).any() for part in leased)
-    return PartToLoad(nonce, node, away, leased)
+def _part(leased: list[Leased]) -> PartToLoad:
+    return PartToLoad(any((np.frombuffer(part.source, LOCATION)["node"] != part.node).any() for part in leased), leased)
 
 
-def _keys(caches: Sequence[KVCache], keys: list[bytes]) -> list[Keys]:
+def _keys(caches: dict[int, KVCache], keys: list[bytes]) -> dict[int, Keys]:
+    """By part."""
     hashes = [get_offload_block_hash(key) for key in keys]
-    return [cache.rekey(hashes) for cache in caches]
+    return {part: cache.rekey(hashes) for part, cache in caches.items()}

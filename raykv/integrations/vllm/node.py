@@ -14,7 +14,7 @@ from raykv.config import NAMESPACE
 
 
 def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
-    """The pool, from any process under a Ray actor: as on the actor's node. gpu: see `raykv.attach`.
+    """The pool, from any process under a Ray actor: as on the actor's node. gpu: `device` of `raykv.attach`.
 
     Such a process is a driver of its own and may join another raylet of the machine, whose arena is not its node's.
     """

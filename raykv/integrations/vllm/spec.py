@@ -2,25 +2,23 @@
 
 from typing import Any
 
-from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from raykv.client.pool import KVPool
 from raykv.integrations.vllm.manager import METRICS, RayKVManager
 from raykv.integrations.vllm.node import attach
 from raykv.integrations.vllm.worker import RayKVWorker
 
 
 class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
-    """A cache of the pool for each rank of an engine."""
+    """A cache of the pool for each part of an engine's chunks: what a rank has of them."""
 
     def __init__(self, config: Any) -> None:
         """config: vLLM's, with what `RayKVConnector` added to its extra configuration."""
         super().__init__(config)
+        self._pool = self.extra_config.get("pool", "default")
         self._arguments = {
             **self.extra_config["cache"],
             "block_tokens": self.tokens_per_block[0] * self.blocks_per_chunk,
-            "block_bytes": config.worker_kv_bytes_per_block * self.blocks_per_chunk,
         }
         self._manager: RayKVManager | None = None
         self._worker: RayKVWorker | None = None
@@ -31,23 +29,21 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         return METRICS
 
     def get_manager(self) -> RayKVManager:
-        """The scheduler's side, with a cache of every rank. Made at the first call."""
+        """The scheduler's side. Made at the first call."""
         if self._manager is None:
-            ranks = self.config.parallel.tp_size
-            pools = [self._attach(0)] * ranks if current_platform.is_cpu() else [*map(self._attach, range(ranks))]
-            self._manager = RayKVManager(pools, self._arguments)
+            self._manager = RayKVManager(attach(self._pool), self._arguments)
         return self._manager
 
-    def _attach(self, rank: int) -> KVPool:
-        """The pool, of the memory that a rank reads and writes first: its GPU's, if that has a tier."""
-        gpu = None if current_platform.is_cpu() else current_platform.get_device_uuid(rank)
-        return attach(self.extra_config.get("pool", "default"), gpu)
-
     def get_worker(self, kv_caches: Any) -> RayKVWorker:
-        """This rank's side. kv_caches: vLLM's KV tensors. Made at the first call."""
+        """This rank's side, with the memory of the node that it runs on: its GPU's, if that has a tier.
+
+        kv_caches: vLLM's KV tensors. Made at the first call.
+        """
         if self._worker is None:
-            rank = self.config.parallel.rank
-            pool = self._attach(rank)
-            cache = pool.cache(**self._arguments, part=rank)
-            self._worker = RayKVWorker(pool, cache, rank, kv_caches, self.blocks_per_chunk)
+            device, rank = kv_caches.tensors[0].tensor.device, self.config.parallel.rank
+            pool = attach(self._pool, None if device.type == "cpu" else str(device))
+            parts, stores = self.extra_config["parts"][rank], self.extra_config["stores"][rank]
+            part_bytes = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk // len(parts)
+            caches = {part: pool.cache(**self._arguments, part=part, block_bytes=part_bytes) for part in parts}
+            self._worker = RayKVWorker(pool, caches, rank, kv_caches, self.blocks_per_chunk, stores)
         return self._worker

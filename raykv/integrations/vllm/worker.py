@@ -23,10 +23,11 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.arena.buffers import Rows, rows_of
 from raykv.client.cache import KVCache
-from raykv.client.lease import Lease
+from raykv.client.lease import Lease, Leased
 from raykv.client.pool import KVPool
 from raykv.client.reservation import Reservation
 from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
+from raykv.integrations.vllm.ranks import Rank
 from raykv.keys import Keys
 from raykv.protocol import KEY_BYTES
 
@@ -54,22 +55,38 @@ class Job:
 
 
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
-    """Loads and stores chunks in threads of its own. Reports success of every job: `take_failed` names the others."""
+    """Loads and stores chunks in threads of its own. Reports success of every job: `take_failed` names the others.
 
-    def __init__(self, pool: KVPool, cache: KVCache, part: int, kv_caches: Any, blocks_per_chunk: int) -> None:
-        """cache: of this worker's part, of a block size that `kv_caches` must add up to. part: its rank.
+    rank: where this is, for the scheduler's side.
+    """
 
-        ValueError if they don't. ImportError where the tensors are on a GPU and CuPy is not installed.
+    def __init__(
+        self,
+        pool: KVPool,
+        caches: dict[int, KVCache],
+        rank: int,
+        kv_caches: Any,
+        blocks_per_chunk: int,
+        stores: bool = True,
+    ) -> None:
+        """caches: by part of a chunk, those that this rank has: equal pieces of every page of `kv_caches`, in order.
+
+        stores: this rank offers what it has; without it another does, which has the same bytes.
+
+        ValueError if they don't add up to its pages. ImportError where those are on a GPU and CuPy is not installed.
         """
         tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
         self._pages = replace(rows_of(tensors), stream=None)  # jobs wait for what was submitted before them
         chunk_bytes = self._pages.bytes * blocks_per_chunk
-        if chunk_bytes != cache.block_bytes:
+        block_bytes = sum(cache.block_bytes for cache in caches.values())
+        if chunk_bytes != block_bytes:
             raise ValueError(
-                f"a chunk has {chunk_bytes} bytes of KV tensors, but vLLM said {cache.block_bytes}: a layout of the "
+                f"a chunk has {chunk_bytes} bytes of KV tensors, but vLLM said {block_bytes}: a layout of the "
                 f"KV cache that raykv does not know; leave kv_transfer_config out"
             )
-        self._pool, self._cache, self._part, self._per_chunk = pool, cache, part, blocks_per_chunk
+        self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
+        self._writes = stores
+        self.rank = Rank(pool.session.memory_name, tuple(caches), chunk_bytes // len(caches))
         length = int(self._pages.lengths.max())
         self._spare = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)  # for what is not wanted
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
@@ -88,12 +105,16 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: ChunksToStore) -> bool:
         job = self._jobs[job_id] = Job(job_id, "queued", self._mark())
+        if not self._writes:
+            self._finish(job, "queued", 0)
+            return True
         job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
         return True
 
     def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any) -> bool:
         job = self._jobs[job_id] = Job(job_id, "copying", self._mark())
-        threads = self._streams if src_spec.parts[self._part].away else self._loads
+        away = any(part.away for part in src_spec.ranks[self._number])
+        threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
         self._pause_s = PAUSES_S[1]  # it ends when the load does
         return True
@@ -146,20 +167,29 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if job.state == "done":
             return
         try:
-            keys = Keys(_rows_of_keys(target.keys[self._part]), self._cache.id)  # made in the scheduler's process
-            if len(source.block_ids) != len(keys) * self._per_chunk:
-                raise ValueError(f"{len(source.block_ids)} blocks for {len(keys)} chunks of {self._per_chunk}")
-            reservation = self._cache.reserve(keys, target.position)
-            if len(reservation) and self._begin(job):
+            reserved = [self._reserve(part, source, target) for part in self._caches]
+            if any(map(len, reserved)) and self._begin(job):
                 job.wait()
-                reservation.copy_in(self._rows(source, len(keys)))
-                size = len(reservation) * self._cache.block_bytes
-                self._commits.submit(self._commit, reservation)
+                for number, reservation in enumerate(reserved):
+                    if len(reservation):
+                        chunks = len(source.block_ids) // self._per_chunk
+                        reservation.copy_in(self._rows(source, chunks, number))
+                        size += len(reservation) * self.rank.part_bytes
+                        self._commits.submit(self._commit, reservation)
             else:
-                reservation.release()
+                for reservation in reserved:
+                    reservation.release()
         except Exception:  # the engine goes on: its blocks are not in the pool, that is all
             log.exception("pool %s: a store failed", self._pool.name)
         self._finish(job, job.state, size)
+
+    def _reserve(self, part: int, source: Any, target: ChunksToStore) -> Reservation:
+        """Slots for a part of chunks, on this node where it has room."""
+        cache = self._caches[part]
+        keys = Keys(_rows_of_keys(target.keys[part]), cache.id)  # made in the scheduler's process
+        if len(source.block_ids) != len(keys) * self._per_chunk:
+            raise ValueError(f"{len(source.block_ids)} blocks for {len(keys)} chunks of {self._per_chunk}")
+        return cache.reserve(keys, target.position)
 
     def _commit(self, reservation: Reservation) -> None:
         try:
@@ -182,27 +212,39 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _read(self, source: ChunksToLoad, target: Any) -> int:
         """Bytes read: of all chunks, or 0 if one of them does not come."""
-        part, session = source.parts[self._part], self._pool.session
-        if session.local is None or session.local.arena.nonce != part.nonce:  # not by index: a new directory has others
-            session.refresh()
-            session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
-            return 0
-        leases = [Lease.borrowed(session, self._cache.block_bytes, part.node, leased) for leased in part.leased]
-        rows, done = self._rows(target, sum(map(len, leases))), 0
-        for lease in leases:
+        size = 0
+        for number, part in enumerate(source.ranks[self._number]):
+            read = self._read_part(part.leased, target, number)
+            if not read:
+                return 0
+            size += read
+        return size
+
+    def _read_part(self, leased: list[Leased], target: Any, number: int) -> int:
+        """The same, of the part of this number among those that this rank has."""
+        session, done = self._pool.session, 0
+        rows = self._rows(target, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), number)
+        for blocks in leased:
+            # not by index: a new directory has others
+            if session.local is None or session.local.arena.nonce != blocks.nonce:
+                session.refresh()
+                session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
+                return 0
+            lease = Lease.borrowed(session, self.rank.part_bytes, blocks)
             if lease.read(rows[done : done + len(lease)], verify=False) < len(lease):
                 return 0
             done += len(lease)
-        return rows.bytes * len(rows)
+        return rows.bytes * done
 
-    def _rows(self, spec: Any, chunks: int) -> Rows:
-        """The engine's blocks as rows of chunks. A load may want only a part of the first and the last chunk."""
+    def _rows(self, spec: Any, chunks: int, number: int) -> Rows:
+        """The engine's blocks as rows of a part of chunks. A load may want only a part of the first and last chunk."""
         ids: NDArray[np.int64] = spec.block_ids.astype(np.int64)
         skipped = spec.block_indices[0] % self._per_chunk
+        lengths = self._pages.lengths // len(self._caches)
         wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), self._spare.data_ptr())
-        wanted[skipped : skipped + len(ids)] = self._pages.addresses[ids]
-        lengths = np.tile(self._pages.lengths, self._per_chunk)
+        wanted[skipped : skipped + len(ids)] = self._pages.addresses[ids] + number * lengths
         memory = (self._pages, self._spare)
+        lengths = np.tile(lengths, self._per_chunk)
         return Rows(wanted.reshape(chunks, -1), lengths, memory, writable=True, device=self._pages.device)
 
     def _mark(self) -> Any:

@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from helpers.oracle.gpu_demotion import GpuDemotion
+from helpers.oracle.readers import Readers
 from helpers.oracle.slots import (
     HOLDS_MAX,
     IN_TABLE,
-    LOCATION,
     PRESENT,
     STORED,
-    USES_MAX,
     Client,
     Lease,
     Node,
@@ -37,14 +35,10 @@ from raykv.protocol import (
     Heartbeat,
     Inventory,
     Joined,
-    Matched,
-    MatchRequest,
-    NextWindowRequest,
     Reserved,
     ReserveRequest,
     SoleCopies,
     SweepResult,
-    Window,
 )
 
 COUNTERS = (
@@ -56,7 +50,7 @@ SOLE_COPIES_PER_CALL = 6  # of each size
 STATES = ("free", "writing", "ready", "replica", "staging", "quarantined", "dropped", "demoting", "external")
 
 
-class Oracle(GpuDemotion):
+class Oracle(Readers):
     def __init__(
         self,
         epoch: int = 1,
@@ -67,210 +61,12 @@ class Oracle(GpuDemotion):
     ) -> None:
         super().__init__(epoch, share, min_hits)
         self.locality, self.client_ttl = locality, client_ttl
-        self.clients: dict[int, Client] = {}
         self.floor = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.stamped: set[bytes] = set()
         self.leaving: set[str] = set()
         self.lacking: dict[SizeClass, int] = {}
         self.next_check = 0.0
-
-    # ------------------------------------------------------------------ readers
-
-    def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
-        """(copy to read: the node's own, else the primary, else any, else a tier's; copy being staged there).
-
-        The node's own is read whether its store answers or not: it is in memory that the reader shares.
-        """
-        copies = [r for r in self.table.get(key, ()) if r.holds < HOLDS_MAX]
-        here = [r for r in copies if r.state in PRESENT and r.slab.node == node]
-        if here:
-            return here[0], None
-        offered = [r for r in copies if r.slab.size_class.offered]
-        present = [r for r in offered if r.state in PRESENT]
-        primary = [r for r in present if r.state == "ready"]
-        staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
-        external = [r for r in offered if r.state == "external"]
-        source = primary[-1:] or present[:1] or external[-1:]
-        return source[0] if source else None, staging[-1] if staging else None
-
-    def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
-        lease, node, keys, block_bytes, stage = request
-        client = self.on_call(call, now)
-        self.end(client, lease)
-        wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
-        reader = self.nodes.get(node)
-        size_class = self.size_class(reader, stride) if reader else None
-        if reader and reader.state != "alive":
-            size_class = None  # its store pulls nothing
-        if reader and size_class:
-            left = size_class.window - len(size_class.of("staging"))
-            need = min(self.unstaged(wanted, reader.index), left, stage)
-            if need > 0:
-                self.provide_slots(reader, size_class, need)
-        here = reader.index if reader and reader.state != "joining" else -1
-        hold = Lease(call.seq, False, here, size_class, [], [], [], set())
-        for key in wanted:
-            row, staging = self.best(key, here)
-            if row is None:
-                break
-            if row.slab.node != here and not staging:
-                hold.unstaged.add(len(hold.keys))
-            for copy in self.table[key]:
-                copy.uses = min(USES_MAX, copy.uses + 1)
-            hold.keys.append(key)
-            hold.source.append(self.hold(row))
-            hold.staged.append(self.hold(staging) if staging else None)
-        covered = self.cover(hold, stage)
-        behind = range(covered, len(hold.keys))
-        if size_class and behind and self.read_elsewhere(hold, behind):
-            covered = self.cover(hold, stage)
-        if not size_class:  # the reader has no memory to pull into
-            for i in reversed(range(covered, len(hold.keys))):
-                self.end_hold(hold.source[i])
-                self.end_hold(hold.staged[i])
-            del hold.keys[covered:], hold.source[covered:], hold.staged[covered:]
-            hold.unstaged.clear()
-        remote = sum(item is not None and item[0].slab.node != here for item in hold.source)
-        self.counters["lookups"] += len(wanted)
-        self.counters["hits"] += len(hold.keys)
-        external = sum(item is not None and item[0].state == "external" for item in hold.source)
-        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
-        promoted = sum(host is not None and row.slab.node == host.index for row, _ in filter(None, hold.source))
-        self.counters["remote_hits"] += remote - external - promoted
-        self.counters["external_hits"] += external
-        self.counters["promoted"] += promoted
-        if reader and reader.on_gpu:
-            self.counters["gpu_hits"] += len(hold.keys) - remote
-        if not hold.keys:
-            return Matched(self.epoch, b"", b"")
-        client.holds[lease] = hold
-        staged = self.pack_staged(hold, slice(None), block_bytes) if remote else b""
-        return Matched(self.epoch, pack(hold.source, block_bytes), staged)
-
-    def pack_staged(self, hold: Lease, of: slice, block_bytes: int) -> bytes:
-        """Locations of staging slots; of blocks that have none yet the node alone."""
-        without = LOCATION.pack(hold.node, 0, 0, 0, 0, 0)
-        numbers = range(*of.indices(len(hold.staged)))
-        return b"".join(without if i in hold.unstaged else pack([hold.staged[i]], block_bytes) for i in numbers)
-
-    def unstaged(self, wanted: list[bytes], node: int) -> int:
-        count = 0
-        for key in wanted:
-            row, staging = self.best(key, node)
-            if row is None:
-                break
-            count += row.slab.node != node and staging is None
-        return count
-
-    def read_elsewhere(self, hold: Lease, blocks: range) -> bool:
-        """Release the node's own replicas, which may use up its window, and read their primaries instead."""
-        moved = False
-        for i in reversed(blocks):
-            item = hold.source[i]
-            if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
-                continue
-            copies = self.table[hold.keys[i]]
-            primaries = [r for r in copies if r.state == "ready" and r.holds < HOLDS_MAX and r.slab.size_class.offered]
-            if primaries and primaries[0].slab.node != hold.node:
-                hold.source[i] = self.hold(primaries[0])
-                self.end_hold(item)
-                hold.unstaged.add(i)
-                moved = True
-        return moved
-
-    def cover(self, hold: Lease, stage: int) -> int:
-        """Give unstaged blocks staging slots, in order, until `stage` blocks have one or the window is used up.
-
-        Returns how many leading blocks can be read now.
-        """
-        while hold.unstaged:
-            i = min(hold.unstaged)
-            has = sum(item is not None for item in hold.staged[:i])
-            if has >= stage or not self.stage_next(hold, i, len(hold.keys)):
-                self.give_back(hold, range(i + 1, len(hold.keys)))
-                return i
-        return len(hold.keys)
-
-    def stage_next(self, hold: Lease, i: int, stop: int) -> bool:
-        """Give block i a staging slot, if need be in the place of those behind it. Returns whether it has one."""
-        item = self.stage(hold.size_class, hold.keys[i])
-        if item is None and self.give_back(hold, range(i + 1, stop)):
-            item = self.stage(hold.size_class, hold.keys[i])
-        if item is not None:
-            hold.staged[i] = item
-            hold.unstaged.remove(i)
-        return item is not None
-
-    def give_back(self, hold: Lease, blocks: range) -> bool:
-        """Release staging slots of a lease, last to first. Returns whether it had any."""
-        had = False
-        for i in reversed(blocks):
-            if (item := hold.staged[i]) and item[0].state != "closed":  # else the reader's node is gone
-                self.end_hold(item)
-                hold.staged[i], had = None, True
-                hold.unstaged.add(i)
-        return had
-
-    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
-        owner, lease, start, stop, block_bytes = request
-        self.on_call(call, now)
-        hold = self.clients[owner].holds.get(lease) if owner in self.clients else None
-        if hold is None or hold.writes or not 0 <= start <= stop:
-            return Window(self.epoch, b"", b"")
-        stop = min(stop, len(hold.keys))
-        for i in (*reversed(range(stop, len(hold.keys))), *reversed(range(min(start, len(hold.keys))))):
-            if held := hold.staged[i]:
-                self.end_read(held)
-                hold.staged[i] = None
-                if held[0].state != "closed":  # else the reader's node is gone
-                    hold.unstaged.add(i)
-        for i, item in enumerate(hold.source[:start]):
-            if item is None or item[0].gen != item[1] or item[0].state == "closed":
-                hold.source[i] = None
-        passed = self.read_elsewhere(hold, range(min(start, len(hold.keys))))
-        self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged))
-        end, full = start, False
-        while end < stop:
-            item = hold.source[end]
-            if item is None or item[0].gen != item[1] or item[0].state not in STORED:
-                break
-            if end not in hold.unstaged:
-                held = hold.staged[end]
-                if held[0].gen != held[1] if held else item[0].slab.node != hold.node:
-                    break
-                end += 1
-                continue
-            if not full:
-                row, staging = self.best(hold.keys[end], hold.node)
-                there = row if row and row.slab.node == hold.node else staging
-                if there:
-                    hold.staged[end] = self.hold(there)
-                    hold.unstaged.remove(end)
-                else:
-                    full = not self.stage_next(hold, end, stop)
-            end += 1
-        slots = self.pack_staged(hold, slice(start, end), block_bytes)
-        where = pack(hold.source[:start], block_bytes) if passed else b""
-        return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)
-
-    def provide_staging(self, hold: Lease, unstaged: int) -> None:
-        """Give the reader of a lease slabs for what it is about to stage."""
-        reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
-        if reader and hold.size_class and hold.size_class in reader.size_classes.values():
-            need = min(unstaged, hold.size_class.window - len(hold.size_class.of("staging")))
-            if need > 0:
-                self.provide_slots(reader, hold.size_class, need)
-
-    def locate_prefix(self, keys: bytes) -> dict[str, int]:
-        counts: Counter[str] = Counter()
-        hosts = {node.index: node.host for node in self.nodes.values()}
-        for key in split(keys):
-            copies = [r for r in self.table.get(key, ()) if r.state in STORED and r.slab.size_class.offered]
-            if not copies:
-                break
-            counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
-        return counts
 
     # ------------------------------------------------------------------ writers
 
@@ -287,7 +83,7 @@ class Oracle(GpuDemotion):
         if writer is None or size_class is None or not 0 <= start <= len(wanted):
             return Reserved(self.epoch, start, b"", b"", b"")
         self.provision(writer, size_class, sum(not self.taken(key) for key in wanted[start:]))
-        hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set())
+        hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set(), reservation)
         for key in wanted:
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.holds < HOLDS_MAX]
             hold.source.append(self.hold(copies[0]) if copies else None)
@@ -446,8 +242,7 @@ class Oracle(GpuDemotion):
         self.check(now)
         if client in self.clients:
             gone = self.clients.pop(client)
-            for hold in gone.holds.values():
-                self.release(hold)
+            self.release(*gone.holds.values())
             if gone.swapped:
                 self.forget_keys(list(gone.swapped))
 
@@ -468,8 +263,8 @@ class Oracle(GpuDemotion):
         if promoted:
             self.repair_pins()
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
-        for i in [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]:
-            self.end(client, i)
+        over = [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]
+        self.release(*map(client.holds.pop, over))
         self.restore_lacking()
         altered = [(location[5], self.row_of(location)) for location in unpack(call.corrupt)]
         for gen, row in altered:
@@ -502,15 +297,6 @@ class Oracle(GpuDemotion):
             self.lacking[size_class] = slots
             if not slots or self.room(size_class) >= 0 or len(size_class.rows) <= size_class.window:
                 del self.lacking[size_class]
-
-    def end(self, client: Client, hold: int) -> None:
-        if hold in client.holds:
-            self.release(client.holds.pop(hold))
-
-    def release(self, hold: Lease) -> None:
-        for source, staged in zip(reversed(hold.source), reversed(hold.staged), strict=True):
-            self.end_read(source)
-            self.end_hold(staged)
 
     def check(self, now: float) -> None:
         if now < self.next_check:

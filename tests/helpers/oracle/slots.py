@@ -83,6 +83,7 @@ class Lease:
     source: list[tuple[Row, int] | None]
     staged: list[tuple[Row, int] | None]
     unstaged: set[int]  # keys that are elsewhere and have no staging slot yet
+    group: int  # the first of those that were asked for together
 
 
 @dataclass(eq=False)

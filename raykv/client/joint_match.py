@@ -1,0 +1,110 @@
+"""Leases on blocks that have several parts, or several readers, which other processes read, each on its own node."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+from raykv.client.hits import count_found, count_saved, found_tokens
+from raykv.client.lease import Lease, Leased
+from raykv.client.session import Session
+from raykv.config import KEYS_PER_CALL
+from raykv.keys import Keys
+from raykv.metrics.span import span, tell
+from raykv.protocol import MatchedPart
+
+
+class Part(NamedTuple):
+    """One part of a prompt's blocks, for one reader.
+
+    memory: what the directory calls the memory that it is read into (`Session.memory_name` there).
+    """
+
+    memory: str
+    keys: Keys
+
+
+class JointMatch:
+    """The leading blocks that are ready in all parts, leased: none of them is evicted before `release`.
+
+    Other processes read them (`leased`), each in the memory of its own node, which this process need not map.
+    """
+
+    def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float) -> None:
+        """Nothing is leased before `ask`. parts: at least one, all of equally many blocks of equally many tokens.
+
+        tokens_per_s: how fast the engine computes, which limits the wait for an external tier.
+        """
+        self._session, self._parts = session, parts
+        self._cache = parts[0].keys.cache
+        self._block_s = self._cache.block_tokens / tokens_per_s
+        self._calls: list[list[Lease]] = []  # a lease a part, of each call
+
+    def ask(self) -> Self:
+        """Lease the blocks: one call for all parts, unless they are more keys than one call may ask for."""
+        total = len(self._parts[0].keys)
+        blocks = max(1, KEYS_PER_CALL // len(self._parts))
+        asked = total * self._cache.block_tokens
+        with span("match", pool=self._session.name, model=self._cache.model, asked_tokens=asked) as it:
+            for first in range(0, total, blocks):
+                found = self._ask([part.keys[first : first + blocks] for part in self._parts])
+                if found < min(blocks, total - first):
+                    break
+            hits = found_tokens((leases[0] for leases in self._calls), self._cache)
+            tell(it, hit_tokens=self.num_blocks * self._cache.block_tokens, **hits)
+        count_found(self._session, self._cache, asked, hits)
+        return self
+
+    def _ask(self, keys: list[Keys]) -> int:
+        """Lease what all parts have of these keys. Returns how many blocks."""
+        directory, readers = self._session.directory, [part.memory for part in self._parts]
+        ids, answer = directory.match_parts(
+            readers, [part.tobytes() for part in keys], [part.cache.block_bytes for part in keys]
+        )
+        if answer is None or not answer.parts:
+            directory.release(*ids)
+            return 0
+        self._calls.append([])
+        try:
+            for memory, part, lease, found in zip(readers, keys, ids, answer.parts, strict=True):
+                made = Lease.granted_part(self._session, memory, part, self._block_s, lease, MatchedPart(*found))
+                self._calls[-1].append(made)
+        except BaseException:
+            self._calls.pop()
+            directory.release(*ids)
+            raise
+        return len(self._calls[-1][0])
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(leases[0]) for leases in self._calls)
+
+    def count_saved(self, blocks: int) -> None:
+        """Count blocks that an engine reads instead of computing them."""
+        count_saved(self._session, self._cache, blocks, self._block_s)
+
+    def fetch_external(self) -> int:
+        """Have the readers' stores bring blocks of an external tier, as many as the windows hold and come in time.
+
+        Returns how many leading blocks are in memory then in all parts, of the reader's node or others.
+        """
+        done = 0
+        for leases in self._calls:
+            count = min([lease.fetch_external() for lease in leases])
+            done += count
+            if count < len(leases[0]):
+                break
+        return done
+
+    def leased(self, part: int, first: int, stop: int) -> list[Leased]:
+        """Blocks [first, stop) of a part, for a process of its reader's node to read while this holds them."""
+        found, at = [], 0
+        for leases in self._calls:
+            lease = leases[part]
+            if first < at + len(lease) and at < stop:
+                found.append(lease.leased(max(0, first - at), min(len(lease), stop - at)))
+            at += len(lease)
+        return found
+
+    def release(self) -> None:
+        """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
+        ids: Iterable[int] = (lease.id for leases in self._calls for lease in leases)
+        self._session.directory.release(*ids)

@@ -1,0 +1,244 @@
+"""What readers ask the directory for: leases on the blocks of a prompt, and staging slots on the reader's node."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raykv.directory.allocator import Node
+from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array
+from raykv.directory.clients import Hold
+from raykv.directory.kernels import index, leases
+from raykv.directory.kernels.columns import NODE_MASK
+from raykv.directory.membership import Membership
+from raykv.directory.prefixes import Prefixes
+from raykv.protocol import (
+    LOCATION,
+    Call,
+    Matched,
+    MatchedPart,
+    MatchedParts,
+    MatchRequest,
+    NextWindowRequest,
+    Window,
+    is_block_size,
+    is_tier,
+    slot_bytes,
+)
+
+
+@dataclass(slots=True)
+class HeldPrefix:
+    """A prefix that is held for a reader, and where its blocks are.
+
+    counts: of all blocks, and of those on other nodes, in external tiers, and on the node whose GPU the reader is.
+    """
+
+    reader: Node | None
+    hold: Hold
+    locations: LocationArray
+    staged_locations: LocationArray
+    counts: tuple[int, int, int, int]
+
+    @property
+    def source(self) -> bytes:
+        return self.locations[: self.counts[0]].tobytes()
+
+    @property
+    def staged(self) -> bytes:
+        return self.staged_locations[: self.counts[0]].tobytes() if self.counts[1] else b""
+
+
+class Readers(Membership):
+    """The part of the Directory that leases blocks to readers."""
+
+    def __init__(self, epoch: int, client_ttl: float, share: float, min_hits: int) -> None:
+        super().__init__(epoch, client_ttl, share, min_hits)
+        self._prefixes = Prefixes()
+
+    def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
+        """Lease the longest prefix of the keys that is ready."""
+        client = self._on_call(call, now)
+        self.clients.end(client, request.lease)
+        if not is_block_size(request.block_bytes):
+            return Matched(self.epoch, b"", b"")
+        keys = key_array(request.keys)
+        found = self._hold_prefix(call, request, keys, request.lease, now)
+        self._count_match(len(keys), found)
+        if not found.counts[0]:
+            return Matched(self.epoch, b"", b"")
+        client.holds[request.lease] = found.hold
+        self._prefixes.count(request.keys, found.counts[0], request.block_bytes, now)
+        return Matched(self.epoch, found.source, found.staged)
+
+    def match_parts(self, call: Call, requests: tuple[MatchRequest, ...], now: float) -> MatchedParts:
+        """Lease the longest prefix that is ready in all parts: block i of each, or of none.
+
+        requests: one a part and reader, with equally many keys and a lease each. ValueError for others.
+        """
+        client = self._on_call(call, now)
+        keys = [key_array(request.keys) for request in requests]
+        if len({len(part) for part in keys}) > 1 or len({request.lease for request in requests}) < len(requests):
+            raise ValueError(f"{len(requests)} parts: give equally many keys of each, and each a lease of its own")
+        self.clients.end_all(client, [request.lease for request in requests])
+        if not requests or not all(is_block_size(request.block_bytes) for request in requests):
+            return MatchedParts(self.epoch, ())
+        n = self._ready_prefix(requests, keys)
+        found: list[HeldPrefix] = []
+        for request, part in zip(requests, keys, strict=True):
+            found.append(self._hold_prefix(call, request, part[:n], requests[0].lease, now))
+            n = found[-1].counts[0]  # of the parts before, more is held than is ready in this one
+        for request, prefix in zip(requests, found, strict=True):
+            self._cut(prefix, n)
+            self._count_match(len(keys[0]), prefix)
+            if n:
+                client.holds[request.lease] = prefix.hold
+        if n:
+            self._prefixes.count(requests[0].keys, n, sum(request.block_bytes for request in requests), now)
+        return MatchedParts(self.epoch, tuple(map(_matched_part, found)) if n else ())
+
+    def _ready_prefix(self, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
+        """How many leading blocks are ready in all parts. Touches and holds nothing."""
+        n = len(keys[0])
+        for request, part in zip(requests, keys, strict=True):
+            firsts = np.empty(n, np.int64)
+            n = leases.ready_prefix(self._c, part[:n], firsts, _index_of(self.nodes.get(request.node)))
+        return n
+
+    def _hold_prefix(self, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
+        """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
+        reader, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes)
+        size_class, on_gpu = self._allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
+        node = _index_of(reader)
+        host = self.nodes.get(reader.host) if reader and on_gpu else None
+        firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
+        locations, staged_locations = np.empty((2, len(keys)), LOCATION)
+        stage = min(max(0, request.stage), len(keys))
+        need = leases.find_prefix(self._c, keys, firsts, node, size_class, stage)
+        if need and reader and self._allocator.provide_slots(reader, size_class, stride, need):
+            index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
+        counts = leases.match(
+            *(self._c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
+            *(source, gens, staged, staged_gens, locations, staged_locations),
+        )
+        n = counts[0]
+        hold = Hold(
+            call.seq,
+            node,
+            size_class,
+            keys[:n],
+            source[:n],
+            gens[:n],
+            staged[:n],
+            staged_gens[:n],
+            writes=False,
+            group=group,
+            since=now,
+        )
+        return HeldPrefix(reader, hold, locations, staged_locations, counts)
+
+    def _cut(self, prefix: HeldPrefix, n: int) -> None:
+        """Let go of a prefix's blocks from n on."""
+        if prefix.counts[0] == n:
+            return
+        self.clients.release([prefix.hold.cut(n)])
+        nodes = prefix.locations["node"][:n].astype(np.int64)
+        external, reader = is_tier(nodes), prefix.reader
+        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
+        promoted = int((nodes == host.index).sum()) if host else 0
+        prefix.counts = n, int((nodes != prefix.hold.node).sum()), int(external.sum()), promoted
+
+    def _count_match(self, asked: int, prefix: HeldPrefix) -> None:
+        n, remote, external, promoted = prefix.counts
+        counters = self.counters
+        counters["lookups"] += asked
+        counters["hits"] += n
+        counters["remote_hits"] += remote - external - promoted
+        counters["external_hits"] += external
+        counters["promoted"] += promoted
+        counters["gpu_hits"] += n - remote if prefix.reader is not None and prefix.reader.on_gpu else 0
+
+    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
+        """Staging slots for blocks of a lease, any client's. Those of its other blocks are given back."""
+        self._on_call(call, now)
+        owner, start = self.clients.get(request.owner), request.start
+        hold = owner.holds.get(request.lease) if owner else None
+        sound = hold is not None and 0 <= start <= request.stop and is_block_size(request.block_bytes)
+        if hold is None or hold.writes or not sound:
+            return Window(self.epoch, b"", b"")
+        before, wanted = slice(start), slice(start, min(request.stop, len(hold.source)))
+        for other in (slice(wanted.stop, None), before):
+            given, gens = hold.staged[other], hold.staged_gens[other]
+            leases.release(self._c, given, gens, given[:0], gens[:0])
+            given[given >= 0] = leases.UNSTAGED
+        moved = leases.pass_by(
+            self._c, hold.keys[before], hold.source[before], hold.gens[before], hold.node, hold.staged[before]
+        )
+        self._provide_staging(hold, hold.staged[wanted], slot_bytes(request.block_bytes))
+        n = leases.next_window(
+            self._c,
+            hold.keys[wanted],
+            hold.source[wanted],
+            hold.gens[wanted],
+            hold.node,
+            hold.size_class,
+            hold.staged[wanted],
+            hold.staged_gens[wanted],
+        )
+        window = slice(start, start + n)
+        _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
+        hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
+        staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
+        passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if moved else b""
+        return Window(self.epoch, source.tobytes(), staged.tobytes(), passed)
+
+    def _provide_staging(self, hold: Hold, staged: RowArray, stride: int) -> None:
+        """Give the reader of a lease slabs for what it is about to stage."""
+        lack = leases.staging_lack(self._c, hold.size_class, staged) if hold.size_class >= 0 else 0
+        if lack:
+            reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
+            if reader and reader.size_classes.get(stride) == hold.size_class:
+                self._allocator.provide_slots(reader, hold.size_class, stride, lack)
+
+    def locate_prefix(self, keys: bytes) -> dict[str, int]:
+        """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.
+
+        For a router that chooses a reader: nothing is touched, leased or counted.
+        """
+        hosts = np.zeros(len(self._c.grid), np.int64)
+        numbers: dict[str, int] = {}
+        for node in self.nodes.values():
+            if node.slabs:
+                hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
+        counts, last = np.zeros((2, len(numbers)), np.int64)
+        leases.locate_prefix(self._c, self._find(keys)[1], hosts, counts, last)
+        return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
+
+    def largest_prefixes(self, n: int, now: float) -> list[dict[str, Any]]:
+        """At most `n` that look-ups ended with since this directory began, that of the most blocks found first.
+
+        key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: since the
+        last. nodes: where the last block is in memory.
+        """
+        return [
+            {
+                "key": prefix.key.hex(),
+                "blocks": prefix.blocks,
+                "bytes": prefix.blocks * prefix.block_bytes,
+                "hits": prefix.hits,
+                "idle_s": now - prefix.last,
+                "nodes": list(self.locate_prefix(prefix.key)),
+            }
+            for prefix in self._prefixes.largest(n)
+        ]
+
+
+def _index_of(reader: Node | None) -> int:
+    """What locations call a reader's memory; -1 where it has none yet."""
+    return reader.index if reader and reader.state != "joining" else -1
+
+
+def _matched_part(found: HeldPrefix) -> MatchedPart:
+    reader = found.reader
+    nonce = reader.nonce if reader and found.hold.node >= 0 else b""
+    return MatchedPart(found.hold.node, nonce, found.source, found.staged)

@@ -1,0 +1,63 @@
+"""Leases that one process takes for readers on several nodes."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually, locations, other_node, payload, settled, store, tokens, worker
+from numpy.typing import NDArray
+
+import raykv
+from raykv.arena import buffers
+from raykv.client.joint_match import JointMatch, Part
+from raykv.client.lease import Lease, Leased
+from raykv.protocol import LOCATION, is_tier
+
+pytestmark = pytest.mark.usefixtures("patiently")
+SIZE, BLOCKS = 32 << 10, 16
+_seeds = itertools.count(100)
+
+
+class Reader:
+    """Reads by another process's leases."""
+
+    def __init__(self, pool: str) -> None:
+        self.pool = raykv.attach(pool)
+
+    def read(self, leased: Leased) -> NDArray[np.uint8]:
+        lease = Lease.borrowed(self.pool.session, SIZE, leased)
+        out = np.zeros((len(lease), SIZE), np.uint8)
+        return out[: lease.read(buffers.dense("out", out, len(lease), SIZE), verify=True)]
+
+
+def test_the_stores_of_the_readers_nodes_bring_what_only_a_tier_has(
+    start: Callable[..., raykv.KVPool], tmp_path: Path
+) -> None:
+    """This process maps none of their memory but its own."""
+    tier = f"file://{tmp_path}?capacity=256MiB&shared=1"
+    pool = start(cpu_memory=8 * MIB, external=tier, secret=b"s", write="through")
+    cache = pool.cache(model="m", block_tokens=16, block_bytes=SIZE)
+    keys, nodes = cache.keys(tokens(1, BLOCKS)), [other_node(pool), pool.node_id]
+    readers = [worker(pool, node, Reader) for node in nodes]
+
+    def only_in_the_tier() -> bool:
+        store(cache, keys)
+        eventually(lambda: sum(tier["blocks"] for tier in pool.stats().get("tiers", {}).values()) >= BLOCKS)
+        for _ in range(2 * 8 * MIB // (BLOCKS * SIZE)):
+            store(cache, cache.keys(tokens(next(_seeds), BLOCKS)))
+        found = locations(pool, cache, keys)["node"]
+        return len(found) == BLOCKS and bool(is_tier(found).all())
+
+    eventually(only_in_the_tier)
+    match = JointMatch(pool.session, [Part(node, keys) for node in nodes], 20.0).ask()
+    assert match.num_blocks == match.fetch_external() == BLOCKS
+    for part, reader in enumerate(readers):
+        (leased,) = match.leased(part, 0, BLOCKS)
+        assert (np.frombuffer(leased.source, LOCATION)["node"] == leased.node).all()
+        assert (ray.get(reader.read.remote(leased), timeout=60) == payload(keys, SIZE)).all()
+    match.release()
+    pool.session.directory.heartbeat()
+    eventually(lambda: settled(pool))

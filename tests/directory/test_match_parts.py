@@ -1,0 +1,91 @@
+"""One question for blocks of several parts, or of several readers, by example. A differential test has the rest."""
+
+import pytest
+from helpers.directory_checks import check_invariants
+from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
+from helpers.oracle.slots import unpack
+
+from raykv.protocol import Call, MatchRequest
+
+FIRST, SECOND = KEYS[:4], KEYS[100:104]  # keys of two parts
+
+
+def test_a_hit_is_what_all_parts_have_and_no_more_is_held_or_touched() -> None:
+    pool = Pool(slots=8, window=1)
+    pool.store("a", FIRST)
+    pool.store("a", SECOND[:2])
+    leases, got = pool.match_parts("a", [("a", FIRST), ("a", SECOND)])
+    assert [blocks(part) for part in got.parts] == [2, 2]
+    stats = pool.directory.stats(pool.now)
+    assert (stats["leases"], stats["lookups"], stats["hits"]) == (2, 8, 4)
+    pool.store("a", KEYS[200:203])
+    assert pool.has(FIRST) == [True, True, False, False] and pool.has(SECOND[:2]) == [True, True]
+    assert pool.match_parts("a", [("a", FIRST), ("a", KEYS[300:304])])[1].parts == ()
+    pool.held["a"] = []
+    pool.heartbeat("a")
+    assert pool.directory.stats(pool.now)["leases"] == 0 and len(leases) == 2
+
+
+def test_what_was_matched_together_is_evicted_block_after_block() -> None:
+    """Not one part whole before the other, of which nothing could be used then."""
+    pool = Pool(slots=10, window=1)
+    pool.store("a", FIRST)
+    pool.store("a", SECOND)
+    pool.match_parts("a", [("a", FIRST), ("a", SECOND)])
+    pool.held["a"] = []
+    pool.heartbeat("a")
+    pool.store("a", KEYS[200:203])
+    assert pool.has(FIRST) == pool.has(SECOND) == [True] * 3 + [False]
+    pool.store("a", KEYS[203:205])
+    assert pool.has(FIRST) == pool.has(SECOND) == [True] * 2 + [False] * 2
+
+
+def test_each_part_is_read_on_its_own_node_whoever_asks() -> None:
+    pool = Pool(slots=8, window=4, nodes="abc")
+    pool.store("a", FIRST)
+    pool.store("b", SECOND)
+    leases, got = pool.match_parts("driver", [("a", FIRST), ("b", SECOND), ("c", FIRST)])
+    index = {pool.name(part.node): part for part in got.parts}
+    assert [index[name].nonce for name in "abc"] == [b"a", b"b", b"c"]
+    assert [blocks(index[name]) for name in "abc"] == [4, 4, 4]
+    assert index["a"].staged == index["b"].staged == b""
+    assert staged(index["c"]) == 4 and {pool.name(at[0]) for at in unpack(index["c"].staged)} == {"c"}
+    moved = pool.next_window("driver", leases[2], 2, by="c")
+    assert blocks(moved) == staged(moved) == 2
+    pool.held["driver"] = []
+    pool.heartbeat("driver")
+    assert pool.count("staging", "c") == 0
+    check_invariants(pool.directory)
+
+
+def test_a_reader_without_memory_reads_nothing_and_so_nobody_does() -> None:
+    pool = Pool(slots=8, nodes="a")
+    pool.store("a", FIRST)
+    pool.store("a", SECOND)
+    assert pool.match_parts("a", [("a", FIRST), ("elsewhere", SECOND)])[1].parts == ()
+    assert pool.directory.stats(pool.now)["leases"] == 0
+    assert not pool.directory._size_classes.c.rows["holds"].any()
+
+
+def test_leases_of_one_question_are_released_one_by_one_too() -> None:
+    pool = Pool(slots=10, window=1)
+    pool.store("a", FIRST)
+    pool.store("a", SECOND)
+    leases, _ = pool.match_parts("a", [("a", FIRST), ("a", SECOND)])
+    pool.release("a", leases[0])
+    assert pool.directory.stats(pool.now)["leases"] == 1
+    pool.store("a", KEYS[200:203])
+    assert pool.has(FIRST) == [True] * 2 + [False] * 2 and pool.has(SECOND) == [True] * 4
+    pool.release("a", leases[1])
+    check_invariants(pool.directory)
+
+
+def test_parts_of_different_lengths_or_with_one_lease_are_no_message() -> None:
+    pool = Pool(slots=8)
+    pool.store("a", FIRST)
+    one, two = (MatchRequest(lease, "a", b"".join(FIRST), PAGE, 1) for lease in (1, 2))
+    for wrong in ((one, two._replace(keys=one.keys[16:])), (one, one)):
+        with pytest.raises(ValueError, match="2 parts"):
+            pool.directory.match_parts(Call(7, 1), wrong, pool.now)
+    assert pool.directory.match_parts(Call(7, 2), (), pool.now).parts == ()
+    assert pool.directory.stats(pool.now)["leases"] == 0

@@ -1,0 +1,139 @@
+"""What a vLLM engine's scheduler side asks and tells for ranks on several nodes, and for parts of several kinds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually, node_store, other_node, settled, worker
+from numpy.typing import NDArray
+
+import raykv
+from raykv.arena import buffers
+from raykv.client.directory_client import DirectoryClient
+from raykv.client.lease import Lease, Leased
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+
+from raykv.integrations.vllm.manager import RayKVManager
+from raykv.integrations.vllm.ranks import Rank, in_order
+
+BYTES = (4096, 8192)  # of a part: stages of a pipeline may have different numbers of layers
+HASHES = [bytes([i]) * 32 for i in range(12)]
+KEYS = [make_offload_key(one, 0) for one in HASHES]
+ARGUMENTS = {"model": "m", "block_tokens": 16}
+
+
+@pytest.fixture
+def manager(start: Callable[..., raykv.KVPool], patiently: None) -> Iterator[RayKVManager]:
+    pool = raykv.attach(start(cpu_memory=64 * MIB).name)
+    manager = RayKVManager(pool, ARGUMENTS)
+    yield manager
+    manager.shutdown()
+
+
+def ask(manager: RayKVManager, context: ReqContext) -> int:
+    """How many leading chunks are hits."""
+    for i, key in enumerate(KEYS):
+        context.set_offload_key_position(key, 16 * (i + 1))
+
+    def answered() -> list[LookupResult]:
+        answers = [manager.lookup(key, context) for key in KEYS]
+        return [] if LookupResult.RETRY in answers else answers
+
+    return eventually(answered).count(LookupResult.HIT)
+
+
+def test_one_question_for_all_ranks_whose_blocks_are_on_several_nodes(
+    manager: RayKVManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = manager._pool
+    here, there = pool.node_id, other_node(pool)
+    manager.set_ranks([Rank(here, (0,), BYTES[0]), Rank(there, (1,), BYTES[1])])
+    writers = {0: here, 1: there}
+    for part, count in ((0, 12), (1, 7)):
+        actor = worker(pool, writers[part], Storing)
+        stored = ray.get(actor.put.remote(part, BYTES[part], count), timeout=60)
+        assert stored == count
+    calls: Counter[str] = Counter()
+    send = DirectoryClient._send
+
+    def spied(self: DirectoryClient, kind: Any, method: str, *request: Any, **how: Any) -> Any:
+        calls[method] += 1
+        return send(self, kind, method, *request, **how)
+
+    monkeypatch.setattr(DirectoryClient, "_send", spied)
+    context = ReqContext("one")
+    assert ask(manager, context) == 7
+    assert calls["match_parts"] == 1 and calls["match"] == 0
+    load = manager.prepare_load(KEYS[2:7], context)
+    assert [[part.away for part in rank] for rank in load.ranks] == [[False], [False]]
+    nonces = [ray.get(node_store(pool, node).describe_arena.remote(None))[2] for node in (here, there)]
+    assert [rank[0].leased[0].nonce for rank in load.ranks] == nonces
+    stats = pool.stats()
+    assert (stats["leases"], stats["hits"], stats["remote_hits"]) == (2, 14, 0)
+    manager.complete_load(KEYS[2:7], context)
+    manager.on_request_finished(context)
+    eventually(lambda: settled(pool))
+
+
+def test_what_all_ranks_have_is_stored_once_and_read_on_every_node(manager: RayKVManager) -> None:
+    pool = manager._pool
+    here, there = pool.node_id, other_node(pool)
+    manager.set_ranks([Rank(node, (0,), BYTES[0]) for node in (here, there, there)])
+    actors = [worker(pool, node, Storing) for node in (here, there, there)]
+    assert ray.get(actors[1].put.remote(0, BYTES[0], 9), timeout=60) == 9
+    assert pool.stats()["keys"] == 9
+    context = ReqContext("latent")
+    assert ask(manager, context) == 9
+    load = manager.prepare_load(KEYS[:9], context)
+    assert [part.away for (part,) in load.ranks] == [True, False, False]
+    for actor, (part,) in zip(actors, load.ranks, strict=True):
+        out = ray.get(actor.get.remote(part.leased, BYTES[0]), timeout=60)
+        assert out.shape == (9, BYTES[0]) and (out == 0).all()
+    manager.complete_load(KEYS[:9], context)
+    manager.on_request_finished(context)
+    eventually(lambda: settled(pool))
+
+
+def test_nothing_is_asked_or_stored_before_the_workers_told_where_they_are(manager: RayKVManager) -> None:
+    context = ReqContext("early")
+    assert ask(manager, context) == 0
+    assert manager.prepare_store(KEYS, context).keys_to_store == []
+    manager.on_request_finished(context)
+
+
+def test_stages_of_a_pipeline_are_parts_in_the_order_of_ranks() -> None:
+    told = {(stage, rank): Rank(f"n{stage}{rank}", (2 * stage + rank,), 1) for stage in (1, 0) for rank in (1, 0)}
+    ranks = in_order(told, SimpleNamespace(world_size=4))
+    assert [rank.parts for rank in ranks] == [(0,), (1,), (2,), (3,)]
+    with pytest.raises(RuntimeError, match="4 of 5 workers"):
+        in_order(told, SimpleNamespace(world_size=5))
+
+
+class Storing:
+    """A rank as an actor, that stores and reads its part."""
+
+    def __init__(self, pool: str) -> None:
+        self.pool = raykv.attach(pool)
+
+    def put(self, part: int, part_bytes: int, count: int) -> int:
+        cache = self.pool.cache(**ARGUMENTS, part=part, block_bytes=part_bytes)
+        return cache.store(cache.rekey(HASHES[:count]), np.full((count, part_bytes), part, np.uint8), wait=True)
+
+    def get(self, leased: list[Leased], part_bytes: int) -> NDArray[np.uint8]:
+        """Blocks, by another process's leases; only those that came."""
+        found = []
+        for blocks in leased:
+            lease = Lease.borrowed(self.pool.session, part_bytes, blocks)
+            out = np.full((len(lease), part_bytes), 255, np.uint8)
+            count = lease.read(buffers.dense("out", out, len(lease), part_bytes), verify=True)
+            found.append(out[:count])
+        return np.concatenate(found)

@@ -1,0 +1,88 @@
+"""vLLM engines of different tensor-parallel sizes read each other's blocks, where their ranks' bytes are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually, settled
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.vllm_engine import ENVIRONMENT, Engine, save_mla_model, save_model
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Kind(NamedTuple):
+    """A model. chunk: tokens of one. parts: blocks of the pool that make one, of 1 MiB or a little more."""
+
+    save: Callable[[Path], None]
+    dtype: str
+    extra: dict[str, Any]
+    chunk: int
+    parts: int
+
+
+KINDS = {
+    "heads": Kind(save_model, "float32", {"canonical_layout": True}, 512, 4),
+    "latent": Kind(save_mla_model, "bfloat16", {}, 480, 1),
+}
+
+
+class Engines(NamedTuple):
+    """Of tensor parallel 1, and 2, on different nodes."""
+
+    pool: raykv.KVPool
+    kind: Kind
+    one: Any
+    two: Any
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engines(
+    request: pytest.FixtureRequest,
+    cluster: Any,
+    start_for_module: Callable[..., raykv.KVPool],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engines]:
+    pool, kind = start_for_module(cpu_memory=256 * MIB), KINDS[request.param]
+    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    kind.save(model)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    actors = []
+    for size, node in zip((1, 2), nodes, strict=True):
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        arguments = (pool.name, str(model), 64 * MIB, str(fault), size, kind.extra)
+        actors.append(ray.remote(Engine).options(**options).remote(*arguments, dtype=kind.dtype))
+    for actor in actors:
+        ray.get(actor.answer.remote([3] * 40), timeout=300)
+    yield Engines(pool, kind, *actors)
+    for actor in actors:
+        ray.get(actor.close.remote(), timeout=60)
+        ray.kill(actor)
+
+
+def test_tensor_parallel_2_reads_what_1_stored_and_the_other_way_round(engines: Engines) -> None:
+    pool, kind = engines.pool, engines.kind
+    for seed, writer, reader in ((1, engines.one, engines.two), (2, engines.two, engines.one)):
+        known: list[int] = np.random.default_rng(seed).integers(3, 500, 4 * kind.chunk + 9).tolist()
+        before = pool.stats()["keys"]
+        computed = ray.get(writer.spell.remote(known), timeout=300)
+        assert computed[2] == 0
+        eventually(lambda before=before: pool.stats()["keys"] == before + 4 * kind.parts)  # type: ignore[misc]
+        from_pool, own = (ray.get(reader.spell.remote(known), timeout=300) for _ in range(2))
+        assert from_pool[2] == 4 * kind.chunk and from_pool == own
+        exact = kind.dtype == "float32"  # else other sizes of pieces and ranks round otherwise
+        alike = slice(None if exact else 1)
+        assert from_pool[0][alike] == computed[0][alike]
+        assert from_pool[1][alike] == pytest.approx(computed[1][alike], abs=1e-4 if exact else 0.05)
+    eventually(lambda: settled(pool))

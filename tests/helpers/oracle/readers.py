@@ -1,0 +1,302 @@
+"""What readers ask the directory for, once more: leases on the blocks of a prompt, and staging slots."""
+
+from collections import Counter
+
+from helpers.oracle.gpu_demotion import GpuDemotion
+from helpers.oracle.slots import (
+    HOLDS_MAX,
+    LOCATION,
+    PRESENT,
+    STORED,
+    USES_MAX,
+    Client,
+    Lease,
+    Node,
+    Row,
+    SizeClass,
+    pack,
+    split,
+)
+from raykv.protocol import (
+    Call,
+    Matched,
+    MatchedPart,
+    MatchedParts,
+    MatchRequest,
+    NextWindowRequest,
+    Window,
+)
+
+
+class Readers(GpuDemotion):
+    """The part of the Oracle that leases blocks to readers."""
+
+    def __init__(self, epoch: int, share: float, min_hits: int) -> None:
+        super().__init__(epoch, share, min_hits)
+        self.clients: dict[int, Client] = {}
+
+    def on_call(self, call: Call, now: float) -> Client:
+        raise NotImplementedError
+
+    def provide_slots(self, node: Node, size_class: SizeClass, need: int) -> None:
+        raise NotImplementedError
+
+    def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
+        """(copy to read: the node's own, else the primary, else any, else a tier's; copy being staged there).
+
+        The node's own is read whether its store answers or not: it is in memory that the reader shares.
+        """
+        copies = [r for r in self.table.get(key, ()) if r.holds < HOLDS_MAX]
+        here = [r for r in copies if r.state in PRESENT and r.slab.node == node]
+        if here:
+            return here[0], None
+        offered = [r for r in copies if r.slab.size_class.offered]
+        present = [r for r in offered if r.state in PRESENT]
+        primary = [r for r in present if r.state == "ready"]
+        staging = [r for r in offered if r.state == "staging" and r.slab.node == node]
+        external = [r for r in offered if r.state == "external"]
+        source = primary[-1:] or present[:1] or external[-1:]
+        return source[0] if source else None, staging[-1] if staging else None
+
+    def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
+        client = self.on_call(call, now)
+        self.end(client, request.lease)
+        wanted = split(request.keys)
+        hold = self.hold_prefix(call, request, wanted, request.lease)
+        self.count_match(request, len(wanted), hold)
+        if not hold.keys:
+            return Matched(self.epoch, b"", b"")
+        client.holds[request.lease] = hold
+        return Matched(self.epoch, *self.where(hold, request.block_bytes))
+
+    def match_parts(self, call: Call, requests: tuple[MatchRequest, ...], now: float) -> MatchedParts:
+        """Block i of all parts, or of none."""
+        client = self.on_call(call, now)
+        self.release(*(client.holds.pop(r.lease) for r in requests if r.lease in client.holds))
+        wanted = [split(request.keys) for request in requests]
+        n = min(map(self.ready, requests, wanted))
+        holds = []
+        for request, keys in zip(requests, wanted, strict=True):
+            holds.append(self.hold_prefix(call, request, keys[:n], requests[0].lease))
+            n = len(holds[-1].keys)
+        parts = []
+        for request, hold in zip(requests, holds, strict=True):
+            self.cut(hold, n)
+            self.count_match(request, len(wanted[0]), hold)
+            if n:
+                client.holds[request.lease] = hold
+                nonce = self.nodes[request.node].nonce if hold.node >= 0 else b""
+                parts.append(MatchedPart(hold.node, nonce, *self.where(hold, request.block_bytes)))
+        return MatchedParts(self.epoch, tuple(parts))
+
+    def ready(self, request: MatchRequest, wanted: list[bytes]) -> int:
+        """How many leading keys can be read."""
+        found = [self.best(key, self.index_of(request.node))[0] for key in wanted]
+        return found.index(None) if None in found else len(found)
+
+    def index_of(self, node: str) -> int:
+        reader = self.nodes.get(node)
+        return reader.index if reader and reader.state != "joining" else -1
+
+    def cut(self, hold: Lease, n: int) -> None:
+        """Let go of the blocks from n on, last to first."""
+        for i in reversed(range(n, len(hold.keys))):
+            self.end_read(hold.source[i])
+            self.end_hold(hold.staged[i])
+        del hold.keys[n:], hold.source[n:], hold.staged[n:]
+        hold.unstaged = {i for i in hold.unstaged if i < n}
+
+    def hold_prefix(self, call: Call, request: MatchRequest, wanted: list[bytes], group: int) -> Lease:
+        """Hold the longest prefix that is ready, and stage what is elsewhere."""
+        _, node, _, block_bytes, stage = request
+        stride = -(-block_bytes // 4096) * 4096
+        reader = self.nodes.get(node)
+        size_class = self.size_class(reader, stride) if reader else None
+        if reader and reader.state != "alive":
+            size_class = None  # its store pulls nothing
+        if reader and size_class:
+            left = size_class.window - len(size_class.of("staging"))
+            need = min(self.unstaged(wanted, reader.index), left, stage)
+            if need > 0:
+                self.provide_slots(reader, size_class, need)
+        here = self.index_of(node)
+        hold = Lease(call.seq, False, here, size_class, [], [], [], set(), group)
+        for key in wanted:
+            row, staging = self.best(key, here)
+            if row is None:
+                break
+            if row.slab.node != here and not staging:
+                hold.unstaged.add(len(hold.keys))
+            for copy in self.table[key]:
+                copy.uses = min(USES_MAX, copy.uses + 1)
+            hold.keys.append(key)
+            hold.source.append(self.hold(row))
+            hold.staged.append(self.hold(staging) if staging else None)
+        covered = self.cover(hold, stage)
+        behind = range(covered, len(hold.keys))
+        if size_class and behind and self.read_elsewhere(hold, behind):
+            covered = self.cover(hold, stage)
+        if not size_class:  # the reader has no memory to pull into
+            for i in reversed(range(covered, len(hold.keys))):
+                self.end_hold(hold.source[i])
+                self.end_hold(hold.staged[i])
+            del hold.keys[covered:], hold.source[covered:], hold.staged[covered:]
+            hold.unstaged.clear()
+        return hold
+
+    def where(self, hold: Lease, block_bytes: int) -> tuple[bytes, bytes]:
+        """Locations of a lease's blocks, and of their staging slots if some are not on the reader's node."""
+        remote = any(item is not None and item[0].slab.node != hold.node for item in hold.source)
+        return pack(hold.source, block_bytes), self.pack_staged(hold, slice(None), block_bytes) if remote else b""
+
+    def count_match(self, request: MatchRequest, asked: int, hold: Lease) -> None:
+        reader = self.nodes.get(request.node)
+        remote = sum(item is not None and item[0].slab.node != hold.node for item in hold.source)
+        self.counters["lookups"] += asked
+        self.counters["hits"] += len(hold.keys)
+        external = sum(item is not None and item[0].state == "external" for item in hold.source)
+        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
+        promoted = sum(host is not None and row.slab.node == host.index for row, _ in filter(None, hold.source))
+        self.counters["remote_hits"] += remote - external - promoted
+        self.counters["external_hits"] += external
+        self.counters["promoted"] += promoted
+        if reader and reader.on_gpu:
+            self.counters["gpu_hits"] += len(hold.keys) - remote
+
+    def pack_staged(self, hold: Lease, of: slice, block_bytes: int) -> bytes:
+        """Locations of staging slots; of blocks that have none yet the node alone."""
+        without = LOCATION.pack(hold.node, 0, 0, 0, 0, 0)
+        numbers = range(*of.indices(len(hold.staged)))
+        return b"".join(without if i in hold.unstaged else pack([hold.staged[i]], block_bytes) for i in numbers)
+
+    def unstaged(self, wanted: list[bytes], node: int) -> int:
+        count = 0
+        for key in wanted:
+            row, staging = self.best(key, node)
+            if row is None:
+                break
+            count += row.slab.node != node and staging is None
+        return count
+
+    def read_elsewhere(self, hold: Lease, blocks: range) -> bool:
+        """Release the node's own replicas, which may use up its window, and read their primaries instead."""
+        moved = False
+        for i in reversed(blocks):
+            item = hold.source[i]
+            if item is None or item[0].state != "replica" or item[0].slab.node != hold.node:
+                continue
+            copies = self.table[hold.keys[i]]
+            primaries = [r for r in copies if r.state == "ready" and r.holds < HOLDS_MAX and r.slab.size_class.offered]
+            if primaries and primaries[0].slab.node != hold.node:
+                hold.source[i] = self.hold(primaries[0])
+                self.end_hold(item)
+                hold.unstaged.add(i)
+                moved = True
+        return moved
+
+    def cover(self, hold: Lease, stage: int) -> int:
+        """Give unstaged blocks staging slots, in order, until `stage` blocks have one or the window is used up.
+
+        Returns how many leading blocks can be read now.
+        """
+        while hold.unstaged:
+            i = min(hold.unstaged)
+            has = sum(item is not None for item in hold.staged[:i])
+            if has >= stage or not self.stage_next(hold, i, len(hold.keys)):
+                self.give_back(hold, range(i + 1, len(hold.keys)))
+                return i
+        return len(hold.keys)
+
+    def stage_next(self, hold: Lease, i: int, stop: int) -> bool:
+        """Give block i a staging slot, if need be in the place of those behind it. Returns whether it has one."""
+        item = self.stage(hold.size_class, hold.keys[i])
+        if item is None and self.give_back(hold, range(i + 1, stop)):
+            item = self.stage(hold.size_class, hold.keys[i])
+        if item is not None:
+            hold.staged[i] = item
+            hold.unstaged.remove(i)
+        return item is not None
+
+    def give_back(self, hold: Lease, blocks: range) -> bool:
+        """Release staging slots of a lease, last to first. Returns whether it had any."""
+        had = False
+        for i in reversed(blocks):
+            if (item := hold.staged[i]) and item[0].state != "closed":  # else the reader's node is gone
+                self.end_hold(item)
+                hold.staged[i], had = None, True
+                hold.unstaged.add(i)
+        return had
+
+    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
+        owner, lease, start, stop, block_bytes = request
+        self.on_call(call, now)
+        hold = self.clients[owner].holds.get(lease) if owner in self.clients else None
+        if hold is None or hold.writes or not 0 <= start <= stop:
+            return Window(self.epoch, b"", b"")
+        stop = min(stop, len(hold.keys))
+        for i in (*reversed(range(stop, len(hold.keys))), *reversed(range(min(start, len(hold.keys))))):
+            if held := hold.staged[i]:
+                self.end_read(held)
+                hold.staged[i] = None
+                if held[0].state != "closed":  # else the reader's node is gone
+                    hold.unstaged.add(i)
+        for i, item in enumerate(hold.source[:start]):
+            if item is None or item[0].gen != item[1] or item[0].state == "closed":
+                hold.source[i] = None
+        passed = self.read_elsewhere(hold, range(min(start, len(hold.keys))))
+        self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged))
+        end, full = start, False
+        while end < stop:
+            item = hold.source[end]
+            if item is None or item[0].gen != item[1] or item[0].state not in STORED:
+                break
+            if end not in hold.unstaged:
+                held = hold.staged[end]
+                if held[0].gen != held[1] if held else item[0].slab.node != hold.node:
+                    break
+                end += 1
+                continue
+            if not full:
+                row, staging = self.best(hold.keys[end], hold.node)
+                there = row if row and row.slab.node == hold.node else staging
+                if there:
+                    hold.staged[end] = self.hold(there)
+                    hold.unstaged.remove(end)
+                else:
+                    full = not self.stage_next(hold, end, stop)
+            end += 1
+        slots = self.pack_staged(hold, slice(start, end), block_bytes)
+        where = pack(hold.source[:start], block_bytes) if passed else b""
+        return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)
+
+    def provide_staging(self, hold: Lease, unstaged: int) -> None:
+        """Give the reader of a lease slabs for what it is about to stage."""
+        reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
+        if reader and hold.size_class and hold.size_class in reader.size_classes.values():
+            need = min(unstaged, hold.size_class.window - len(hold.size_class.of("staging")))
+            if need > 0:
+                self.provide_slots(reader, hold.size_class, need)
+
+    def locate_prefix(self, keys: bytes) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        hosts = {node.index: node.host for node in self.nodes.values()}
+        for key in split(keys):
+            copies = [r for r in self.table.get(key, ()) if r.state in STORED and r.slab.size_class.offered]
+            if not copies:
+                break
+            counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
+        return counts
+
+    def end(self, client: Client, hold: int) -> None:
+        if hold in client.holds:
+            self.release(client.holds.pop(hold))
+
+    def release(self, *holds: Lease) -> None:
+        """Of what was asked for together, block after block, the last one of all first."""
+        for group in dict.fromkeys(hold.group for hold in holds):
+            together = [hold for hold in holds if hold.group == group]
+            for i in reversed(range(max(len(hold.source) for hold in together))):
+                for hold in reversed(together):
+                    if i < len(hold.source):
+                        self.end_read(hold.source[i])
+                        self.end_hold(hold.staged[i])

@@ -1,0 +1,43 @@
+"""Which parts of a chunk the ranks of a vLLM engine have."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from raykv.integrations.vllm.ranks import cut
+
+
+def parallel(tensor: int, stages: int = 1) -> Any:
+    return SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "heads", "replicated", "name", "parts", "stores"),
+    [
+        (1, 1, 0, False, "tp1", [[0]], [1]),
+        (2, 1, 0, False, "tp2", [[0], [1]], [1, 1]),
+        (2, 2, 0, False, "tp2pp2", [[0], [1], [2], [3]], [1, 1, 1, 1]),
+        (1, 1, 0, True, "replicated", [[0]], [1]),
+        (3, 1, 0, True, "replicated", [[0], [0], [0]], [1, 0, 0]),
+        (2, 2, 0, True, "replicatedpp2", [[0], [0], [1], [1]], [1, 0, 1, 0]),
+        (1, 1, 4, False, "heads4", [[0, 1, 2, 3]], [1]),
+        (2, 1, 4, False, "heads4", [[0, 1], [2, 3]], [1, 1]),
+        (4, 1, 4, False, "heads4", [[0], [1], [2], [3]], [1, 1, 1, 1]),
+        (8, 1, 4, False, "heads4", [[0], [0], [1], [1], [2], [2], [3], [3]], [1, 0] * 4),
+        (2, 2, 4, False, "heads4pp2", [[0, 1], [2, 3], [4, 5], [6, 7]], [1, 1, 1, 1]),
+        (2, 1, 32, False, "heads8", [[0, 1, 2, 3], [4, 5, 6, 7]], [1, 1]),
+        (16, 1, 32, False, "tp16", [[rank] for rank in range(16)], [1] * 16),
+        (4, 1, 6, False, "tp4", [[0], [1], [2], [3]], [1] * 4),
+    ],
+)
+def test_every_part_is_stored_by_one_rank_and_read_by_those_that_have_its_bytes(
+    tensor: int, stages: int, heads: int, replicated: bool, name: str, parts: list[list[int]], stores: list[int]
+) -> None:
+    found = cut(parallel(tensor, stages), heads, replicated)
+    assert found == (name, parts, [bool(one) for one in stores])
+    stored = [part for of_rank, writes in zip(found.parts, found.stores, strict=True) if writes for part in of_rank]
+    assert sorted(stored) == list(range(len(stored)))
+    assert {part for of_rank in found.parts for part in of_rank} == set(stored)
