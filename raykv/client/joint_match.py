@@ -40,6 +40,14 @@ class JointMatch:
 
     def ask(self) -> Self:
         """Lease the blocks: one call for all parts, unless they are more keys than one call may ask for."""
+        try:
+            self._ask_all()
+        except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
+            self.release()
+            raise
+        return self
+
+    def _ask_all(self) -> None:
         total = len(self._parts[0].keys)
         blocks = max(1, KEYS_PER_CALL // len(self._parts))
         asked = total * self._cache.block_tokens
@@ -51,7 +59,6 @@ class JointMatch:
             hits = found_tokens((leases[0] for leases in self._calls), self._cache)
             tell(it, hit_tokens=self.num_blocks * self._cache.block_tokens, **hits)
         count_found(self._session, self._cache, asked, hits)
-        return self
 
     def _ask(self, keys: list[Keys]) -> int:
         """Lease what all parts have of these keys. Returns how many blocks."""

@@ -28,7 +28,7 @@ from raykv.integrations.vllm.ranks import Rank, in_order
 BYTES = (4096, 8192)  # of a part: stages of a pipeline may have different numbers of layers
 HASHES = [bytes([i]) * 32 for i in range(12)]
 KEYS = [make_offload_key(one, 0) for one in HASHES]
-ARGUMENTS = {"model": "m", "block_tokens": 16}
+ARGUMENTS: dict[str, Any] = {"model": "m", "block_tokens": 16}
 
 
 @pytest.fixture

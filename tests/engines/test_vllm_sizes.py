@@ -57,7 +57,7 @@ def engines(
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
     kind.save(model)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    actors = []
+    actors: list[Any] = []
     for size, node in zip((1, 2), nodes, strict=True):
         options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)

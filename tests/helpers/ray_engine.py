@@ -25,7 +25,7 @@ class RayEngine(Engine):
 
     def ranks(self) -> list[tuple[str, str]]:
         """Of each rank, the Ray node that it runs on, and the memory that it reads and writes."""
-        return self.llm.collective_rpc(_where)
+        return self.llm.collective_rpc(_where)  # type: ignore[no-any-return]
 
 
 def _where(_: Any) -> tuple[str, str]:

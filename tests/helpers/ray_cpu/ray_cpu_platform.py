@@ -6,5 +6,5 @@ Raylets are started with `num_gpus` (a count: there is no GPU), and engines with
 from vllm.platforms.cpu import CpuPlatform
 
 
-class RayCpuPlatform(CpuPlatform):
+class RayCpuPlatform(CpuPlatform):  # type: ignore[misc]
     ray_device_key = "GPU"
