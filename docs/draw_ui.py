@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m docs.draw_ui
 
-Four Ray nodes of this machine share prefixes for a minute and a half. A store and the directory are killed meanwhile.
+Four Ray nodes of this machine share prefixes for a few minutes. A store and the directory are killed meanwhile.
 """
 
 import math
@@ -16,6 +16,7 @@ import numpy as np
 import ray
 from helpers.browser import Browser
 from helpers.pools import MIB, Worker, kill, other_node, read, store, tokens, worker
+from PIL import Image
 from ray.cluster_utils import Cluster
 
 import raykv
@@ -23,9 +24,10 @@ from raykv.cli import ui
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs/images"
-NODES, LOAD_S = 4, 90.0
+NODES, LOAD_S = 4, 150.0
 PROMPTS, PROMPT_BLOCKS, QUESTION_BLOCKS = 12, 24, 6  # what questions begin with, and their own part
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
+COLORS = 256  # of a picture: half of its bytes
 DRAWN_S = 6.0  # from when the page is opened until it is whole
 
 
@@ -64,29 +66,31 @@ def main() -> int:
 def draw(external: str) -> None:
     """Start a pool, use it, and take the pictures. external: its tier."""
     pool = raykv.start(raykv.PoolConfig("llama", cpu_memory=64 * MIB, external=external, secret=b"of a picture" * 3))
-    try:
+    with Browser() as browser:
         url = ui.serve(pool.name, None, 0).url
+        browser.open(url)  # it looks more often while somebody does
         engines = [worker(pool, str(node["NodeID"]), Engine) for node in ray.nodes()]
         answers = [engine.answer.remote(LOAD_S, seed) for seed, engine in enumerate(engines)]
-        time.sleep(LOAD_S / 3)
+        time.sleep(LOAD_S / 4)
         kill(pool, other_node(pool))
-        time.sleep(LOAD_S / 3)
+        time.sleep(LOAD_S / 4)
         kill(pool, "directory")
+        time.sleep(LOAD_S / 8)
+        take(url, browser)
         print(sum(ray.get(answers, timeout=4 * LOAD_S)), "questions answered")
-        take(url)
-    finally:
-        pool.stop()
+    pool.stop()
 
 
-def take(url: str) -> None:
+def take(url: str, browser: Browser) -> None:
     """A picture of the page at every width, in light and dark."""
-    with Browser() as browser:
-        for width in WIDTHS:
-            for scheme in SCHEMES:
-                browser.look(width, scheme)
-                browser.open(url)
-                time.sleep(DRAWN_S)
-                browser.picture(PICTURES / f"ui-{width}-{scheme}.png")
+    for width in WIDTHS:
+        for scheme in SCHEMES:
+            browser.look(width, scheme)
+            browser.open(url)
+            time.sleep(DRAWN_S)
+            picture = PICTURES / f"ui-{width}-{scheme}.png"
+            browser.picture(picture)
+            Image.open(picture).convert("RGB").quantize(COLORS).save(picture, optimize=True)
 
 
 if __name__ == "__main__":
