@@ -19,10 +19,13 @@ import ray
 
 from raykv import registry
 from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors.followers import Followers
 from raykv.actors.succession import Succession
 from raykv.config import WRITE_SHARES, may_use_sockets
 from raykv.directory.directory import Directory
 from raykv.protocol import (
+    KEY_BYTES,
+    LOCATION,
     ArenaDescription,
     Call,
     CommitRequest,
@@ -53,7 +56,7 @@ CALLS = frozenset(  # what may be asked over the socket, by the clients and by t
     (
         *("ping", "match", "next_window", "reserve", "commit", "pin", "unpin", "forget", "preempted", "locate_prefix"),
         *("client_heartbeat", "disconnect", "nodes", "join", "adopt", "heartbeat", "sweep_result", "tier_heartbeat"),
-        *("report_existing", "demote", "demote_gpu"),
+        *("report_existing", "demote", "demote_gpu", "report_requests"),
     )
 )
 FRAME_BYTES = 64 << 20  # the longest: what a store's writers left half done, of a big arena
@@ -87,8 +90,8 @@ class DirectoryActor:
         self._pool = pool
         self._state: Directory | None = None  # while in charge
         self._listener: Listener | None = None
-        self._lock = threading.Lock()  # guards _state
-        self._metrics = DirectoryMetrics(pool, name)
+        self._lock = threading.Lock()  # guards _state, _followers
+        self._metrics, self._followers = DirectoryMetrics(pool, name), Followers()
         events.begin(registry.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
         if registry.settings(pool) is None:  # `start` waits, and shows how far it is
             compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
@@ -168,7 +171,15 @@ class DirectoryActor:
 
     @one_at_a_time
     def match(self, call: Message, request: Message) -> Message:
-        return tuple(self._directory.match(Call(*call), MatchRequest(*request), time.monotonic()))
+        asked, now = MatchRequest(*request), time.monotonic()
+        answer = self._directory.match(Call(*call), asked, now)
+        if self._followers.there(now):
+            answer = answer._replace(short=self._why_short(asked.keys, len(answer.source) // LOCATION.itemsize))
+        return tuple(answer)
+
+    def _why_short(self, keys: bytes, found: int) -> str:
+        next_key = keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
+        return self._directory.why_missing(next_key) if next_key else ""
 
     @one_at_a_time
     def next_window(self, call: Message, request: Message) -> Message:
@@ -209,6 +220,17 @@ class DirectoryActor:
     @one_at_a_time
     def disconnect(self, client: int) -> None:
         self._directory.disconnect(client, time.monotonic())
+
+    @one_at_a_time
+    def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
+        """Requests of a client that are done; see Followers."""
+        self._followers.report(lines, left_out, time.monotonic())
+
+    @one_at_a_time
+    def follow(self, cursor: tuple[int, int, int]) -> Message:
+        """Have clients report requests for a moment, and answer with a Followed."""
+        now, epoch = time.monotonic(), self._directory.epoch
+        return tuple(self._followers.follow(cursor, epoch, self._directory.indices(), now))
 
     def join(self, name: str, arena: Message) -> Message:
         with self._lock:

@@ -1,5 +1,6 @@
 """A reader's leases on the leading blocks of a prompt."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -8,6 +9,7 @@ from typing import Any, Self
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
 from raykv.client.lease import PIECES_AHEAD, Lease, Leased, piece_blocks
+from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
@@ -23,24 +25,34 @@ class Match:
     """
 
     def __init__(
-        self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False, stage: bool = True
+        self,
+        session: Session,
+        keys: Keys,
+        tokens_per_s: float,
+        prefetch: bool = False,
+        stage: bool = True,
+        counted: bool = False,
+        request: str = "",
     ) -> None:
         """Nothing is leased before `ask` or `aask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
         blocks of other nodes with the match, not with the first read. stage: take staging slots for the first pieces of
-        a read along; without it the lease leaves the staging window to those who read now.
+        a read along; without it the lease leaves the staging window to those who read now. counted: it is an engine's
+        look-up, which metrics count and followers are told of; else blocks are moved. request: the engine's name of it.
         """
         cache = keys.cache
         self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
         self._block_tokens, self._block_s = cache.block_tokens, cache.block_tokens / tokens_per_s
         self._prefetch = prefetch
         self._stage = PIECES_AHEAD * piece_blocks(cache.block_bytes) if stage else 0
+        self._counted, self._request = counted, request
+        self._record: RequestRecord | None = None  # while somebody follows requests
         self._leases: list[Lease] = []
 
     def ask(self) -> Self:
         """Lease the blocks."""
-        directory, node = self._session.directory, self._session.memory_name
+        directory, node, begin = self._session.directory, self._session.memory_name, time.monotonic()
         try:
             with self._span() as it:
                 for part in self._parts():
@@ -48,8 +60,7 @@ class Match:
                         break
                 hits = self._hits()
                 tell(it, hit_tokens=self.num_tokens, **hits)
-            if self._stage:
-                self._count(hits)
+            self._count(hits, time.monotonic() - begin)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise
@@ -57,14 +68,14 @@ class Match:
 
     async def aask(self) -> Self:
         """As `ask`, for event loops."""
-        directory, node = self._session.directory, self._session.memory_name
+        directory, node, begin = self._session.directory, self._session.memory_name, time.monotonic()
         with self._span() as it:
             for part in self._parts():
                 if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
                     break
             hits = self._hits()
             tell(it, hit_tokens=self.num_tokens, **hits)
-        self._count(hits)
+        self._count(hits, time.monotonic() - begin)
         return self
 
     def _span(self) -> AbstractContextManager[Any]:
@@ -79,21 +90,27 @@ class Match:
                 found[source] += blocks * self._block_tokens
         return found
 
-    def count(self) -> None:
-        """Count what was asked for and found, by where it was, for the metrics."""
-        self._count(self._hits())
-
-    def _count(self, hits: dict[str, int]) -> None:
-        metrics, model, tokens = self._session.directory.metrics, self._keys.cache.model, self._block_tokens
-        metrics.add("asked_tokens_total", len(self._keys) * tokens, model=model)
+    def _count(self, hits: dict[str, int], seconds: float) -> None:
+        """Count what was asked for and found, by where it was. seconds: that it took to ask."""
+        if not self._counted:
+            return
+        metrics, tags = self._session.directory.metrics, self._tags()
+        metrics.add("lookups_total", 1, **tags)
+        metrics.add("asked_tokens_total", len(self._keys) * self._block_tokens, **tags)
         for source, found in hits.items():
-            metrics.add("hit_tokens_total", found, model=model, source=source)
+            metrics.add("hit_tokens_total", found, **tags, source=source)
+        if self._record is not None:
+            self._record.found, self._record.lookup_s = hits, seconds
 
     def count_saved(self, blocks: int) -> None:
         """Count blocks that an engine reads instead of computing them, for the metrics."""
-        metrics, model = self._session.directory.metrics, self._keys.cache.model
-        metrics.add("saved_tokens_total", blocks * self._block_tokens, model=model)
-        metrics.add("saved_prefill_seconds_total", blocks * self._block_s, model=model)
+        metrics, tags = self._session.directory.metrics, self._tags()
+        metrics.add("saved_tokens_total", blocks * self._block_tokens, **tags)
+        metrics.add("saved_prefill_seconds_total", blocks * self._block_s, **tags)
+
+    def _tags(self) -> dict[str, str]:
+        metrics, cache = self._session.directory.metrics, self._keys.cache
+        return {"model": metrics.label("model", cache.model), "tenant": metrics.label("tenant", cache.tenant)}
 
     def _parts(self) -> Iterator[Keys]:
         """As many keys as one call may ask for, again and again."""
@@ -102,14 +119,25 @@ class Match:
 
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
         """Keep what was leased. Returns whether it is all that was asked for."""
+        if self._counted and self._session.directory.requests.followed and self._record is None:
+            self._record = self._begin_record(lease)
         try:
             leased = Lease.granted(self._session, part, self._block_s, self._prefetch, lease, answer)
         except BaseException:
             self._session.directory.release(lease)
             raise
+        if self._record is not None:
+            leased.record = self._record
+            why = (answer.short or "", -1) if answer else ("no directory answered", -1)
+            if len(leased) < len(part):
+                self._record.fall_short(*(leased.cut if leased.cut[0] else why))
         if len(leased):
             self._leases.append(leased)
         return len(leased) == len(part)
+
+    def _begin_record(self, lease: int) -> RequestRecord:
+        name, cache = lease_name(self._session.directory.client, lease), self._keys.cache
+        return RequestRecord("request", cache, len(self._keys) * self._block_tokens, id=name, request=self._request)
 
     @property
     def num_blocks(self) -> int:
@@ -178,6 +206,8 @@ class Match:
             if count < len(lease):
                 break
         self.count_saved(done)
+        if self._record is not None:
+            self._record.read += done * self._block_tokens
         return done
 
     def fetch(self, *, whole: bool = False) -> int:
@@ -213,12 +243,17 @@ class Match:
             if first < at + len(lease) and at < stop:
                 found.append(lease.leased(max(0, first - at), min(len(lease), stop - at)))
             at += len(lease)
+        if self._record is not None:
+            self._record.kind = "match"
         return found
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
         for lease in self._leases:
             lease.release()
+        record, self._record = self._record, None
+        if record is not None and record.lookup_s >= 0:
+            self._session.directory.report(record.line(self._session.node_id))
 
     def __enter__(self) -> Self:
         return self
@@ -232,7 +267,7 @@ class AsyncMatch:
 
     def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool) -> None:
         """Arguments as of Match. Nothing is asked before the `async with`."""
-        self._match = Match(session, keys, tokens_per_s, prefetch)
+        self._match = Match(session, keys, tokens_per_s, prefetch, counted=True)
 
     async def __aenter__(self) -> Match:
         try:

@@ -17,6 +17,7 @@ from raykv.directory.kernels import columns, demotion, index, leases, placement,
 from raykv.directory.kernels.columns import ENTRIES, NODE_MASK
 from raykv.directory.membership import Membership
 from raykv.directory.tier_catalog import NOTHING
+from raykv.directory.why_missing import why_missing
 from raykv.protocol import (
     LOCATION,
     Call,
@@ -216,6 +217,10 @@ class Directory(Membership):
             reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
             if reader and reader.size_classes.get(stride) == hold.size_class:
                 self._allocator.provide_slots(reader, hold.size_class, stride, lack)
+
+    def why_missing(self, key: bytes) -> str:
+        """Why a match ended at this key, in words."""
+        return why_missing(self._c, int(self._find(key)[1][0]))
 
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
         """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.

@@ -19,7 +19,7 @@ def _by(process: str, *metrics: tuple[str, str, str, tuple[str, ...]]) -> dict[s
     return {name: Metric(kind, process, text, tags) for name, kind, text, tags in metrics}
 
 
-NODE, MEMORY, ROUTE, MODEL = ("node",), ("node", "tier"), ("node", "from", "transport"), ("node", "model")
+NODE, MEMORY, ROUTE, MODEL = ("node",), ("node", "tier"), ("node", "from", "transport"), ("node", "model", "tenant")
 
 METRICS: dict[str, Metric] = {
     **_by(
@@ -72,6 +72,7 @@ METRICS: dict[str, Metric] = {
     ),
     **_by(
         "client",
+        ("lookups_total", "counter", "Requests for which engines asked.", MODEL),
         ("asked_tokens_total", "counter", "Tokens of the blocks that engines asked for.", MODEL),
         ("hit_tokens_total", "counter", "Of them, those found, by where: memory, node, external.", (*MODEL, "source")),
         ("saved_tokens_total", "counter", "Tokens that engines read instead of computing them.", MODEL),

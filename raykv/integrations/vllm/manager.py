@@ -106,7 +106,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def __init__(self, pools: list[KVPool], arguments: dict[str, Any]) -> None:
         """pools: by rank. arguments: of `KVPool.cache`, less the part, which is the rank."""
-        self._pools, self._arguments = pools, arguments
+        self._pools, self._arguments = pools, dict(arguments)
         self._caches = self._make_caches()
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
@@ -197,7 +197,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
         Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
         """
-        self._arguments = {**self._arguments, "salt": secrets.token_hex(16)}
+        self._arguments["revision"] = f"{self._arguments.get('revision', '')}/{secrets.token_hex(16)}"
         self._caches = self._make_caches()
         self._computing.clear()
         for request in list(self._asks):
@@ -225,7 +225,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """Ask for the request's chunks from `first` on."""
         keys = list(itertools.dropwhile(lambda key: key != first, req_context._offload_key_positions))
         self._counts[ASKED] += len(keys)
-        return Ask({key: i for i, key in enumerate(keys)}, self._threads.submit(_find, self._caches, keys))
+        return Ask(
+            {key: i for i, key in enumerate(keys)}, self._threads.submit(_find, self._caches, keys, req_context.req_id)
+        )
 
     def _forget(self, request: str) -> None:
         ask = self._asks.pop(request, None)
@@ -233,12 +235,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             ask.answer.add_done_callback(lambda answer: answer.result().release())
 
 
-def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
+def _find(caches: Sequence[KVCache], keys: list[bytes], request: str) -> Found:
     """Lease what the pool has of the keys, and bring what only an external tier has. An error is a miss."""
     found = Found([], len(keys))
     try:
         for cache, of_rank in zip(caches, _keys(caches, keys), strict=True):
-            match = Match(cache.session, of_rank[: found.chunks], cache.recompute_tokens_per_s, stage=False)
+            counted = not found.matches  # every rank's are the same
+            wanted, rate = of_rank[: found.chunks], cache.recompute_tokens_per_s
+            match = Match(cache.session, wanted, rate, stage=False, counted=counted, request=request)
             found.matches.append(match)
             found.chunks = match.ask().fetch_external()
             if not found.chunks:
@@ -246,8 +250,6 @@ def _find(caches: Sequence[KVCache], keys: list[bytes]) -> Found:
     except Exception:
         log.exception("a look-up failed")
         found.chunks = 0
-    if found.matches:  # every rank's are the same
-        found.matches[0].count()
     if not found.chunks:
         found.release()
     return found

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +24,9 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.arena.buffers import Rows, rows_of
 from raykv.client.cache import KVCache
-from raykv.client.lease import Lease
+from raykv.client.lease import Lease, Leased
 from raykv.client.pool import KVPool
+from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
 from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
 from raykv.keys import Keys
@@ -179,11 +181,27 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return 0
         leases = [Lease.borrowed(session, self._cache.block_bytes, part.node, leased) for leased in part.leased]
         rows, done = self._rows(target, sum(map(len, leases))), 0
+        record = self._record(part.leased, leases)
         for lease in leases:
-            if lease.read(rows[done : done + len(lease)], verify=False) < len(lease):
-                return 0
-            done += len(lease)
-        return rows.bytes * len(rows)
+            lease.record = record
+            count = lease.read(rows[done : done + len(lease)], verify=False)
+            done += count
+            if count < len(lease):
+                break
+        if record is not None:
+            record.read = done * self._cache.block_tokens
+            session.directory.report(record.line(session.node_id))
+        return rows.bytes * len(rows) if done == len(rows) else 0
+
+    def _record(self, leased: list[Leased], leases: list[Lease]) -> RequestRecord | None:
+        """Of a read, if somebody follows requests."""
+        if not any(part.followed for part in leased):
+            return None
+        found: Counter[str] = Counter()
+        for lease in leases:
+            found.update({source: blocks * self._cache.block_tokens for source, blocks in lease.found.items()})
+        name = lease_name(leased[0].owner, leased[0].lease)
+        return RequestRecord("read", self._cache.id, sum(found.values()), id=name, found=dict(found))
 
     def _rows(self, spec: Any, chunks: int) -> Rows:
         """The engine's blocks as rows of chunks. A load may want only a part of the first and the last chunk."""
