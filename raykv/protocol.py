@@ -132,6 +132,7 @@ class NextWindowRequest(NamedTuple):
     start: int
     stop: int
     block_bytes: int
+    again: bool = False  # an answer was lost, and with it maybe what `passed` said: say it again
 
 
 class Matched(NamedTuple):
@@ -157,7 +158,8 @@ class Window(NamedTuple):
     epoch: int
     source: bytes
     staged: bytes
-    passed: bytes = b""  # sources of all blocks before `start`, if some are read from another node from now on
+    # Sources of all blocks before `start`, if some are read from another node from now on, or if asked for `again`.
+    passed: bytes = b""
 
 
 class ReserveRequest(NamedTuple):

@@ -82,6 +82,7 @@ class Lease:
         self.cut = "", -1
         self.record: RequestRecord | None = None
         self._wait_budget_s: float | None = None
+        self._window_lost = False  # the last question for staging slots was not answered: see NextWindowRequest.again
         self._since = time.monotonic()
 
     @classmethod
@@ -221,8 +222,10 @@ class Lease:
         if len(self._with_slots(piece)) == len(piece):
             return piece
         stop, first = int(piece[-1]) + 1, self._first
-        request = NextWindowRequest(self._owner, self.id, first + start, first + stop, self._block_bytes)
+        size, again = self._block_bytes, self._window_lost
+        request = NextWindowRequest(self._owner, self.id, first + start, first + stop, size, again)
         answer = self._session.directory.next_window(request)
+        self._window_lost = answer is None
         if answer is None:  # no directory, or one that does not know the lease
             return None
         if answer.passed:

@@ -207,7 +207,8 @@ class Directory(Membership):
         _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
         hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
         staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
-        passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if moved else b""
+        tell = moved or request.again
+        passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if tell else b""
         return Window(self.epoch, source.tobytes(), staged.tobytes(), passed)
 
     def _provide_staging(self, hold: Hold, staged: RowArray, stride: int) -> None:
