@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 
 from raykv import registry
-from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors.directory_metrics import DirectoryMetrics, timed_every
 from raykv.actors.followers import Followers
 from raykv.actors.succession import Succession
 from raykv.config import WRITE_SHARES, may_use_sockets
@@ -70,14 +70,21 @@ def one_at_a_time(
 ) -> Callable[Concatenate["DirectoryActor", P], T]:
     """A method that Ray's thread and the socket's may call: the Directory is a state machine for a single thread."""
 
+    name, clock = method.__name__, time.perf_counter
+    every = timed_every(name)
+
     @functools.wraps(method)
     def locked(self: "DirectoryActor", *args: P.args, **kwargs: P.kwargs) -> T:
         with self._lock:
-            begin = time.perf_counter()
+            calls = self._metrics.calls
+            calls[name] = number = calls[name] + 1
+            if number % every:
+                return method(self, *args, **kwargs)
+            begin = clock()
             try:
                 return method(self, *args, **kwargs)
             finally:
-                self._metrics.called(method.__name__, time.perf_counter() - begin)
+                self._metrics.called(name, clock() - begin)
 
     return cast(Callable[Concatenate["DirectoryActor", P], T], locked)
 
@@ -131,7 +138,8 @@ class DirectoryActor:
             directory.leave(name, time.monotonic())
         directory.resume(self._metrics.saved())
         self._state = directory
-        self._metrics.start(directory, self._lock)
+        self._metrics.attach(directory, self._lock)
+        self._metrics.start()
         with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, and everybody waits for this one
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
