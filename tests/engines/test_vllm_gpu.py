@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 import raykv
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
-from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, PartToLoad
+from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.worker import RayKVWorker
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
@@ -118,7 +118,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     with cache.match(keys) as match:
         assert pool.session.local
         local = pool.session.local
-        load = ChunksToLoad([PartToLoad(local.arena.nonce, local.index, False, match.leased(0, 4))])
+        load = ChunksToLoad([PartToLoad(local.arena.nonce, local.index, False, match.leased(0, 4), Origin("r"))])
         worker.submit_load(2, load, GPULoadStoreSpec(other.tolist(), [len(other)], [0]))
         finished(worker, 2)
     for tensor, pages in zip(tensors, content, strict=True):

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +28,8 @@ from raykv.client.cache import KVCache
 from raykv.client.lease import Leased
 from raykv.client.match import Match
 from raykv.client.pool import KVPool
-from raykv.keys import Keys
+from raykv.keys import Keys, tenant_of
+from raykv.metrics.span import under
 from raykv.protocol import LOCATION
 
 log = logging.getLogger("raykv")
@@ -43,16 +44,25 @@ METRICS = {
 }
 
 
+class Origin(NamedTuple):
+    """Where a request comes from: vLLM's id of it, and of its caller the trace headers and the salt."""
+
+    id: str
+    headers: Mapping[str, str] | None = None
+    salt: str | None = None
+
+
 class PartToLoad(NamedTuple):
     """A rank's part of chunks that are leased. nonce, node: the arena of the engine's node, and what `leased` calls it.
 
-    away: some of them are on other nodes.
+    away: some of them are on other nodes. origin: of the request.
     """
 
     nonce: bytes
     node: int
     away: bool
     leased: list[Leased]
+    origin: Origin
 
 
 @dataclass
@@ -106,8 +116,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def __init__(self, pools: list[KVPool], arguments: dict[str, Any]) -> None:
         """pools: by rank. arguments: of `KVPool.cache`, less the part, which is the rank."""
-        self._pools, self._arguments = pools, dict(arguments)
+        self._pools, self._arguments = pools, arguments
         self._caches = self._make_caches()
+        self._origins: dict[str, Origin] = {}  # of requests that are not finished
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
@@ -117,6 +128,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
+
+    def introduce(self, origin: Origin) -> None:
+        """Say where a request comes from, before its first `lookup`."""
+        self._origins[origin.id] = origin
+
+    def _origin(self, request: str) -> Origin:
+        return self._origins.get(request) or Origin(request)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """RETRY while the request's look-up runs; HIT for a chunk that is leased; else MISS.
@@ -146,7 +164,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         first = ask.numbers[next(iter(keys))]
         matches = ask.answer.result().matches
         matches[0].count_saved(len(keys))
-        parts = [_part(pool, match, first, first + len(keys)) for pool, match in zip(self._pools, matches, strict=True)]
+        run, origin = (first, first + len(keys)), self._origin(req_context.req_id)
+        parts = [_part(pool, match, *run, origin) for pool, match in zip(self._pools, matches, strict=True)]
         return ChunksToLoad(parts)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -177,6 +196,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request, and release what it holds."""
         self._failed.discard(req_context.req_id)
+        self._origins.pop(req_context.req_id, None)
         if (computing := self._computing.get(req_context.req_id)) and not computing.offered:
             del self._computing[req_context.req_id]
         self.release_unused(req_context.req_id)
@@ -197,8 +217,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
         Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
         """
-        self._arguments["revision"] = f"{self._arguments.get('revision', '')}/{secrets.token_hex(16)}"
-        self._caches = self._make_caches()
+        self._caches = self._make_caches(f"/{secrets.token_hex(16)}")
         self._computing.clear()
         for request in list(self._asks):
             self._forget(request)
@@ -218,16 +237,17 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         for pool in self._pools:
             pool.close()
 
-    def _make_caches(self) -> list[KVCache]:
-        return [pool.cache(**self._arguments, part=part) for part, pool in enumerate(self._pools)]
+    def _make_caches(self, revision: str = "") -> list[KVCache]:
+        """revision: added to the model's: the cache is another then."""
+        arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + revision}
+        return [pool.cache(**arguments, part=part) for part, pool in enumerate(self._pools)]
 
     def _ask(self, first: bytes, req_context: Any) -> Ask:
         """Ask for the request's chunks from `first` on."""
         keys = list(itertools.dropwhile(lambda key: key != first, req_context._offload_key_positions))
         self._counts[ASKED] += len(keys)
-        return Ask(
-            {key: i for i, key in enumerate(keys)}, self._threads.submit(_find, self._caches, keys, req_context.req_id)
-        )
+        answer = self._threads.submit(_find, self._caches, keys, self._origin(req_context.req_id))
+        return Ask({key: i for i, key in enumerate(keys)}, answer)
 
     def _forget(self, request: str) -> None:
         ask = self._asks.pop(request, None)
@@ -235,16 +255,17 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             ask.answer.add_done_callback(lambda answer: answer.result().release())
 
 
-def _find(caches: Sequence[KVCache], keys: list[bytes], request: str) -> Found:
+def _find(caches: Sequence[KVCache], keys: list[bytes], origin: Origin) -> Found:
     """Lease what the pool has of the keys, and bring what only an external tier has. An error is a miss."""
     found = Found([], len(keys))
     try:
-        for cache, of_rank in zip(caches, _keys(caches, keys), strict=True):
+        for cache, of_rank in zip(caches, _keys(caches, keys, origin.salt), strict=True):
             counted = not found.matches  # every rank's are the same
             wanted, rate = of_rank[: found.chunks], cache.recompute_tokens_per_s
-            match = Match(cache.session, wanted, rate, stage=False, counted=counted, request=request)
+            match = Match(cache.session, wanted, rate, stage=False, counted=counted, request=origin.id)
             found.matches.append(match)
-            found.chunks = match.ask().fetch_external()
+            with under(origin.headers):
+                found.chunks = match.ask().fetch_external()
             if not found.chunks:
                 break
     except Exception:
@@ -255,14 +276,15 @@ def _find(caches: Sequence[KVCache], keys: list[bytes], request: str) -> Found:
     return found
 
 
-def _part(pool: KVPool, match: Match, first: int, stop: int) -> PartToLoad:
+def _part(pool: KVPool, match: Match, first: int, stop: int, origin: Origin) -> PartToLoad:
     local = pool.session.local
     nonce, node = (local.arena.nonce, local.index) if local else (b"", -1)
     leased = match.leased(first, stop)
     away = any((np.frombuffer(part.source, LOCATION)["node"] != node).any() for part in leased)
-    return PartToLoad(nonce, node, away, leased)
+    return PartToLoad(nonce, node, away, leased, origin)
 
 
-def _keys(caches: Sequence[KVCache], keys: list[bytes]) -> list[Keys]:
+def _keys(caches: Sequence[KVCache], keys: list[bytes], salt: str | None = None) -> list[Keys]:
+    """salt: vLLM's hashes have it already; here it names the tenant."""
     hashes = [get_offload_block_hash(key) for key in keys]
-    return [cache.rekey(hashes) for cache in caches]
+    return [Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant_of(salt))) for cache in caches]

@@ -24,12 +24,13 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.arena.buffers import Rows, rows_of
 from raykv.client.cache import KVCache
-from raykv.client.lease import Lease, Leased
+from raykv.client.lease import Lease
 from raykv.client.pool import KVPool
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
-from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
-from raykv.keys import Keys
+from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, PartToLoad
+from raykv.keys import Keys, tenant_of
+from raykv.metrics.span import under
 from raykv.protocol import KEY_BYTES
 
 log = logging.getLogger("raykv")
@@ -165,7 +166,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         size = 0
         try:
             job.wait()
-            size = self._read(source, target)
+            with under(source.parts[self._part].origin.headers):
+                size = self._read(source, target)
         except Exception:
             log.exception("pool %s: a load failed", self._pool.name)
         if not size:
@@ -181,7 +183,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return 0
         leases = [Lease.borrowed(session, self._cache.block_bytes, part.node, leased) for leased in part.leased]
         rows, done = self._rows(target, sum(map(len, leases))), 0
-        record = self._record(part.leased, leases)
+        record = self._record(part, leases)
         for lease in leases:
             lease.record = record
             count = lease.read(rows[done : done + len(lease)], verify=False)
@@ -193,15 +195,16 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             session.directory.report(record.line(session.node_id))
         return rows.bytes * len(rows) if done == len(rows) else 0
 
-    def _record(self, leased: list[Leased], leases: list[Lease]) -> RequestRecord | None:
+    def _record(self, part: PartToLoad, leases: list[Lease]) -> RequestRecord | None:
         """Of a read, if somebody follows requests."""
-        if not any(part.followed for part in leased):
+        if not any(leased.followed for leased in part.leased):
             return None
         found: Counter[str] = Counter()
         for lease in leases:
             found.update({source: blocks * self._cache.block_tokens for source, blocks in lease.found.items()})
-        name = lease_name(leased[0].owner, leased[0].lease)
-        return RequestRecord("read", self._cache.id, sum(found.values()), id=name, found=dict(found))
+        cache, asked = self._cache.id._replace(tenant=tenant_of(part.origin.salt)), sum(found.values())
+        name = lease_name(part.leased[0].owner, part.leased[0].lease)
+        return RequestRecord("read", cache, asked, id=name, request=part.origin.id, found=dict(found))
 
     def _rows(self, spec: Any, chunks: int) -> Rows:
         """The engine's blocks as rows of chunks. A load may want only a part of the first and the last chunk."""
