@@ -18,11 +18,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 
 from raykv import registry
-from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors.directory_metrics import DirectoryMetrics, timed_every
+from raykv.actors.followers import Followers
 from raykv.actors.succession import Succession
 from raykv.config import WRITE_SHARES, may_use_sockets
 from raykv.directory.directory import Directory
+from raykv.directory.why_missing import NO_MEMORY
 from raykv.protocol import (
+    KEY_BYTES,
+    LOCATION,
     ArenaDescription,
     Call,
     CommitRequest,
@@ -65,7 +69,7 @@ CALLS = frozenset(  # what may be asked over the socket, by the clients and by t
             "locate_prefix",
         ),
         *("client_heartbeat", "disconnect", "nodes", "join", "adopt", "heartbeat", "sweep_result", "tier_heartbeat"),
-        *("locate_prefix", "report_existing", "demote", "demote_gpu"),
+        *("report_existing", "demote", "demote_gpu", "report_requests"),
     )
 )
 FRAME_BYTES = 64 << 20  # the longest: what a store's writers left half done, of a big arena
@@ -80,14 +84,21 @@ def one_at_a_time(
 ) -> Callable[Concatenate["DirectoryActor", P], T]:
     """A method that Ray's thread and the socket's may call: the Directory is a state machine for a single thread."""
 
+    name, clock = method.__name__, time.perf_counter
+    every = timed_every(name)
+
     @functools.wraps(method)
     def locked(self: "DirectoryActor", *args: P.args, **kwargs: P.kwargs) -> T:
         with self._lock:
-            begin = time.perf_counter()
+            calls = self._metrics.calls
+            calls[name] = number = calls[name] + 1
+            if number % every:
+                return method(self, *args, **kwargs)
+            begin = clock()
             try:
                 return method(self, *args, **kwargs)
             finally:
-                self._metrics.called(method.__name__, time.perf_counter() - begin)
+                self._metrics.called(name, clock() - begin)
 
     return cast(Callable[Concatenate["DirectoryActor", P], T], locked)
 
@@ -100,8 +111,8 @@ class DirectoryActor:
         self._pool = pool
         self._state: Directory | None = None  # while in charge
         self._listener: Listener | None = None
-        self._lock = threading.Lock()  # guards _state
-        self._metrics = DirectoryMetrics(pool, name)
+        self._lock = threading.Lock()  # guards _state, _followers
+        self._metrics, self._followers = DirectoryMetrics(pool, name), Followers()
         events.begin(registry.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
         if registry.settings(pool) is None:  # `start` waits, and shows how far it is
             compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
@@ -141,7 +152,8 @@ class DirectoryActor:
             directory.leave(name, time.monotonic())
         directory.resume(self._metrics.saved())
         self._state = directory
-        self._metrics.start(directory, self._lock)
+        self._metrics.attach(directory, self._lock)
+        self._metrics.start()
         with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, and everybody waits for this one
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
@@ -181,13 +193,29 @@ class DirectoryActor:
 
     @one_at_a_time
     def match(self, call: Message, request: Message) -> Message:
-        return tuple(self._directory.match(Call(*call), MatchRequest(*request), time.monotonic()))
+        asked, now = MatchRequest(*request), time.monotonic()
+        answer = self._directory.match(Call(*call), asked, now)
+        if self._followers.there(now):
+            answer = answer._replace(short=self._why_short(asked.keys, len(answer.source) // LOCATION.itemsize))
+        return tuple(answer)
+
+    def _why_short(self, keys: bytes, found: int) -> str:
+        next_key = keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
+        return self._directory.why_missing(next_key) if next_key else ""
 
     @one_at_a_time
     def match_parts(self, call: Message, requests: tuple[Message, ...]) -> Message:
-        parts = tuple(MatchRequest(*request) for request in requests)
-        answer = self._directory.match_parts(Call(*call), parts, time.monotonic())
-        return answer.epoch, tuple(map(tuple, answer.parts))
+        parts, now = tuple(MatchRequest(*request) for request in requests), time.monotonic()
+        answer = self._directory.match_parts(Call(*call), parts, now)
+        found, short = tuple(map(tuple, answer.parts)), answer.short
+        if self._followers.there(now):
+            short = self._why_parts_short(parts, len(answer.parts[0].source) // LOCATION.itemsize if found else 0)
+        return answer.epoch, found, short
+
+    def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
+        """Of the part that was missing: the others are there, and would be called out of reach."""
+        reasons = [self._why_short(part.keys, found) for part in parts]
+        return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
 
     @one_at_a_time
     def next_window(self, call: Message, request: Message) -> Message:
@@ -228,6 +256,17 @@ class DirectoryActor:
     @one_at_a_time
     def disconnect(self, client: int) -> None:
         self._directory.disconnect(client, time.monotonic())
+
+    @one_at_a_time
+    def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
+        """Requests of a client that are done; see Followers."""
+        self._followers.report(lines, left_out, time.monotonic())
+
+    @one_at_a_time
+    def follow(self, cursor: tuple[int, int, int]) -> Message:
+        """Have clients report requests for a moment, and answer with a Followed."""
+        now, epoch = time.monotonic(), self._directory.epoch
+        return tuple(self._followers.follow(cursor, epoch, self._directory.indices(), now))
 
     def join(self, name: str, arena: Message) -> Message:
         with self._lock:

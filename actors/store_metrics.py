@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv import registry
 from raykv.actors.demoter import Demoter
 from raykv.actors.node_memory import NodeMemory
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import host_of
 from raykv.system.periodic import Periodic
 
+LOOK_S = 60.0  # between two questions which nodes live
 log = logging.getLogger("raykv")
 
 
@@ -23,6 +25,7 @@ class StoreMetrics:
     def __init__(self, pool: str, memories: Sequence[NodeMemory], demoter: Demoter | None) -> None:
         self._pool, self._memories, self._demoter = pool, memories, demoter
         self._exporter, self._started = Exporter(pool), time.time()
+        self._look_at = 0.0
         self._loop = Periodic("raykv-metrics", self._step, self._on_error)
 
     def start(self) -> None:
@@ -45,7 +48,18 @@ class StoreMetrics:
             export.total("pull_seconds_total", seconds, **tags)
             export.total("pull_failures_total", failures, **tags)
         export.flush()
+        self._forget_gone()
         return self._loop.rest_of(EXPORT_S)
+
+    def _forget_gone(self) -> None:
+        """Tell no more of nodes that have left, and keep no connections to them."""
+        if time.monotonic() < self._look_at or not self._routes():
+            return
+        self._look_at = time.monotonic() + LOOK_S
+        living = registry.living()
+        for memory in self._memories:
+            for node_id in memory.transports.forget_others(living):
+                self._exporter.forget("from", node_id)
 
     def _routes(self) -> dict[tuple[str, str], NDArray[np.float64]]:
         """By peer and transport: bytes, seconds and failures, of all memories of this node."""

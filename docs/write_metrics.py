@@ -21,13 +21,19 @@ Is the pool large enough? `ray_{PREFIX}coldest_block_age_seconds` is how long ag
 next. Prompts that come back later than that are misses. If users return after ten minutes, an age of less calls for
 more memory (`raykv resize`, a larger `cpu_memory`) or an external tier; an age of hours says that there is too much.
 
+`tenant` is the first 8 hex digits of the SHA-256 of the `salt` of a cache or a prompt, and empty without one. A process
+tells 50 values of `tenant` and of `model` apart; what comes after is `other`.
+
 Where a client's process has set up OpenTelemetry, `match`, `pull`, `read` and `store` are spans (`raykv.match`, ...),
-children of the span that is current, with the tokens or blocks and where they were as attributes.
+children of the span that is current, with the tokens or blocks and where they were as attributes. Spans of `aread` are
+children of its caller's span. With vLLM, `match` and `read` are children of the span that the request's trace headers
+name, beside vLLM's own `llm_request`: that one is made when the request is done, so it can't be their parent.
 
 `raykv dashboard` writes a Grafana dashboard (`raykv_grafana_dashboard.json`) to where Ray provisions Grafana from, and
 alert rules (`raykv_alerts.yml`) for Prometheus: a directory that is away, a node without a store, an external tier that
-is down, many faults, a pool that is too small. Run it on the head after Ray has started, which wipes that folder; or
-give `--out FOLDER`, and import the dashboard by hand.
+is down, many faults, a pool that is too small. The pool's supervisor does so too, when it starts on the head and when
+the files are missing, where Ray's dashboard runs: Ray wipes that folder at its start. For another Grafana give `--out
+FOLDER`, and import the dashboard by hand.
 """
 
 

@@ -9,6 +9,7 @@ import hmac
 import marshal
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +24,25 @@ _HEAD, _MARSHALLED = 5, np.dtype([("code", "S1"), ("value", "<i4")])  # of a lis
 
 
 class CacheId(NamedTuple):
-    """What tells one cache from every other, without what its keys are computed from."""
+    """What tells one cache from every other, without what its keys are computed from.
+
+    The tenant is no part of that: prompts of several may be in one cache, each with a salt of its own.
+    """
 
     model: str
     block_tokens: int
     block_bytes: int
     digest: bytes  # of the cache's root, and so of everything that it is made of
+    tenant: str = ""  # for metrics: see `tenant_of`
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CacheId) and self.digest == other.digest and self[:3] == other[:3]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     def __str__(self) -> str:
         return (
@@ -107,6 +121,12 @@ class Keys(NDArray[np.uint8]):
 def _cache_of(array: object) -> CacheId | None:
     """The cache of Keys; None for any other array, and where a view changed what the rows are."""
     return array._cache if isinstance(array, Keys) and array._are_rows() else None
+
+
+@lru_cache(1024)
+def tenant_of(salt: str | bytes | None) -> str:
+    """How metrics name a tenant: the first 8 hex digits of the salt's SHA-256; "" without a salt."""
+    return hashlib.sha256(_bytes("salt", salt)).hexdigest()[:8] if salt else ""
 
 
 def digest(root: bytes) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.bench.metrics_cost import cost
 from raykv.config import KEYS_PER_CALL
 from raykv.directory.directory import Directory
 from raykv.protocol import (
@@ -47,14 +48,16 @@ def run(entries: int) -> dict[str, Any]:
     """Figures of a directory of `entries` blocks; under `floor`, of the plain model with a million of them at most.
 
     bytes_per_entry; match_us and release_us, by keys of a match of a chain that was not used lately; insert_per_s, by
-    stores of `store_blocks` new blocks that evict as many; remove_node_ms, for a node of `remove_node_blocks`. Times
-    are medians; the two sides take turns. Raises ValueError below 200,000 entries.
+    stores of `store_blocks` new blocks that evict as many; remove_node_ms, for a node of `remove_node_blocks`; under
+    `metrics` what they cost, see `raykv.bench.metrics_cost.cost`. Times are medians; the two sides take turns.
+    Raises ValueError below 200,000 entries.
     """
     if entries < MIN_ENTRIES:
         raise ValueError(f"entries={entries}: give at least {MIN_ENTRIES}, so that every node holds long chains")
     nodes = max(MIN_NODES, entries // NODE_BLOCKS)
     few = min(entries, FLOOR_ENTRIES)
-    loads = (_Load(_Pool(entries, nodes), entries, nodes), _Load(_Plain(few, MIN_NODES), few, MIN_NODES))
+    pool = _Pool(entries, nodes)
+    loads = (_Load(pool, entries, nodes), _Load(_Plain(few, MIN_NODES), few, MIN_NODES))
     for load in loads:
         load.fill()
     for length in LENGTHS:
@@ -64,11 +67,24 @@ def run(entries: int) -> dict[str, Any]:
     for load in loads * TURNS:
         for timed in range(IN_A_TURN):
             load.store(timed > 0)
+    metrics = _metrics_cost(pool, loads[0])
     for _ in range(3):
         for load in loads:
             load.lose_node()
     result, floor = (load.figures() for load in loads)
-    return {"nodes": nodes, "store_blocks": STORE, **result, "floor": floor}
+    return {"nodes": nodes, "store_blocks": STORE, **result, "metrics": metrics, "floor": floor}
+
+
+def _metrics_cost(pool: "_Pool", load: "_Load") -> dict[str, Any]:
+    """Of matches of the fewest keys, which take the least time."""
+    few = min(LENGTHS)
+    prompts = [(node, load._prepared(chain, few)) for node, chain in load.chains[SHORT]]
+
+    def request(number: int) -> tuple[Any, ...]:  # it releases what the call before leased
+        node, keys = prompts[number % len(prompts)]
+        return tuple(pool._call()), (1, str(node), keys, BLOCK_BYTES, KEYS_PER_CALL)
+
+    return cost(pool.directory, request)
 
 
 class _Side(Protocol):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from raykv.actors.directory import FRAME_BYTES, DirectoryActor
 from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors.followers import Followers
 from raykv.bench.scale_load import ENGINES, RATE, Figures, Share, simulate
 from raykv.directory.directory import Directory
 from raykv.system.listener import Listener
@@ -41,6 +42,7 @@ class BareDirectory(DirectoryActor):
         self._pool, self._lock = "bench-scale", threading.Lock()
         self._state = Directory(epoch)
         self._metrics = DirectoryMetrics(self._pool, "")  # calls are counted, and told to nobody
+        self._followers = Followers()
         gc.freeze()
         self._listener = Listener("127.0.0.1", "raykv-calls", FRAME_BYTES, self._answer)
 

@@ -131,6 +131,18 @@ def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) 
 
 @main.command()
 @NAME
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a request.")
+def trace(name: str, as_json: bool) -> None:
+    """Requests as they are done: what they asked, found and read, how long that took, and why a hit was short."""
+    from raykv.cli import shell
+    from raykv.cli.trace import run
+
+    shell.administer(name)
+    run(name, as_json)
+
+
+@main.command()
+@NAME
 @JSON
 def clear(name: str, as_json: bool) -> None:
     """Forget every block of a pool."""

@@ -66,7 +66,7 @@ class KVCache:
         Raises ValueError for anything else.
         """
         rows = key_chain.chain(self.root, token_ids, self.block_tokens, lora=lora, extra=extra, salt=salt)
-        return Keys(rows, self.id)
+        return Keys(rows, self.id._replace(tenant=key_chain.tenant_of(salt)) if salt else self.id)
 
     def rekey(self, hashes: Any) -> Keys:
         """An engine's own block hashes as keys of this cache: (len(hashes), 16) uint8.
@@ -85,7 +85,11 @@ class KVCache:
         compute their tokens. prefetch: fetch those of other nodes too, for a prompt that waits in a queue.
         Raises ValueError for keys that are not of this cache.
         """
-        return Match(self.session, key_chain.check(keys, self.id), self.recompute_tokens_per_s, prefetch).ask()
+        return self._match(keys, prefetch, counted=True)
+
+    def _match(self, keys: Keys, prefetch: bool, counted: bool) -> Match:
+        keys = key_chain.check(keys, self.id)
+        return Match(self.session, keys, self.recompute_tokens_per_s, prefetch, counted=counted).ask()
 
     def amatch(self, keys: Keys, *, prefetch: bool = False) -> AsyncMatch:
         """As `match`, for event loops: `async with cache.amatch(keys) as match`."""
@@ -100,7 +104,7 @@ class KVCache:
         return self.session.background(self._promote, key_chain.check(keys, self.id))
 
     def _promote(self, keys: Keys) -> int:
-        with self.match(keys, prefetch=True) as match:
+        with self._match(keys, prefetch=True, counted=False) as match:
             return match.fetch(whole=True)
 
     # ------------------------------------------------------------------ store

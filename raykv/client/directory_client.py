@@ -19,6 +19,7 @@ import ray
 from numpy.typing import NDArray
 
 from raykv.client.directory_line import ERRORS, DirectoryLine
+from raykv.client.request_record import RequestReport
 from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, METADATA_DEADLINE_S
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import (
@@ -29,6 +30,7 @@ from raykv.protocol import (
     MatchedParts,
     MatchRequest,
     NextWindowRequest,
+    RequestLine,
     Reserved,
     ReserveRequest,
     Window,
@@ -44,6 +46,7 @@ PROBE_S = 1.0  # to wait for a directory that may be stopped, before looking whe
 
 Locations = NDArray[np.void]
 A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted)
+F = TypeVar("F", Matched, MatchedParts)
 M = TypeVar("M", bound=tuple[Any, ...])
 
 
@@ -59,7 +62,7 @@ class DirectoryClient:
     call that timed out, the directory releases what that call granted. Thread-safe.
 
     line: the way to the directory. client: this one's id. faults: number of faults by kind. metrics: what this process
-    tells Ray of its part in the pool.
+    tells Ray of its part in the pool. requests: what it tells those who follow requests.
     """
 
     def __init__(self, pool: str, newest_epoch: Callable[[], int]) -> None:
@@ -68,6 +71,7 @@ class DirectoryClient:
         self.line = DirectoryLine(pool)
         self.faults: Counter[str] = Counter()
         self.metrics, self._exported = Exporter(pool), 0.0
+        self.requests = RequestReport()
         self._newest_epoch = newest_epoch
         self.client = random.SystemRandom().getrandbits(63)
         self._ids = itertools.count(1)
@@ -102,7 +106,8 @@ class DirectoryClient:
         Returns (id of the lease, which is held until `release`, answer). None: nothing is held.
         """
         lease = next(self._ids)
-        return lease, self._ask(Matched, "match", MatchRequest(lease, node, keys, block_bytes, stage), hold=(lease,))
+        answer = self._ask(Matched, "match", MatchRequest(lease, node, keys, block_bytes, stage), hold=(lease,))
+        return lease, self._noticed(answer)
 
     async def amatch(self, node: str, keys: bytes, block_bytes: int, stage: int) -> tuple[int, Matched | None]:
         """As `match`, for event loops."""
@@ -115,7 +120,7 @@ class DirectoryClient:
         answer = None
         try:  # sent a little later than its turn: what it lists is held longer, which harms nobody
             found = await self.line.acall("match", call, plain(request), seconds=METADATA_DEADLINE_S)
-            answer = self._believed(Matched(*found))
+            answer = self._noticed(self._believed(Matched(*found)))
         except ERRORS as error:
             self._down("directory", f"no {Matched.__name__} from it: {type(error).__name__}")
         finally:  # cancelled, too
@@ -134,7 +139,14 @@ class DirectoryClient:
         leases = [next(self._ids) for _ in keys]
         asked = zip(leases, readers, keys, block_bytes, strict=True)
         requests = tuple(plain(MatchRequest(*request, stage=0)) for request in asked)
-        return leases, self._ask(MatchedParts, "match_parts", requests, hold=leases)
+        answer = self._ask(MatchedParts, "match_parts", requests, hold=leases)
+        return leases, self._noticed(answer)
+
+    def _noticed(self, answer: F | None) -> F | None:
+        """The answer. It says whether somebody follows requests."""
+        if answer is not None:
+            self.requests.followed = answer.short is not None
+        return answer
 
     def next_window(self, request: NextWindowRequest) -> Window | None:
         """Give back staging slots of a lease, and take others."""
@@ -230,6 +242,12 @@ class DirectoryClient:
         with self._lock:
             self._corrupt.append(locations)
             self._has_news()
+
+    def report(self, line: RequestLine) -> None:
+        """Tell those who follow requests of one that is done: in the background, and not if there are too many."""
+        with self._lock:
+            self.requests.add(line)
+            self._rouse()
 
     def _has_news(self) -> None:
         """Under the lock."""
@@ -332,7 +350,7 @@ class DirectoryClient:
         if not ray.is_initialized() or not self._up:
             return TEND_S, None
         with self._lock:
-            self._rests = self._last_call == self._seen_call and not self._news
+            self._rests = self._last_call == self._seen_call and not self._news and not self.requests.waits
             self._seen_call = self._last_call
             due = self._last_call + HEARTBEAT_AFTER_S - time.monotonic()
         return max(0.0, due) if self._rests else TEND_S, self.line.connection
@@ -353,8 +371,18 @@ class DirectoryClient:
             return
         if self._news or time.monotonic() - self._last_call > HEARTBEAT_AFTER_S:
             self._probe(4 * METADATA_DEADLINE_S)
+        if self.requests.waits:
+            self._report_requests()
         while self._to_forget and self._forget(self._to_forget[0]):
             self._to_forget.pop(0)
+
+    def _report_requests(self) -> None:
+        with self._lock:
+            lines, left_out = self.requests.take()
+        try:
+            self.line.tell("report_requests", lines, left_out)
+        except ERRORS as error:
+            self._down("directory", f"lines of requests could not be sent: {error}")
 
     def _export(self) -> None:
         """Tell Ray what was counted: once in EXPORT_S, and before the thread rests."""

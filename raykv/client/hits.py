@@ -17,15 +17,21 @@ def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
 
 
 def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, int]) -> None:
-    """Count tokens that were asked for and found, by where they were."""
-    metrics = session.directory.metrics
-    metrics.add("asked_tokens_total", asked, model=cache.model)
+    """Count a look-up, and the tokens that it asked for and found, by where they were."""
+    metrics, tags = session.directory.metrics, _tags(session, cache)
+    metrics.add("lookups_total", 1, **tags)
+    metrics.add("asked_tokens_total", asked, **tags)
     for source, tokens in found.items():
-        metrics.add("hit_tokens_total", tokens, model=cache.model, source=source)
+        metrics.add("hit_tokens_total", tokens, **tags, source=source)
 
 
 def count_saved(session: Session, cache: CacheId, blocks: int, block_s: float) -> None:
     """Count blocks that an engine reads instead of computing them, which takes `block_s` seconds each."""
+    metrics, tags = session.directory.metrics, _tags(session, cache)
+    metrics.add("saved_tokens_total", blocks * cache.block_tokens, **tags)
+    metrics.add("saved_prefill_seconds_total", blocks * block_s, **tags)
+
+
+def _tags(session: Session, cache: CacheId) -> dict[str, str]:
     metrics = session.directory.metrics
-    metrics.add("saved_tokens_total", blocks * cache.block_tokens, model=cache.model)
-    metrics.add("saved_prefill_seconds_total", blocks * block_s, model=cache.model)
+    return {"model": metrics.label("model", cache.model), "tenant": metrics.label("tenant", cache.tenant)}

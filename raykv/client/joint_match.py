@@ -1,10 +1,12 @@
 """Leases on blocks that have several parts, or several readers, which other processes read, each on its own node."""
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 from raykv.client.hits import count_found, count_saved, found_tokens
 from raykv.client.lease import Lease, Leased
+from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
@@ -28,12 +30,14 @@ class JointMatch:
     Other processes read them (`leased`), each in the memory of its own node, which this process need not map.
     """
 
-    def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float) -> None:
+    def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
         """Nothing is leased before `ask`. parts: at least one, all of equally many blocks of equally many tokens.
 
-        tokens_per_s: how fast the engine computes, which limits the wait for an external tier.
+        tokens_per_s: how fast the engine computes, which limits the wait for an external tier. request: the engine's
+        name of what this is for.
         """
-        self._session, self._parts = session, parts
+        self._session, self._parts, self._request = session, parts, request
+        self._record: RequestRecord | None = None  # while somebody follows requests
         self._cache = parts[0].keys.cache
         self._block_s = self._cache.block_tokens / tokens_per_s
         self._calls: list[list[Lease]] = []  # a lease a part, of each call
@@ -50,7 +54,7 @@ class JointMatch:
     def _ask_all(self) -> None:
         total = len(self._parts[0].keys)
         blocks = max(1, KEYS_PER_CALL // len(self._parts))
-        asked = total * self._cache.block_tokens
+        asked, begin = total * self._cache.block_tokens, time.monotonic()
         with span("match", pool=self._session.name, model=self._cache.model, asked_tokens=asked) as it:
             for first in range(0, total, blocks):
                 found = self._ask([part.keys[first : first + blocks] for part in self._parts])
@@ -59,6 +63,8 @@ class JointMatch:
             hits = found_tokens((leases[0] for leases in self._calls), self._cache)
             tell(it, hit_tokens=self.num_blocks * self._cache.block_tokens, **hits)
         count_found(self._session, self._cache, asked, hits)
+        if self._record is not None:
+            self._record.found, self._record.lookup_s = hits, time.monotonic() - begin
 
     def _ask(self, keys: list[Keys]) -> int:
         """Lease what all parts have of these keys. Returns how many blocks."""
@@ -66,6 +72,11 @@ class JointMatch:
         ids, answer = directory.match_parts(
             readers, [part.tobytes() for part in keys], [part.cache.block_bytes for part in keys]
         )
+        if directory.requests.followed and self._record is None:
+            asked, name = len(self._parts[0].keys) * self._cache.block_tokens, lease_name(directory.client, ids[0])
+            self._record = RequestRecord("match", self._cache, asked, id=name, request=self._request)
+        if self._record is not None and (answer is None or answer.short):
+            self._record.fall_short((answer.short or "") if answer else "no directory answered")
         if answer is None or not answer.parts:
             directory.release(*ids)
             return 0
@@ -73,6 +84,7 @@ class JointMatch:
         try:
             for memory, part, lease, found in zip(readers, keys, ids, answer.parts, strict=True):
                 made = Lease.granted_part(self._session, memory, part, self._block_s, lease, MatchedPart(*found))
+                made.record = self._record
                 self._calls[-1].append(made)
         except BaseException:
             self._calls.pop()
@@ -115,3 +127,6 @@ class JointMatch:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
         ids: Iterable[int] = (lease.id for leases in self._calls for lease in leases)
         self._session.directory.release(*ids)
+        record, self._record = self._record, None
+        if record is not None and record.lookup_s >= 0:
+            self._session.directory.report(record.line(self._session.node_id))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from raykv.arena.buffers import Rows
 from raykv.client.node_store import Locations, NodeStore, pieces
+from raykv.client.request_record import RequestRecord
 from raykv.client.session import Session
 from raykv.client.workers import giving_way
 from raykv.config import MIB
@@ -34,6 +35,10 @@ WAIT_BUDGET_S = 0.05  # a read waits for a tier at least for so long, however fa
 WINDOW_S = 2.0  # that a read waits for staging slots, while other readers have them all
 WINDOW_POLL_S, WINDOW_REST_S = 0.005, 0.02  # between its questions
 
+SILENT = "its node does not answer"  # these are said of requests that somebody follows; the node is said beside
+LATE = "the pull was late", "the external tier was slower than computing would be"  # of another node, of a tier
+FAILED_TO = "the pull failed", "the external tier did not give it"
+
 Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
 
 
@@ -47,6 +52,7 @@ class Leased(NamedTuple):
 
     nonce, node: of that node's arena, and what `source` calls it. owner, lease: the client's id, and the lease's.
     first: number of the first block in it. source: LOCATIONs. keys: of 16 bytes.
+    followed: whoever reads them is to report that (see RequestRecord).
     """
 
     nonce: bytes
@@ -56,6 +62,7 @@ class Leased(NamedTuple):
     first: int
     source: bytes
     keys: bytes
+    followed: bool = False
 
 
 class Lease:
@@ -63,7 +70,8 @@ class Lease:
 
     source, staged: (n,) LOCATION of where each block lies, and of the slot on this node that it is pulled into
     (slab_gen 0: none). keys: (n, 16). found: how many blocks lay in this process's memory, on another node, and in an
-    external tier when they were leased.
+    external tier when they were leased. cut: why it has fewer than the directory leased, and the index of the node that
+    this is about. record: of the request that it is for, while somebody follows those.
     """
 
     def __init__(
@@ -84,7 +92,10 @@ class Lease:
         self._external = is_tier(source["node"])
         here, external = int(self._here().sum()), int(self._external.sum())
         self.found = {"memory": here, "external": external, "node": len(source) - here - external}
+        self.cut = "", -1
+        self.record: RequestRecord | None = None
         self._wait_budget_s: float | None = None
+        self._window_lost = False  # the last question for staging slots was not answered: see NextWindowRequest.again
         self._since = time.monotonic()
 
     @classmethod
@@ -99,14 +110,18 @@ class Lease:
         source = np.frombuffer(answer.source if answer else b"", LOCATION)
         staged = np.frombuffer(answer.staged, LOCATION) if answer and answer.staged else None
         ours = source["node"] if staged is None else np.where(staged["node"] > 0, staged["node"], source["node"])
+        cut = "", -1
         if local is None or (ours != local.index).any():
+            cut = ("this node has no store", -1) if local is None else ("this process is yet to find its new store", -1)
             session.refresh()  # this process has an old index of its node
             source, staged = source[:0], None
         elif (stop := _reached(local, source, local.index)) < len(source):
+            cut = SILENT, int(source["node"][stop])
             source, staged = source[:stop], None if staged is None else staged[:stop]
         nonce, node = (local.arena.nonce, local.index) if local else (b"", -1)
         name = (nonce, node, directory.client, lease, 0)
         made = cls(session, local, keys.cache.block_bytes, name, source, np.asarray(keys)[: len(source)])
+        made.cut = cut
         if staged is not None:
             made.staged[:] = staged
         external = made._limit_wait(block_s)
@@ -147,7 +162,8 @@ class Lease:
     def leased(self, first: int, stop: int) -> Leased:
         """Blocks [first, stop), for another process to read."""
         source, keys = self.source[first:stop].tobytes(), self.keys[first:stop].tobytes()
-        return Leased(self._nonce, self._node, self._owner, self.id, self._first + first, source, keys)
+        name = (self._nonce, self._node, self._owner, self.id, self._first + first)
+        return Leased(*name, source, keys, self.record is not None)
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call."""
@@ -238,8 +254,10 @@ class Lease:
         if len(self._with_slots(piece)) == len(piece):
             return piece
         stop, first = int(piece[-1]) + 1, self._first
-        request = NextWindowRequest(self._owner, self.id, first + start, first + stop, self._block_bytes)
+        size, again = self._block_bytes, self._window_lost
+        request = NextWindowRequest(self._owner, self.id, first + start, first + stop, size, again)
         answer = self._session.directory.next_window(request)
+        self._window_lost = answer is None
         if answer is None:  # no directory, or one that does not know the lease
             return None
         if answer.passed:
@@ -260,9 +278,11 @@ class Lease:
         """
         store, here = self._store, self._here()[:stop]
         if store is None:
+            self._fall_short("this node has no store")
             return
         reached = _reached(store, self.source[:stop], self._node)
         if reached < stop:
+            self._fall_short(SILENT, int(self.source["node"][reached]))
             self._session.directory.fault(
                 "silent", f"{stop - reached} blocks are of nodes that do not answer, or behind"
             )
@@ -277,6 +297,8 @@ class Lease:
                 start = _leading(passed) if stream else 0
                 piece = self._staged(away[at : at + self._piece_blocks], start)
                 broken = piece is None
+                if broken:
+                    self._fall_short("the directory gave no staging slots, or does not answer")
                 if piece is None or not len(piece):
                     break
                 for part in self._parts(piece):
@@ -297,13 +319,18 @@ class Lease:
             since = time.monotonic()
             with span("pull", pool=self._session.name, pieces=len(pulls)):
                 answer = store.first(list(pulls), self._deadline(list(pulls.values())))
+            if self.record is not None:
+                self.record.pulled(time.monotonic() - since)
             if answer is None:
+                self._fall_short_of(LATE, np.concatenate(list(pulls.values())))
                 self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
                 store.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])
                 self._session.refresh()
                 return
             part, end, pause = pulls.pop(answer), 0.0, WINDOW_POLL_S
             arrived = self._arrived(answer, part)
+            if not arrived.all():
+                self._fall_short_of(FAILED_TO, part[~arrived])
             if not arrived.any() and time.monotonic() - since > LATE_S:
                 store.gave_up(self.source["node"][part])
             broken = broken or not arrived.all()
@@ -315,6 +342,7 @@ class Lease:
     def _wait_for_window(self, end: float, pause: float) -> bool:
         """Give other readers time to go on, which use up the staging window. False past `end`, unless that is 0."""
         if end and time.monotonic() > end:
+            self._fall_short("other readers use up this node's staging window")
             self._session.directory.fault("window", "other readers use up this node's staging window")
             return False
         with giving_way():  # to those that have slots, and must report what came there
@@ -333,16 +361,32 @@ class Lease:
         """Read blocks out of slots of this node; which of them are valid."""
         local, directory = self._session.local, self._session.directory
         if local is None or local is not self._store or not len(locations):  # replaced meanwhile
+            if len(locations):
+                self._fall_short("the store of this node was replaced")
             return np.zeros(len(locations), np.bool_)
+        begin = time.monotonic()
         try:
             ok = local.arena.read(locations, keys, rows, verify)
         except DeviceError as error:  # the blocks are good: they are not reported as corrupt
+            self._fall_short("the GPU could not copy")
             directory.fault("gpu", error)
             return np.zeros(len(locations), np.bool_)
+        if self.record is not None:
+            self.record.copied(time.monotonic() - begin)
         if not ok.all():
+            self._fall_short("blocks were evicted while they were read, or are not what was stored")
             directory.corrupt(local.wrong(locations[~ok], keys[~ok]))
             directory.fault("read", f"{int((~ok).sum())} blocks were not what the directory said")
         return ok
+
+    def _fall_short(self, why: str, about: int = -1) -> None:
+        if self.record is not None:
+            self.record.fall_short(why, about)
+
+    def _fall_short_of(self, what: tuple[str, str], blocks: Blocks) -> None:
+        """what: LATE or FAILED_TO. blocks: that did not come."""
+        external = bool(self._external[blocks[0]])
+        self._fall_short(what[external], -1 if external else int(self.source["node"][blocks[0]]))
 
     def _arrived(self, answer: Any, part: Blocks) -> NDArray[np.bool_]:
         """Which blocks of a pull are in their staging slots now."""

@@ -1,5 +1,6 @@
 """A reader's leases on the leading blocks of a prompt."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -9,6 +10,7 @@ from raykv.arena import buffers
 from raykv.arena.buffers import Rows
 from raykv.client.hits import count_found, count_saved, found_tokens
 from raykv.client.lease import PIECES_AHEAD, Lease, piece_blocks
+from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
@@ -23,22 +25,27 @@ class Match:
     num_blocks: how many. num_tokens: of them.
     """
 
-    def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False) -> None:
+    def __init__(
+        self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False, counted: bool = False
+    ) -> None:
         """Nothing is leased before `ask` or `aask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
-        blocks of other nodes with the match, not with the first read.
+        blocks of other nodes with the match, not with the first read. counted: it is an engine's look-up, which metrics
+        count and followers are told of; else blocks are moved.
         """
         cache = keys.cache
         self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
         self._block_tokens, self._block_s = cache.block_tokens, cache.block_tokens / tokens_per_s
         self._prefetch = prefetch
         self._stage = PIECES_AHEAD * piece_blocks(cache.block_bytes)  # of a read's first pieces
+        self._counted = counted
+        self._record: RequestRecord | None = None  # while somebody follows requests
         self._leases: list[Lease] = []
 
     def ask(self) -> Self:
         """Lease the blocks."""
-        directory, node = self._session.directory, self._session.memory_name
+        directory, node, begin = self._session.directory, self._session.memory_name, time.monotonic()
         try:
             with self._span() as it:
                 for part in self._parts():
@@ -46,7 +53,7 @@ class Match:
                         break
                 hits = found_tokens(self._leases, self._keys.cache)
                 tell(it, hit_tokens=self.num_tokens, **hits)
-            count_found(self._session, self._keys.cache, len(self._keys) * self._block_tokens, hits)
+            self._count(hits, time.monotonic() - begin)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise
@@ -54,19 +61,27 @@ class Match:
 
     async def aask(self) -> Self:
         """As `ask`, for event loops."""
-        directory, node = self._session.directory, self._session.memory_name
+        directory, node, begin = self._session.directory, self._session.memory_name, time.monotonic()
         with self._span() as it:
             for part in self._parts():
                 if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
                     break
             hits = found_tokens(self._leases, self._keys.cache)
             tell(it, hit_tokens=self.num_tokens, **hits)
-        count_found(self._session, self._keys.cache, len(self._keys) * self._block_tokens, hits)
+        self._count(hits, time.monotonic() - begin)
         return self
 
     def _span(self) -> AbstractContextManager[Any]:
         pool, model = self._session.name, self._keys.cache.model
         return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._block_tokens)
+
+    def _count(self, hits: dict[str, int], seconds: float) -> None:
+        """Count what was asked for and found, by where it was. seconds: that it took to ask."""
+        if not self._counted:
+            return
+        count_found(self._session, self._keys.cache, len(self._keys) * self._block_tokens, hits)
+        if self._record is not None:
+            self._record.found, self._record.lookup_s = hits, seconds
 
     def _parts(self) -> Iterator[Keys]:
         """As many keys as one call may ask for, again and again."""
@@ -75,14 +90,25 @@ class Match:
 
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
         """Keep what was leased. Returns whether it is all that was asked for."""
+        if self._counted and self._session.directory.requests.followed and self._record is None:
+            self._record = self._begin_record(lease)
         try:
             leased = Lease.granted(self._session, part, self._block_s, self._prefetch, lease, answer)
         except BaseException:
             self._session.directory.release(lease)
             raise
+        if self._record is not None:
+            leased.record = self._record
+            why = (answer.short or "", -1) if answer else ("no directory answered", -1)
+            if len(leased) < len(part):
+                self._record.fall_short(*(leased.cut if leased.cut[0] else why))
         if len(leased):
             self._leases.append(leased)
         return len(leased) == len(part)
+
+    def _begin_record(self, lease: int) -> RequestRecord:
+        name, cache = lease_name(self._session.directory.client, lease), self._keys.cache
+        return RequestRecord("request", cache, len(self._keys) * self._block_tokens, id=name)
 
     @property
     def num_blocks(self) -> int:
@@ -151,6 +177,8 @@ class Match:
             if count < len(lease):
                 break
         count_saved(self._session, self._keys.cache, done, self._block_s)
+        if self._record is not None:
+            self._record.read += done * self._block_tokens
         return done
 
     def fetch(self, *, whole: bool = False) -> int:
@@ -172,6 +200,9 @@ class Match:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
         for lease in self._leases:
             lease.release()
+        record, self._record = self._record, None
+        if record is not None and record.lookup_s >= 0:
+            self._session.directory.report(record.line(self._session.node_id))
 
     def __enter__(self) -> Self:
         return self
@@ -185,7 +216,7 @@ class AsyncMatch:
 
     def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool) -> None:
         """Arguments as of Match. Nothing is asked before the `async with`."""
-        self._match = Match(session, keys, tokens_per_s, prefetch)
+        self._match = Match(session, keys, tokens_per_s, prefetch, counted=True)
 
     async def __aenter__(self) -> Match:
         try:

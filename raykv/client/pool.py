@@ -76,7 +76,7 @@ class KVPool(Administration):
             block_tokens=block_tokens,
             block_bytes=block_bytes,
         )
-        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root))
+        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root), keys.tenant_of(salt))
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -65,9 +67,13 @@ class Session:
         return self.local.name if self.local else self.node_id
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what blocks beside the event loop. Cancelled, it ends first: it may be using the caller's memory."""
+        """Run what blocks beside the event loop. Cancelled, it ends first: it may be using the caller's memory.
+
+        It has the caller's context, and so the span that is current there.
+        """
         registry.refuse_forked()
-        running = asyncio.wrap_future(self._workers.submit(function, *args, **kwargs))
+        work = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
+        running = asyncio.wrap_future(self._workers.submit(work))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:

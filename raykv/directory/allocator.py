@@ -5,7 +5,8 @@ window, into which readers of that node pull blocks of others. A size that needs
 of other sizes whose newest block is older than its own oldest.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -299,14 +300,25 @@ class Allocator:
         return np.concatenate(locations)
 
     def stats(self, node: Node, now: float) -> dict[str, Any]:
+        """Slots of a node by state, and bytes."""
+        return next(filter(None, self.stats_in_steps(node, now, sys.maxsize)))
+
+    def stats_in_steps(self, node: Node, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
+        """As `stats`, after a None for every so many slots that were looked at: between two, anything may change."""
         total = np.zeros(len(columns.STATES) + 1, np.int64)
-        used = 0
-        for record in node.slabs.values():
+        used = seen = 0
+        for number in list(node.slabs):
+            if seen >= slots_a_step:
+                seen = 0
+                yield None
+            if (record := node.slabs.get(number)) is None:
+                continue
             counts = self._size_classes.census(record).counts
             total += counts
             slots = int(counts.sum())
-            used += (slots - int(counts[columns.FREE] + counts[columns.CLOSED])) * (node.slab_bytes // slots)
-        return {
+            seen += slots
+            used += (slots - int(counts[columns.FREE] + counts[columns.CLOSED])) * (node.slab_bytes // max(1, slots))
+        yield {
             "index": node.index,
             "tier": "gpu" if node.on_gpu else "cpu",
             "state": "leaving" if node.leaving and node.state == "alive" else node.state,

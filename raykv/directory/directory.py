@@ -5,6 +5,7 @@ slot a block gets is in kernels/placement.py, which block is evicted in kernels/
 Directory is raykv.actors.directory.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -112,10 +113,12 @@ class Directory(Readers):
         ticks = [self._size_classes.oldest_tick(number) for number in node.size_classes.values()] if node else []
         return min((tick for tick in ticks if tick >= 0), default=-1)
 
-    def memory_stats(self, name: str, now: float) -> dict[str, Any] | None:
-        """Slots by state, and bytes, of the memory of that name; None where there is none. It looks at every slot."""
-        node = self.nodes.get(name)
-        return None if node is None else self._allocator.stats(node, now)
+    def memory_stats(self, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
+        """Slots by state, and bytes, of the memory of that name, which must be there. It looks at every slot.
+
+        So it is done in steps: None after every so many slots, then the answer. Others may call between two steps.
+        """
+        return self._allocator.stats_in_steps(self.nodes[name], now, slots_a_step)
 
     def tier_fill(self) -> dict[str, dict[str, Any]]:
         """By the node that owns a tier, or "" for one that all share; see TierCatalog.fill."""

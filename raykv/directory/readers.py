@@ -12,6 +12,7 @@ from raykv.directory.kernels import index, leases
 from raykv.directory.kernels.columns import NODE_MASK
 from raykv.directory.membership import Membership
 from raykv.directory.prefixes import Prefixes
+from raykv.directory.why_missing import why_missing
 from raykv.protocol import (
     LOCATION,
     Call,
@@ -189,7 +190,8 @@ class Readers(Membership):
         _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
         hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
         staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
-        passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if moved else b""
+        tell = moved or request.again
+        passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if tell else b""
         return Window(self.epoch, source.tobytes(), staged.tobytes(), passed)
 
     def _provide_staging(self, hold: Hold, staged: RowArray, stride: int) -> None:
@@ -199,6 +201,10 @@ class Readers(Membership):
             reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
             if reader and reader.size_classes.get(stride) == hold.size_class:
                 self._allocator.provide_slots(reader, hold.size_class, stride, lack)
+
+    def why_missing(self, key: bytes) -> str:
+        """Why a match ended at this key, in words."""
+        return why_missing(self._c, int(self._find(key)[1][0]))
 
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
         """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.

@@ -98,7 +98,7 @@ PANELS = (
     ),
     Panel(
         "The directory",
-        "Processor time, as a share of a core; and the mean time of a match.",
+        "Processor time, as a share of a core; and how long a match takes: the mean, and of the slowest hundredth.",
         "short",
         (
             ("busy", "sum(rate(@directory_cpu_seconds_total[5m]))"),
@@ -106,6 +106,10 @@ PANELS = (
                 "seconds of a match",
                 'sum(rate(@directory_call_seconds_total{method=~"match|match_parts"}[5m]))'
                 ' / sum(rate(@directory_calls_total{method=~"match|match_parts"}[5m]))',
+            ),
+            (
+                "p99 of a match",
+                'histogram_quantile(0.99, sum by (le) (rate(@directory_call_seconds_bucket{method="match"}[5m])))',
             ),
         ),
     ),
@@ -152,8 +156,7 @@ def expression(text: str, pool: str = "") -> str:
 
     def full(found: re.Match[str]) -> str:
         name = found[1]
-        known = name.removesuffix("_bucket")
-        METRICS[known]
+        METRICS[name if name in METRICS else name.removesuffix("_bucket")]
         return f"ray_{PREFIX}{name}"
 
     with_names = _NAME.sub(full, text)

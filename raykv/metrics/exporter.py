@@ -2,13 +2,17 @@
 
 import threading
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from raykv.metrics.metric import METRICS, PREFIX, SECONDS
 
 EXPORT_S = 5.0  # Ray forgets a gauge that was not set for 20 s
 OBSERVED_MAX = 10_000  # of a histogram, between two flushes
+LABELS_MAX = 50  # values of a tag that users choose, of one process: more would be an outage of who stores them
+OTHER = "other"  # stands for the values after those
 
+T = TypeVar("T")
 Series = tuple[str, tuple[tuple[str, str], ...]]  # name, tags
 
 
@@ -22,7 +26,17 @@ class Exporter:
         self._set: dict[Series, float] = {}
         self._observed: dict[Series, list[float]] = {}
         self._totals: dict[Series, float] = {}  # of counters that are given by their total
+        self._labels: dict[str, set[str]] = {}  # values so far, by tag
         self._metrics: dict[str, Any] = {}  # Ray's; only the thread that flushes looks
+
+    def label(self, tag: str, value: str) -> str:
+        """The value of a tag that users choose, or OTHER if there were too many different ones."""
+        known = self._labels.setdefault(tag, set())
+        if value not in known:
+            if len(known) >= LABELS_MAX:
+                return OTHER
+            known.add(value)
+        return value
 
     def add(self, name: str, value: float, **tags: str) -> None:
         """Raise a counter."""
@@ -57,18 +71,48 @@ class Exporter:
         return bool(self._added or self._set or self._observed)
 
     def flush(self) -> None:
-        """Hand over what was added, set and observed since the last time. One thread of a process calls this."""
+        """Hand over what was added, set and observed since the last time. One thread of a process calls this.
+
+        Raises what Ray raised first: what it did not take is handed over the next time.
+        """
         with self._lock:
             added, self._added = self._added, defaultdict(float)
             gauges, self._set = self._set, {}
             observed, self._observed = self._observed, {}
-        for (name, tags), value in added.items():
-            self._metric(name).inc(value, self._tags(name, tags))
-        for (name, tags), value in gauges.items():
-            self._metric(name).set(value, self._tags(name, tags))
-        for (name, tags), values in observed.items():
-            for value in values:
-                self._metric(name).observe(value, self._tags(name, tags))
+        errors = [
+            *self._hand_over(added, lambda metric, value, tags: metric.inc(value, tags)),
+            *self._hand_over(gauges, lambda metric, value, tags: metric.set(value, tags)),
+            *self._hand_over(observed, _observe_all),
+        ]
+        if errors:
+            self._put_back(added, gauges, observed)
+            raise errors[0]
+
+    def _hand_over(self, figures: dict[Series, T], give: Callable[[Any, T, dict[str, str]], None]) -> list[Exception]:
+        """Give Ray's metrics their figures, and leave in the dict what they did not take."""
+        errors: list[Exception] = []
+        for (name, tags), value in list(figures.items()):
+            try:
+                give(self._metric(name), value, self._tags(name, tags))
+                del figures[name, tags]
+            except Exception as error:
+                errors.append(error)
+        return errors
+
+    def _put_back(
+        self, added: dict[Series, float], gauges: dict[Series, float], observed: dict[Series, list[float]]
+    ) -> None:
+        with self._lock:
+            for series, value in added.items():
+                self._added[series] += value
+            self._set = gauges | self._set
+            for series, values in observed.items():
+                self._observed[series] = [*values, *self._observed.get(series, ())][:OBSERVED_MAX]
+
+    def forget(self, tag: str, value: str) -> None:
+        """Totals with this tag are given no more: what they were is not needed."""
+        with self._lock:
+            self._totals = {series: total for series, total in self._totals.items() if (tag, value) not in series[1]}
 
     def _tags(self, name: str, tags: tuple[tuple[str, str], ...]) -> dict[str, str]:
         """With the pool, and this process's node where the metric has one."""
@@ -89,3 +133,9 @@ class Exporter:
                 made = {"counter": metrics.Counter, "gauge": metrics.Gauge}[kind](PREFIX + name, text, tag_keys=keys)
             self._metrics[name] = made
         return self._metrics[name]
+
+
+def _observe_all(metric: Any, values: list[float], tags: dict[str, str]) -> None:
+    while values:
+        metric.observe(values[-1], tags)
+        values.pop()

@@ -1,7 +1,8 @@
 """Spans of what a client does, for OpenTelemetry where the process has set it up."""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 OFF: AbstractContextManager[None] = nullcontext()
@@ -24,6 +25,28 @@ def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
     except Exception:  # another thread is importing it, or the provider that the environment names can't be loaded
         return OFF
     return made
+
+
+def under(headers: Mapping[str, str] | None) -> AbstractContextManager[Any]:
+    """Spans of a `with` block are children of the one that these W3C trace headers name, if there are any."""
+    if not headers or sys.modules.get("opentelemetry.trace") is None:
+        return OFF
+    try:
+        from opentelemetry import context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        return _attached(context, TraceContextTextMapPropagator().extract(headers))
+    except Exception:  # another thread is importing it
+        return OFF
+
+
+@contextmanager
+def _attached(context: Any, parent: Any) -> Iterator[None]:
+    token = context.attach(parent)
+    try:
+        yield
+    finally:
+        context.detach(token)
 
 
 def tell(it: Any, **attributes: Any) -> None:

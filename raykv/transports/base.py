@@ -52,6 +52,9 @@ class Transport:
         """
         raise ValueError(f"transport {self.name} answers no questions of peers")
 
+    def forget(self, peer: str) -> None:
+        """A peer's node is gone for good. peer: its memory's name."""
+
     def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
         """Copy blocks of a peer.
 

@@ -141,6 +141,17 @@ class TransportSelector:
             states = [(peer.name, state) for peer, state in self._states.items() if not peer.external]
         return [(name, by, route) for name, state in states for by, route in dict(state.routes).items()]
 
+    def forget_others(self, living: set[str]) -> set[str]:
+        """Forget peers that are gone for good. living: Ray ids of all nodes. Returns those of the forgotten ones."""
+        with self._mutex:
+            gone = [peer for peer in self._states if host_of(peer.name) not in living]
+            for peer in gone:
+                del self._states[peer]
+        for transport in self._transports if gone else ():
+            for peer in gone:
+                transport.forget(peer.name)
+        return {host_of(peer.name) for peer in gone}
+
     def close(self) -> None:
         """Stop serving. Nothing is pulled any more."""
         for transport in self._transports:

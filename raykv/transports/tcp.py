@@ -157,6 +157,12 @@ class Tcp(Transport):
                 self._lanes[peer.name] = address, lane
             return lane
 
+    def forget(self, peer: str) -> None:
+        with self._mutex:
+            _, lane = self._lanes.pop(peer, (None, None))
+        if lane is not None:
+            lane.close()
+
     def _carry(self, lane: Lane, pull: TcpPull) -> list[OSError]:
         """Bring the pieces that are left over several streams. Returns why streams broke."""
         helpers: list[Future[None]] = []

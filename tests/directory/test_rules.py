@@ -221,6 +221,8 @@ def test_replicas_that_a_reader_has_passed_do_not_keep_its_window_full() -> None
     assert staged(more) == 0 and not more.passed
     more = pool.next_window("b", lease, 3)
     assert staged(more) == 3 and [location[0] for location in unpack(more.passed)] == 3 * [there]
+    assert not pool.next_window("b", lease, 3).passed
+    assert pool.next_window("b", lease, 3, again=True).passed == more.passed, "the answer was lost"
     more = pool.next_window("b", lease, 0)
     assert staged(more) == 3 and [location[0] for location in unpack(more.source)] == 8 * [there], "read again"
     pool.release("b", lease)

@@ -18,7 +18,7 @@ import raykv
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.client.joint_match import JointMatch, Part
-from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, PartToLoad
+from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.worker import RayKVWorker
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
@@ -117,7 +117,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     assert (out == wanted).all()
     other = np.setdiff1d(np.arange(PAGES), ids)[: 4 * PER_CHUNK]
     match = JointMatch(pool.session, [Part(worker.rank.memory, keys)], 1e4).ask()
-    load = ChunksToLoad([[PartToLoad(False, match.leased(0, 0, 4))]])
+    load = ChunksToLoad([[PartToLoad(False, match.leased(0, 0, 4))]], Origin("r"))
     worker.submit_load(2, load, GPULoadStoreSpec(other.tolist(), [len(other)], [0]))
     finished(worker, 2)
     match.release()

@@ -99,11 +99,18 @@ class Pool:
         return leases, got
 
     def next_window(
-        self, node: str, lease: int, start: int, stop: int = KEYS_PER_CALL, size: int = PAGE, by: str = ""
+        self,
+        node: str,
+        lease: int,
+        start: int,
+        stop: int = KEYS_PER_CALL,
+        size: int = PAGE,
+        by: str = "",
+        again: bool = False,
     ) -> Window:
         """by: another client than the one on the node, whose lease it is."""
         call = self.call(node)
-        request = NextWindowRequest(call.client, lease, start, stop, size)
+        request = NextWindowRequest(call.client, lease, start, stop, size, again)
         return self.directory.next_window(self.call(by) if by else call, request, self.now)
 
     def reserve(self, node: str, keys: list[bytes], start: int = 0, size: int = PAGE) -> tuple[int, Reserved]:

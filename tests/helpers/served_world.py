@@ -14,6 +14,7 @@ from helpers.pools import PATIENCE_S, WAYS
 from helpers.world import World
 from raykv.actors.directory import CALLS, DirectoryActor
 from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors.followers import Followers
 from raykv.client.directory_line import DirectoryLine
 from raykv.client.pipeline import Pipeline
 from raykv.directory.directory import Directory
@@ -72,7 +73,7 @@ class Actor(DirectoryActor):
 
     def __init__(self, directory: Directory, transport: str) -> None:
         self._pool, self._state, self._lock = "p", directory, threading.Lock()
-        self._metrics = DirectoryMetrics("p", "p/directory-1")
+        self._metrics, self._followers = DirectoryMetrics("p", "p/directory-1"), Followers()
         self._listener = self._listen(transport)
 
 

@@ -362,7 +362,7 @@ class World:
         held.read = rng.choice([rng.randint(0, len(held.keys) + 1), min(len(held.keys), held.read + 1)])
         by = worker if rng.random() < 0.7 else rng.choice(self.workers)
         stop = rng.choice([len(held.keys), held.read + rng.randint(-1, 3)])
-        request = NextWindowRequest(worker.id, lease, held.read, stop, held.size)
+        request = NextWindowRequest(worker.id, lease, held.read, stop, held.size, rng.random() < 0.2)
         answer = self.do("next_window", self.call(by), request, self.now)
         passed, staged = _split(answer.passed), _split(answer.staged)
         held.locations[: len(passed)] = passed

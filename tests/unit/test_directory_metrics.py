@@ -1,12 +1,18 @@
-"""What a directory leaves to the one after it, with a registry that stands in for Ray's."""
+"""What a directory counts and tells, and leaves to the one after it, with a registry that stands in for Ray's."""
 
 import json
 import threading
 
 import pytest
 from helpers.directory_pool import KEYS, Pool
+from hypothesis import given
+from hypothesis import strategies as st
 
-from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors import directory_metrics
+from raykv.actors.directory import DirectoryActor
+from raykv.actors.directory_metrics import TIMED_EVERY, DirectoryMetrics, timed_every
+from raykv.actors.followers import Followers
+from raykv.metrics.metric import CALL_SECONDS
 from raykv.registry import InCharge
 
 
@@ -19,7 +25,7 @@ def test_a_directory_that_was_replaced_leaves_the_totals_of_the_other_alone(monk
 
     def step(name: str, pool: Pool, metrics: DirectoryMetrics) -> None:
         pool.read("a", KEYS[:4])
-        metrics._directory, metrics._lock = pool.directory, threading.Lock()
+        metrics.attach(pool.directory, threading.Lock())
         metrics._pool_figures()
 
     def begin(name: str) -> tuple[str, Pool, DirectoryMetrics]:
@@ -35,3 +41,62 @@ def test_a_directory_that_was_replaced_leaves_the_totals_of_the_other_alone(monk
     step(*second)
     step(*first)  # it was stopped, comes back, and does not know yet
     assert json.loads(kept["totals"])["lookups"] == 12
+
+
+@given(st.lists(st.tuples(st.sampled_from(["match", "nodes"]), st.floats(0, 2.0)), max_size=50), st.integers(1, 9))
+def test_calls_are_counted_in_their_buckets(calls: list[tuple[str, float]], folded: int) -> None:
+    metrics, before = DirectoryMetrics("p", "a"), directory_metrics.FOLDED
+    directory_metrics.FOLDED = folded
+    try:
+        for method, seconds in calls:
+            metrics.called(method, seconds)
+            assert sum(map(len, metrics._times.values())) < 2 * folded, "it is bounded"
+    finally:
+        directory_metrics.FOLDED = before
+    metrics.attach(Pool().directory, threading.Lock())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "_keep", lambda totals: None)
+        metrics._pool_figures()
+    told = metrics._exporter
+    for method in {method for method, _ in calls}:
+        times = [seconds for name, seconds in calls if name == method]
+        for bound in (*CALL_SECONDS, "+Inf"):
+            tags = (("method", method), ("le", str(bound)))
+            counted = timed_every(method) * sum(t <= float(bound) for t in times)
+            assert told._set["directory_call_seconds_bucket", tags] == counted
+        seconds = told._added["directory_call_seconds_total", (("method", method),)]
+        assert seconds == pytest.approx(timed_every(method) * sum(times))
+
+
+class Actor(DirectoryActor):
+    """With a directory, and no Ray."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self._state, self._lock = "p", pool.directory, threading.Lock()
+        self._metrics, self._followers = DirectoryMetrics("p", "a"), Followers()
+
+
+def test_all_calls_are_counted_and_every_eighth_frequent_one_is_timed() -> None:
+    actor = Actor(Pool())
+    for number in range(2 * TIMED_EVERY + 1):
+        actor.client_heartbeat((1, number + 1))
+        actor.nodes()
+    with pytest.raises(TypeError):
+        actor.locate_prefix(None)  # type: ignore[arg-type]
+    metrics = actor._metrics
+    count = 2 * TIMED_EVERY + 1
+    assert metrics.calls == {"client_heartbeat": count, "nodes": count, "locate_prefix": 1}
+    timed = {method: len(times) for method, times in metrics._times.items()}
+    assert timed == {"client_heartbeat": 2, "nodes": count, "locate_prefix": 1}
+
+
+def test_a_memory_is_looked_at_in_steps_between_which_it_may_change() -> None:
+    pool = Pool(nodes="ab", slots=4, slabs=3)
+    pool.store("a", KEYS[:9])
+    whole = pool.directory.stats(pool.now)["nodes"]["a"]
+    *pauses, found = pool.directory.memory_stats("a", pool.now, 4)
+    assert found == whole and pauses == [None] * 2
+    steps = pool.directory.memory_stats("a", pool.now, 4)
+    assert next(steps) is None
+    pool.directory.remove_node("a", pool.now)
+    assert [*steps][-1] is not None, "what it had"

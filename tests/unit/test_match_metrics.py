@@ -1,27 +1,73 @@
-"""What a match counts of the blocks that it found."""
+"""What a match counts of the blocks that it found, and for whom."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from helpers.directory_pool import KEYS
 
-from raykv.client.hits import count_found, found_tokens
+from raykv.client.cache import KVCache
+from raykv.client.hits import found_tokens
 from raykv.client.lease import Lease
-from raykv.keys import CacheId
-from raykv.metrics.exporter import Exporter
-from raykv.protocol import LOCATION
+from raykv.client.match import Match
+from raykv.client.request_record import RequestReport
+from raykv.keys import CacheId, Keys, tenant_of
+from raykv.metrics.exporter import LABELS_MAX, OTHER, Exporter
+from raykv.protocol import LOCATION, Matched
 
 HERE, TIER, BLOCKS = 4, 3, 4
+SALTED = CacheId("m", 16, 4096, b"", tenant_of("acme"))
+
+
+def session(exporter: Exporter) -> Any:
+    """Of a process without a store, whose directory finds nothing."""
+    directory = SimpleNamespace(metrics=exporter, requests=RequestReport(), client=1, release=lambda lease: None)
+    directory.match = lambda *request: (1, Matched(1, b"", b""))
+    nothing = SimpleNamespace(name="p", local=None, memory_name="", directory=directory, refresh=lambda: None)
+    nothing.background = lambda function, *arguments: function(*arguments)
+    return nothing
+
+
+def added(exporter: Exporter, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    return {tags: value for (metric, tags), value in exporter._added.items() if metric == name}
 
 
 def test_blocks_that_were_fetched_from_a_tier_are_counted_once() -> None:
     exporter, rows = Exporter("p"), np.zeros((BLOCKS, 16), np.uint8)
-    session: Any = SimpleNamespace(local=None, directory=SimpleNamespace(metrics=exporter))
     source = np.zeros(BLOCKS, LOCATION)
     source["node"] = TIER
-    cache = CacheId("m", 16, 4096, b"")
-    lease = Lease(session, None, 4096, (b"", HERE, 1, 1, 0), source, rows)
-    lease.source["node"] = HERE  # as `fetch` does
-    count_found(session, cache, 16 * BLOCKS, found_tokens([lease], cache))
-    hits = {tags: value for (name, tags), value in exporter._added.items() if name == "hit_tokens_total"}
-    assert hits == {(("model", "m"), ("source", "external")): 16 * BLOCKS}
+    match = Match(session(exporter), Keys(rows, SALTED), 1.0, counted=True)
+    match._leases.append(Lease(match._session, None, 4096, (b"", HERE, 1, 1, 0), source, rows))
+    match._leases[0].source["node"] = HERE  # as `fetch` does
+    match._count(found_tokens(match._leases, SALTED), 0.0)
+    tags = (("model", "m"), ("tenant", tenant_of("acme")))
+    assert added(exporter, "hit_tokens_total") == {(*tags, ("source", "external")): 16 * BLOCKS}
+    assert added(exporter, "asked_tokens_total") == {tags: 16 * BLOCKS}
+    assert added(exporter, "lookups_total") == {tags: 1}
+
+
+def test_only_what_an_engine_asks_for_is_a_look_up() -> None:
+    exporter = Exporter("p")
+    cache = KVCache(session(exporter), SALTED, bytes(32), 1.0)
+    keys = Keys(np.frombuffer(b"".join(KEYS[:BLOCKS]), np.uint8).reshape(-1, 16), SALTED)
+    assert not cache.prefetch(keys)  # type: ignore[truthy-bool]  # the stand-in answers at once
+    Match(cache.session, keys, 1.0).ask()  # as a drain, and a swap that is tried again
+    assert not added(exporter, "asked_tokens_total") and not added(exporter, "lookups_total")
+    cache.match(keys)
+    assert sum(added(exporter, "asked_tokens_total").values()) == 16 * BLOCKS
+
+
+def test_tenants_and_models_are_bounded() -> None:
+    exporter = Exporter("p")
+    labels = [exporter.label("tenant", tenant_of(str(number))) for number in range(LABELS_MAX + 10)]
+    assert len(set(labels)) == LABELS_MAX + 1 and labels[LABELS_MAX:] == [OTHER] * 10
+    assert exporter.label("tenant", labels[0]) == labels[0] and exporter.label("model", "m") == "m"
+
+
+def test_a_salt_is_told_by_its_hash_and_no_salt_by_nothing() -> None:
+    assert tenant_of("acme") == tenant_of(b"acme") == "822b33ad" and not tenant_of("") and not tenant_of(None)
+    assert SALTED._replace(tenant="") == SALTED and SALTED._replace(model="n") != SALTED
+    cache = KVCache(session(Exporter("p")), SALTED._replace(tenant=""), bytes(32), 1.0)
+    keys = cache.keys(range(32), salt="acme")
+    assert keys[:1].cache.tenant == tenant_of("acme") and not cache.keys(range(32)).cache.tenant
+    assert cache.match(keys).num_blocks == 0  # the cache takes them

@@ -52,6 +52,52 @@ def test_a_total_is_told_once(steps: list[tuple[int, bool]]) -> None:
     assert counter.sum == total and counter.tags in ({}, {"pool": "p"})
 
 
+class Refusing(Recorded):
+    """As Ray's while it shuts down, or is not there yet."""
+
+    refuses = True
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        if self.refuses:
+            raise RuntimeError("not now")
+        super().inc(value, tags)
+
+    set = observe = inc
+
+
+def test_what_ray_does_not_take_is_told_the_next_time() -> None:
+    exporter, names = Exporter("p"), ("saved_tokens_total", "clients", "read_seconds")
+    refusing, taking = Refusing(), Recorded()
+    exporter._metrics = {**dict.fromkeys(names, refusing), "evicted_blocks_total": taking}
+    exporter.add("saved_tokens_total", 1.0)
+    exporter.set("clients", 10.0)
+    exporter.observe("read_seconds", 100.0)
+    exporter.observe("read_seconds", 200.0)
+    exporter.add("evicted_blocks_total", 5)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="not now"):
+            exporter.flush()
+        assert taking.sum == 5, "nothing that others took is told again, or held up"
+    exporter.add("saved_tokens_total", 2.0)
+    exporter.set("clients", 20.0)
+    refusing.refuses = False
+    exporter.flush()
+    assert refusing.sum == 1 + 2 + 20 + 100 + 200 and not exporter.waits
+    exporter.flush()
+    assert refusing.sum == 323
+
+
+def test_totals_of_a_node_that_left_are_forgotten() -> None:
+    exporter, counter = Exporter("p"), Recorded()
+    exporter._metrics["pulled_bytes_total"], exporter._node = counter, "here"
+    for peer in ("gone", "there"):
+        exporter.total("pulled_bytes_total", 7, **{"from": peer, "transport": "tcp"})
+    exporter.forget("from", "gone")
+    assert [dict(tags)["from"] for _, tags in exporter._totals] == ["there"]
+    exporter.flush()
+    assert counter.sum == 14
+
+
 def test_an_age_is_that_of_the_first_sample_after_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = TickClock()
     assert clock.age(5) == 0.0

@@ -89,6 +89,16 @@ def test_a_pull_takes_several_streams_and_keeps_them(pair: Pair) -> None:
         assert relay.connections == FEWEST, "connections are kept"
 
 
+def test_connections_to_a_node_that_is_gone_are_closed(pair: Pair) -> None:
+    with pair.relay() as relay:
+        assert (pair.pull(relay) == PULLED).all()
+        idle = list(pair.reader.lane(PEER, relay.address)._idle)
+        pair.reader.forget("another")
+        assert len(idle) == FEWEST and all(connection.fileno() >= 0 for connection in idle)
+        pair.reader.forget(PEER.name)
+        assert all(connection.fileno() < 0 for connection in idle) and not pair.reader._lanes
+
+
 def test_a_block_that_is_gone_there_is_altered_and_one_that_changed_is_too(pair: Pair) -> None:
     pair.keys[3] = 0
     next(iter(pair.there.views(pair.where[5:6])))[100] ^= 1

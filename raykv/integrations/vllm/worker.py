@@ -23,12 +23,15 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.arena.buffers import Rows, rows_of
 from raykv.client.cache import KVCache
+from raykv.client.hits import found_tokens
 from raykv.client.lease import Lease, Leased
 from raykv.client.pool import KVPool
+from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
-from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore
+from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, Origin
 from raykv.integrations.vllm.ranks import Rank
-from raykv.keys import Keys
+from raykv.keys import Keys, tenant_of
+from raykv.metrics.span import under
 from raykv.protocol import KEY_BYTES
 
 log = logging.getLogger("raykv")
@@ -203,7 +206,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         size = 0
         try:
             job.wait()
-            size = self._read(source, target)
+            with under(source.origin.headers):
+                size = self._read(source, target)
         except Exception:
             log.exception("pool %s: a load failed", self._pool.name)
         if not size:
@@ -214,27 +218,42 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """Bytes read: of all chunks, or 0 if one of them does not come."""
         size = 0
         for number, part in enumerate(source.ranks[self._number]):
-            read = self._read_part(part.leased, target, number)
+            read = self._read_part(part.leased, target, number, source.origin)
             if not read:
                 return 0
             size += read
         return size
 
-    def _read_part(self, leased: list[Leased], target: Any, number: int) -> int:
+    def _read_part(self, leased: list[Leased], target: Any, number: int, origin: Origin) -> int:
         """The same, of the part of this number among those that this rank has."""
         session, done = self._pool.session, 0
         rows = self._rows(target, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), number)
-        for blocks in leased:
-            # not by index: a new directory has others
-            if session.local is None or session.local.arena.nonce != blocks.nonce:
-                session.refresh()
-                session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
-                return 0
-            lease = Lease.borrowed(session, self.rank.part_bytes, blocks)
-            if lease.read(rows[done : done + len(lease)], verify=False) < len(lease):
-                return 0
-            done += len(lease)
-        return rows.bytes * done
+        # not by index: a new directory has others
+        if session.local is None or any(session.local.arena.nonce != blocks.nonce for blocks in leased):
+            session.refresh()
+            session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
+            return 0
+        leases = [Lease.borrowed(session, self.rank.part_bytes, blocks) for blocks in leased]
+        record = self._record(leased, leases, origin)
+        for lease in leases:
+            lease.record = record
+            count = lease.read(rows[done : done + len(lease)], verify=False)
+            done += count
+            if count < len(lease):
+                break
+        if record is not None:
+            record.read = done * record.cache.block_tokens
+            session.directory.report(record.line(session.node_id))
+        return rows.bytes * done if done == len(rows) else 0
+
+    def _record(self, leased: list[Leased], leases: list[Lease], origin: Origin) -> RequestRecord | None:
+        """Of a read, if somebody follows requests."""
+        if not any(blocks.followed for blocks in leased):
+            return None
+        cache = next(iter(self._caches.values())).id._replace(tenant=tenant_of(origin.salt))
+        found = found_tokens(leases, cache)
+        name = lease_name(leased[0].owner, leased[0].lease)
+        return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
 
     def _rows(self, spec: Any, chunks: int, number: int) -> Rows:
         """The engine's blocks as rows of a part of chunks. A load may want only a part of the first and last chunk."""

@@ -228,7 +228,7 @@ class Readers(GpuDemotion):
         return had
 
     def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
-        owner, lease, start, stop, block_bytes = request
+        owner, lease, start, stop, block_bytes, again = request
         self.on_call(call, now)
         hold = self.clients[owner].holds.get(lease) if owner in self.clients else None
         if hold is None or hold.writes or not 0 <= start <= stop:
@@ -266,7 +266,7 @@ class Readers(GpuDemotion):
                     full = not self.stage_next(hold, end, stop)
             end += 1
         slots = self.pack_staged(hold, slice(start, end), block_bytes)
-        where = pack(hold.source[:start], block_bytes) if passed else b""
+        where = pack(hold.source[:start], block_bytes) if passed or again else b""
         return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)
 
     def provide_staging(self, hold: Lease, unstaged: int) -> None:

@@ -1,0 +1,40 @@
+"""Keeps the Grafana dashboard where Ray provisions Grafana from: Ray wipes that folder when it starts."""
+
+import logging
+import time
+
+import ray
+
+from raykv.metrics import dashboard_files
+
+log = logging.getLogger("raykv")
+LOOK_S = 60.0
+
+
+class DashboardKeeper:
+    """Writes the files at its first look, and when they are missing later. Only where Ray's dashboard runs."""
+
+    def __init__(self) -> None:
+        self._due = 0.0  # time.monotonic() of the next look
+        self._on_head: bool | None = None  # once that is known: a process does not change its node
+        self._written = False
+
+    def look(self) -> None:
+        """Once a minute at most: write what is missing. What goes wrong is told in the log, and tried again."""
+        if self._on_head is False or time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + LOOK_S
+        try:
+            self._on_head = self._on_head or _on_head()
+            there = dashboard_files.provisioned()
+            missing = not all((there / name).exists() for name in dashboard_files.NAMES)
+            if self._on_head and there.is_dir() and (missing or not self._written):
+                dashboard_files.write(there)
+                self._written = True
+        except Exception as error:  # of Ray, or the folder is another user's: no reason not to look after the pool
+            log.info("the Grafana dashboard could not be written: %r", error)
+
+
+def _on_head() -> bool:
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own and "node:__internal_head__" in node["Resources"] for node in ray.nodes())

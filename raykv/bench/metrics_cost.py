@@ -1,0 +1,103 @@
+"""What metrics cost the directory: of every call, and of every export to Ray's metrics agent."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raykv import registry
+from raykv.actors.directory import FRAME_BYTES, DirectoryActor, Message
+from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors.followers import Followers
+from raykv.bench.testbed import local_cluster
+from raykv.client.pipeline import Pipeline, Request
+from raykv.directory.directory import Directory
+from raykv.metrics.exporter import EXPORT_S
+from raykv.protocol import packed
+from raykv.system.listener import Connection, Listener
+
+POOL = "bench-directory"
+TURNS, CALLS = 300, 100  # turns of each side, which alternate; calls of a turn
+EXPORTS = 6
+PATIENCE_S = 10.0
+
+
+class _Bare(DirectoryActor):
+    """The actor without Ray, and a connection to it. Its thread's processor time at the first call, and at the last."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._pool, self._lock, self._state = POOL, threading.Lock(), directory
+        self._metrics, self._followers = DirectoryMetrics(POOL, ""), Followers()
+        self._began = self._ended = 0.0
+        self._listener = Listener("127.0.0.1", "raykv-calls", FRAME_BYTES, self._answer)
+        self._pipeline = Pipeline(self._listener.address)
+
+    def _answer(self, connection: Connection, request: bytes) -> bytes:
+        self._ended = time.thread_time()
+        self._began = self._began or self._ended
+        return super()._answer(connection, request)
+
+    def seconds(self, requests: list[bytes]) -> float:
+        """Of the directory's thread, for one of these calls: with the socket."""
+        self._began = 0.0
+        for body in requests:
+            request = Request()
+            self._pipeline.send(body, request.deliver)
+            self._pipeline.wait(request, PATIENCE_S)
+        return (self._ended - self._began) / (len(requests) - 1)
+
+    def close(self) -> None:
+        self._pipeline.close()
+        if self._listener:
+            self._listener.close()
+
+
+class _Uncounted(_Bare):
+    """The same, whose matches are not counted."""
+
+    def match(self, *args: Any, **kwargs: Any) -> Message:
+        with self._lock:
+            answer: Message = DirectoryActor.match.__wrapped__(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return answer
+
+
+def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, Any]:
+    """Figures of a directory that does nothing but match.
+
+    request: by number, the arguments of a match. plain_us: processor time of its thread for a call that comes over its
+    socket. with_metrics_us: the same where calls are counted. Both are first quartiles of turns. calls_percent: the
+    difference. export_ms: processor time of this process for an export, every 5 s, of which every other one looks at
+    every slot: the mean. percent: of the directory's time at full load, of both. Starts a Ray node.
+    """
+    actors = (_Uncounted(directory), _Bare(directory))
+    sides: tuple[list[float], list[float]] = ([], [])
+    for turn in range(2 * TURNS):
+        side = (turn + turn // 2) % 2  # plain, counted, counted, plain, ...
+        sides[side].append(actors[side].seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
+    for actor in actors:
+        actor.close()
+    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # what else the machine does only adds
+    calls = 100 * (counted / plain - 1)
+    export = _export_s(directory, actors[1]._metrics)
+    return {
+        "plain_us": plain * 1e6,
+        "with_metrics_us": counted * 1e6,
+        "calls_percent": calls,
+        "export_ms": export * 1e3,
+        "percent": calls + 100 * export / EXPORT_S,
+    }
+
+
+def _export_s(directory: Directory, metrics: DirectoryMetrics) -> float:
+    """Mean of EXPORTS, after two that make Ray's metrics."""
+    with local_cluster(1):
+        registry.put_in_charge(POOL, "", None)
+        metrics.saved()
+        metrics.attach(directory, threading.Lock())
+        for _ in range(2):
+            metrics.export()
+        begin = time.process_time()
+        for _ in range(EXPORTS):
+            metrics.export()
+        return (time.process_time() - begin) / EXPORTS

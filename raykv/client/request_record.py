@@ -1,0 +1,108 @@
+"""What requests asked, found and read, for who follows them (`raykv trace`). While nobody does, none is recorded."""
+
+import os
+import time
+from dataclasses import dataclass, field
+
+from raykv.keys import CacheId
+from raykv.protocol import RequestLine
+
+WAITING = 128  # lines that wait for the next report
+
+
+class RequestReport:
+    """Lines that wait to be sent. Its lock is its owner's.
+
+    followed: whether somebody follows, as the directory's last answer said.
+    """
+
+    def __init__(self) -> None:
+        self.followed = False
+        self._lines: list[bytes] = []
+        self._left_out = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self._lines)
+
+    def add(self, line: RequestLine) -> None:
+        """Have a line sent, unless too many wait: those are counted."""
+        if len(self._lines) < WAITING:
+            self._lines.append(line.packed())
+        else:
+            self._left_out += 1
+
+    def take(self) -> tuple[tuple[bytes, ...], int]:
+        """(lines, how many were left out) since the last call."""
+        lines, left_out = tuple(self._lines), self._left_out
+        self._lines, self._left_out = [], 0
+        return lines, left_out
+
+
+def lease_name(owner: int, lease: int) -> str:
+    """How a line names the lease of a request. owner: the client whose it is."""
+    return f"{owner:016x}-{lease}"
+
+
+@dataclass
+class RequestRecord:
+    """One request so far. Seconds of what was not done are -1; counts are of tokens.
+
+    kind, id, request, found: see RequestLine; found: by source. short, about: the first reason that was given.
+    """
+
+    kind: str
+    cache: CacheId
+    asked: int
+    id: str = ""
+    request: str = ""
+    found: dict[str, int] = field(default_factory=dict)
+    read: int = 0
+    lookup_s: float = -1.0
+    pull_s: float = -1.0
+    copy_s: float = -1.0
+    short: str = ""
+    about: int = -1
+
+    def fall_short(self, why: str, about: int = -1) -> None:
+        """Say why less was found or read. about: index of the node that it is about."""
+        if not self.short:
+            self.short, self.about = why, about
+
+    def pulled(self, seconds: float) -> None:
+        """Add time that was waited for blocks to arrive."""
+        self.pull_s = max(0.0, self.pull_s) + seconds
+
+    def copied(self, seconds: float) -> None:
+        """Add time of a copy."""
+        self.copy_s = max(0.0, self.copy_s) + seconds
+
+    def line(self, node: str) -> RequestLine:
+        """What is told of it. node: Ray node id of this process."""
+        cache, found = self.cache, self.found
+        lookup_us, pull_us, copy_us = (
+            round(seconds * 1e6) if seconds >= 0 else -1 for seconds in (self.lookup_s, self.pull_s, self.copy_s)
+        )
+        return RequestLine(
+            kind=self.kind,
+            id=self.id,
+            request=self.request,
+            at_ms=round(time.time() * 1e3),
+            node=node,
+            pid=os.getpid(),
+            model=cache.model,
+            tenant=cache.tenant,
+            asked=self.asked,
+            hit=sum(found.values()),
+            memory=found.get("memory", 0),
+            other=found.get("node", 0),
+            external=found.get("external", 0),
+            read=self.read,
+            size=self.read // cache.block_tokens * cache.block_bytes,
+            lookup_us=lookup_us,
+            pull_us=pull_us,
+            copy_us=copy_us,
+            short=self.short,
+            about=self.about,
+        )

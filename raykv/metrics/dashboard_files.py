@@ -1,0 +1,32 @@
+"""The Grafana dashboard and the alert rules as files, where Ray provisions Grafana from."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from raykv.metrics import dashboard
+
+FOLDER = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"  # where Ray has Grafana look, if it is set
+NAMES = (dashboard.DASHBOARD, dashboard.RULES)
+
+
+def provisioned() -> Path:
+    """The folder that Ray provisions Grafana from, if its dashboard runs here. This process must be in a cluster.
+
+    Ray wipes it when it starts.
+    """
+    from ray._private.worker import global_worker
+
+    node: Any = global_worker.node
+    return Path(os.environ.get(FOLDER) or Path(node.get_session_dir_path(), "metrics", "grafana", "dashboards"))
+
+
+def write(folder: Path) -> list[Path]:
+    """Write both files into a folder that is there. Returns their paths. Nobody sees half of one. Raises OSError."""
+    contents = (dashboard.dashboard(), dashboard.rules())
+    for name, content in zip(NAMES, contents, strict=True):  # the rules are YAML, as all JSON is
+        unfinished = folder / f".{name}.{os.getpid()}"
+        unfinished.write_text(json.dumps(content, indent=2) + "\n")
+        unfinished.rename(folder / name)
+    return [folder / name for name in NAMES]

@@ -1,0 +1,24 @@
+"""The Grafana dashboard stands beside Ray's own without anybody's doing."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from helpers.pools import eventually
+from ray._private.worker import global_worker
+
+import raykv
+from raykv.metrics import dashboard_files
+
+
+def test_the_supervisor_writes_it_where_ray_provisions_grafana_from(start: Callable[..., raykv.KVPool]) -> None:
+    metrics = Path(global_worker.node.get_session_dir_path(), "metrics")
+    assert dashboard_files.provisioned() == metrics / "grafana" / "dashboards"
+    there = metrics.exists()
+    dashboard_files.provisioned().mkdir(parents=True, exist_ok=True)  # as Ray's dashboard does, which does not run here
+    try:
+        start()
+        eventually(lambda: all((dashboard_files.provisioned() / name).exists() for name in dashboard_files.NAMES))
+    finally:
+        if not there:
+            shutil.rmtree(metrics)

@@ -1,0 +1,193 @@
+"""`raykv trace`: requests of every client, exactly as they went, and nothing while nobody follows."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import (
+    BLOCK,
+    MIB,
+    eventually,
+    kill,
+    locations,
+    node_store,
+    other_node,
+    pid,
+    read,
+    stopped,
+    store,
+    tokens,
+    worker,
+)
+
+import raykv
+from raykv.cli.trace import Follower, text
+from raykv.client.lease import LATE
+from raykv.directory.why_missing import ABSENT, WRITTEN
+from raykv.keys import tenant_of
+
+pytestmark = pytest.mark.usefixtures("patiently")
+NOTHING = {"memory": 0, "node": 0, "external": 0}
+
+
+@pytest.fixture(scope="module")
+def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
+    return start_for_module(cpu_memory=32 * MIB)
+
+
+def a_cache(pool: raykv.KVPool, **arguments: str) -> raykv.KVCache:
+    return pool.cache(**{"model": "m", **arguments}, block_tokens=16, block_bytes=BLOCK)
+
+
+class Lines:
+    """What a follower was told, poll after poll."""
+
+    def __init__(self, pool: raykv.KVPool) -> None:
+        self.follower, self.seen = Follower(pool.name), list[dict[str, Any]]()
+        assert not self.follower.poll()
+
+    def of(self, model: str, count: int) -> list[dict[str, Any]]:
+        """The lines of a model, once there are so many."""
+
+        def found() -> list[dict[str, Any]]:
+            self.seen += self.follower.poll()
+            lines = [line for line in self.seen if line["model"] == model]
+            return lines if len(lines) >= count else []
+
+        lines = eventually(found)
+        assert len(lines) == count
+        return lines
+
+
+@contextmanager
+def the_command(pool: raykv.KVPool, address: str) -> Iterator["subprocess.Popen[str]"]:
+    """`raykv trace`, which is interrupted afterwards as by Ctrl-C."""
+    command = [sys.executable, "-u", "-m", "raykv.cli", "trace", "--json", "--name", pool.name]
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as it:
+        try:
+            yield it
+        finally:
+            it.send_signal(signal.SIGINT)
+            assert it.wait(60) == 0, it.stderr and it.stderr.read()
+
+
+def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster: Any) -> None:
+    cache, there = a_cache(pool), worker(pool, other_node(pool))
+    own, others = (cache.keys(tokens(seed, 4)) for seed in (1, 2))
+    assert store(cache, own) == 4 and ray.get(there.store.remote(others), timeout=60) == 4
+    eventually(lambda: len(locations(pool, cache, others)) == 4)
+    with the_command(pool, cluster.address) as it:
+        probe = a_cache(pool, model="probe")
+        eventually(lambda: read(probe, probe.keys(tokens(0, 1))) and pool.session.directory.requests.followed)
+        for keys in (own, others, cache.keys(tokens(3, 4))):
+            read(cache, keys)
+        longer = np.concatenate([tokens(1, 4), tokens(4, 2)])
+        assert read(cache, cache.keys(longer)).read == 4
+        ray.get(there.read.remote(own), timeout=60)
+        assert it.stdout is not None
+        lines: list[dict[str, Any]] = []
+        while len(lines) < 5:
+            line = json.loads(it.stdout.readline())
+            lines += [line] * (line["model"] == "m")
+    found = [(line["asked_tokens"], line["sources"], line["read_tokens"], line["short"]) for line in lines]
+    assert sorted(map(str, found)) == sorted(
+        map(
+            str,
+            [
+                (64, {**NOTHING, "memory": 64}, 64, ""),
+                (64, {**NOTHING, "node": 64}, 64, ""),
+                (64, NOTHING, 0, ABSENT),
+                (96, {**NOTHING, "memory": 64}, 64, ABSENT),
+                (64, {**NOTHING, "node": 64}, 64, ""),
+            ],
+        )
+    )
+    pulled = [line for line in lines if line["sources"]["node"]]
+    assert all(line["pull_ms"] >= 0 and line["copy_ms"] > 0 and line["bytes"] == 4 * BLOCK for line in pulled)
+    assert {line["node"] for line in pulled} == {pool.node_id, other_node(pool)}
+    assert [line["pull_ms"] for line in lines if not line["sources"]["node"]] == [None] * 3
+    assert all(line["lookup_ms"] > 0 and line["kind"] == "request" for line in lines)
+
+
+def test_nothing_is_sent_while_nobody_follows(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, told = pool.session.directory, list[str]()
+    tell = directory.line.tell
+    monkeypatch.setattr(
+        directory.line, "tell", lambda method, *rest, **more: (told.append(method), tell(method, *rest, **more))
+    )
+    cache = a_cache(pool, model="unseen")
+    keys = cache.keys(tokens(5, 4))
+
+    def look() -> bool:
+        with cache.match(keys) as match:
+            return match._record is None
+
+    eventually(look)  # a follower's last call wears off
+    assert not directory.requests.followed
+    told.clear()
+    assert store(cache, keys) == 4
+    for _ in range(20):
+        assert read(cache, keys).read == 4 and look()
+    lines = Lines(pool)
+    read(cache, keys)
+    assert [line["read_tokens"] for line in lines.of("unseen", 1)] == [64]
+    assert told.count("report_requests") == 1
+
+
+def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool) -> None:
+    there, cache = worker(pool, other_node(pool)), a_cache(pool, model="late")
+    keys = cache.keys(tokens(6, 4))
+    assert ray.get(there.store.remote(keys, model="late"), timeout=60) == 4
+    eventually(lambda: len(locations(pool, cache, keys)) == 4)
+    lines = Lines(pool)
+    with stopped(pid(node_store(pool, other_node(pool)))), cache.match(keys) as match:
+        assert match.read(np.zeros((match.num_blocks, BLOCK), np.uint8)) < 4
+    (line,) = lines.of("late", 1)
+    assert (line["hit_tokens"], line["read_tokens"]) == (64, 0)
+    assert (line["short"], line["short_node"]) == (LATE[0], other_node(pool))
+    assert text(line).endswith(f"short: {LATE[0]} (node {other_node(pool)[:8]})")
+
+
+def test_blocks_that_are_still_written_are_said_to_be(pool: raykv.KVPool) -> None:
+    cache = a_cache(pool, model="slow")
+    keys, lines = cache.keys(tokens(7, 2)), Lines(pool)
+    reservation = cache.reserve(keys)
+    assert len(reservation) == 2
+    with cache.match(keys):
+        pass
+    reservation.release()
+    assert [line["short"] for line in lines.of("slow", 1)] == [WRITTEN]
+
+
+def test_tenants_are_told_apart(pool: raykv.KVPool) -> None:
+    lines = Lines(pool)
+    for salt in ("", "one", "two"):
+        cache = a_cache(pool, model="shared", salt=salt)
+        read(cache, cache.keys(tokens(8, 1)))
+    read(cache, cache.keys(tokens(8, 1), salt="three"))
+    assert [line["tenant"] for line in lines.of("shared", 4)] == ["", *map(tenant_of, ("one", "two", "three"))]
+    cache.prefetch(cache.keys(tokens(8, 1))).result()  # an engine does not ask for it
+    read(cache, cache.keys(tokens(8, 1)))
+    lines.of("shared", 5)
+
+
+def test_a_follower_goes_on_with_the_next_directory(pool: raykv.KVPool) -> None:
+    cache, lines = a_cache(pool, model="after"), Lines(pool)
+    kill(pool, "directory")
+    keys = cache.keys(tokens(9, 1))
+
+    def told() -> bool:
+        read(cache, keys)
+        lines.seen += lines.follower.poll()
+        return any(line["model"] == "after" for line in lines.seen)
+
+    eventually(told)

@@ -1,0 +1,106 @@
+"""What followers and OpenTelemetry are told of a vLLM request, whose look-up and load are in two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, Worker, eventually, other_node, worker
+
+import raykv
+from raykv.cli.trace import Follower
+from raykv.keys import tenant_of
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+import torch
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
+
+from raykv.integrations.vllm.connector import RayKVConnector
+from raykv.integrations.vllm.manager import RayKVManager
+from raykv.integrations.vllm.worker import RayKVWorker
+
+pytestmark = pytest.mark.usefixtures("patiently")
+CHUNK, CHUNKS = 4096, 4
+ARGUMENTS = {"model": "m", "block_tokens": 16, "block_bytes": CHUNK}
+HASHES = [bytes([i]) * 32 for i in range(CHUNKS + 2)]
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+
+
+class Scheduler(Worker):
+    """vLLM's two sides in one process, which has set up OpenTelemetry."""
+
+    def serve(self) -> tuple[int, list[tuple[str, str, str]]]:
+        """Look a request up and load it: (bytes that were read, of every span (name, trace id, id of its parent))."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        exporter, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        trace.set_tracer_provider(provider)
+        keys = [make_offload_key(each, 0) for each in HASHES]
+        context = ReqContext("a request")
+        for i, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * (i + 1))
+        manager = RayKVManager([raykv.attach(self.pool.name)], ARGUMENTS)
+        request = SimpleNamespace(request_id="a request", trace_headers=HEADERS, cache_salt="acme")
+        connector: Any = SimpleNamespace(scheduler=SimpleNamespace(manager=manager))
+        RayKVConnector.introduce(connector, request)
+        found = [eventually(lambda key=key: _answer(manager, key, context)) for key in keys]  # type: ignore[misc]
+        assert found == [LookupResult.HIT] * CHUNKS + [LookupResult.MISS] * 2
+        load = manager.prepare_load(keys[:CHUNKS], context)
+        pages = torch.zeros((8, CHUNK), dtype=torch.uint8)
+        cache = self.pool.cache(**ARGUMENTS, part=0)
+        reader = RayKVWorker(self.pool, cache, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
+        reader.submit_load(1, load, GPULoadStoreSpec([*range(CHUNKS)], [CHUNKS], [0]))
+        (result,) = eventually(reader.get_finished)
+        manager.complete_load(keys[:CHUNKS], context)
+        manager.on_request_finished(context)
+        assert not manager._origins and (pages[:CHUNKS] == 7).all()
+        spans = [
+            (span.name, f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}" if span.parent else "")
+            for span in exporter.get_finished_spans()
+        ]
+        return int(result.transfer_size), spans
+
+
+def _answer(manager: RayKVManager, key: bytes, context: ReqContext) -> LookupResult | None:
+    found = manager.lookup(key, context)
+    return None if found is LookupResult.RETRY else found
+
+
+def test_a_request_is_followed_through_both_processes(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(cpu_memory=32 * MIB)
+    cache = pool.cache(**ARGUMENTS, part=0)
+    keys = cache.rekey(HASHES[:CHUNKS])
+    assert cache.store(keys, np.full((CHUNKS, CHUNK), 7, np.uint8), wait=True) == CHUNKS
+    follower, seen = Follower(pool.name), list[dict[str, Any]]()
+    assert not follower.poll()
+    scheduler = worker(pool, other_node(pool), Scheduler)
+    asked = scheduler.serve.remote()
+
+    def told() -> bool:
+        seen.extend(follower.poll())
+        return len(seen) >= 2
+
+    eventually(told)
+    read, spans = ray.get(asked, timeout=60)
+    by_kind = {line["kind"]: line for line in seen}
+    match, load = by_kind["match"], by_kind["read"]
+    assert len(seen) == 2 and match["id"] == load["id"]
+    assert {(line["request"], line["tenant"]) for line in seen} == {("a request", tenant_of("acme"))}
+    assert (match["asked_tokens"], match["hit_tokens"], match["read_tokens"]) == (16 * (CHUNKS + 2), 16 * CHUNKS, 0)
+    assert match["sources"] == load["sources"] == {"memory": 0, "node": 16 * CHUNKS, "external": 0}
+    assert (load["read_tokens"], load["bytes"]) == (16 * CHUNKS, read) == (16 * CHUNKS, CHUNKS * CHUNK)
+    assert match["short"] and not load["short"] and load["pull_ms"] > 0 and load["lookup_ms"] is None
+    assert [(name, trace) for name, trace, _ in spans] == [
+        (f"raykv.{name}", TRACE) for name in ("match", "pull", "read")
+    ]
+    assert [parent == PARENT for _, _, parent in spans] == [True, False, True]
