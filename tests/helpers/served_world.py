@@ -44,6 +44,8 @@ ANSWERS: dict[str, Any] = {
 ANSWERS["match_parts"] = lambda epoch, parts: MatchedParts(epoch, tuple(MatchedPart(*part) for part in parts))
 LINES = 3  # connections, which take turns
 
+OF_THE_ACTOR = ("socket", "connections", "prefixes")  # in its stats, beside the directory's
+
 
 class Clock:
     """Stands in for `time` in the actor's module: the time is the world's."""
@@ -182,7 +184,7 @@ def _report(directory: Directory, node: str, offered: int) -> SlabReport:
 def _meant(directory: Directory, name: str, answer: Any) -> Any:
     """What the directory's method has returned, where the actor's gave this answer."""
     if answer is None or name == "stats":
-        return answer and {what: value for what, value in answer.items() if what not in ("socket", "connections")}
+        return answer and {what: value for what, value in answer.items() if what not in OF_THE_ACTOR}
     if name == "heartbeat":
         answer, target = answer
         assert target == (0, b"")
