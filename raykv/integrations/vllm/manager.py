@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,20 @@ METRICS = {
     HITS: OffloadingCounterMetadata("Of them, chunks that were leased in the memory of any node."),
     FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
 }
+
+
+@dataclass
+class Chain:
+    """A request's chunks, by vLLM's hashes. keys: in order, the scheduler's own list, which grows with the request."""
+
+    keys: list[bytes]
+    numbers: dict[bytes, int] = field(default_factory=dict)
+
+    def number(self, key: bytes) -> int | None:
+        """Of a chunk, from 0 on; None for one that is not the request's."""
+        for number in range(len(self.numbers), len(self.keys)):
+            self.numbers[self.keys[number]] = number
+        return self.numbers.get(key)
 
 
 class PartToLoad(NamedTuple):
@@ -158,8 +172,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         keys = list(keys) if self.caches else []
         if computing := self._computing.get(req_context.req_id):
             computing.offered |= not computing.missed.isdisjoint(keys)
-        end = req_context.get_offload_key_position(keys[0]) if keys else None
-        position = end // self._chunk_tokens - 1 if end else 0
+        position = (req_context.get_state(Chain).number(keys[0]) or 0) if keys else 0
         rows = {part: of_part.tobytes() for part, of_part in _keys(self.caches, keys).items()}
         return PrepareStoreOutput(keys, ChunksToStore(rows, position), [])
 
@@ -228,7 +241,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _ask(self, first: bytes, req_context: Any) -> Ask:
         """Ask for the request's chunks from `first` on."""
-        keys = list(itertools.dropwhile(lambda key: key != first, req_context._offload_key_positions))
+        chain: Chain = req_context.get_state(Chain)
+        number = chain.number(first)
+        keys = [] if number is None else chain.keys[number:]
         self._counts[ASKED] += len(keys)
         return Ask({key: i for i, key in enumerate(keys)}, self._threads.submit(_find, self.caches, self._ranks, keys))
 
