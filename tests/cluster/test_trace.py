@@ -43,8 +43,8 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
     return start_for_module(cpu_memory=32 * MIB)
 
 
-def a_cache(pool: raykv.KVPool, **arguments: str) -> raykv.KVCache:
-    return pool.cache(**{"model": "m", **arguments}, block_tokens=16, block_bytes=BLOCK)
+def a_cache(pool: raykv.KVPool, model: str = "m", salt: str = "") -> raykv.KVCache:
+    return pool.cache(model=model, salt=salt, block_tokens=16, block_bytes=BLOCK)
 
 
 class Lines:
@@ -121,9 +121,12 @@ def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster:
 def test_nothing_is_sent_while_nobody_follows(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, told = pool.session.directory, list[str]()
     tell = directory.line.tell
-    monkeypatch.setattr(
-        directory.line, "tell", lambda method, *rest, **more: (told.append(method), tell(method, *rest, **more))
-    )
+
+    def noted(method: str, *rest: Any, **more: Any) -> None:
+        told.append(method)
+        tell(method, *rest, **more)
+
+    monkeypatch.setattr(directory.line, "tell", noted)
     cache = a_cache(pool, model="unseen")
     keys = cache.keys(tokens(5, 4))
 

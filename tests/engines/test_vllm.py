@@ -25,7 +25,7 @@ from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.connector import check
-from raykv.integrations.vllm.manager import FAILED, HITS, ChunksToStore, RayKVManager
+from raykv.integrations.vllm.manager import FAILED, HITS, Chain, ChunksToStore, Origin, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.worker import RayKVWorker
 
@@ -255,7 +255,7 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"version": "0.33.1"}, r"pip install 'vllm==0\.32\.\*'"),
+        ({"version": "0.28.1"}, r"pip install 'vllm>=0\.29,<0\.34'"),
         ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"nnodes": 2}, "nnodes=2"),
@@ -284,8 +284,7 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
         """Whether the pool has what a new request's engine does not: all chunks from that one on."""
         context = ReqContext(f"request {len(contexts)}")
         contexts.append(context)
-        for i, key in enumerate(keys):
-            context.set_offload_key_position(key, 16 * (i + 1))
+        context.set_state(Chain(keys, Origin(context.req_id)))
         answers = iter(lambda: manager.lookup(keys[first], context), None)
         found = next(answer for answer in answers if answer is not LookupResult.RETRY)
         manager.prepare_store(keys, context)

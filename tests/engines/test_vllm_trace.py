@@ -20,16 +20,19 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
-from raykv.integrations.vllm.connector import RayKVConnector
-from raykv.integrations.vllm.manager import RayKVManager
+from raykv.integrations.vllm.manager import Chain, Origin, RayKVManager
+from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.worker import RayKVWorker
 
 pytestmark = pytest.mark.usefixtures("patiently")
 CHUNK, CHUNKS = 4096, 4
-ARGUMENTS = {"model": "m", "block_tokens": 16, "block_bytes": CHUNK}
 HASHES = [bytes([i]) * 32 for i in range(CHUNKS + 2)]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", block_tokens=16, block_bytes=CHUNK, part=0)
 
 
 class Scheduler(Worker):
@@ -47,23 +50,20 @@ class Scheduler(Worker):
         trace.set_tracer_provider(provider)
         keys = [make_offload_key(each, 0) for each in HASHES]
         context = ReqContext("a request")
-        for i, key in enumerate(keys):
-            context.set_offload_key_position(key, 16 * (i + 1))
-        manager = RayKVManager([raykv.attach(self.pool.name)], ARGUMENTS)
-        request = SimpleNamespace(request_id="a request", trace_headers=HEADERS, cache_salt="acme")
-        connector: Any = SimpleNamespace(scheduler=SimpleNamespace(manager=manager))
-        RayKVConnector.introduce(connector, request)
+        context.set_state(Chain(keys, Origin("a request", HEADERS, "acme")))
+        manager = RayKVManager(raykv.attach(self.pool.name), {"model": "m", "block_tokens": 16})
+        manager.set_ranks([Rank(self.pool.session.memory_name, (0,), CHUNK)])
         found = [eventually(lambda key=key: _answer(manager, key, context)) for key in keys]  # type: ignore[misc]
         assert found == [LookupResult.HIT] * CHUNKS + [LookupResult.MISS] * 2
         load = manager.prepare_load(keys[:CHUNKS], context)
         pages = torch.zeros((8, CHUNK), dtype=torch.uint8)
-        cache = self.pool.cache(**ARGUMENTS, part=0)
-        reader = RayKVWorker(self.pool, cache, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
+        cache = a_cache(self.pool)
+        reader = RayKVWorker(self.pool, {0: cache}, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
         reader.submit_load(1, load, GPULoadStoreSpec([*range(CHUNKS)], [CHUNKS], [0]))
         (result,) = eventually(reader.get_finished)
         manager.complete_load(keys[:CHUNKS], context)
         manager.on_request_finished(context)
-        assert not manager._origins and (pages[:CHUNKS] == 7).all()
+        assert (pages[:CHUNKS] == 7).all()
         spans = [
             (span.name, f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}" if span.parent else "")
             for span in exporter.get_finished_spans()
@@ -78,7 +78,7 @@ def _answer(manager: RayKVManager, key: bytes, context: ReqContext) -> LookupRes
 
 def test_a_request_is_followed_through_both_processes(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(cpu_memory=32 * MIB)
-    cache = pool.cache(**ARGUMENTS, part=0)
+    cache = a_cache(pool)
     keys = cache.rekey(HASHES[:CHUNKS])
     assert cache.store(keys, np.full((CHUNKS, CHUNK), 7, np.uint8), wait=True) == CHUNKS
     follower, seen = Follower(pool.name), list[dict[str, Any]]()

@@ -61,7 +61,7 @@ def test_what_is_left_out_is_counted(steps: list[tuple[int, int, bool]]) -> None
 @pytest.mark.parametrize(
     "report", [((bytes(LINE_BYTES + 1),), 0), (("text",), 0), ((1,), 0), ((), -1), ((), "1"), (None, 0), ((), None)]
 )
-def test_what_is_no_report_is_refused(report: Any) -> None:
+def test_what_is_no_report_is_refused(report: tuple[Any, Any]) -> None:
     followers = Followers()
     followers.follow((0, 0, 0), 1, NAMES, 1.0)
     with pytest.raises((ValueError, TypeError)):

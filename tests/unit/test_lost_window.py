@@ -28,7 +28,7 @@ def test_it_asks_for_what_the_lost_answer_said() -> None:
 
     session: Any = SimpleNamespace(local=None, directory=SimpleNamespace(next_window=next_window))
     source = np.concatenate([locations(HERE, 1), locations(THERE, BLOCKS - 1)])
-    lease = Lease(session, 4096, HERE, (1, 1, 0), source, np.zeros((BLOCKS, 16), np.uint8))
+    lease = Lease(session, None, 4096, (b"", HERE, 1, 1, 0), source, np.zeros((BLOCKS, 16), np.uint8))
     piece = np.arange(1, BLOCKS)
     assert lease._staged(piece, 1) is None and lease.source["node"][0] == HERE
     staged = lease._staged(piece, 1)

@@ -50,7 +50,7 @@ def test_only_what_an_engine_asks_for_is_a_look_up() -> None:
     exporter = Exporter("p")
     cache = KVCache(session(exporter), SALTED, bytes(32), 1.0)
     keys = Keys(np.frombuffer(b"".join(KEYS[:BLOCKS]), np.uint8).reshape(-1, 16), SALTED)
-    assert not cache.prefetch(keys)  # type: ignore[truthy-bool]  # the stand-in answers at once
+    assert not cache.prefetch(keys)  # the stand-in answers at once
     Match(cache.session, keys, 1.0).ask()  # as a drain, and a swap that is tried again
     assert not added(exporter, "asked_tokens_total") and not added(exporter, "lookups_total")
     cache.match(keys)

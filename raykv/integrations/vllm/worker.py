@@ -43,10 +43,14 @@ GRACE_S = 0.02  # that an engine waits for the directory when it wants back a bl
 
 @dataclass
 class Job:
-    """A transfer. state: "queued" -> "copying" -> "done"; a job that is done before it copies must not copy at all."""
+    """A transfer. state: "queued" -> "copying" -> "done"; a job that is done before it copies must not copy at all.
+
+    blocks: the engine's.
+    """
 
     id: int
     state: str
+    blocks: NDArray[np.integer[Any]]
     ready: Any = None  # event on a GPU, after which its pages may be touched
     begin: float = field(default_factory=time.perf_counter)
     future: Future[None] | None = None
@@ -104,18 +108,18 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._some_done = threading.Event()
         self._pause_s = PAUSES_S[0]
         self._failed: set[int] = set()
-        self._reported: set[int] = set()
+        self._reported: dict[int, set[int]] = {}
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: ChunksToStore) -> bool:
-        job = self._jobs[job_id] = Job(job_id, "queued", self._mark())
+        job = self._jobs[job_id] = Job(job_id, "queued", src_spec.block_ids, self._mark())
         if not self._writes:
             self._finish(job, "queued", 0)
             return True
         job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any) -> bool:
-        job = self._jobs[job_id] = Job(job_id, "copying", self._mark())
+    def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any, expedited: bool = False) -> bool:
+        job = self._jobs[job_id] = Job(job_id, "copying", dst_spec.block_ids, self._mark())
         away = any(part.away for part in src_spec.ranks[self._number])
         threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
@@ -139,16 +143,16 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._some_done.clear()
         while not self._done.empty():
             result = self._done.get_nowait()
-            del self._jobs[result.job_id]
-            if result.job_id in self._failed:
-                self._failed.remove(result.job_id)
-                self._reported.add(result.job_id)
+            job = self._jobs.pop(result.job_id)
+            if job.id in self._failed:
+                self._failed.remove(job.id)
+                self._reported[job.id] = set(job.blocks.tolist())
             results.append(result)
         return results
 
-    def take_failed(self) -> set[int]:
-        """Loads among those that `get_finished` gave last whose blocks did not arrive."""
-        failed, self._reported = self._reported, set()
+    def take_failed(self) -> dict[int, set[int]]:
+        """By job, the engine's blocks that did not arrive, of loads that `get_finished` gave since the last call."""
+        failed, self._reported = self._reported, {}
         return failed
 
     def wait(self, job_ids: set[int]) -> None:

@@ -1,0 +1,78 @@
+"""What differs between the versions of vLLM that raykv runs on. Nothing else in raykv asks for vLLM's version.
+
+| vLLM | differs |
+| --- | --- |
+| before 0.30 | workers name the blocks that did not arrive, not the requests |
+| before 0.31 | a KV cache has no `kv_tp_replicas` |
+| from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+log = logging.getLogger("raykv")
+
+OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM: these and those between were tried
+INSTALL = "pip install 'vllm>=0.29,<0.34'"
+
+
+def check_version(version: str) -> None:
+    """ValueError for a vLLM that is too old. Warns of one that nobody tried, since the alternative is no cache."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    minor = (int(found[1]), int(found[2])) if found else NEWEST
+    if minor < OLDEST:
+        raise ValueError(f"vLLM {version} is installed, but raykv supports 0.29 to 0.33: {INSTALL}")
+    if minor > NEWEST or not found:
+        log.warning("vLLM %s was never tried with raykv, which knows 0.29 to 0.33. If it fails: %s", version, INSTALL)
+
+
+def kv_replicas(kv_cache_config: Any, tensor: int) -> int:
+    """How many ranks have the same latent of an MLA model. tensor: the tensor-parallel size."""
+    return getattr(kv_cache_config, "kv_tp_replicas", tensor)  # of which all had the same before
+
+
+class ByRequest(OffloadingConnector):  # type: ignore[misc]
+    """Workers tell the scheduler's side which requests' loads failed."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        requests = dict(self.connector_worker._load_jobs)
+        sent, received = self.get_finished(finished_req_ids)
+        failed = {requests[job] for job in self.connector_worker.worker.take_failed()}
+        return base.KVConnectorTransferResults(sent, received, failed)
+
+    def failed_requests(self, connector_output: Any) -> set[str]:
+        """Requests whose load failed, as workers told in this step."""
+        return set(connector_output.failed_recving or ())
+
+
+class ByBlock(OffloadingConnector):  # type: ignore[misc]
+    """Workers tell vLLM which blocks did not arrive; the scheduler's side looks up whose they are."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._loads: dict[str, set[int]] = {}  # blocks of requests that load
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return {block for blocks in self.connector_worker.worker.take_failed().values() for block in blocks}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._loads[request.request_id] = set(blocks.get_block_ids()[0])
+
+    def failed_requests(self, connector_output: Any) -> set[str]:
+        """Requests whose load failed, as workers told in this step."""
+        missing = connector_output.invalid_block_ids
+        failed = {request for request, blocks in self._loads.items() if not blocks.isdisjoint(missing)}
+        for request in connector_output.finished_recving or ():
+            self._loads.pop(request, None)
+        return failed
+
+
+Connector: Any = ByRequest if hasattr(base, "KVConnectorTransferResults") else ByBlock

