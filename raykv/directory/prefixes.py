@@ -1,6 +1,6 @@
 """Which prefixes look-ups end with, and how often: the most used ones, in little time and memory."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from raykv.protocol import KEY_BYTES
 
@@ -8,7 +8,8 @@ KEPT = 256  # prefixes that outlast a clearing out
 SEEN = 1024  # that are counted before one: a prefix is forgotten that was not among the KEPT largest until then
 
 
-class Prefix(NamedTuple):
+@dataclass(slots=True)
+class Prefix:
     """key: of its last block. blocks: its length. hits: look-ups that ended there, the last one at `last`."""
 
     key: bytes
@@ -32,10 +33,13 @@ class Prefixes:
     def count(self, keys: bytes, blocks: int, block_bytes: int, now: float) -> None:
         """A look-up of `keys` has found the first `blocks` of them, at least one."""
         key = keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
-        before = self._seen.get(key)
-        if before is None and len(self._seen) >= SEEN:
+        prefix = self._seen.get(key)
+        if prefix is not None:
+            prefix.hits, prefix.last = prefix.hits + 1, now
+            return
+        if len(self._seen) >= SEEN:
             self._seen = {prefix.key: prefix for prefix in self.largest(KEPT)}
-        self._seen[key] = Prefix(key, blocks, block_bytes, before.hits + 1 if before else 1, now)
+        self._seen[key] = Prefix(key, blocks, block_bytes, 1, now)
 
     def largest(self, n: int) -> list[Prefix]:
         """At most `n`, that of the most blocks found first."""

@@ -31,8 +31,11 @@ SERVE_ALONE = """
 import sys, uvicorn
 from raykv.ui.history import History
 from raykv.ui.server import application
-rest = {"time": 0, "run": 1, "trouble": "nothing to see"}
-uvicorn.run(application(lambda after: History().since(after) | rest), port=int(sys.argv[1]), log_level="warning")
+from raykv.ui.sight import Node, Sight
+node = Node("id", "shown", "<b onclick='x'>host</b>", "address", (), "alive", "", None, None, None, {}, {})
+history, rest = History(), {"time": 0, "run": 1, "trouble": "nothing new"}
+history.add(Sight("p", None, (node,), {}, {}, (), {}, {}, ()), 0.0)
+uvicorn.run(application(lambda after: history.since(after - 1) | rest), port=int(sys.argv[1]), log_level="warning")
 """
 
 
@@ -184,7 +187,8 @@ def test_where_ray_asks_for_a_token_so_does_the_page(browser: Browser) -> None:
             eventually(lambda: "not the token" in browser.text("#refused"))
             browser.write("#token", TOKEN)
             browser.click("#login button")
-            eventually(lambda: "nothing to see" in browser.text("#trouble"))
+            eventually(lambda: "nothing new" in browser.text("#trouble"))
+            assert "<b onclick='x'>host</b>" in browser.text("#nodes"), "a name is text"
             assert TOKEN not in browser.ask(
                 "return document.cookie + document.documentElement.outerHTML + location.href"
             )
