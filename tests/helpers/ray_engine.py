@@ -42,6 +42,7 @@ def start(driver: str, places: Sequence[str], *arguments: Any, **extra: Any) -> 
     group = placement_group([{driver: 0.001}, *({"GPU": 1, place: 0.001} for place in places)])
     environment = ENVIRONMENT | {
         "PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"])),
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # else vLLM joins the machine's newest cluster
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions for all workers
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",  # until it gives up a rank that has died
         "VLLM_RAY_BUNDLE_INDICES": ",".join(str(i + 1) for i in range(len(places))),
