@@ -29,6 +29,7 @@ from raykv.protocol import (
     DemotionReport,
     ExistingBlocks,
     GpuDemotionReport,
+    Intent,
     Inventory,
     MatchRequest,
     NextWindowRequest,
@@ -184,10 +185,10 @@ class DirectoryActor:
         return tuple(self._directory.match(Call(*call), MatchRequest(*request), time.monotonic()))
 
     @one_at_a_time
-    def match_parts(self, call: Message, requests: tuple[Message, ...]) -> Message:
-        parts = tuple(MatchRequest(*request) for request in requests)
-        answer = self._directory.match_parts(Call(*call), parts, time.monotonic())
-        return answer.epoch, tuple(map(tuple, answer.parts))
+    def match_parts(self, call: Message, requests: tuple[Message, ...], intent: Message | None) -> Message:
+        parts, meant = tuple(MatchRequest(*request) for request in requests), Intent(*intent) if intent else None
+        answer = self._directory.match_parts(Call(*call), parts, meant, time.monotonic())
+        return answer.epoch, tuple(map(tuple, answer.parts)), answer.pending
 
     @one_at_a_time
     def next_window(self, call: Message, request: Message) -> Message:
