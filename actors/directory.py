@@ -33,6 +33,7 @@ from raykv.protocol import (
     DemotionReport,
     ExistingBlocks,
     GpuDemotionReport,
+    Intent,
     Inventory,
     MatchRequest,
     NextWindowRequest,
@@ -204,13 +205,13 @@ class DirectoryActor:
         return self._directory.why_missing(next_key) if next_key else ""
 
     @one_at_a_time
-    def match_parts(self, call: Message, requests: tuple[Message, ...]) -> Message:
+    def match_parts(self, call: Message, requests: tuple[Message, ...], intent: Message | None) -> Message:
         parts, now = tuple(MatchRequest(*request) for request in requests), time.monotonic()
-        answer = self._directory.match_parts(Call(*call), parts, now)
+        answer = self._directory.match_parts(Call(*call), parts, Intent(*intent) if intent else None, now)
         found, short = tuple(map(tuple, answer.parts)), answer.short
         if self._followers.there(now):
             short = self._why_parts_short(parts, len(answer.parts[0].source) // LOCATION.itemsize if found else 0)
-        return answer.epoch, found, short
+        return answer.epoch, found, answer.pending, short
 
     def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
         """Of the part that was missing: the others are there, and would be called out of reach."""

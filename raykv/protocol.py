@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 10  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 11  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -118,7 +118,8 @@ class MatchRequest(NamedTuple):
     """Lease the longest prefix of `keys` that is ready. Answer: Matched.
 
     Several of them, in a tuple, with equally many keys, are one question (`match_parts`) for blocks that have several
-    parts, or several readers: what is leased is the longest prefix that all have. Answer: MatchedParts.
+    parts, or several readers: what is leased is the longest prefix that all have. An Intent may go along. Answer:
+    MatchedParts.
     """
 
     lease: int  # id that the client has chosen
@@ -126,6 +127,13 @@ class MatchRequest(NamedTuple):
     keys: bytes
     block_bytes: int
     stage: int  # blocks that get staging slots at once, at most; the others get theirs with NextWindowRequest
+
+
+class Intent(NamedTuple):
+    """With several MatchRequests: the client computes the blocks that are not found, so others may wait for them."""
+
+    intent: int  # id that the client has chosen, held as a lease is: until they are stored, or will not be
+    wait: bool  # where other clients compute or write the next blocks, lease nothing: see MatchedParts.pending
 
 
 class NextWindowRequest(NamedTuple):
@@ -166,6 +174,7 @@ class MatchedParts(NamedTuple):
 
     epoch: int
     parts: tuple[MatchedPart, ...]  # one a request; empty where nothing is leased
+    pending: int = 0  # blocks after the ready ones that others compute or write. The client waits: nothing is leased
     short: str | None = None  # as of Matched
 
 

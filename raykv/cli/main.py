@@ -330,6 +330,15 @@ def bench_ttft(engine: str, as_json: bool) -> None:
     _report(ttft.run, as_json)
 
 
+@bench.command("flight")
+@JSON
+def bench_flight(as_json: bool) -> None:
+    """One prompt, asked of two engines many times at once: how often it is computed, with the pool and without."""
+    from raykv.bench import flight
+
+    _report(flight.run, as_json)
+
+
 @bench.command("start")
 @JSON
 def bench_start(as_json: bool) -> None:

@@ -26,6 +26,7 @@ from raykv.protocol import (
     Call,
     CommitRequest,
     Counted,
+    Intent,
     Matched,
     MatchedParts,
     MatchRequest,
@@ -129,17 +130,19 @@ class DirectoryClient:
         return lease, answer
 
     def match_parts(
-        self, readers: Sequence[str], keys: Sequence[bytes], block_bytes: Sequence[int]
+        self, readers: Sequence[str], keys: Sequence[bytes], block_bytes: Sequence[int], intent: Intent | None = None
     ) -> tuple[list[int], MatchedParts | None]:
         """Lease the longest prefix that is ready in several parts, or for several readers. Nothing is staged.
 
-        readers, keys, block_bytes: as of `match`, of each; equally many keys.
-        Returns (ids of their leases, which are held until `release`, answer). None: nothing is held.
+        readers, keys, block_bytes: as of `match`, of each; equally many keys. intent: with an id of `new_id`.
+        Returns (ids of their leases, which are held until `release`, as that of the intent, answer). None: nothing is
+        held.
         """
         leases = [next(self._ids) for _ in keys]
         asked = zip(leases, readers, keys, block_bytes, strict=True)
         requests = tuple(plain(MatchRequest(*request, stage=0)) for request in asked)
-        answer = self._ask(MatchedParts, "match_parts", requests, hold=leases)
+        held = [*leases, intent.intent] if intent else leases
+        answer = self._ask(MatchedParts, "match_parts", requests, intent and plain(intent), hold=held)
         return leases, self._noticed(answer)
 
     def _noticed(self, answer: F | None) -> F | None:
@@ -147,6 +150,10 @@ class DirectoryClient:
         if answer is not None:
             self.requests.followed = answer.short is not None
         return answer
+
+    def new_id(self) -> int:
+        """An id for what is held until `release`."""
+        return next(self._ids)
 
     def next_window(self, request: NextWindowRequest) -> Window | None:
         """Give back staging slots of a lease, and take others."""

@@ -11,7 +11,7 @@ from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
-from raykv.protocol import MatchedPart
+from raykv.protocol import Intent, MatchedPart
 
 
 class Part(NamedTuple):
@@ -28,6 +28,9 @@ class JointMatch:
     """The leading blocks that are ready in all parts, leased: none of them is evicted before `release`.
 
     Other processes read them (`leased`), each in the memory of its own node, which this process need not map.
+
+    pending: blocks that others write or are about to compute, after those that are ready. While the caller waits for
+    them, nothing is leased.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
@@ -41,42 +44,55 @@ class JointMatch:
         self._cache = parts[0].keys.cache
         self._block_s = self._cache.block_tokens / tokens_per_s
         self._calls: list[list[Lease]] = []  # a lease a part, of each call
+        self._intent = session.directory.new_id()
+        self.pending = 0
 
-    def ask(self) -> Self:
-        """Lease the blocks: one call for all parts, unless they are more keys than one call may ask for."""
+    def ask(self, computes: bool = False, wait: bool = False) -> Self:
+        """Lease the blocks: one call for all parts, unless they are more keys than one call may ask for.
+
+        computes: the caller computes what is not found (of the last call's keys), and others may wait for that until
+        `end_intent`. wait: unless others do so, for which it waits: see `pending`.
+        """
         try:
-            self._ask_all()
+            self._ask_all(Intent(self._intent, wait) if computes else None)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise
         return self
 
-    def _ask_all(self) -> None:
+    def _ask_all(self, intent: Intent | None) -> None:
         total = len(self._parts[0].keys)
         blocks = max(1, KEYS_PER_CALL // len(self._parts))
         asked, begin = total * self._cache.block_tokens, time.monotonic()
         with span("match", pool=self._session.name, model=self._cache.model, asked_tokens=asked) as it:
             for first in range(0, total, blocks):
-                found = self._ask([part.keys[first : first + blocks] for part in self._parts])
+                found = self._ask([part.keys[first : first + blocks] for part in self._parts], intent)
                 if found < min(blocks, total - first):
                     break
             hits = found_tokens((leases[0] for leases in self._calls), self._cache)
             tell(it, hit_tokens=self.num_blocks * self._cache.block_tokens, **hits)
+        if self.pending:  # it will be asked again
+            self._record = None
+            self.release()
+            self.end_intent()
+            self._calls.clear()
+            return
         count_found(self._session, self._cache, asked, hits)
         if self._record is not None:
             self._record.found, self._record.lookup_s = hits, time.monotonic() - begin
 
-    def _ask(self, keys: list[Keys]) -> int:
+    def _ask(self, keys: list[Keys], intent: Intent | None) -> int:
         """Lease what all parts have of these keys. Returns how many blocks."""
         directory, readers = self._session.directory, [part.memory for part in self._parts]
         ids, answer = directory.match_parts(
-            readers, [part.tobytes() for part in keys], [part.cache.block_bytes for part in keys]
+            readers, [part.tobytes() for part in keys], [part.cache.block_bytes for part in keys], intent
         )
         if directory.requests.followed and self._record is None:
             asked, name = len(self._parts[0].keys) * self._cache.block_tokens, lease_name(directory.client, ids[0])
             self._record = RequestRecord("match", self._cache, asked, id=name, request=self._request)
         if self._record is not None and (answer is None or answer.short):
             self._record.fall_short((answer.short or "") if answer else "no directory answered")
+        self.pending = answer.pending if answer else 0
         if answer is None or not answer.parts:
             directory.release(*ids)
             return 0
@@ -130,3 +146,7 @@ class JointMatch:
         record, self._record = self._record, None
         if record is not None and record.lookup_s >= 0:
             self._session.directory.report(record.line(self._session.node_id))
+
+    def end_intent(self) -> None:
+        """What was to be computed is stored, or will not be. The directory learns of it with the next call."""
+        self._session.directory.release(self._intent)

@@ -95,6 +95,7 @@ class Directory(Readers):
             "reservations": held.count(True),
             "clients": len(self.clients),
             "pinned": len(self.pins),
+            "intents": len(self.intents),
         }
 
     def oldest_lease(self) -> float:

@@ -15,6 +15,7 @@ from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Client, Clients
 from raykv.directory.demotion import GpuDemotion
 from raykv.directory.found_blocks import FoundBlocks
+from raykv.directory.intents import Intents
 from raykv.directory.kernels import columns, index, leases, slabs
 from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS
 from raykv.directory.pins import Pins
@@ -60,6 +61,7 @@ class Membership:
         self.nodes = self._allocator.nodes
         self.clients = Clients(self._size_classes, client_ttl)
         self.pins = Pins(self._size_classes)
+        self.intents = Intents()
         self._indices = itertools.count()
         self._leaving: set[str] = set()  # nodes that are about to leave, joined or not
         self._stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
@@ -227,6 +229,8 @@ class Membership:
                 self._set_state(node, "suspect")
         for client in self.clients.expired(now):
             self._forget_swapped(self.clients.expire(client))
+            self.intents.end_all(client)
+        self.intents.expire(now)
 
     def _set_state(self, node: Node, state: str) -> None:
         node.state = state
@@ -323,6 +327,7 @@ class Membership:
             if promoted.any():  # the primaries before them are replicas now
                 self.pins.repair()
         self.clients.end_unlisted(client, call)
+        self.intents.end_unlisted(call)
         if self._allocator.lacking:
             self._allocator.restore_lacking()
         if len(corrupt):
@@ -335,6 +340,7 @@ class Membership:
     def disconnect(self, client: int, now: float) -> None:
         """A client leaves in order: it writes nothing any more."""
         self._check(now)
+        self.intents.end_all(client)
         if gone := self.clients.disconnect(client):
             self._forget_swapped(gone)
 

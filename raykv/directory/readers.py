@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from raykv.directory.allocator import Node
-from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array
+from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Hold
 from raykv.directory.kernels import index, leases
 from raykv.directory.kernels.columns import NODE_MASK
@@ -14,8 +14,10 @@ from raykv.directory.membership import Membership
 from raykv.directory.prefixes import Prefixes
 from raykv.directory.why_missing import why_missing
 from raykv.protocol import (
+    KEY_BYTES,
     LOCATION,
     Call,
+    Intent,
     Matched,
     MatchedPart,
     MatchedParts,
@@ -72,19 +74,28 @@ class Readers(Membership):
         self._prefixes.count(request.keys, found.counts[0], request.block_bytes, now)
         return Matched(self.epoch, found.source, found.staged)
 
-    def match_parts(self, call: Call, requests: tuple[MatchRequest, ...], now: float) -> MatchedParts:
+    def match_parts(
+        self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
+    ) -> MatchedParts:
         """Lease the longest prefix that is ready in all parts: block i of each, or of none.
 
-        requests: one a part and reader, with equally many keys and a lease each. ValueError for others.
+        requests: one a part and reader, with equally many keys and a lease each. ValueError for others. intent: the
+        client computes the rest, unless others do and it waits for them.
         """
         client = self._on_call(call, now)
         keys = [key_array(request.keys) for request in requests]
         if len({len(part) for part in keys}) > 1 or len({request.lease for request in requests}) < len(requests):
             raise ValueError(f"{len(requests)} parts: give equally many keys of each, and each a lease of its own")
+        if intent and not isinstance(intent.intent, int):
+            raise ValueError(f"an intent {intent.intent!r}: give an id")
         self.clients.end_all(client, [request.lease for request in requests])
+        if intent:
+            self.intents.end(call.client, intent.intent)
         if not requests or not all(is_block_size(request.block_bytes) for request in requests):
             return MatchedParts(self.epoch, ())
         n = self._ready_prefix(requests, keys)
+        if intent and intent.wait and (pending := self._pending(call.client, requests, keys, n)):
+            return MatchedParts(self.epoch, (), pending)
         found: list[HeldPrefix] = []
         for request, part in zip(requests, keys, strict=True):
             found.append(self._hold_prefix(call, request, part[:n], requests[0].lease, now))
@@ -96,6 +107,8 @@ class Readers(Membership):
                 client.holds[request.lease] = prefix.hold
         if n:
             self._prefixes.count(requests[0].keys, n, sum(request.block_bytes for request in requests), now)
+        if intent:
+            self.intents.add(call, intent.intent, split_keys(requests[0].keys[n * KEY_BYTES :]), now)
         return MatchedParts(self.epoch, tuple(map(_matched_part, found)) if n else ())
 
     def _ready_prefix(self, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
@@ -105,6 +118,18 @@ class Readers(Membership):
             firsts = np.empty(n, np.int64)
             n = leases.ready_prefix(self._c, part[:n], firsts, _index_of(self.nodes.get(request.node)))
         return n
+
+    def _pending(self, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], ready: int) -> int:
+        """How many blocks after the ready ones other clients write, or are about to compute.
+
+        What is about to be computed is known by the first part's keys: all parts of a block are computed together.
+        """
+        if ready == (n := len(keys[0])):
+            return 0
+        for request, part in zip(requests, keys, strict=True):
+            firsts = np.empty(n, np.int64)
+            n = leases.unfinished_prefix(self._c, part[:n], firsts, _index_of(self.nodes.get(request.node)))
+        return n + self.intents.leading(client, split_keys(requests[0].keys[n * KEY_BYTES :])) - ready
 
     def _hold_prefix(self, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
         """Hold the longest ready prefix of the keys for a reader. group: see Hold."""

@@ -86,6 +86,6 @@ def test_parts_of_different_lengths_or_with_one_lease_are_no_message() -> None:
     one, two = (MatchRequest(lease, "a", b"".join(FIRST), PAGE, 1) for lease in (1, 2))
     for wrong in ((one, two._replace(keys=one.keys[16:])), (one, one)):
         with pytest.raises(ValueError, match="2 parts"):
-            pool.directory.match_parts(Call(7, 1), wrong, pool.now)
-    assert pool.directory.match_parts(Call(7, 2), (), pool.now).parts == ()
+            pool.directory.match_parts(Call(7, 1), wrong, None, pool.now)
+    assert pool.directory.match_parts(Call(7, 2), (), None, pool.now).parts == ()
     assert pool.directory.stats(pool.now)["leases"] == 0

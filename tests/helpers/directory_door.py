@@ -17,6 +17,7 @@ from raykv.protocol import (
     DemotionReport,
     ExistingBlocks,
     GpuDemotionReport,
+    Intent,
     Inventory,
     MatchRequest,
     NextWindowRequest,
@@ -69,6 +70,7 @@ class DirectoryDoor:
             self.directory.remove_node(name, self.now)
         rows = self.directory._size_classes.c.rows
         assert not rows["holds"].any(), "something stays held"
+        assert not len(self.directory.intents), "something stays intended"
 
     # ------------------------------------------------------------------ what is right
 
@@ -122,7 +124,10 @@ class DirectoryDoor:
         if requests and m.random() < 0.3:
             requests.append(m.choice(requests))
         wrong = tuple(self._wrong(m, request) for request in requests)
-        got = self.directory.match_parts(self._call(m), wrong, self.now)
+        intent = m.choice(
+            [None, self._wrong(m, Intent(m.choice([self._hold(), *self.holds[-3:]]), m.choice([True, False])))]
+        )
+        got = self.directory.match_parts(self._call(m), wrong, intent, self.now)
         self._know(*(locations for part in got.parts for locations in part[2:]))
 
     def call_next_window(self, m: Mutator) -> None:

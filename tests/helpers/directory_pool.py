@@ -19,6 +19,7 @@ from raykv.protocol import (
     Demotions,
     GpuDemotionReport,
     GpuDemotions,
+    Intent,
     Inventory,
     Joined,
     Matched,
@@ -87,15 +88,20 @@ class Pool:
         return self.id, got
 
     def match_parts(
-        self, client: str, parts: Sequence[tuple[str, list[bytes]]], size: int = PAGE, stage: int = KEYS_PER_CALL
+        self,
+        client: str,
+        parts: Sequence[tuple[str, list[bytes]]],
+        size: int = PAGE,
+        stage: int = KEYS_PER_CALL,
+        intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts]:
         """(leases, answer). client: on the node of that name. parts: of each the node that reads it, and its keys."""
         leases = list(range(self.id + 1, self.id + 1 + len(parts)))
         self.id += len(parts)
         asked = zip(leases, parts, strict=True)
         requests = tuple(MatchRequest(lease, node, b"".join(keys), size, stage) for lease, (node, keys) in asked)
-        got = self.directory.match_parts(self.call(client), requests, self.now)
-        self.held.setdefault(client, []).extend(leases)
+        got = self.directory.match_parts(self.call(client), requests, intent, self.now)
+        self.held.setdefault(client, []).extend([*leases, intent.intent] if intent else leases)
         return leases, got
 
     def next_window(

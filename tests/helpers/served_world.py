@@ -41,7 +41,9 @@ ANSWERS: dict[str, Any] = {
     **dict.fromkeys(("commit", "pin", "unpin", "forget", "preempted", "client_heartbeat"), Counted),
     **{"demote": Demotions, "demote_gpu": GpuDemotions, "sole_copies": SoleCopies},
 }
-ANSWERS["match_parts"] = lambda epoch, parts: MatchedParts(epoch, tuple(MatchedPart(*part) for part in parts))
+ANSWERS["match_parts"] = lambda epoch, parts, pending, short: MatchedParts(
+    epoch, tuple(MatchedPart(*part) for part in parts), pending, short
+)
 LINES = 3  # connections, which take turns
 
 OF_THE_ACTOR = ("socket", "connections", "prefixes")  # in its stats, beside the directory's

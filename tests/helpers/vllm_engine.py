@@ -4,11 +4,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 
 import raykv.client.lease
+import raykv.integrations.vllm.waiting
 from helpers.pools import PATIENCE_S, patient
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
 from raykv.integrations.vllm.manager import ChunksToLoad
@@ -44,11 +46,16 @@ Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's we
 
 
 class FaultyConnector(RayKVConnector):
-    """Gives the pool time. Loads nothing but garbage while the file `fault` of its configuration is there."""
+    """Gives the pool time. Loads nothing but garbage while the file `fault` of its configuration is there.
+
+    patience: of its configuration; see `raykv.integrations.vllm.waiting`.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         patient()
         raykv.client.lease.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        raykv.integrations.vllm.waiting.PATIENCE = extra.get("patience", raykv.integrations.vllm.waiting.PATIENCE)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -133,6 +140,16 @@ class Engine:
         for _ in range(steps):
             engine.step()
         engine.abort_request(["aborted"])
+
+    def processes(self) -> list[int]:
+        """Ids of the engine's own, which compute: this one is not among them, nor who removes files that they leave."""
+        children = psutil.Process().children(recursive=True)
+        return [process.pid for process in children if "resource_tracker" not in " ".join(process.cmdline())]
+
+    def begin(self, prompt: list[int]) -> None:
+        """Have a prompt computed that nobody waits for: vLLM's client of an engine that is killed would, for ever."""
+        sampling = SamplingParams(max_tokens=8, detokenize=False, ignore_eos=True)
+        self.llm.llm_engine.add_request("begun", {"prompt_token_ids": prompt}, sampling)
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))

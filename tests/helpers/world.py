@@ -23,11 +23,12 @@ from helpers.directory_checks import (
     rows_of_directory,
     rows_of_oracle,
 )
+from helpers.oracle import intents as oracle_intents
 from helpers.oracle.gpu_demotion import BYTES_PER_CALL
 from helpers.oracle.oracle import SOLE_COPIES_PER_CALL, Oracle
 from helpers.oracle.slots import LOCATION, unpack
 from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, TIER_SLAB
-from raykv.directory import demotion, membership, tier_catalog
+from raykv.directory import demotion, intents, membership, tier_catalog
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import columns
 from raykv.protocol import (
@@ -40,6 +41,7 @@ from raykv.protocol import (
     ExistingBlocks,
     GpuDemotionReport,
     GpuDemotions,
+    Intent,
     Inventory,
     MatchRequest,
     NextWindowRequest,
@@ -95,6 +97,7 @@ class Worker:
     holds: dict[int, Held] = field(default_factory=dict)
     pulled: list[bytes] = field(default_factory=list)
     corrupt: list[bytes] = field(default_factory=list)
+    intents: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -277,7 +280,7 @@ class World:
         rng = self.rng
         worker.seq += 1
         late = rng.random() < 0.05
-        held = struct.pack(f"<{len(worker.holds)}Q", *worker.holds)
+        held = struct.pack(f"<{len(worker.holds) + len(worker.intents)}Q", *worker.holds, *worker.intents)
         if late and rng.random() < 0.5:
             held = b""  # sent before anything was held
         if rng.random() < 0.3:
@@ -332,7 +335,7 @@ class World:
             MatchRequest(lease, node, b"".join(part), size, rng.choice([LONGEST, 0, 1, 3]))
             for lease, node, part in zip(leases, nodes, parts, strict=True)
         ]
-        got = self.do("match_parts", self.call(worker), tuple(requests), self.now)
+        got = self.do("match_parts", self.call(worker), tuple(requests), self._intent(worker), self.now)
         for lease in leases:
             worker.holds.pop(lease, None)
         for lease, part, found in zip(leases, parts, got.parts, strict=False):
@@ -340,6 +343,16 @@ class World:
         if rng.random() < 0.5:  # released together
             for lease in leases:
                 worker.holds.pop(lease, None)
+
+    def _intent(self, worker: Worker) -> Intent | None:
+        """Of some questions; some of a worker's are over before."""
+        rng = self.rng
+        worker.intents = [intent for intent in worker.intents if rng.random() < 0.8]
+        if rng.random() < 0.3:
+            return None
+        intent = rng.choice(worker.intents) if worker.intents and rng.random() < 0.05 else self.new_id(worker)
+        worker.intents.append(intent)
+        return Intent(intent, rng.random() < 0.7)
 
     def _leased(self, worker: Worker, lease: int, size: int, keys: list[bytes], got: Any) -> None:
         locations, staged = _split(got.source), _split(got.staged)
@@ -760,7 +773,7 @@ class World:
         resting += [] if self.with_oracle else [columns.DEMOTING]  # a node may have changed its tier
         assert np.isin(rows["state"], resting).all()
         stats = self.do("stats", self.now)
-        assert (stats["clients"], stats["leases"], stats["reservations"]) == (0, 0, 0)
+        assert (stats["clients"], stats["leases"], stats["reservations"], stats["intents"]) == (0, 0, 0, 0)
         for name in list(self.real.nodes):
             self.do("remove_node", name, self.now)
         self.check()
@@ -831,15 +844,18 @@ def _small_calls() -> Iterator[None]:
     small = {"slab_bytes": lambda _: TIER_SLAB, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
     gpus_before = {name: getattr(demotion, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
     sole_copies = membership.SOLE_COPIES_PER_CALL
+    intents_before = {name: getattr(intents, name) for name in ("KEYS_MAX", "TTL_S")}
     try:
         vars(tier_catalog).update(small)
         vars(demotion).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": KEYS_PER_CALL})
         membership.SOLE_COPIES_PER_CALL = SOLE_COPIES_PER_CALL
+        vars(intents).update({name: getattr(oracle_intents, name) for name in intents_before})
         yield
     finally:
         vars(tier_catalog).update(before)
         vars(demotion).update(gpus_before)
         membership.SOLE_COPIES_PER_CALL = sole_copies
+        vars(intents).update(intents_before)
 
 
 def _short(value: Any) -> Any:

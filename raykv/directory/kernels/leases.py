@@ -114,6 +114,25 @@ def ready_prefix(c, keys, firsts, node):
     return n
 
 
+@kernel(C, KEYS, ROWS, INT)
+def unfinished_prefix(c, keys, firsts, node):
+    """As `ready_prefix`, of keys that a reader may read now, or once they are written."""
+    find(c, keys, firsts)
+    n = 0
+    while n < len(firsts) and (best(c, firsts[n], node)[0] >= 0 or _is_written(c, firsts[n])):
+        n += 1
+    return n
+
+
+@kernel
+def _is_written(c, first):
+    """Whether a writer is to fill one of a key's rows."""
+    row = np.int64(first)
+    while row >= 0 and c.rows[row].state != WRITING:
+        row = np.int64(c.rows[row].same)
+    return row >= 0
+
+
 @kernel
 def _staging_need(c, firsts, node, size_class, limit):
     """Staging slots that a ready prefix lacks on its reader's node, at most the rest of the window; 0 if it has all."""

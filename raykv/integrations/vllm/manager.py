@@ -29,6 +29,7 @@ from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Leased
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.ranks import Rank
+from raykv.integrations.vllm.waiting import Wait
 from raykv.keys import Keys, tenant_of
 from raykv.metrics.span import under
 from raykv.protocol import LOCATION
@@ -38,10 +39,12 @@ log = logging.getLogger("raykv")
 THREADS = 16  # requests that ask, or wait for a pull, at a time
 NOT_ASKED = 1 << 62
 ASKED, HITS, FAILED = "vllm:raykv_asked_chunks", "vllm:raykv_hit_chunks", "vllm:raykv_failed_loads"
+WAITED = "vllm:raykv_waits"
 METRICS = {
     ASKED: OffloadingCounterMetadata("Chunks that requests asked the raykv pool for."),
     HITS: OffloadingCounterMetadata("Of them, chunks that were leased in the memory of any node."),
     FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
+    WAITED: OffloadingCounterMetadata("Requests that waited for chunks which another engine computed or stored."),
 }
 
 
@@ -100,21 +103,31 @@ class Found(NamedTuple):
 
 @dataclass
 class Ask:
-    """A request's question to the pool. numbers: of the chunks that it asked for, in order."""
+    """A request's question to the pool. numbers: of the chunks that it asked for, in order.
+
+    wait: for others, which compute some of them.
+    """
 
     numbers: dict[bytes, int]
+    origin: Origin
     answer: Future[Found]
+    wait: Wait | None = None
     loading: bool = False
     counted: bool = False
 
 
 @dataclass
 class Computing:
-    """What a request has to compute, and since when: chunks that the pool does not have."""
+    """What a request has to compute, and since when: chunks that the pool does not have.
+
+    match: by which others wait for them. missed: those that were not offered yet. offered: `complete_store` will tell.
+    """
 
     since: float
+    match: JointMatch
     missed: set[bytes]
-    offered: bool = False  # some of them: `complete_store` will tell
+    offered: set[bytes] = field(default_factory=set)
+    measured: bool = False
 
 
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
@@ -144,7 +157,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """RETRY while the request's look-up runs; HIT for a chunk that is leased; else MISS.
+        """RETRY while the request's look-up runs, or it waits for others; HIT for a chunk that is leased; else MISS.
 
         Called by the scheduler: it never waits for Ray. key: vLLM's hash of a chunk.
         """
@@ -157,11 +170,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if not ask.answer.done():
             return LookupResult.RETRY
         found = ask.answer.result()
+        if found.match.pending:
+            self._wait(ask, found.match.pending)
+            return LookupResult.RETRY
         if not ask.counted:
             ask.counted = True
             self._counts[HITS] += found.chunks
             missed = {key for key, number in ask.numbers.items() if number >= found.chunks}
-            self._computing[request] = Computing(time.monotonic(), missed)
+            self._computing[request] = Computing(time.monotonic(), found.match, missed)
         return LookupResult.HIT if ask.numbers.get(key, NOT_ASKED) < found.chunks else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
@@ -183,18 +199,26 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
         keys = list(keys) if self.caches else []
         if computing := self._computing.get(req_context.req_id):
-            computing.offered |= not computing.missed.isdisjoint(keys)
+            offered = computing.missed.intersection(keys)
+            computing.missed -= offered
+            computing.offered |= offered
         position = (req_context.get_state(Chain).number(keys[0]) or 0) if keys else 0
         rows = {part: of_part.tobytes() for part, of_part in _keys(self.caches, keys).items()}
         return PrepareStoreOutput(keys, ChunksToStore(rows, position), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Measure how fast this engine computes, which says how long it waits for chunks of an external tier."""
+        """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
         computing = self._computing.get(req_context.req_id)
-        if computing is None or not (chunks := len(computing.missed.intersection(keys))):
+        if computing is None or not (chunks := len(computing.offered.intersection(keys))):
             return
-        del self._computing[req_context.req_id]
-        rate = chunks * self._chunk_tokens / max(1e-3, time.monotonic() - computing.since)
+        computing.offered.difference_update(keys)
+        if not computing.measured:
+            computing.measured = True
+            self._measure(chunks, computing.since)
+        self._end_if_done(req_context.req_id)
+
+    def _measure(self, chunks: int, since: float) -> None:
+        rate = chunks * self._chunk_tokens / max(1e-3, time.monotonic() - since)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
         for cache in self.caches.values():
             cache.recompute_tokens_per_s = self._rate
@@ -202,9 +226,17 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request, and release what it holds."""
         self._failed.discard(req_context.req_id)
-        if (computing := self._computing.get(req_context.req_id)) and not computing.offered:
-            del self._computing[req_context.req_id]
+        if computing := self._computing.get(req_context.req_id):
+            computing.missed.clear()  # nothing more will be offered
+            self._end_if_done(req_context.req_id)
         self.release_unused(req_context.req_id)
+
+    def _end_if_done(self, request: str) -> None:
+        """Others need not wait for a request that has stored what it was to compute, or will not."""
+        computing = self._computing[request]
+        if not computing.missed and not computing.offered:
+            computing.match.end_intent()
+            del self._computing[request]
 
     def release_unused(self, request: str) -> None:
         """The request has its blocks, or is done: release the leases of what it found and does not load."""
@@ -223,6 +255,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
         """
         self.caches = self._make_caches(f"/{secrets.token_hex(16)}")
+        for computing in self._computing.values():
+            computing.match.end_intent()
         self._computing.clear()
         for request in list(self._asks):
             self._forget(request)
@@ -257,25 +291,45 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         number = chain.number(first)
         keys = [] if number is None else chain.keys[number:]
         self._counts[ASKED] += len(keys)
-        answer = self._threads.submit(_find, self.caches, self._ranks, keys, chain.origin)
-        return Ask({key: i for i, key in enumerate(keys)}, answer)
+        if computing := self._computing.pop(req_context.req_id, None):  # preempted: who waits has no intent
+            computing.match.end_intent()
+        numbers = {key: i for i, key in enumerate(keys)}
+        return Ask(numbers, chain.origin, self._submit(keys, chain.origin, wait=True))
+
+    def _submit(self, keys: list[bytes], origin: Origin, wait: bool) -> Future[Found]:
+        return self._threads.submit(_find, self.caches, self._ranks, keys, origin, wait)
+
+    def _wait(self, ask: Ask, pending: int) -> None:
+        """Others compute so many chunks that the request asked for: ask again after a while."""
+        if ask.wait is None:
+            rate = next(iter(self.caches.values())).recompute_tokens_per_s
+            ask.wait = Wait(pending * self._chunk_tokens / rate)
+            self._counts[WAITED] += 1
+        if ask.wait.is_due():
+            ask.answer = self._submit(list(ask.numbers), ask.origin, wait=not ask.wait.is_over)
 
     def _forget(self, request: str) -> None:
         ask = self._asks.pop(request, None)
         if ask is not None and not ask.answer.cancel():
             ask.answer.add_done_callback(lambda answer: answer.result().match.release())
+            if not ask.counted:
+                ask.answer.add_done_callback(lambda answer: answer.result().match.end_intent())
 
 
-def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes], origin: Origin) -> Found:
-    """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss."""
+def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes], origin: Origin, wait: bool) -> Found:
+    """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss.
+
+    wait: lease nothing where others compute the next chunks.
+    """
     cache, by_part = next(iter(caches.values())), _keys(caches, keys, origin.salt)
     parts = [Part(rank.memory, by_part[part]) for rank in ranks for part in rank.parts]
     match, chunks = JointMatch(cache.session, parts, cache.recompute_tokens_per_s, origin.id), 0
     try:
         with under(origin.headers):
-            chunks = match.ask().fetch_external()
+            chunks = match.ask(computes=True, wait=wait).fetch_external()
     except Exception:
         log.exception("a look-up failed")
+        match.end_intent()
     if not chunks:
         match.release()
     return Found(match, chunks)

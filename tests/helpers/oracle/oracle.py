@@ -240,6 +240,7 @@ class Oracle(Readers):
 
     def disconnect(self, client: int, now: float) -> None:
         self.check(now)
+        self.intents.end_all(client)
         if client in self.clients:
             gone = self.clients.pop(client)
             self.release(*gone.holds.values())
@@ -265,6 +266,7 @@ class Oracle(Readers):
         held = struct.unpack(f"<{len(call.held) // 8}Q", call.held)
         over = [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq]
         self.release(*map(client.holds.pop, over))
+        self.intents.end_unlisted(call)
         self.restore_lacking()
         altered = [(location[5], self.row_of(location)) for location in unpack(call.corrupt)]
         for gen, row in altered:
@@ -313,6 +315,8 @@ class Oracle(Readers):
                 self.release(hold)
             if gone.swapped:
                 self.forget_keys(list(gone.swapped))
+            self.intents.end_all(i)
+        self.intents.expire(now)
 
     # ------------------------------------------------------------------ nodes
 
@@ -616,6 +620,7 @@ class Oracle(Readers):
             "tiers": {name: self.tier_stats(tier) for name, tier in self.tiers.items()},
             "external_cache_usage": self.usage(),
             "pinned": len(self.pins),
+            "intents": len(self.intents.all),
         }
 
     def node_stats(self, node: Node, now: float) -> dict[str, Any]:

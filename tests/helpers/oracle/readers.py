@@ -3,6 +3,7 @@
 from collections import Counter
 
 from helpers.oracle.gpu_demotion import GpuDemotion
+from helpers.oracle.intents import Intents
 from helpers.oracle.slots import (
     HOLDS_MAX,
     LOCATION,
@@ -19,6 +20,7 @@ from helpers.oracle.slots import (
 )
 from raykv.protocol import (
     Call,
+    Intent,
     Matched,
     MatchedPart,
     MatchedParts,
@@ -34,6 +36,7 @@ class Readers(GpuDemotion):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch, share, min_hits)
         self.clients: dict[int, Client] = {}
+        self.intents = Intents()
 
     def on_call(self, call: Call, now: float) -> Client:
         raise NotImplementedError
@@ -69,12 +72,18 @@ class Readers(GpuDemotion):
         client.holds[request.lease] = hold
         return Matched(self.epoch, *self.where(hold, request.block_bytes))
 
-    def match_parts(self, call: Call, requests: tuple[MatchRequest, ...], now: float) -> MatchedParts:
+    def match_parts(
+        self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
+    ) -> MatchedParts:
         """Block i of all parts, or of none."""
         client = self.on_call(call, now)
         self.release(*(client.holds.pop(r.lease) for r in requests if r.lease in client.holds))
+        if intent:
+            self.intents.end(call.client, intent.intent)
         wanted = [split(request.keys) for request in requests]
         n = min(map(self.ready, requests, wanted))
+        if intent and intent.wait and (pending := self.pending(call.client, requests, wanted) - n):
+            return MatchedParts(self.epoch, (), pending)
         holds = []
         for request, keys in zip(requests, wanted, strict=True):
             holds.append(self.hold_prefix(call, request, keys[:n], requests[0].lease))
@@ -87,12 +96,28 @@ class Readers(GpuDemotion):
                 client.holds[request.lease] = hold
                 nonce = self.nodes[request.node].nonce if hold.node >= 0 else b""
                 parts.append(MatchedPart(hold.node, nonce, *self.where(hold, request.block_bytes)))
+        if intent:
+            self.intents.add(call, intent, wanted[0][n:], now)
         return MatchedParts(self.epoch, tuple(parts))
 
     def ready(self, request: MatchRequest, wanted: list[bytes]) -> int:
         """How many leading keys can be read."""
         found = [self.best(key, self.index_of(request.node))[0] for key in wanted]
         return found.index(None) if None in found else len(found)
+
+    def pending(self, client: int, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]]) -> int:
+        """How many leading blocks are ready or are being written; and then, how many another client computes."""
+
+        def comes(request: MatchRequest, key: bytes) -> bool:
+            writing = any(row.state == "writing" for row in self.table.get(key, ()))
+            return writing or self.ready(request, [key]) == 1
+
+        n = 0
+        while n < len(wanted[0]) and all(comes(r, keys[n]) for r, keys in zip(requests, wanted, strict=True)):
+            n += 1
+        while n < len(wanted[0]) and self.intents.owner(wanted[0][n]) not in (None, client):
+            n += 1
+        return n
 
     def index_of(self, node: str) -> int:
         reader = self.nodes.get(node)

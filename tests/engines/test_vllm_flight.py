@@ -1,0 +1,119 @@
+"""Two vLLM engines that get the same new prompt at once: one computes it, the other reads it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually, other_node, settled
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+
+from raykv.integrations.vllm.manager import WAITED
+
+pytestmark = pytest.mark.timeout(600)
+CHUNK = 128  # tokens
+LONG = 3000
+AHEAD = 100  # times as long as computing takes: a test's machine may be busy
+Answers = list[tuple[list[int], int]]
+
+
+class Engines(NamedTuple):
+    """Two on two nodes, which wait for each other as long as it takes, and one that is not as patient."""
+
+    pool: raykv.KVPool
+    one: Any
+    two: Any
+    brisk: Any
+
+
+def prompt(seed: int, tokens: int = LONG) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
+
+
+def ask(*engines: Any, prompts: list[list[int]]) -> list[Answers]:
+    """What each engine says to all of the prompts, asked at once."""
+    return ray.get([engine.answer.remote(*prompts) for engine in engines], timeout=300)
+
+
+def waits(engine: Any) -> float:
+    return float(ray.get(engine.metrics.remote(), timeout=60).get(WAITED, 0.0))
+
+
+@pytest.fixture(scope="module")
+def engines(
+    start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    pool = start_for_module(cpu_memory=512 * MIB)
+    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    save_model(model)
+
+    def engine(node: str, **extra: Any) -> Any:
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        options: Any = {"num_cpus": 0, "scheduling_strategy": pinned, "runtime_env": {"env_vars": ENVIRONMENT}}
+        return ray.remote(Engine).options(**options).remote(pool.name, str(model), 128 * MIB, str(fault), extra=extra)
+
+    here, there = pool.node_id, other_node(pool)
+    actors = engine(here, patience=AHEAD), engine(there, patience=AHEAD), engine(there)
+    for number, actor in enumerate(actors):  # it learns how fast it computes
+        ask(actor, prompts=[prompt(number)])
+    yield Engines(pool, *actors)
+    for actor in actors:
+        ray.get(actor.close.remote(), timeout=60)
+        ray.kill(actor)
+
+
+def test_eight_requests_of_two_engines_compute_a_prompt_once(engines: Engines) -> None:
+    for seed in (10, 11, 12):
+        new, before = prompt(seed), waits(engines.one) + waits(engines.two)
+        both = ask(engines.one, engines.two, prompts=[new] * 4)
+        said = [answer for answers in both for answer in answers]
+        assert sorted(cached for _, cached in said)[:2] in ([0, LONG // CHUNK * CHUNK], [0, LONG // 32 * 32])
+        assert waits(engines.one) + waits(engines.two) >= before + 1
+        ((right, cached),) = ask(engines.brisk, prompts=[new])[0]
+        assert cached == LONG // CHUNK * CHUNK and {tuple(tokens) for tokens, _ in said} == {tuple(right)}
+    eventually(lambda: settled(engines.pool) and engines.pool.stats()["intents"] == 0)
+
+
+def test_requests_of_one_engine_do_not_wait_for_each_other(engines: Engines) -> None:
+    before = waits(engines.one)
+    (said,) = ask(engines.one, prompts=[prompt(20)] * 8)
+    assert sum(cached == 0 for _, cached in said) == 1 and waits(engines.one) == before
+
+
+def test_engines_that_get_the_same_prompts_in_another_order_do_not_wait_for_ever(engines: Engines) -> None:
+    prompts = [prompt(seed) for seed in range(30, 34)]
+    asked = engines.one.answer.remote(*prompts), engines.two.answer.remote(*prompts[::-1])
+    one, two = ray.get(list(asked), timeout=300)
+    assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two[::-1]]
+    computed = sum(LONG - cached for _, cached in one + two)
+    assert computed <= 1.2 * len(prompts) * LONG, "each is computed by one of them"
+
+
+def test_an_engine_that_is_killed_while_it_computes_is_waited_for_no_longer_than_computing_takes(
+    engines: Engines,
+) -> None:
+    """Its client is not known to be gone for ten seconds."""
+    new = prompt(40)
+    processes = ray.get(engines.two.processes.remote(), timeout=60)
+    ray.get(engines.two.begin.remote(new), timeout=60)
+    eventually(lambda: engines.pool.stats()["intents"] == 1)
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    before = waits(engines.brisk)
+    ((said, cached),) = ask(engines.brisk, prompts=[new])[0]
+    assert cached < LONG - CHUNK and waits(engines.brisk) == before + 1
+    eventually(lambda: engines.pool.stats()["intents"] == 0)
+    ((right, cached),) = ask(engines.one, prompts=[new])[0]
+    assert said == right and cached == LONG // CHUNK * CHUNK
+    eventually(lambda: settled(engines.pool))

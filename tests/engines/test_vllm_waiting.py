@@ -1,0 +1,155 @@
+"""The scheduler's side of two vLLM engines that are asked the same at once: one computes, the other waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.pools import eventually
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+
+from raykv.integrations.vllm.manager import WAITED, RayKVManager
+from raykv.integrations.vllm.ranks import Rank
+
+pytestmark = pytest.mark.usefixtures("patiently")
+TOKENS, SIZE = 16, 4096  # of a chunk
+KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+FOREVER, AT_ONCE = 0.1, 1e6  # tokens a second that an engine computes, and so how long it waits for others
+
+
+class Engine:
+    """What vLLM's scheduler does with a manager."""
+
+    def __init__(self, pool: str) -> None:
+        self.pool = raykv.attach(pool)
+        self.manager = RayKVManager(self.pool, {"model": "m", "block_tokens": TOKENS})
+        self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), SIZE)])
+        self.cache = self.manager.caches[0]
+        self.cache.recompute_tokens_per_s = FOREVER
+        self.requests = 0
+
+    def request(self, keys: list[Any] = KEYS) -> ReqContext:
+        self.requests += 1
+        context = ReqContext(f"request {self.requests}")
+        for i, key in enumerate(keys):
+            context.set_offload_key_position(key, TOKENS * (i + 1))
+        return context
+
+    def ask(self, context: ReqContext) -> LookupResult:
+        """About the first chunk; the answer of the directory if there is one."""
+        while not (ask := self.manager._asks.get(context.req_id)) or not ask.answer.done():
+            self.manager.lookup(KEYS[0], context)
+        return self.manager.lookup(KEYS[0], context)
+
+    def told(self, context: ReqContext) -> list[LookupResult]:
+        """About all chunks, once nothing is to be waited for."""
+        eventually(lambda: self.ask(context) is not RETRY)
+        return [self.manager.lookup(key, context) for key in KEYS]
+
+    def waits(self, context: ReqContext) -> bool:
+        """Whether it is told to wait, three times."""
+        answers: list[Any] = []
+        while len(answers) < 3 and self.ask(context) is RETRY:
+            answer = self.manager._asks[context.req_id].answer
+            answers += [] if answer in answers else [answer]
+        return len(answers) == 3
+
+    def store(self, keys: list[Any]) -> None:
+        """What an engine's worker does."""
+        self.cache.store(self.cache.rekey([key[:32] for key in keys]), np.zeros((len(keys), SIZE), np.uint8), wait=True)
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def engines(start: Callable[..., raykv.KVPool]) -> Iterator[tuple[Engine, Engine]]:
+    name = start(cpu_memory=16 << 20).name
+    pair = Engine(name), Engine(name)
+    yield pair
+    for engine in pair:
+        engine.close()
+
+
+def test_one_computes_and_the_other_reads(engines: tuple[Engine, Engine]) -> None:
+    one, two = engines
+    first, second = one.request(), two.request()
+    assert one.told(first) == [MISS] * 12 and two.waits(second)
+    one.manager.prepare_store(KEYS, first)
+    one.manager.on_request_finished(first)
+    assert two.waits(second), "the first one's worker is still to store them"
+    one.store(KEYS)
+    assert two.told(second) == [HIT] * 12
+    one.manager.complete_store(KEYS, first)
+    assert two.manager._counts[WAITED] == 1
+    two.manager.on_request_finished(second)
+    eventually(lambda: one.pool.stats()["intents"] == 0)
+
+
+def test_who_waited_computes_what_the_other_does_not(engines: tuple[Engine, Engine]) -> None:
+    one, two = engines
+    first, second = one.request(KEYS[:5]), two.request()
+    assert one.told(first)[:5] == [MISS] * 5 and two.waits(second)
+    one.store(KEYS[:5])
+    assert two.told(second) == [HIT] * 5 + [MISS] * 7
+    assert one.waits(one.request()), "the rest is the other one's"
+
+
+@pytest.mark.parametrize("end", ["aborted", "not stored", "reset", "asks again", "closed"])
+def test_nobody_waits_for_what_is_not_computed_any_more(engines: tuple[Engine, Engine], end: str) -> None:
+    one, two = engines
+    first, second = one.request(), two.request()
+    assert one.told(first) == [MISS] * 12 and two.waits(second)
+    if end == "aborted":
+        one.manager.on_request_finished(first)
+    elif end == "not stored":  # the pool had no room
+        one.manager.prepare_store(KEYS, first)
+        one.manager.complete_store(KEYS[:6], first)
+        one.manager.complete_store(KEYS[6:], first)
+    elif end == "reset":
+        one.manager.reset_cache()
+    elif end == "asks again":  # preempted, and now of another prompt's keys
+        one.manager.release_unused(first.req_id)
+        first._offload_key_positions.clear()
+        first.set_offload_key_position(KEYS[0], TOKENS)
+        one.manager.lookup(KEYS[0], first)
+    else:
+        one.close()
+    if end == "asks again":
+        eventually(
+            lambda: two.ask(second) is RETRY and two.manager._asks[second.req_id].answer.result().match.pending == 1
+        )
+    else:
+        assert two.told(second) == [MISS] * 12
+
+
+def test_an_engine_that_says_nothing_is_waited_for_as_long_as_computing_takes(engines: tuple[Engine, Engine]) -> None:
+    one, two = engines
+    assert one.told(one.request()) == [MISS] * 12
+    two.cache.recompute_tokens_per_s = AT_ONCE
+    second = two.request()
+    assert two.told(second) == [MISS] * 12
+    assert one.pool.stats()["intents"] == 1, "it is still the first one's"
+
+
+def test_engines_that_are_asked_in_another_order_do_not_wait_for_each_other(engines: tuple[Engine, Engine]) -> None:
+    one, two = engines
+    others = [make_offload_key(bytes([100 + i]) * 32, 0) for i in range(12)]
+    one.told(one.request())
+    theirs = two.request(others)
+    eventually(lambda: two.manager.lookup(others[0], theirs) is MISS)
+    mine, again = one.request(others), two.request()
+    eventually(lambda: one.manager.lookup(others[0], mine) is RETRY and one.manager._asks[mine.req_id].wait is not None)
+    assert two.waits(again)
+    one.store(KEYS)
+    two.store(others)
+    assert two.told(again) == [HIT] * 12
+    eventually(lambda: one.manager.lookup(others[0], mine) is HIT)
