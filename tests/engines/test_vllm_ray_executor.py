@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,11 +78,14 @@ def engines(
     actors = [ray_engine.start(driver, ranks, pool.name, str(model), str(fault)) for driver, ranks in places.items()]
     for actor in actors:
         ray.get(actor.answer.remote(prompt(0, 40)), timeout=600)
+    shared: list[set[str]] = [ray.get(actor.files.remote(), timeout=60) for actor in actors]
     yield Engines(pool, left, right, *actors)
     for actor in actors:
         with contextlib.suppress(ray.exceptions.RayError):  # of a node that was killed
             ray.get(actor.close.remote(), timeout=60)
         ray.kill(actor)
+    for file in set().union(*shared):
+        Path(file).unlink(missing_ok=True)
 
 
 def test_every_rank_reads_and_writes_the_memory_of_its_own_node(engines: Engines) -> None:

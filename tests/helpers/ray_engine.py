@@ -1,6 +1,7 @@
 """A vLLM engine whose workers are Ray actors on nodes of one's choice, without a GPU."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,15 @@ class RayEngine(Engine):
     def ranks(self) -> list[tuple[str, str]]:
         """Of each rank, the Ray node that it runs on, and the memory that it reads and writes."""
         return self.llm.collective_rpc(_where)  # type: ignore[no-any-return]
+
+    def files(self) -> set[str]:
+        """Files that its workers share, and leave in /dev/shm when Ray kills them."""
+        return set().union(*self.llm.collective_rpc(_shared))
+
+
+def _shared(_: Any) -> set[str]:
+    maps = Path("/proc/self/maps").read_text()
+    return set(re.findall(r"/dev/shm/(?:psm_\w+|\S+-cpushm_\d+)$", maps, re.MULTILINE))
 
 
 def _where(_: Any) -> tuple[str, str]:
