@@ -19,7 +19,7 @@ from ray.dashboard.modules.job.utils import get_driver_jobs
 
 import raykv
 from raykv import registry
-from raykv.cli.overview import UPKEEP, Member, look
+from raykv.cli.overview import UPKEEP, Member, Overview, look
 from raykv.cli.status import node_rows
 
 
@@ -120,16 +120,29 @@ def test_the_page_of_the_json_has_its_keys_and_no_others(pool: raykv.KVPool) -> 
         assert documented == set(written), name or "at the top"
 
 
-def test_nothing_is_cut_off_at_any_width(pool: raykv.KVPool, cluster: Any) -> None:
-    eventually(lambda: all_alive(pool) and not any(look(pool.name).upkeep.values()))
+Cells = list[list[str]]
+
+
+def cells_of(overview: Overview) -> Cells:
+    return [[row[name] for name in ("node", "host", "memory", "roles")] for row in node_rows(overview).values()]
+
+
+def printed_while_nothing_changes(pool: raykv.KVPool, cluster: Any) -> tuple[Cells, list[str]] | None:
+    """The cells, and what the command prints on 80 columns, on 200 and into a pipe; None if a role moved meanwhile."""
+    before = cells_of(look(pool.name))
+    if {role for row in before for role in row[-1].split(", ")} != {"head", *UPKEEP, "store"}:
+        return None
     args = ("status", "--name", pool.name)
     with ThreadPoolExecutor(3) as threads:
         piped = threads.submit(command, *args, address=cluster.address)
         narrow, wide = (threads.submit(in_terminal, n, *args, address=cluster.address) for n in (80, 200))
     outputs = [narrow.result(), wide.result(), piped.result().stdout]
-    overview = look(pool.name)
-    cells = [[row[name] for name in ("node", "host", "memory", "roles")] for row in node_rows(overview).values()]
-    assert {role for row in cells for role in row[-1].split(", ")} == {"head", *UPKEEP, "store"}
+    return (before, outputs) if cells_of(look(pool.name)) == before else None
+
+
+def test_nothing_is_cut_off_at_any_width(pool: raykv.KVPool, cluster: Any) -> None:
+    eventually(lambda: all_alive(pool) and not any(look(pool.name).upkeep.values()))
+    cells, outputs = eventually(lambda: printed_while_nothing_changes(pool, cluster))
     for output in outputs:
         whole = " ".join(output.split())
         assert not [cell for row in cells for cell in row if cell not in whole] and "…" not in whole, output

@@ -118,32 +118,34 @@ def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster:
     assert all(line["lookup_ms"] > 0 and line["kind"] == "request" for line in lines)
 
 
-def test_nothing_is_sent_while_nobody_follows(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_sent_while_nobody_follows(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = start(cpu_memory=32 * MIB)
     directory, told = pool.session.directory, list[str]()
     tell = directory.line.tell
 
-    def noted(method: str, *rest: Any, **more: Any) -> None:
+    def spy(method: str, *arguments: Any, **how: Any) -> None:
         told.append(method)
-        tell(method, *rest, **more)
+        tell(method, *arguments, **how)
 
-    monkeypatch.setattr(directory.line, "tell", noted)
-    cache = a_cache(pool, model="unseen")
+    monkeypatch.setattr(directory.line, "tell", spy)
+    cache = a_cache(pool)
     keys = cache.keys(tokens(5, 4))
 
-    def look() -> bool:
+    def unrecorded() -> bool:
         with cache.match(keys) as match:
             return match._record is None
 
-    eventually(look)  # a follower's last call wears off
-    assert not directory.requests.followed
-    told.clear()
     assert store(cache, keys) == 4
     for _ in range(20):
-        assert read(cache, keys).read == 4 and look()
+        assert read(cache, keys).read == 4 and unrecorded()
     lines = Lines(pool)
     read(cache, keys)
-    assert [line["read_tokens"] for line in lines.of("unseen", 1)] == [64]
+    assert [line["read_tokens"] for line in lines.of("m", 1)] == [64]
     assert told.count("report_requests") == 1
+    eventually(unrecorded)  # the follower's last call wears off
+    assert not directory.requests.followed
 
 
 def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool) -> None:
