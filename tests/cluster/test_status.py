@@ -142,7 +142,9 @@ def printed_while_nothing_changes(pool: raykv.KVPool, cluster: Any) -> tuple[Cel
 
 def test_nothing_is_cut_off_at_any_width(pool: raykv.KVPool, cluster: Any) -> None:
     eventually(lambda: all_alive(pool) and not any(look(pool.name).upkeep.values()))
-    cells, outputs = eventually(lambda: printed_while_nothing_changes(pool, cluster))
+    found = eventually(lambda: printed_while_nothing_changes(pool, cluster))
+    assert found
+    cells, outputs = found
     for output in outputs:
         whole = " ".join(output.split())
         assert not [cell for row in cells for cell in row if cell not in whole] and "…" not in whole, output
