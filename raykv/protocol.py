@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 11  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 12  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -65,6 +65,11 @@ def host_of(name: str) -> str:
 def is_block_size(block_bytes: int) -> bool:
     """Whether a block can have so many bytes."""
     return isinstance(block_bytes, Integral) and 0 < block_bytes <= SLAB_BYTES_MAX
+
+
+def is_count(number: object) -> bool:
+    """Whether this can be a number of blocks or tokens."""
+    return isinstance(number, int) and 0 <= number < 1 << 31
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -117,9 +122,11 @@ class Call(NamedTuple):
 class MatchRequest(NamedTuple):
     """Lease the longest prefix of `keys` that is ready. Answer: Matched.
 
-    Several of them, in a tuple, with equally many keys, are one question (`match_parts`) for blocks that have several
-    parts, or several readers: what is leased is the longest prefix that all have. An Intent may go along. Answer:
-    MatchedParts.
+    Several of them, in a tuple, are one question (`match_parts`) for blocks that have several parts, or several
+    readers: what is leased is the longest prefix that all have. An Intent may go along. Answer: MatchedParts.
+
+    A part with a window needs only its last blocks before the end of that prefix (layers that attend to a sliding
+    window; a state needs one): the others may be gone, or were never stored.
     """
 
     lease: int  # id that the client has chosen
@@ -127,6 +134,8 @@ class MatchRequest(NamedTuple):
     keys: bytes
     block_bytes: int
     stage: int  # blocks that get staging slots at once, at most; the others get theirs with NextWindowRequest
+    window: int = 0  # of `match_parts`: how many last blocks the reader needs; 0: all
+    tokens: int = 1  # of `match_parts`: what a block of this part has; parts may differ
 
 
 class Intent(NamedTuple):
@@ -167,10 +176,11 @@ class MatchedPart(NamedTuple):
     nonce: bytes  # of the reader's arena
     source: bytes
     staged: bytes
+    first: int = 0  # which of the keys the first leased block is of; those before are outside the window
 
 
 class MatchedParts(NamedTuple):
-    """Answer to several MatchRequests at once. All parts have one length."""
+    """Answer to several MatchRequests at once. All parts end at the same token."""
 
     epoch: int
     parts: tuple[MatchedPart, ...]  # one a request; empty where nothing is leased

@@ -7,6 +7,7 @@ import numpy as np
 
 from raykv.directory.allocator import Node
 from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
+from raykv.directory.boundary import Runs, boundary, step_of
 from raykv.directory.clients import Hold
 from raykv.directory.kernels import index, leases
 from raykv.directory.kernels.columns import NODE_MASK
@@ -25,6 +26,7 @@ from raykv.protocol import (
     NextWindowRequest,
     Window,
     is_block_size,
+    is_count,
     is_tier,
     slot_bytes,
 )
@@ -77,59 +79,87 @@ class Readers(Membership):
     def match_parts(
         self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
     ) -> MatchedParts:
-        """Lease the longest prefix that is ready in all parts: block i of each, or of none.
+        """Lease what readers need of the longest prefix that all parts have: of each its blocks, or its last ones.
 
-        requests: one a part and reader, with equally many keys and a lease each. ValueError for others. intent: the
-        client computes the rest, unless others do and it waits for them.
+        requests: one a part and reader, with a lease each, and equally many keys where blocks are equally long.
+        ValueError for others. intent: the client computes the rest, unless others do and it waits for them.
         """
         client = self._on_call(call, now)
         keys = [key_array(request.keys) for request in requests]
-        if len({len(part) for part in keys}) > 1 or len({request.lease for request in requests}) < len(requests):
-            raise ValueError(f"{len(requests)} parts: give equally many keys of each, and each a lease of its own")
-        if intent and not isinstance(intent.intent, int):
-            raise ValueError(f"an intent {intent.intent!r}: give an id")
+        _check(requests, keys, intent)
         self.clients.end_all(client, [request.lease for request in requests])
         if intent:
             self.intents.end(call.client, intent.intent)
         if not requests or not all(is_block_size(request.block_bytes) for request in requests):
             return MatchedParts(self.epoch, ())
-        n = self._ready_prefix(requests, keys)
-        if intent and intent.wait and (pending := self._pending(call.client, requests, keys, n)):
+        prefix = self._ready_prefix(requests, keys)
+        if intent and intent.wait and (pending := self._pending(call.client, requests, keys, prefix)):
             return MatchedParts(self.epoch, (), pending)
+        tokens = self._boundary(requests, keys, prefix)
         found: list[HeldPrefix] = []
         for request, part in zip(requests, keys, strict=True):
-            found.append(self._hold_prefix(call, request, part[:n], requests[0].lease, now))
-            n = found[-1].counts[0]  # of the parts before, more is held than is ready in this one
-        for request, prefix in zip(requests, found, strict=True):
-            self._cut(prefix, n)
-            self._count_match(len(keys[0]), prefix)
-            if n:
-                client.holds[request.lease] = prefix.hold
+            blocks = _needed(request, tokens)
+            held = self._hold_prefix(call, request, part[blocks], requests[0].lease, now)
+            found.append(held)
+            if held.counts[0] < blocks.stop - blocks.start:  # no room to stage it
+                tokens = _shortened(requests, held.counts[0] * request.tokens)
+        for request, part, held in zip(requests, keys, found, strict=True):
+            blocks = _needed(request, tokens)
+            self._cut(held, blocks.stop - blocks.start)
+            self._count_match(min(request.window or len(part), len(part)), held)
+            if tokens:
+                client.holds[request.lease] = held.hold
+        first, n = requests[0], tokens // requests[0].tokens
         if n:
-            self._prefixes.count(requests[0].keys, n, sum(request.block_bytes for request in requests), now)
+            self._prefixes.count(first.keys, n, sum(request.block_bytes for request in requests), now)
         if intent:
-            self.intents.add(call, intent.intent, split_keys(requests[0].keys[n * KEY_BYTES :]), now)
-        return MatchedParts(self.epoch, tuple(map(_matched_part, found)) if n else ())
+            self.intents.add(call, intent.intent, split_keys(first.keys[n * KEY_BYTES :]), now)
+        if not tokens:
+            return MatchedParts(self.epoch, ())
+        starts = [_needed(request, tokens).start for request in requests]
+        return MatchedParts(self.epoch, tuple(map(_matched_part, found, starts)))
 
     def _ready_prefix(self, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-        """How many leading blocks are ready in all parts. Touches and holds nothing."""
-        n = len(keys[0])
-        for request, part in zip(requests, keys, strict=True):
-            firsts = np.empty(n, np.int64)
-            n = leases.ready_prefix(self._c, part[:n], firsts, _index_of(self.nodes.get(request.node)))
-        return n
+        """Tokens up to which all blocks of the parts without a window are ready. Touches and holds nothing."""
+        whole = _whole(requests, keys) or list(zip(requests, keys, strict=True))
+        tokens = min(len(part) * request.tokens for request, part in whole)
+        for request, part in _whole(requests, keys):
+            wanted = part[: -(-tokens // request.tokens)]
+            ready = leases.ready_prefix(self._c, wanted, np.empty(len(wanted), np.int64), self._index_of(request))
+            tokens = min(tokens, ready * request.tokens)
+        return tokens
 
-    def _pending(self, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], ready: int) -> int:
-        """How many blocks after the ready ones other clients write, or are about to compute.
+    def _boundary(self, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
+        """Tokens of the longest prefix from which all readers can go on. prefix: of parts without a window."""
+        runs = []
+        for request, part in zip(requests, keys, strict=True):
+            if request.window:
+                wanted = part[: prefix // request.tokens]
+                firsts, ready = np.empty((2, len(wanted)), np.int64)
+                leases.ready_runs(self._c, wanted, firsts, self._index_of(request), request.window, ready)
+                runs.append(Runs(request.window, request.tokens, ready))
+        return boundary(prefix, step_of([request.tokens for request in requests]), runs)
+
+    def _pending(self, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
+        """How many blocks of the first part after the ready prefix other clients write, or are about to compute.
 
         What is about to be computed is known by the first part's keys: all parts of a block are computed together.
         """
-        if ready == (n := len(keys[0])):
+        first, whole = requests[0], _whole(requests, keys)
+        tokens = min((len(part) * request.tokens for request, part in whole), default=0)
+        if prefix >= tokens:
             return 0
-        for request, part in zip(requests, keys, strict=True):
-            firsts = np.empty(n, np.int64)
-            n = leases.unfinished_prefix(self._c, part[:n], firsts, _index_of(self.nodes.get(request.node)))
-        return n + self.intents.leading(client, split_keys(requests[0].keys[n * KEY_BYTES :])) - ready
+        for request, part in whole:
+            wanted = part[: -(-tokens // request.tokens)]
+            firsts = np.empty(len(wanted), np.int64)
+            written = leases.unfinished_prefix(self._c, wanted, firsts, self._index_of(request))
+            tokens = min(tokens, written * request.tokens)
+        n = tokens // first.tokens
+        return n + self.intents.leading(client, split_keys(first.keys[n * KEY_BYTES :])) - prefix // first.tokens
+
+    def _index_of(self, request: MatchRequest) -> int:
+        """What locations call a reader's memory; -1 where it has none yet."""
+        return _index_of(self.nodes.get(request.node))
 
     def _hold_prefix(self, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
         """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
@@ -269,7 +299,37 @@ def _index_of(reader: Node | None) -> int:
     return reader.index if reader and reader.state != "joining" else -1
 
 
-def _matched_part(found: HeldPrefix) -> MatchedPart:
+def _matched_part(found: HeldPrefix, first: int) -> MatchedPart:
     reader = found.reader
     nonce = reader.nonce if reader and found.hold.node >= 0 else b""
-    return MatchedPart(found.hold.node, nonce, found.source, found.staged)
+    return MatchedPart(found.hold.node, nonce, found.source, found.staged, first)
+
+
+def _check(requests: tuple[MatchRequest, ...], keys: list[KeyArray], intent: Intent | None) -> None:
+    """ValueError for what is no question of `match_parts`."""
+    lengths = {(request.tokens, len(part)) for request, part in zip(requests, keys, strict=True)}
+    if len(lengths) > len({tokens for tokens, _ in lengths}) or len({r.lease for r in requests}) < len(requests):
+        raise ValueError(f"{len(requests)} parts: give equally many keys of each, and each a lease of its own")
+    for request in requests:
+        if not (is_count(request.window) and is_count(request.tokens) and request.tokens):
+            raise ValueError(f"a window of {request.window!r} blocks of {request.tokens!r} tokens: give counts")
+    if intent and not isinstance(intent.intent, int):
+        raise ValueError(f"an intent {intent.intent!r}: give an id")
+
+
+def _whole(requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> list[tuple[MatchRequest, KeyArray]]:
+    """The parts of which all blocks are needed."""
+    return [(request, part) for request, part in zip(requests, keys, strict=True) if not request.window]
+
+
+def _needed(request: MatchRequest, tokens: int) -> slice:
+    """Which of a part's blocks a reader needs that goes on after so many tokens."""
+    stop = tokens // request.tokens
+    return slice(max(0, stop - request.window) if request.window else 0, stop)
+
+
+def _shortened(requests: tuple[MatchRequest, ...], tokens: int) -> int:
+    """What is left where one part has only so many tokens: nothing with a window, whose blocks are others then."""
+    if any(request.window for request in requests):
+        return 0
+    return tokens - tokens % step_of([request.tokens for request in requests])

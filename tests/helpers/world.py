@@ -323,23 +323,26 @@ class World:
         return lease
 
     def match_parts(self) -> None:
-        """Blocks of one to three parts, or readers, each of which reads them somewhere."""
+        """Blocks of one to three parts, or readers, each of which reads them, or the last of them, somewhere."""
         rng = self.rng
         worker, (size, keys) = rng.choice(self.workers), self.keys()
         leases = list(dict.fromkeys(self.new_id(worker) for _ in range(rng.randint(1, 3))))
         documents = [keys[:LONGEST], *DOCUMENTS.get(size, DOCUMENTS[SIZES[0]])[:6]]
         parts = [documents[0], *rng.choices(documents, k=len(leases) - 1)]
         parts = [part[: min(map(len, parts))] for part in parts]
-        nodes = [rng.choice([worker.node, *self.names, *self.names, "nowhere"]) for _ in leases]
+        windows, tokens = [rng.choice([0, 0, 1, 2, 3]) for _ in parts], [rng.choice([1, 1, 1, 2, 3]) for _ in parts]
         requests = [
-            MatchRequest(lease, node, b"".join(part), size, rng.choice([LONGEST, 0, 1, 3]))
-            for lease, node, part in zip(leases, nodes, parts, strict=True)
+            MatchRequest(
+                *(lease, rng.choice([worker.node, *self.names, *self.names, "nowhere"]), b"".join(part), size),
+                *(rng.choice([LONGEST, 0, 1, 3]), window, tokens),
+            )
+            for lease, part, window, tokens in zip(leases, parts, windows, tokens, strict=True)
         ]
         got = self.do("match_parts", self.call(worker), tuple(requests), self._intent(worker), self.now)
         for lease in leases:
             worker.holds.pop(lease, None)
         for lease, part, found in zip(leases, parts, got.parts, strict=False):
-            self._leased(worker, lease, size, part, found)
+            self._leased(worker, lease, size, part[found.first :], found)
         if rng.random() < 0.5:  # released together
             for lease in leases:
                 worker.holds.pop(lease, None)

@@ -114,6 +114,16 @@ def ready_prefix(c, keys, firsts, node):
     return n
 
 
+@kernel(C, KEYS, ROWS, INT, INT, ROWS)
+def ready_runs(c, keys, firsts, node, window, runs):
+    """As `find`. runs[i], out: how many keys up to the i-th, at most `window`, a reader on `node` may read now."""
+    find(c, keys, firsts)
+    run = np.int64(0)
+    for i in range(len(firsts)):
+        run = min(run + 1, window) if best(c, firsts[i], node)[0] >= 0 else np.int64(0)
+        runs[i] = run
+
+
 @kernel(C, KEYS, ROWS, INT)
 def unfinished_prefix(c, keys, firsts, node):
     """As `ready_prefix`, of keys that a reader may read now, or once they are written."""

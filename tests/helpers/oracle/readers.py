@@ -1,6 +1,9 @@
 """What readers ask the directory for, once more: leases on the blocks of a prompt, and staging slots."""
 
 from collections import Counter
+from functools import partial
+from itertools import takewhile
+from math import lcm
 
 from helpers.oracle.gpu_demotion import GpuDemotion
 from helpers.oracle.intents import Intents
@@ -75,49 +78,75 @@ class Readers(GpuDemotion):
     def match_parts(
         self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
     ) -> MatchedParts:
-        """Block i of all parts, or of none."""
+        """The longest prefix of which all parts have their blocks, or the last ones that they need; or nothing."""
         client = self.on_call(call, now)
         self.release(*(client.holds.pop(r.lease) for r in requests if r.lease in client.holds))
         if intent:
             self.intents.end(call.client, intent.intent)
         wanted = [split(request.keys) for request in requests]
-        n = min(map(self.ready, requests, wanted))
-        if intent and intent.wait and (pending := self.pending(call.client, requests, wanted) - n):
+        whole = [(request, keys) for request, keys in zip(requests, wanted, strict=True) if not request.window]
+        ready = min((self.ready(request, keys) * request.tokens for request, keys in whole), default=0)
+        if intent and intent.wait and (pending := self.pending(call.client, requests, wanted, ready)):
             return MatchedParts(self.epoch, (), pending)
+        tokens = self.longest(requests, wanted)
         holds = []
         for request, keys in zip(requests, wanted, strict=True):
-            holds.append(self.hold_prefix(call, request, keys[:n], requests[0].lease))
-            n = len(holds[-1].keys)
+            needed = self.needed(request, tokens)
+            holds.append(self.hold_prefix(call, request, [keys[i] for i in needed], requests[0].lease))
+            if (held := len(holds[-1].keys)) < len(needed):
+                window = any(request.window for request in requests)
+                step = lcm(*(request.tokens for request in requests))
+                tokens = 0 if window else held * request.tokens // step * step
         parts = []
-        for request, hold in zip(requests, holds, strict=True):
-            self.cut(hold, n)
-            self.count_match(request, len(wanted[0]), hold)
-            if n:
+        for request, keys, hold in zip(requests, wanted, holds, strict=True):
+            needed = self.needed(request, tokens)
+            self.cut(hold, len(needed))
+            self.count_match(request, min(request.window, len(keys)) if request.window else len(keys), hold)
+            if tokens:
                 client.holds[request.lease] = hold
                 nonce = self.nodes[request.node].nonce if hold.node >= 0 else b""
-                parts.append(MatchedPart(hold.node, nonce, *self.where(hold, request.block_bytes)))
+                where = self.where(hold, request.block_bytes)
+                parts.append(MatchedPart(hold.node, nonce, *where, needed.start))
         if intent:
-            self.intents.add(call, intent, wanted[0][n:], now)
+            self.intents.add(call, intent, wanted[0][tokens // requests[0].tokens :], now)
         return MatchedParts(self.epoch, tuple(parts))
+
+    def longest(self, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]]) -> int:
+        """The last token at which blocks of all parts end, and before which all that are needed are there."""
+        step = lcm(*(request.tokens for request in requests))
+        total = min(len(keys) * request.tokens for request, keys in zip(requests, wanted, strict=True))
+        for tokens in range(total // step * step, 0, -step):
+            needed = [[keys[i] for i in self.needed(r, tokens)] for r, keys in zip(requests, wanted, strict=True)]
+            if all(self.ready(r, keys) == len(keys) for r, keys in zip(requests, needed, strict=True)):
+                return tokens
+        return 0
+
+    def needed(self, request: MatchRequest, tokens: int) -> range:
+        stop = tokens // request.tokens
+        return range(max(0, stop - request.window) if request.window else 0, stop)
 
     def ready(self, request: MatchRequest, wanted: list[bytes]) -> int:
         """How many leading keys can be read."""
         found = [self.best(key, self.index_of(request.node))[0] for key in wanted]
         return found.index(None) if None in found else len(found)
 
-    def pending(self, client: int, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]]) -> int:
-        """How many leading blocks are ready or are being written; and then, how many another client computes."""
+    def pending(
+        self, client: int, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]], ready: int
+    ) -> int:
+        """How many of the first part's blocks, after those before token `ready`, are written or computed by others."""
 
         def comes(request: MatchRequest, key: bytes) -> bool:
             writing = any(row.state == "writing" for row in self.table.get(key, ()))
             return writing or self.ready(request, [key]) == 1
 
-        n = 0
-        while n < len(wanted[0]) and all(comes(r, keys[n]) for r, keys in zip(requests, wanted, strict=True)):
-            n += 1
+        whole = [(request, keys) for request, keys in zip(requests, wanted, strict=True) if not request.window]
+        if not whole or ready >= min(len(keys) * request.tokens for request, keys in whole):
+            return 0
+        coming = min(sum(1 for _ in takewhile(partial(comes, r), keys)) * r.tokens for r, keys in whole)
+        n = coming // requests[0].tokens
         while n < len(wanted[0]) and self.intents.owner(wanted[0][n]) not in (None, client):
             n += 1
-        return n
+        return n - ready // requests[0].tokens
 
     def index_of(self, node: str) -> int:
         reader = self.nodes.get(node)
@@ -133,7 +162,7 @@ class Readers(GpuDemotion):
 
     def hold_prefix(self, call: Call, request: MatchRequest, wanted: list[bytes], group: int) -> Lease:
         """Hold the longest prefix that is ready, and stage what is elsewhere."""
-        _, node, _, block_bytes, stage = request
+        node, block_bytes, stage = request.node, request.block_bytes, request.stage
         stride = -(-block_bytes // 4096) * 4096
         reader = self.nodes.get(node)
         size_class = self.size_class(reader, stride) if reader else None
