@@ -130,17 +130,26 @@ class DirectoryClient:
         return lease, answer
 
     def match_parts(
-        self, readers: Sequence[str], keys: Sequence[bytes], block_bytes: Sequence[int], intent: Intent | None = None
+        self,
+        readers: Sequence[str],
+        keys: Sequence[bytes],
+        sizes: Sequence[tuple[int, int]],
+        windows: Sequence[int],
+        intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts | None]:
-        """Lease the longest prefix that is ready in several parts, or for several readers. Nothing is staged.
+        """Lease what several readers need of the longest prefix that is ready in several parts. Nothing is staged.
 
-        readers, keys, block_bytes: as of `match`, of each; equally many keys. intent: with an id of `new_id`.
+        Of each part: readers, keys: as of `match`. sizes: bytes and tokens of a block. windows: how many last blocks
+        are needed; 0: all. intent: with an id of `new_id`.
         Returns (ids of their leases, which are held until `release`, as that of the intent, answer). None: nothing is
         held.
         """
         leases = [next(self._ids) for _ in keys]
-        asked = zip(leases, readers, keys, block_bytes, strict=True)
-        requests = tuple(plain(MatchRequest(*request, stage=0)) for request in asked)
+        asked = zip(leases, readers, keys, sizes, windows, strict=True)
+        requests = tuple(
+            plain(MatchRequest(lease, reader, wanted, size, 0, window, tokens))
+            for lease, reader, wanted, (size, tokens), window in asked
+        )
         held = [*leases, intent.intent] if intent else leases
         answer = self._ask(MatchedParts, "match_parts", requests, intent and plain(intent), hold=held)
         return leases, self._noticed(answer)

@@ -25,11 +25,11 @@ def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, i
         metrics.add("hit_tokens_total", tokens, **tags, source=source)
 
 
-def count_saved(session: Session, cache: CacheId, blocks: int, block_s: float) -> None:
-    """Count blocks that an engine reads instead of computing them, which takes `block_s` seconds each."""
+def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: float) -> None:
+    """Count tokens that an engine reads instead of computing them, `tokens_per_s` a second."""
     metrics, tags = session.directory.metrics, _tags(session, cache)
-    metrics.add("saved_tokens_total", blocks * cache.block_tokens, **tags)
-    metrics.add("saved_prefill_seconds_total", blocks * block_s, **tags)
+    metrics.add("saved_tokens_total", tokens, **tags)
+    metrics.add("saved_prefill_seconds_total", tokens / tokens_per_s, **tags)
 
 
 def _tags(session: Session, cache: CacheId) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Leases on blocks that have several parts, or several readers, which other processes read, each on its own node."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 from raykv.client.hits import count_found, count_saved, found_tokens
@@ -17,24 +17,34 @@ from raykv.protocol import Intent, MatchedPart
 class Part(NamedTuple):
     """One part of a prompt's blocks, for one reader.
 
-    memory: what the directory calls the memory that it is read into (`Session.memory_name` there).
+    memory: what the directory calls the memory that it is read into (`Session.memory_name` there). window: how many
+    last blocks it reads; 0: all. A layer that attends to a sliding window needs no more, a state needs one.
     """
 
     memory: str
     keys: Keys
+    window: int = 0
+
+
+class Call(NamedTuple):
+    """What one call leased. tokens: up to where. firsts, leases: by part, the number of its first block, and its lease."""
+
+    tokens: int
+    firsts: list[int]
+    leases: list[Lease]
 
 
 class JointMatch:
-    """The leading blocks that are ready in all parts, leased: none of them is evicted before `release`.
+    """What readers need of the longest prefix that all parts have, leased: none of it is evicted before `release`.
 
-    Other processes read them (`leased`), each in the memory of its own node, which this process need not map.
+    Other processes read it (`leased`), each in the memory of its own node, which this process need not map.
 
-    pending: blocks that others write or are about to compute, after those that are ready. While the caller waits for
-    them, nothing is leased.
+    pending: blocks of the first part that others write or are about to compute, after those that are ready. While the
+    caller waits for them, nothing is leased.
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
-        """Nothing is leased before `ask`. parts: at least one, all of equally many blocks of equally many tokens.
+        """Nothing is leased before `ask`. parts: at least one; equally many blocks where these have equally many tokens.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. request: the engine's
         name of what this is for.
@@ -42,8 +52,8 @@ class JointMatch:
         self._session, self._parts, self._request = session, parts, request
         self._record: RequestRecord | None = None  # while somebody follows requests
         self._cache = parts[0].keys.cache
-        self._block_s = self._cache.block_tokens / tokens_per_s
-        self._calls: list[list[Lease]] = []  # a lease a part, of each call
+        self._tokens_per_s = tokens_per_s
+        self._calls: list[Call] = []
         self._intent = session.directory.new_id()
         self.pending = 0
 
@@ -61,16 +71,13 @@ class JointMatch:
         return self
 
     def _ask_all(self, intent: Intent | None) -> None:
-        total = len(self._parts[0].keys)
-        blocks = max(1, KEYS_PER_CALL // len(self._parts))
-        asked, begin = total * self._cache.block_tokens, time.monotonic()
+        asked, begin = len(self._parts[0].keys) * self._cache.block_tokens, time.monotonic()
         with span("match", pool=self._session.name, model=self._cache.model, asked_tokens=asked) as it:
-            for first in range(0, total, blocks):
-                found = self._ask([part.keys[first : first + blocks] for part in self._parts], intent)
-                if found < min(blocks, total - first):
+            for keys in self._pieces():
+                if self._ask(keys, intent) < len(keys[0]) * self._cache.block_tokens:
                     break
-            hits = found_tokens((leases[0] for leases in self._calls), self._cache)
-            tell(it, hit_tokens=self.num_blocks * self._cache.block_tokens, **hits)
+            hits = found_tokens((call.leases[0] for call in self._calls), self._cache)
+            tell(it, hit_tokens=self.tokens, **hits)
         if self.pending:  # it will be asked again
             self._record = None
             self.release()
@@ -81,11 +88,27 @@ class JointMatch:
         if self._record is not None:
             self._record.found, self._record.lookup_s = hits, time.monotonic() - begin
 
+    def _pieces(self) -> Iterator[list[Keys]]:
+        """The keys of all parts, as one call asks for them: what ends at different tokens can't be cut."""
+        total = len(self._parts[0].keys)
+        alike = not self._has_windows and len({part.keys.cache.block_tokens for part in self._parts}) == 1
+        blocks = max(1, KEYS_PER_CALL // len(self._parts) if alike else total)
+        for first in range(0, total, blocks):
+            yield [part.keys[first : first + blocks] if alike else part.keys for part in self._parts]
+
+    @property
+    def _has_windows(self) -> bool:
+        return any(part.window for part in self._parts)
+
     def _ask(self, keys: list[Keys], intent: Intent | None) -> int:
-        """Lease what all parts have of these keys. Returns how many blocks."""
-        directory, readers = self._session.directory, [part.memory for part in self._parts]
+        """Lease what all parts have of these keys. Returns how many tokens."""
+        directory = self._session.directory
         ids, answer = directory.match_parts(
-            readers, [part.tobytes() for part in keys], [part.cache.block_bytes for part in keys], intent
+            [part.memory for part in self._parts],
+            [part.tobytes() for part in keys],
+            [(part.cache.block_bytes, part.cache.block_tokens) for part in keys],
+            [part.window for part in self._parts],
+            intent,
         )
         if directory.requests.followed and self._record is None:
             asked, name = len(self._parts[0].keys) * self._cache.block_tokens, lease_name(directory.client, ids[0])
@@ -96,52 +119,64 @@ class JointMatch:
         if answer is None or not answer.parts:
             directory.release(*ids)
             return 0
-        self._calls.append([])
+        found = [MatchedPart(*part) for part in answer.parts]
         try:
-            for memory, part, lease, found in zip(readers, keys, ids, answer.parts, strict=True):
-                made = Lease.granted_part(self._session, memory, part, self._block_s, lease, MatchedPart(*found))
-                made.record = self._record
-                self._calls[-1].append(made)
+            leases = [self._lease(*each) for each in zip(self._parts, keys, ids, found, strict=True)]
         except BaseException:
-            self._calls.pop()
             directory.release(*ids)
             raise
-        return len(self._calls[-1][0])
+        tokens = (found[0].first + len(leases[0])) * self._cache.block_tokens
+        before = self.tokens // self._cache.block_tokens
+        self._calls.append(Call(tokens, [before + part.first for part in found], leases))
+        return tokens
+
+    def _lease(self, part: Part, keys: Keys, lease: int, found: MatchedPart) -> Lease:
+        block_s = keys.cache.block_tokens / self._tokens_per_s
+        made = Lease.granted_part(self._session, part.memory, keys[found.first :], block_s, lease, found)
+        made.record = self._record
+        return made
 
     @property
-    def num_blocks(self) -> int:
-        return sum(len(leases[0]) for leases in self._calls)
+    def tokens(self) -> int:
+        """Of the prefix that was found."""
+        return sum(call.tokens for call in self._calls)
 
-    def count_saved(self, blocks: int) -> None:
-        """Count blocks that an engine reads instead of computing them."""
-        count_saved(self._session, self._cache, blocks, self._block_s)
+    def count_saved(self, tokens: int) -> None:
+        """Count tokens that an engine reads instead of computing them."""
+        count_saved(self._session, self._cache, tokens, self._tokens_per_s)
 
     def fetch_external(self) -> int:
         """Have the readers' stores bring blocks of an external tier, as many as the windows hold and come in time.
 
-        Returns how many leading blocks are in memory then in all parts, of the reader's node or others.
+        Returns of how many leading tokens all blocks that are needed are in memory then, of any node.
         """
-        done = 0
-        for leases in self._calls:
-            count = min([lease.fetch_external() for lease in leases])
-            done += count
-            if count < len(leases[0]):
-                break
-        return done
+        tokens = 0
+        for call in self._calls:
+            missing = [(lease, lease.fetch_external()) for lease in call.leases]
+            if all(count == len(lease) for lease, count in missing):
+                tokens += call.tokens
+                continue
+            if not self._has_windows:  # else others would be needed of those that end before
+                tokens += min(count for _, count in missing) * self._cache.block_tokens
+            break
+        return tokens
+
+    def first(self, part: int) -> int:
+        """Number of the first block of a part that is leased."""
+        return self._calls[0].firsts[part] if self._calls else 0
 
     def leased(self, part: int, first: int, stop: int) -> list[Leased]:
         """Blocks [first, stop) of a part, for a process of its reader's node to read while this holds them."""
-        found, at = [], 0
-        for leases in self._calls:
-            lease = leases[part]
+        found = []
+        for call in self._calls:
+            at, lease = call.firsts[part], call.leases[part]
             if first < at + len(lease) and at < stop:
                 found.append(lease.leased(max(0, first - at), min(len(lease), stop - at)))
-            at += len(lease)
         return found
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
-        ids: Iterable[int] = (lease.id for leases in self._calls for lease in leases)
+        ids: Iterable[int] = (lease.id for call in self._calls for lease in call.leases)
         self._session.directory.release(*ids)
         record, self._record = self._record, None
         if record is not None and record.lookup_s >= 0:

@@ -176,7 +176,7 @@ class Match:
             done += count
             if count < len(lease):
                 break
-        count_saved(self._session, self._keys.cache, done, self._block_s)
+        count_saved(self._session, self._keys.cache, done * self._block_tokens, self._block_tokens / self._block_s)
         if self._record is not None:
             self._record.read += done * self._block_tokens
         return done

@@ -2,7 +2,7 @@
 
 | vLLM | differs |
 | --- | --- |
-| before 0.30 | workers name the blocks that did not arrive, not the requests |
+| before 0.30 | workers name the blocks that did not arrive, not the requests: with one KV cache group only |
 | before 0.31 | a KV cache has no `kv_tp_replicas` |
 | from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
 """
@@ -75,4 +75,5 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
         return failed
 
 
-Connector: Any = ByRequest if hasattr(base, "KVConnectorTransferResults") else ByBlock
+TAKES_GROUPS = hasattr(base, "KVConnectorTransferResults")  # several KV cache groups
+Connector: Any = ByRequest if TAKES_GROUPS else ByBlock

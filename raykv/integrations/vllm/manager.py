@@ -7,9 +7,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +23,14 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     RequestOffloadingContext,
     get_offload_block_hash,
+    get_offload_group_idx,
 )
 
 from raykv.client.cache import KVCache
 from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Leased
 from raykv.client.pool import KVPool
+from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.waiting import Wait
 from raykv.keys import Keys, tenant_of
@@ -58,57 +61,77 @@ class Origin(NamedTuple):
 
 @dataclass
 class Chain:
-    """A request's chunks, by vLLM's hashes. keys: in order, the scheduler's own list, which grows with the request."""
+    """A request's chunks, by vLLM's hashes. keys: by group, in order, the scheduler's own lists, which grow with it."""
 
-    keys: list[bytes]
+    keys: dict[int, list[bytes]]
     origin: Origin
     numbers: dict[bytes, int] = field(default_factory=dict)
+    _known: Counter[int] = field(default_factory=Counter)
 
     def number(self, key: bytes) -> int | None:
-        """Of a chunk, from 0 on; None for one that is not the request's."""
-        for number in range(len(self.numbers), len(self.keys)):
-            self.numbers[self.keys[number]] = number
+        """Of a chunk in its group, from 0 on; None for one that is not the request's."""
+        group = get_offload_group_idx(key)
+        keys = self.keys.get(group, [])
+        for number in range(self._known[group], len(keys)):
+            self.numbers[keys[number]] = number
+        self._known[group] = len(keys)
         return self.numbers.get(key)
 
 
 class PartToLoad(NamedTuple):
-    """A part of chunks that are leased, for the rank that reads it. away: some of them are on other nodes."""
+    """A part of a group's chunks that are leased, for the rank that reads it.
 
+    group: its place among vLLM's. number: of the part, among those that the rank has. away: some are on other nodes.
+    """
+
+    group: int
+    number: int
     away: bool
     leased: list[Leased]
 
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie. ranks: by rank, the parts that it has, in its order. origin: of the request."""
+    """Where chunks lie. ranks: by rank, the parts that it reads. origin: of the request."""
 
     ranks: list[list[PartToLoad]]
     origin: Origin
 
 
-@dataclass
-class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
+class ChunksOfGroup(NamedTuple):
     """Chunks that the workers are to offer. keys: by part, as bytes. position: of the first in its chain."""
 
     keys: dict[int, bytes]
     position: int
 
 
+@dataclass
+class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
+    """Chunks that the workers are to offer, by group."""
+
+    groups: dict[int, ChunksOfGroup]
+
+
 class Found(NamedTuple):
-    """What the pool has of a request, and how many leading chunks in memory."""
+    """What the pool has of a request in memory. chunks: by group, the numbers of those that are leased."""
 
     match: JointMatch
-    chunks: int
+    chunks: dict[int, range]
+
+    def has(self, key: bytes, number: int | None) -> bool:
+        """Whether a chunk is leased. number: in its group."""
+        return number in self.chunks.get(get_offload_group_idx(key), ())
 
 
 @dataclass
 class Ask:
-    """A request's question to the pool. numbers: of the chunks that it asked for, in order.
+    """A request's question to the pool. first: the number of the first chunk that it asked for, by group.
 
     wait: for others, which compute some of them.
     """
 
-    numbers: dict[bytes, int]
+    keys: dict[int, list[bytes]]
+    first: dict[int, int]
     origin: Origin
     answer: Future[Found]
     wait: Wait | None = None
@@ -118,7 +141,7 @@ class Ask:
 
 @dataclass
 class Computing:
-    """What a request has to compute, and since when: chunks that the pool does not have.
+    """What a request has to compute, and since when: chunks of the first group that the pool does not have.
 
     match: by which others wait for them. missed: those that were not offered yet. offered: `complete_store` will tell.
     """
@@ -133,14 +156,15 @@ class Computing:
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
 
-    caches: by part of a chunk; none before `set_ranks`.
+    caches: by group and part of a chunk; none before `set_ranks`.
     """
 
     def __init__(self, pool: KVPool, arguments: dict[str, Any]) -> None:
-        """arguments: of `KVPool.cache`, less the part and its block_bytes, which the ranks tell."""
+        """arguments: of `KVPool.cache`, less what groups and ranks tell: part, block_tokens and block_bytes."""
         self._pool, self._arguments = pool, arguments
         self._ranks: list[Rank] = []
-        self.caches: dict[int, KVCache] = {}
+        self._groups: list[Group] = []
+        self.caches: dict[tuple[int, int], KVCache] = {}
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
@@ -148,9 +172,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._rate = 0.0  # tokens a second that requests got computed, lately
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
 
-    def set_ranks(self, ranks: list[Rank]) -> None:
-        """Where the ranks are, and what they have of a chunk. Until then nothing is looked up, nor stored."""
-        self._ranks = ranks
+    def set_ranks(self, ranks: list[Rank], groups: list[Group]) -> None:
+        """Where the ranks are, and what they have of a chunk of each group. Until then nothing is looked up or stored."""
+        self._ranks, self._groups = ranks, groups
         self.caches = self._make_caches()
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -164,9 +188,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         request = req_context.req_id
         if request in self._failed or not self.caches:
             return LookupResult.MISS
-        ask = self._asks.get(request)
+        ask, chain = self._asks.get(request), req_context.get_state(Chain)
         if ask is None:
-            ask = self._asks[request] = self._ask(key, req_context)
+            ask = self._asks[request] = self._ask(key, chain, request)
         if not ask.answer.done():
             return LookupResult.RETRY
         found = ask.answer.result()
@@ -174,22 +198,34 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._wait(ask, found.match.pending)
             return LookupResult.RETRY
         if not ask.counted:
-            ask.counted = True
-            self._counts[HITS] += found.chunks
-            missed = {key for key, number in ask.numbers.items() if number >= found.chunks}
-            self._computing[request] = Computing(time.monotonic(), found.match, missed)
-        return LookupResult.HIT if ask.numbers.get(key, NOT_ASKED) < found.chunks else LookupResult.MISS
+            self._count(request, ask, found)
+        return LookupResult.HIT if found.has(key, chain.number(key)) else LookupResult.MISS
+
+    def _count(self, request: str, ask: Ask, found: Found) -> None:
+        """Of an answer that is used: its hits, and what the request is to compute."""
+        group = self._groups[0].index
+        hits = found.chunks[group].stop - ask.first[group] if found.chunks else 0
+        ask.counted = True
+        self._counts[HITS] += hits
+        self._computing[request] = Computing(time.monotonic(), found.match, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
-        """What the workers need to read chunks that `lookup` found: a run. Leases last until `complete_load`."""
-        ask = self._asks[req_context.req_id]
+        """What the workers need to read chunks that `lookup` found: a run of each group, leased until `complete_load`."""
+        ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
-        first = ask.numbers[next(iter(keys))]
+        wanted = {index: _run(chain, of_group) for index, of_group in _by_group(keys).items()}
         match = ask.answer.result().match
-        match.count_saved(len(keys))
-        parts = (_part(match.leased(i, first, first + len(keys))) for i in itertools.count())
-        ranks = [list(itertools.islice(parts, len(rank.parts))) for rank in self._ranks]
-        return ChunksToLoad(ranks, req_context.get_state(Chain).origin)
+        match.count_saved(len(wanted.get(self._groups[0].index, ())) * self._groups[0].tokens)
+        ranks, part = [], itertools.count()  # in the order of `_parts`
+        for rank in self._ranks:
+            ranks.append(
+                [
+                    _part(group, number, match, next(part), wanted.get(group.group_idx, range(0)), ask)
+                    for group in self._groups
+                    for number in range(len(rank.parts))
+                ]
+            )
+        return ChunksToLoad([[part for part in parts if part.leased] for parts in ranks], chain.origin)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
@@ -197,14 +233,18 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
-        keys = list(keys) if self.caches else []
+        chain = req_context.get_state(Chain)
+        keys = [key for key in keys if chain.number(key) is not None] if self.caches else []
         if computing := self._computing.get(req_context.req_id):
-            offered = computing.missed.intersection(keys)
-            computing.missed -= offered
-            computing.offered |= offered
-        position = (req_context.get_state(Chain).number(keys[0]) or 0) if keys else 0
-        rows = {part: of_part.tobytes() for part, of_part in _keys(self.caches, keys).items()}
-        return PrepareStoreOutput(keys, ChunksToStore(rows, position), [])
+            stored = computing.missed.intersection(keys)
+            computing.missed -= stored
+            computing.offered |= stored
+        offered, groups = _by_group(keys), {}
+        for group in self._groups:
+            if of_group := offered.get(group.group_idx):
+                parts = {part: keys.tobytes() for part, keys in _keys(self.caches, group.group_idx, of_group).items()}
+                groups[group.place] = ChunksOfGroup(parts, _run(chain, of_group).start)
+        return PrepareStoreOutput(keys, ChunksToStore(groups), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
@@ -218,7 +258,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._end_if_done(req_context.req_id)
 
     def _measure(self, chunks: int, since: float) -> None:
-        rate = chunks * self._chunk_tokens / max(1e-3, time.monotonic() - since)
+        rate = chunks * self._groups[0].tokens / max(1e-3, time.monotonic() - since)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
         for cache in self.caches.values():
             cache.recompute_tokens_per_s = self._rate
@@ -275,38 +315,92 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 
-    @property
-    def _chunk_tokens(self) -> int:
-        return int(self._arguments["block_tokens"])
-
-    def _make_caches(self, revision: str = "") -> dict[int, KVCache]:
+    def _make_caches(self, revision: str = "") -> dict[tuple[int, int], KVCache]:
         """revision: added to the model's: the cache is another then."""
-        part_bytes = {part: rank.part_bytes for rank in self._ranks for part in rank.parts}
         arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + revision}
-        return {part: self._pool.cache(**arguments, part=part, block_bytes=part_bytes[part]) for part in part_bytes}
+        parts = 1 + max(part for rank in self._ranks for part in rank.parts)
+        return {
+            (group.group_idx, part): self._pool.cache(
+                **arguments,
+                block_tokens=group.tokens,
+                block_bytes=rank.part_bytes[group.place],
+                part=group.part(part, parts),
+            )
+            for rank in self._ranks
+            for part in rank.parts
+            for group in self._groups
+        }
 
-    def _ask(self, first: bytes, req_context: Any) -> Ask:
-        """Ask for the request's chunks from `first` on."""
-        chain: Chain = req_context.get_state(Chain)
+    def _ask(self, first: bytes, chain: Chain, request: str) -> Ask:
+        """Ask for the request's chunks from `first` on, and for those of the other groups that begin with it."""
         number = chain.number(first)
-        keys = [] if number is None else chain.keys[number:]
-        self._counts[ASKED] += len(keys)
-        if computing := self._computing.pop(req_context.req_id, None):  # preempted: who waits has no intent
+        tokens = {group.group_idx: group.tokens for group in self._groups}
+        start, step = (number or 0) * tokens[get_offload_group_idx(first)], lcm(*tokens.values())
+        begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
+        keys = {index: [] if number is None else chain.keys[index][begin[index] :] for index in tokens}
+        self._counts[ASKED] += len(keys[self._groups[0].index])
+        if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
             computing.match.end_intent()
-        numbers = {key: i for i, key in enumerate(keys)}
-        return Ask(numbers, chain.origin, self._submit(keys, chain.origin, wait=True))
+        return Ask(keys, begin, chain.origin, self._submit(keys, begin, chain.origin, wait=True))
 
-    def _submit(self, keys: list[bytes], origin: Origin, wait: bool) -> Future[Found]:
-        return self._threads.submit(_find, self.caches, self._ranks, keys, origin, wait)
+    def _submit(self, keys: dict[int, list[bytes]], first: dict[int, int], origin: Origin, wait: bool) -> Future[Found]:
+        return self._threads.submit(self._find, dict(self.caches), keys, first, origin, wait)
+
+    def _find(
+        self,
+        caches: dict[tuple[int, int], KVCache],
+        keys: dict[int, list[bytes]],
+        first: dict[int, int],
+        origin: Origin,
+        wait: bool,
+    ) -> Found:
+        """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss.
+
+        wait: lease nothing where others compute the next chunks.
+        """
+        cache, tokens = next(iter(caches.values())), 0
+        match = JointMatch(cache.session, self._parts(caches, keys, origin), cache.recompute_tokens_per_s, origin.id)
+        try:
+            with under(origin.headers):
+                tokens = match.ask(computes=True, wait=wait).fetch_external()
+        except Exception:
+            log.exception("a look-up failed")
+            match.end_intent()
+        if not tokens:
+            match.release()
+            return Found(match, {})
+        stops = {group.group_idx: first[group.group_idx] + tokens // group.tokens for group in self._groups}
+        found = {
+            group.group_idx: range(first[group.group_idx] + match.first(place), stops[group.group_idx])
+            for place, group in self._places()
+        }
+        return Found(match, found)
+
+    def _parts(
+        self, caches: dict[tuple[int, int], KVCache], keys: dict[int, list[bytes]], origin: Origin
+    ) -> list[Part]:
+        """What is asked for: of each rank and group the parts that it has, in this order."""
+        by_group = {index: _keys(caches, index, of_group, origin.salt) for index, of_group in keys.items()}
+        return [
+            Part(rank.memory, by_group[group.group_idx][part], group.window)
+            for rank in self._ranks
+            for group in self._groups
+            for part in rank.parts
+        ]
+
+    def _places(self) -> Iterator[tuple[int, Group]]:
+        """Of each group the place of one of its parts in `_parts`."""
+        of_group = len(self._ranks[0].parts)
+        return ((place * of_group, group) for place, group in enumerate(self._groups))
 
     def _wait(self, ask: Ask, pending: int) -> None:
         """Others compute so many chunks that the request asked for: ask again after a while."""
         if ask.wait is None:
             rate = next(iter(self.caches.values())).recompute_tokens_per_s
-            ask.wait = Wait(pending * self._chunk_tokens / rate)
+            ask.wait = Wait(pending * self._groups[0].tokens / rate)
             self._counts[WAITED] += 1
         if ask.wait.is_due():
-            ask.answer = self._submit(list(ask.numbers), ask.origin, wait=not ask.wait.is_over)
+            ask.answer = self._submit(ask.keys, ask.first, ask.origin, wait=not ask.wait.is_over)
 
     def _forget(self, request: str) -> None:
         ask = self._asks.pop(request, None)
@@ -316,30 +410,35 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 ask.answer.add_done_callback(lambda answer: answer.result().match.end_intent())
 
 
-def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes], origin: Origin, wait: bool) -> Found:
-    """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss.
-
-    wait: lease nothing where others compute the next chunks.
-    """
-    cache, by_part = next(iter(caches.values())), _keys(caches, keys, origin.salt)
-    parts = [Part(rank.memory, by_part[part]) for rank in ranks for part in rank.parts]
-    match, chunks = JointMatch(cache.session, parts, cache.recompute_tokens_per_s, origin.id), 0
-    try:
-        with under(origin.headers):
-            chunks = match.ask(computes=True, wait=wait).fetch_external()
-    except Exception:
-        log.exception("a look-up failed")
-        match.end_intent()
-    if not chunks:
-        match.release()
-    return Found(match, chunks)
+def _part(group: Group, number: int, match: JointMatch, part: int, chunks: range, ask: Ask) -> PartToLoad:
+    """Of a run of chunks. part: which of the match's."""
+    first = ask.first[group.group_idx]
+    leased = match.leased(part, chunks.start - first, chunks.stop - first) if chunks else []
+    away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.node).any() for piece in leased)
+    return PartToLoad(group.place, number, away, leased)
 
 
-def _part(leased: list[Leased]) -> PartToLoad:
-    return PartToLoad(any((np.frombuffer(part.source, LOCATION)["node"] != part.node).any() for part in leased), leased)
+def _run(chain: Chain, keys: list[bytes]) -> range:
+    """Their numbers."""
+    first = chain.number(keys[0])
+    assert first is not None
+    return range(first, first + len(keys))
 
 
-def _keys(caches: dict[int, KVCache], keys: list[bytes], salt: str | None = None) -> dict[int, Keys]:
-    """By part. salt: vLLM's hashes have it already; here it names the tenant."""
+def _by_group(keys: Collection[bytes]) -> dict[int, list[bytes]]:
+    groups: dict[int, list[bytes]] = {}
+    for key in keys:
+        groups.setdefault(get_offload_group_idx(key), []).append(key)
+    return groups
+
+
+def _keys(
+    caches: dict[tuple[int, int], KVCache], group: int, keys: list[bytes], salt: str | None = None
+) -> dict[int, Keys]:
+    """A group's, by part. salt: vLLM's hashes have it already; here it names the tenant."""
     hashes, tenant = [get_offload_block_hash(key) for key in keys], tenant_of(salt)
-    return {part: Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant)) for part, cache in caches.items()}
+    return {
+        part: Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant))
+        for (index, part), cache in caches.items()
+        if index == group
+    }

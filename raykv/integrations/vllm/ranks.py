@@ -24,12 +24,12 @@ class Rank(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What a worker tells the scheduler's side, in vLLM's handshake.
 
     memory: what the directory calls the memory that it reads and writes, on the node that it runs on. parts: of a
-    chunk, those that it has. part_bytes: of one of them.
+    chunk, those that it has. part_bytes: of one of them, by KV cache group.
     """
 
     memory: str
     parts: tuple[int, ...]
-    part_bytes: int
+    part_bytes: tuple[int, ...]
 
 
 class Cut(NamedTuple):

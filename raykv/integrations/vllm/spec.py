@@ -6,7 +6,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from raykv.integrations.vllm.manager import METRICS, RayKVManager
 from raykv.integrations.vllm.node import attach
-from raykv.integrations.vllm.worker import RayKVWorker
+from raykv.integrations.vllm.worker import RayKVWorker, pages_of
 
 
 class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
@@ -16,10 +16,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """config: vLLM's, with what `RayKVConnector` added to its extra configuration."""
         super().__init__(config)
         self._pool = self.extra_config.get("pool", "default")
-        self._arguments = {
-            **self.extra_config["cache"],
-            "block_tokens": self.tokens_per_block[0] * self.blocks_per_chunk,
-        }
+        self._arguments: dict[str, Any] = self.extra_config["cache"]
         self._manager: RayKVManager | None = None
         self._worker: RayKVWorker | None = None
 
@@ -42,8 +39,19 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         if self._worker is None:
             device, rank = kv_caches.tensors[0].tensor.device, self.config.parallel.rank
             pool = attach(self._pool, None if device.type == "cpu" else str(device))
-            parts, stores = self.extra_config["parts"][rank], self.extra_config["stores"][rank]
-            part_bytes = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk // len(parts)
-            caches = {part: pool.cache(**self._arguments, part=part, block_bytes=part_bytes) for part in parts}
-            self._worker = RayKVWorker(pool, caches, rank, kv_caches, self.blocks_per_chunk, stores)
+            parts, stores = self.extra_config["parts"], self.extra_config["stores"][rank]
+            pages, in_all = pages_of(kv_caches), 1 + max(map(max, parts))
+            caches = [
+                {
+                    part: pool.cache(
+                        **self._arguments,
+                        block_tokens=tokens * self.blocks_per_chunk,
+                        block_bytes=of_group.bytes * self.blocks_per_chunk // len(parts[rank]),
+                        part=index * in_all + part,
+                    )
+                    for part in parts[rank]
+                }
+                for index, (of_group, tokens) in enumerate(zip(pages, self.tokens_per_block, strict=True))
+            ]
+            self._worker = RayKVWorker(pool, caches, rank, pages, self.blocks_per_chunk, stores)
         return self._worker

@@ -14,7 +14,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,11 +24,11 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from raykv.arena.buffers import Rows, rows_of
 from raykv.client.cache import KVCache
 from raykv.client.hits import found_tokens
-from raykv.client.lease import Lease, Leased
+from raykv.client.lease import Lease
 from raykv.client.pool import KVPool
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
-from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, Origin
+from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.ranks import Rank
 from raykv.keys import Keys, tenant_of
 from raykv.metrics.span import under
@@ -61,6 +61,46 @@ class Job:
             self.ready.synchronize()
 
 
+class Run(NamedTuple):
+    """The engine's blocks of one group, of a job. skipped: blocks of the first chunk that come before them."""
+
+    group: int
+    ids: NDArray[np.int64]
+    skipped: int
+    per_chunk: int
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks they fill, or begin."""
+        return -(-(self.skipped + len(self.ids)) // self.per_chunk)
+
+    def whole(self) -> Run:
+        """Without the blocks of a chunk that begins before them."""
+        return self._replace(ids=self.ids[self.per_chunk - self.skipped :], skipped=0)
+
+
+class Offer(NamedTuple):
+    """Slots for a part of chunks. number: of the part, among those that the rank has."""
+
+    run: Run
+    number: int
+    reservation: Reservation
+
+
+def pages_of(kv_caches: Any) -> list[Rows]:
+    """Of each group the engine's blocks: row i has the pages of block i in all of the group's layers.
+
+    kv_caches: vLLM's canonical KV caches. Groups may have the same memory. ImportError where it is on a GPU and CuPy is
+    not installed.
+    """
+    tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
+    return [
+        # without a stream: jobs wait for what was submitted before them
+        replace(rows_of([tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]), stream=None)
+        for refs in kv_caches.group_data_refs
+    ]
+
+
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     """Loads and stores chunks in threads of its own. Reports success of every job: `take_failed` names the others.
 
@@ -70,38 +110,28 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(
         self,
         pool: KVPool,
-        caches: dict[int, KVCache],
+        caches: list[dict[int, KVCache]],
         rank: int,
-        kv_caches: Any,
+        pages: list[Rows],
         blocks_per_chunk: int,
         stores: bool = True,
     ) -> None:
-        """caches: by part of a chunk, those that this rank has: equal pieces of every page of `kv_caches`, in order.
+        """pages: of each group the engine's blocks, see `pages_of`. caches: of each group those of the parts of a chunk
+        that this rank has: equal pieces of every page, in order.
 
         stores: this rank offers what it has; without it another does, which has the same bytes.
-
-        ValueError if they don't add up to its pages. ImportError where those are on a GPU and CuPy is not installed.
         """
-        tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
-        self._pages = replace(rows_of(tensors), stream=None)  # jobs wait for what was submitted before them
-        chunk_bytes = self._pages.bytes * blocks_per_chunk
-        block_bytes = sum(cache.block_bytes for cache in caches.values())
-        if chunk_bytes != block_bytes:
-            raise ValueError(
-                f"a chunk has {chunk_bytes} bytes of KV tensors, but vLLM said {block_bytes}: a layout of the "
-                f"KV cache that raykv does not know; leave kv_transfer_config out"
-            )
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
-        self._writes = stores
-        self.rank = Rank(pool.session.memory_name, tuple(caches), chunk_bytes // len(caches))
-        length = int(self._pages.lengths.max())
-        self._spare = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)  # for what is not wanted
+        self._pages, self._writes, self._device = pages, stores, pages[0].device
+        sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
+        self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes)
+        self._spare = _spare(pages)
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
         if pool.session.local is not None:
-            self._loads.submit(pool.session.local.arena.populate, self._pages.device)
+            self._loads.submit(pool.session.local.arena.populate, self._device)
         self._jobs: dict[int, Job] = {}
         self._mutex = threading.Lock()  # guards the state of every job
         self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
@@ -174,29 +204,49 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if job.state == "done":
             return
         try:
-            reserved = [self._reserve(part, source, target) for part in self._caches]
-            if any(map(len, reserved)) and self._begin(job):
+            offers = [offer for run in self._runs(source) for offer in self._offers(run, target)]
+            if any(len(offer.reservation) for offer in offers) and self._begin(job):
                 job.wait()
-                for number, reservation in enumerate(reserved):
-                    if len(reservation):
-                        chunks = len(source.block_ids) // self._per_chunk
-                        reservation.copy_in(self._rows(source, chunks, number))
-                        size += len(reservation) * self.rank.part_bytes
-                        self._commits.submit(self._commit, reservation)
+                for offer in offers:
+                    if len(offer.reservation):
+                        offer.reservation.copy_in(self._rows(offer.run, offer.run.chunks, offer.number))
+                        size += len(offer.reservation) * self.rank.part_bytes[offer.run.group]
+                        self._commits.submit(self._commit, offer.reservation)
             else:
-                for reservation in reserved:
-                    reservation.release()
+                for offer in offers:
+                    offer.reservation.release()
         except Exception:  # the engine goes on: its blocks are not in the pool, that is all
             log.exception("pool %s: a store failed", self._pool.name)
         self._finish(job, job.state, size)
 
-    def _reserve(self, part: int, source: Any, target: ChunksToStore) -> Reservation:
-        """Slots for a part of chunks, on this node where it has room."""
-        cache = self._caches[part]
-        keys = Keys(_rows_of_keys(target.keys[part]), cache.id)  # made in the scheduler's process
-        if len(source.block_ids) != len(keys) * self._per_chunk:
-            raise ValueError(f"{len(source.block_ids)} blocks for {len(keys)} chunks of {self._per_chunk}")
-        return cache.reserve(keys, target.position)
+    def _runs(self, spec: Any) -> list[Run]:
+        """The engine's blocks of a job, by group."""
+        ids, ends = spec.block_ids.astype(np.int64), np.cumsum(spec.group_sizes)
+        return [
+            Run(group, ids[end - size : end], first % self._per_chunk, self._per_chunk)
+            for group, (end, size, first) in enumerate(
+                zip(ends.tolist(), spec.group_sizes, spec.block_indices, strict=True)
+            )
+            if size
+        ]
+
+    def _offers(self, run: Run, target: ChunksToStore) -> list[Offer]:
+        """Slots for the parts of a group's chunks, on this node where it has room. None for a group with a gap.
+
+        A window has let go of the blocks before it: a chunk that begins with such blocks is left out.
+        """
+        chunks = target.groups[run.group]
+        keys, position, left_out = chunks.keys, chunks.position, 0
+        if run.skipped:
+            run, left_out = run.whole(), 1
+        if run.chunks * run.per_chunk != len(run.ids) or run.chunks + left_out != _count(keys):
+            return []
+        caches = self._caches[run.group]
+        reserved = [
+            cache.reserve(Keys(_rows_of_keys(keys[part])[left_out:], cache.id), position + left_out)
+            for part, cache in caches.items()
+        ]
+        return [Offer(run, number, reservation) for number, reservation in enumerate(reserved)]
 
     def _commit(self, reservation: Reservation) -> None:
         try:
@@ -220,25 +270,25 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _read(self, source: ChunksToLoad, target: Any) -> int:
         """Bytes read: of all chunks, or 0 if one of them does not come."""
-        size = 0
-        for number, part in enumerate(source.ranks[self._number]):
-            read = self._read_part(part.leased, target, number, source.origin)
+        size, runs = 0, {run.group: run for run in self._runs(target)}
+        for part in source.ranks[self._number]:
+            read = self._read_part(part, runs[part.group], source.origin)
             if not read:
                 return 0
             size += read
         return size
 
-    def _read_part(self, leased: list[Leased], target: Any, number: int, origin: Origin) -> int:
-        """The same, of the part of this number among those that this rank has."""
-        session, done = self._pool.session, 0
-        rows = self._rows(target, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), number)
+    def _read_part(self, part: PartToLoad, run: Run, origin: Origin) -> int:
+        """The same, of one part."""
+        session, done, leased = self._pool.session, 0, part.leased
+        rows = self._rows(run, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), part.number)
         # not by index: a new directory has others
         if session.local is None or any(session.local.arena.nonce != blocks.nonce for blocks in leased):
             session.refresh()
             session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
-        leases = [Lease.borrowed(session, self.rank.part_bytes, blocks) for blocks in leased]
-        record = self._record(leased, leases, origin)
+        leases = [Lease.borrowed(session, self.rank.part_bytes[part.group], blocks) for blocks in leased]
+        record = self._record(part, leases, origin)
         for lease in leases:
             lease.record = record
             count = lease.read(rows[done : done + len(lease)], verify=False)
@@ -250,29 +300,27 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             session.directory.report(record.line(session.node_id))
         return rows.bytes * done if done == len(rows) else 0
 
-    def _record(self, leased: list[Leased], leases: list[Lease], origin: Origin) -> RequestRecord | None:
+    def _record(self, part: PartToLoad, leases: list[Lease], origin: Origin) -> RequestRecord | None:
         """Of a read, if somebody follows requests."""
-        if not any(blocks.followed for blocks in leased):
+        if not any(blocks.followed for blocks in part.leased):
             return None
-        cache = next(iter(self._caches.values())).id._replace(tenant=tenant_of(origin.salt))
+        cache = next(iter(self._caches[part.group].values())).id._replace(tenant=tenant_of(origin.salt))
         found = found_tokens(leases, cache)
-        name = lease_name(leased[0].owner, leased[0].lease)
+        name = lease_name(part.leased[0].owner, part.leased[0].lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
 
-    def _rows(self, spec: Any, chunks: int, number: int) -> Rows:
+    def _rows(self, run: Run, chunks: int, number: int) -> Rows:
         """The engine's blocks as rows of a part of chunks. A load may want only a part of the first and last chunk."""
-        ids: NDArray[np.int64] = spec.block_ids.astype(np.int64)
-        skipped = spec.block_indices[0] % self._per_chunk
-        lengths = self._pages.lengths // len(self._caches)
-        wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), self._spare.data_ptr())
-        wanted[skipped : skipped + len(ids)] = self._pages.addresses[ids] + number * lengths
-        memory = (self._pages, self._spare)
-        lengths = np.tile(lengths, self._per_chunk)
-        return Rows(wanted.reshape(chunks, -1), lengths, memory, writable=True, device=self._pages.device)
+        pages, per_chunk = self._pages[run.group], self._per_chunk
+        lengths = pages.lengths // len(self._caches[run.group])
+        wanted = np.full((chunks * per_chunk, pages.addresses.shape[1]), self._spare.data_ptr())
+        wanted[run.skipped : run.skipped + len(run.ids)] = pages.addresses[run.ids] + number * lengths
+        memory = (pages, self._spare)
+        return Rows(wanted.reshape(chunks, -1), np.tile(lengths, per_chunk), memory, writable=True, device=self._device)
 
     def _mark(self) -> Any:
         """A CUDA event after the work that this thread's stream has now. None where the pages are in host memory."""
-        if self._pages.device is None:
+        if self._device is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
@@ -298,3 +346,15 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
 def _rows_of_keys(data: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _count(keys: dict[int, bytes]) -> int:
+    """How many chunks these are keys of, by part."""
+    return len(next(iter(keys.values()))) // KEY_BYTES
+
+
+def _spare(pages: list[Rows]) -> torch.Tensor:
+    """Memory for the longest page, where what is not wanted goes."""
+    length = max(int(of_group.lengths.max()) for of_group in pages)
+    tensors: Any = pages[0].memory
+    return torch.empty(length, dtype=torch.uint8, device=tensors[0].device)

@@ -130,9 +130,7 @@ class Readers(GpuDemotion):
         found = [self.best(key, self.index_of(request.node))[0] for key in wanted]
         return found.index(None) if None in found else len(found)
 
-    def pending(
-        self, client: int, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]], ready: int
-    ) -> int:
+    def pending(self, client: int, requests: tuple[MatchRequest, ...], wanted: list[list[bytes]], ready: int) -> int:
         """How many of the first part's blocks, after those before token `ready`, are written or computed by others."""
 
         def comes(request: MatchRequest, key: bytes) -> bool:

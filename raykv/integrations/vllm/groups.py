@@ -1,0 +1,87 @@
+"""The KV cache groups of a model: layers whose chunks are looked up, stored and evicted together.
+
+A layer of full attention reads every chunk of a prefix, one that attends to a sliding window the last ones, and a state
+(Mamba, gated delta nets, short convolutions) is the last chunk alone. So each group is a cache of its own in the pool,
+and vLLM asks for a chunk of a group by its hash and the index of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+SUPPORTED = (  # by name: a subclass may mean something else
+    *("FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec"),
+    *("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
+)
+
+
+class Group(NamedTuple):
+    """group_idx: what vLLM's keys call it. place: among those that are offloaded.
+
+    tokens: of a chunk. window: how many last chunks of a prefix are read; 0: all.
+    """
+
+    group_idx: int
+    place: int
+    tokens: int
+    window: int
+
+    def part(self, number: int, parts: int) -> int:
+        """Which part of the pool's cache that part of its chunks is. parts: of a chunk, in all."""
+        return self.place * parts + number
+
+
+def groups_of(configs: Sequence[Any]) -> list[Group]:
+    """Of vLLM's `kv_group_configs`, those of which all chunks are read first."""
+    found = [
+        Group(config.group_idx, place, config.tokens_per_chunk, config.sliding_window_size_in_chunks or 0)
+        for place, config in enumerate(configs)
+    ]
+    return sorted(found, key=lambda group: group.window > 0)
+
+
+def unsupported(spec: Any) -> set[str]:
+    """Names of the kinds of pages in a group that are not KV which depends on nothing but the tokens before."""
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return {type(one).__name__ for one in specs}.difference(SUPPORTED)
+
+
+def is_latent(spec: Any) -> bool:
+    """Whether every tensor-parallel rank has the same pages."""
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return all(isinstance(one, MLAAttentionSpec) for one in specs)
+
+
+def blocks_within(spec: Any) -> int:
+    """How many blocks a chunk may have at most: a longer one would never lie whole in a window, nor be a state; 0: any.
+
+    vLLM lets go of what is before a window while the next chunk is being filled.
+    """
+    if isinstance(spec, MambaSpec):
+        return 1
+    if isinstance(spec, (SlidingWindowSpec, ChunkedLocalAttentionSpec)):
+        return max(1, _window(spec) // spec.block_size)
+    return 0
+
+
+def _window(spec: Any) -> int:
+    """How many last tokens a group reads; 0: all, or a state."""
+    return int(getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0)
+
+
+def names(groups: Sequence[Any]) -> str:
+    """What tells these groups from others of the same model, which other options make. groups: vLLM's."""
+    return ";".join(
+        f"{type(group.kv_cache_spec).__name__},{group.kv_cache_spec.block_size},{_window(group.kv_cache_spec)},"
+        f"{','.join(group.layer_names)}"
+        for group in groups
+    )
