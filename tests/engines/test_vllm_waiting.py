@@ -116,9 +116,7 @@ def test_nobody_waits_for_what_is_not_computed_any_more(engines: tuple[Engine, E
         one.manager.reset_cache()
     elif end == "asks again":  # preempted, and now of another prompt's keys
         one.manager.release_unused(first.req_id)
-        first._offload_key_positions.clear()
-        first.set_offload_key_position(KEYS[0], TOKENS)
-        one.manager.lookup(KEYS[0], first)
+        one.manager.lookup(KEYS[0], request(first.req_id, KEYS[:1]))
     else:
         one.close()
     if end == "asks again":
