@@ -22,10 +22,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 import torch
 from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.connector import check
-from raykv.integrations.vllm.manager import FAILED, HITS, Chain, ChunksToStore, Origin, RayKVManager
+from raykv.integrations.vllm.manager import FAILED, HITS, ChunksToStore, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.worker import RayKVWorker
 
@@ -282,9 +283,8 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
 
     def ask(first: int) -> bool:
         """Whether the pool has what a new request's engine does not: all chunks from that one on."""
-        context = ReqContext(f"request {len(contexts)}")
+        context = request(f"request {len(contexts)}", keys)
         contexts.append(context)
-        context.set_state(Chain(keys, Origin(context.req_id)))
         answers = iter(lambda: manager.lookup(keys[first], context), None)
         found = next(answer for answer in answers if answer is not LookupResult.RETRY)
         manager.prepare_store(keys, context)

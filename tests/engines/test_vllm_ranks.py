@@ -20,6 +20,7 @@ from raykv.client.lease import Lease, Leased
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
+from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.manager import RayKVManager
@@ -41,8 +42,6 @@ def manager(start: Callable[..., raykv.KVPool], patiently: None) -> Iterator[Ray
 
 def ask(manager: RayKVManager, context: ReqContext) -> int:
     """How many leading chunks are hits."""
-    for i, key in enumerate(KEYS):
-        context.set_offload_key_position(key, 16 * (i + 1))
 
     def answered() -> list[LookupResult]:
         answers = [manager.lookup(key, context) for key in KEYS]
@@ -70,7 +69,7 @@ def test_one_question_for_all_ranks_whose_blocks_are_on_several_nodes(
         return send(self, kind, method, *request, **how)
 
     monkeypatch.setattr(DirectoryClient, "_send", spied)
-    context = ReqContext("one")
+    context = request("one", KEYS)
     assert ask(manager, context) == 7
     assert calls["match_parts"] == 1 and calls["match"] == 0
     load = manager.prepare_load(KEYS[2:7], context)
@@ -91,7 +90,7 @@ def test_what_all_ranks_have_is_stored_once_and_read_on_every_node(manager: RayK
     actors = [worker(pool, node, Storing) for node in (here, there, there)]
     assert ray.get(actors[1].put.remote(0, BYTES[0], 9), timeout=60) == 9
     assert pool.stats()["keys"] == 9
-    context = ReqContext("latent")
+    context = request("latent", KEYS)
     assert ask(manager, context) == 9
     load = manager.prepare_load(KEYS[:9], context)
     assert [part.away for (part,) in load.ranks] == [True, False, False]
@@ -104,7 +103,7 @@ def test_what_all_ranks_have_is_stored_once_and_read_on_every_node(manager: RayK
 
 
 def test_nothing_is_asked_or_stored_before_the_workers_told_where_they_are(manager: RayKVManager) -> None:
-    context = ReqContext("early")
+    context = request("early", KEYS)
     assert ask(manager, context) == 0
     assert manager.prepare_store(KEYS, context).keys_to_store == []
     manager.on_request_finished(context)

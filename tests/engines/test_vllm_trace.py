@@ -18,9 +18,10 @@ from raykv.keys import tenant_of
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
+from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
-from raykv.integrations.vllm.manager import Chain, Origin, RayKVManager
+from raykv.integrations.vllm.manager import RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.worker import RayKVWorker
 
@@ -49,8 +50,7 @@ class Scheduler(Worker):
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         trace.set_tracer_provider(provider)
         keys = [make_offload_key(each, 0) for each in HASHES]
-        context = ReqContext("a request")
-        context.set_state(Chain(keys, Origin("a request", HEADERS, "acme")))
+        context = request("a request", keys, HEADERS, "acme")
         manager = RayKVManager(raykv.attach(self.pool.name), {"model": "m", "block_tokens": 16})
         manager.set_ranks([Rank(self.pool.session.memory_name, (0,), CHUNK)])
         found = [eventually(lambda key=key: _answer(manager, key, context)) for key in keys]  # type: ignore[misc]

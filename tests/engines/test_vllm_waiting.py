@@ -13,6 +13,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
+from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.manager import WAITED, RayKVManager
@@ -36,12 +37,9 @@ class Engine:
         self.cache.recompute_tokens_per_s = FOREVER
         self.requests = 0
 
-    def request(self, keys: list[Any] = KEYS) -> ReqContext:
+    def begin(self, keys: list[Any] = KEYS) -> ReqContext:
         self.requests += 1
-        context = ReqContext(f"request {self.requests}")
-        for i, key in enumerate(keys):
-            context.set_offload_key_position(key, TOKENS * (i + 1))
-        return context
+        return request(f"request {self.requests}", keys)
 
     def ask(self, context: ReqContext) -> LookupResult:
         """About the first chunk; the answer of the directory if there is one."""
@@ -81,7 +79,7 @@ def engines(start: Callable[..., raykv.KVPool]) -> Iterator[tuple[Engine, Engine
 
 def test_one_computes_and_the_other_reads(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
-    first, second = one.request(), two.request()
+    first, second = one.begin(), two.begin()
     assert one.told(first) == [MISS] * 12 and two.waits(second)
     one.manager.prepare_store(KEYS, first)
     one.manager.on_request_finished(first)
@@ -96,17 +94,17 @@ def test_one_computes_and_the_other_reads(engines: tuple[Engine, Engine]) -> Non
 
 def test_who_waited_computes_what_the_other_does_not(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
-    first, second = one.request(KEYS[:5]), two.request()
+    first, second = one.begin(KEYS[:5]), two.begin()
     assert one.told(first)[:5] == [MISS] * 5 and two.waits(second)
     one.store(KEYS[:5])
     assert two.told(second) == [HIT] * 5 + [MISS] * 7
-    assert one.waits(one.request()), "the rest is the other one's"
+    assert one.waits(one.begin()), "the rest is the other one's"
 
 
 @pytest.mark.parametrize("end", ["aborted", "not stored", "reset", "asks again", "closed"])
 def test_nobody_waits_for_what_is_not_computed_any_more(engines: tuple[Engine, Engine], end: str) -> None:
     one, two = engines
-    first, second = one.request(), two.request()
+    first, second = one.begin(), two.begin()
     assert one.told(first) == [MISS] * 12 and two.waits(second)
     if end == "aborted":
         one.manager.on_request_finished(first)
@@ -118,9 +116,7 @@ def test_nobody_waits_for_what_is_not_computed_any_more(engines: tuple[Engine, E
         one.manager.reset_cache()
     elif end == "asks again":  # preempted, and now of another prompt's keys
         one.manager.release_unused(first.req_id)
-        first._offload_key_positions.clear()
-        first.set_offload_key_position(KEYS[0], TOKENS)
-        one.manager.lookup(KEYS[0], first)
+        one.manager.lookup(KEYS[0], request(first.req_id, KEYS[:1]))
     else:
         one.close()
     if end == "asks again":
@@ -133,9 +129,9 @@ def test_nobody_waits_for_what_is_not_computed_any_more(engines: tuple[Engine, E
 
 def test_an_engine_that_says_nothing_is_waited_for_as_long_as_computing_takes(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
-    assert one.told(one.request()) == [MISS] * 12
+    assert one.told(one.begin()) == [MISS] * 12
     two.cache.recompute_tokens_per_s = AT_ONCE
-    second = two.request()
+    second = two.begin()
     assert two.told(second) == [MISS] * 12
     assert one.pool.stats()["intents"] == 1, "it is still the first one's"
 
@@ -143,10 +139,10 @@ def test_an_engine_that_says_nothing_is_waited_for_as_long_as_computing_takes(en
 def test_engines_that_are_asked_in_another_order_do_not_wait_for_each_other(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     others = [make_offload_key(bytes([100 + i]) * 32, 0) for i in range(12)]
-    one.told(one.request())
-    theirs = two.request(others)
+    one.told(one.begin())
+    theirs = two.begin(others)
     eventually(lambda: two.manager.lookup(others[0], theirs) is MISS)
-    mine, again = one.request(others), two.request()
+    mine, again = one.begin(others), two.begin()
     eventually(lambda: one.manager.lookup(others[0], mine) is RETRY and one.manager._asks[mine.req_id].wait is not None)
     assert two.waits(again)
     one.store(KEYS)

@@ -276,6 +276,7 @@ def test_verdicts_of_blocks_that_were_not_copied(
     local: Any = object.__new__(LocalStore)
     local.arena, lease._store = host, local
     lease._session = SimpleNamespace(directory=directory, local=None if replaced else local)
+    lease.record = None
     assert not lease._copy(at, keys, rows, False).any()
     assert (directory.faults, directory.blamed) == (faults, blamed)
     host.close(unlink=True)
