@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one call leased. tokens: up to where. firsts, leases: by part, the number of its first block, and its lease."""
+    """What one call leased, up to `tokens`. firsts, leases: by part, the number of its first block, and its lease."""
 
     tokens: int
     firsts: list[int]
@@ -44,7 +44,7 @@ class JointMatch:
     """
 
     def __init__(self, session: Session, parts: Sequence[Part], tokens_per_s: float, request: str = "") -> None:
-        """Nothing is leased before `ask`. parts: at least one; equally many blocks where these have equally many tokens.
+        """Nothing is leased before `ask`. parts: at least one; equally many blocks where they have as many tokens.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. request: the engine's
         name of what this is for.

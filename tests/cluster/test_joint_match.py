@@ -53,7 +53,7 @@ def test_the_stores_of_the_readers_nodes_bring_what_only_a_tier_has(
 
     eventually(only_in_the_tier)
     match = JointMatch(pool.session, [Part(node, keys) for node in nodes], 20.0).ask()
-    assert match.num_blocks == match.fetch_external() == BLOCKS
+    assert match.tokens == match.fetch_external() == BLOCKS * 16
     for part, reader in enumerate(readers):
         (leased,) = match.leased(part, 0, BLOCKS)
         assert (np.frombuffer(leased.source, LOCATION)["node"] == leased.node).all()

@@ -23,10 +23,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 import torch
 from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
 from helpers.vllm_request import request
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
+from raykv.arena.buffers import rows_of
 from raykv.integrations.vllm.connector import check
-from raykv.integrations.vllm.manager import FAILED, HITS, ChunksToStore, RayKVManager
+from raykv.integrations.vllm.groups import Group
+from raykv.integrations.vllm.manager import FAILED, HITS, ChunksOfGroup, ChunksToStore, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.worker import RayKVWorker
 
@@ -217,12 +219,14 @@ def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KV
     pool = start()
     pages = torch.zeros((8, MIB), dtype=torch.int8)
     cache = pool.cache(model="m", block_tokens=16, block_bytes=MIB)
-    worker = RayKVWorker(pool, {0: cache}, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
-    source = SimpleNamespace(block_ids=np.arange(4), block_indices=[0])
+    worker = RayKVWorker(pool, [{0: cache}], 0, [rows_of([pages.view(torch.uint8)])], 1)
+    source = GPULoadStoreSpec([*range(4)], [4], [0])
     stopped = pid(part(pool, "directory"))
     suspend(stopped)
     try:
-        assert worker.submit_store(1, source, ChunksToStore({0: cache.keys(np.arange(64)).tobytes()}, 0))
+        assert worker.submit_store(
+            1, source, ChunksToStore({0: ChunksOfGroup({0: cache.keys(np.arange(64)).tobytes()}, 0)})
+        )
         begin = time.monotonic()
         worker.wait({1})
         assert time.monotonic() - begin < 0.2
@@ -275,9 +279,9 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
 ) -> None:
     """Not from what it had itself, nor from what the pool had, nor before it was done."""
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
-    manager = RayKVManager(pool, {"model": "m", "block_tokens": 16})
-    manager.set_ranks([Rank(pool.session.memory_name, (0,), 4096)])
-    cache = manager.caches[0]
+    manager = RayKVManager(pool, {"model": "m"})
+    manager.set_ranks([Rank(pool.session.memory_name, (0,), (4096,))], [Group(0, 0, 16, 0)])
+    cache = manager.caches[0, 0]
     unknown, keys = cache.recompute_tokens_per_s, [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
     contexts: list[ReqContext] = []
 

@@ -18,8 +18,8 @@ import raykv
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.client.joint_match import JointMatch, Part
-from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, Origin, PartToLoad
-from raykv.integrations.vllm.worker import RayKVWorker
+from raykv.integrations.vllm.manager import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.worker import RayKVWorker, pages_of
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
 LAYERS, PAGES, PAGE, PER_CHUNK = 3, 32, 8 << 10, 4
@@ -36,6 +36,10 @@ class Tensor:
         self.__cuda_array_interface__ = self.array.__cuda_array_interface__
 
     def view(self, dtype: torch.dtype) -> "Tensor":
+        return self
+
+    def __getitem__(self, which: tuple[slice, slice]) -> "Tensor":
+        assert which == (slice(None), slice(PAGE)), "the whole page"
         return self
 
 
@@ -82,9 +86,12 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     """In order after the engine's kernels, into pinned memory, in one launch a job."""
     content = np.random.default_rng(0).integers(0, 256, (LAYERS, PAGES, PAGE), np.uint8)
     tensors = [Tensor(np.zeros((PAGES, PAGE), np.uint8)) for _ in range(LAYERS)]
-    caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=tensor) for tensor in tensors])
+    canonical = SimpleNamespace(
+        tensors=[SimpleNamespace(tensor=tensor) for tensor in tensors],
+        group_data_refs=[[SimpleNamespace(tensor_idx=i, page_size_bytes=PAGE) for i in range(LAYERS)]],
+    )
     cache = pool.cache(model="m", block_tokens=16, block_bytes=CHUNK)
-    worker = RayKVWorker(pool, {0: cache}, 0, caches, PER_CHUNK)
+    worker = RayKVWorker(pool, [{0: cache}], 0, pages_of(canonical), PER_CHUNK)
     launches: list[int] = []
     copy = devices.Device.copy
 
@@ -104,7 +111,9 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     Event.work = [compute]
     keys = cache.keys(tokens(1, 4))
     ids = np.random.default_rng(1).permutation(PAGES)[: 4 * PER_CHUNK]
-    worker.submit_store(1, GPULoadStoreSpec(ids.tolist(), [len(ids)], [0]), ChunksToStore({0: keys.tobytes()}, 0))
+    worker.submit_store(
+        1, GPULoadStoreSpec(ids.tolist(), [len(ids)], [0]), ChunksToStore({0: ChunksOfGroup({0: keys.tobytes()}, 0)})
+    )
     finished(worker, 1)
     wanted = content[:, ids].reshape(LAYERS, 4, PER_CHUNK, PAGE).transpose(1, 2, 0, 3).reshape(4, CHUNK)
     out = np.zeros_like(wanted)
@@ -117,7 +126,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
     assert (out == wanted).all()
     other = np.setdiff1d(np.arange(PAGES), ids)[: 4 * PER_CHUNK]
     match = JointMatch(pool.session, [Part(worker.rank.memory, keys)], 1e4).ask()
-    load = ChunksToLoad([[PartToLoad(False, match.leased(0, 0, 4))]], Origin("r"))
+    load = ChunksToLoad([[PartToLoad(0, 0, False, match.leased(0, 0, 4))]], Origin("r"))
     worker.submit_load(2, load, GPULoadStoreSpec(other.tolist(), [len(other)], [0]))
     finished(worker, 2)
     match.release()

@@ -23,6 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
+from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.manager import RayKVManager
 from raykv.integrations.vllm.ranks import Rank, in_order
 
@@ -30,12 +31,13 @@ BYTES = (4096, 8192)  # of a part: stages of a pipeline may have different numbe
 HASHES = [bytes([i]) * 32 for i in range(12)]
 KEYS = [make_offload_key(one, 0) for one in HASHES]
 ARGUMENTS: dict[str, Any] = {"model": "m", "block_tokens": 16}
+GROUPS = [Group(0, 0, 16, 0)]
 
 
 @pytest.fixture
 def manager(start: Callable[..., raykv.KVPool], patiently: None) -> Iterator[RayKVManager]:
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
-    manager = RayKVManager(pool, ARGUMENTS)
+    manager = RayKVManager(pool, {"model": "m"})
     yield manager
     manager.shutdown()
 
@@ -55,7 +57,7 @@ def test_one_question_for_all_ranks_whose_blocks_are_on_several_nodes(
 ) -> None:
     pool = manager._pool
     here, there = pool.node_id, other_node(pool)
-    manager.set_ranks([Rank(here, (0,), BYTES[0]), Rank(there, (1,), BYTES[1])])
+    manager.set_ranks([Rank(here, (0,), BYTES[:1]), Rank(there, (1,), BYTES[1:])], GROUPS)
     writers = {0: here, 1: there}
     for part, count in ((0, 12), (1, 7)):
         actor = worker(pool, writers[part], Storing)
@@ -86,7 +88,7 @@ def test_one_question_for_all_ranks_whose_blocks_are_on_several_nodes(
 def test_what_all_ranks_have_is_stored_once_and_read_on_every_node(manager: RayKVManager) -> None:
     pool = manager._pool
     here, there = pool.node_id, other_node(pool)
-    manager.set_ranks([Rank(node, (0,), BYTES[0]) for node in (here, there, there)])
+    manager.set_ranks([Rank(node, (0,), BYTES[:1]) for node in (here, there, there)], GROUPS)
     actors = [worker(pool, node, Storing) for node in (here, there, there)]
     assert ray.get(actors[1].put.remote(0, BYTES[0], 9), timeout=60) == 9
     assert pool.stats()["keys"] == 9
@@ -110,7 +112,7 @@ def test_nothing_is_asked_or_stored_before_the_workers_told_where_they_are(manag
 
 
 def test_stages_of_a_pipeline_are_parts_in_the_order_of_ranks() -> None:
-    told = {(stage, rank): Rank(f"n{stage}{rank}", (2 * stage + rank,), 1) for stage in (1, 0) for rank in (1, 0)}
+    told = {(stage, rank): Rank(f"n{stage}{rank}", (2 * stage + rank,), (1,)) for stage in (1, 0) for rank in (1, 0)}
     ranks = in_order(told, SimpleNamespace(world_size=4))
     assert [rank.parts for rank in ranks] == [(0,), (1,), (2,), (3,)]
     with pytest.raises(RuntimeError, match="4 of 5 workers"):

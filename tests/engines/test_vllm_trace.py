@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import ray
 from helpers.pools import MIB, Worker, eventually, other_node, worker
 
 import raykv
+from raykv.arena.buffers import rows_of
 from raykv.cli.trace import Follower
 from raykv.keys import tenant_of
 
@@ -21,6 +21,7 @@ import torch
 from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
+from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.manager import RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.worker import RayKVWorker
@@ -51,14 +52,14 @@ class Scheduler(Worker):
         trace.set_tracer_provider(provider)
         keys = [make_offload_key(each, 0) for each in HASHES]
         context = request("a request", keys, HEADERS, "acme")
-        manager = RayKVManager(raykv.attach(self.pool.name), {"model": "m", "block_tokens": 16})
-        manager.set_ranks([Rank(self.pool.session.memory_name, (0,), CHUNK)])
+        manager = RayKVManager(raykv.attach(self.pool.name), {"model": "m"})
+        manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (CHUNK,))], [Group(0, 0, 16, 0)])
         found = [eventually(lambda key=key: _answer(manager, key, context)) for key in keys]  # type: ignore[misc]
         assert found == [LookupResult.HIT] * CHUNKS + [LookupResult.MISS] * 2
         load = manager.prepare_load(keys[:CHUNKS], context)
         pages = torch.zeros((8, CHUNK), dtype=torch.uint8)
         cache = a_cache(self.pool)
-        reader = RayKVWorker(self.pool, {0: cache}, 0, SimpleNamespace(tensors=[SimpleNamespace(tensor=pages)]), 1)
+        reader = RayKVWorker(self.pool, [{0: cache}], 0, [rows_of([pages])], 1)
         reader.submit_load(1, load, GPULoadStoreSpec([*range(CHUNKS)], [CHUNKS], [0]))
         (result,) = eventually(reader.get_finished)
         manager.complete_load(keys[:CHUNKS], context)

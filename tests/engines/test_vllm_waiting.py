@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
+from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.manager import WAITED, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 
@@ -31,9 +32,9 @@ class Engine:
 
     def __init__(self, pool: str) -> None:
         self.pool = raykv.attach(pool)
-        self.manager = RayKVManager(self.pool, {"model": "m", "block_tokens": TOKENS})
-        self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), SIZE)])
-        self.cache = self.manager.caches[0]
+        self.manager = RayKVManager(self.pool, {"model": "m"})
+        self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (SIZE,))], [Group(0, 0, TOKENS, 0)])
+        self.cache = self.manager.caches[0, 0]
         self.cache.recompute_tokens_per_s = FOREVER
         self.requests = 0
 

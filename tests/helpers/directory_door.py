@@ -120,7 +120,10 @@ class DirectoryDoor:
 
     def call_match_parts(self, m: Mutator) -> None:
         count, parts = m.randint(1, 8), m.randint(0, 3)
-        requests = [MatchRequest(self._hold(), self._node(m), self._keys(m, count), PAGE, 3) for _ in range(parts)]
+        requests = [
+            MatchRequest(self._hold(), self._node(m), self._keys(m, count), PAGE, 3, m.randint(0, 2), m.randint(1, 2))
+            for _ in range(parts)
+        ]
         if requests and m.random() < 0.3:
             requests.append(m.choice(requests))
         wrong = tuple(self._wrong(m, request) for request in requests)
@@ -128,7 +131,7 @@ class DirectoryDoor:
             [None, self._wrong(m, Intent(m.choice([self._hold(), *self.holds[-3:]]), m.choice([True, False])))]
         )
         got = self.directory.match_parts(self._call(m), wrong, intent, self.now)
-        self._know(*(locations for part in got.parts for locations in part[2:]))
+        self._know(*(locations for part in got.parts for locations in part[2:4]))
 
     def call_next_window(self, m: Mutator) -> None:
         request = NextWindowRequest(m.choice([7, 8]), m.choice(self.holds), m.randint(0, 3), m.randint(0, 9), PAGE)

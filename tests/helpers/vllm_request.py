@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
 
 from raykv.integrations.vllm.manager import Chain, Origin
 
@@ -11,7 +11,10 @@ from raykv.integrations.vllm.manager import Chain, Origin
 def request(
     name: str, keys: list[Any], headers: Mapping[str, str] | None = None, salt: str | None = None
 ) -> ReqContext:
-    """Of the chunks with these keys."""
+    """Of the chunks with these keys, of any groups."""
     context = ReqContext(name)
-    context.set_state(Chain(keys, Origin(name, headers, salt)))
+    groups: dict[int, list[Any]] = {}
+    for key in keys:
+        groups.setdefault(get_offload_group_idx(key), []).append(key)
+    context.set_state(Chain(groups, Origin(name, headers, salt)))
     return context

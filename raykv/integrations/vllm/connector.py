@@ -149,7 +149,7 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
         )
     if len(groups) > 1 and not TAKES_GROUPS:
         raise ValueError(
-            f"this model's KV cache has {len(groups)} groups, but vLLM {version} can't go on where a load of one fails: "
+            f"this model's KV cache has {len(groups)} groups, but vLLM {version} can't go on after a failed load: "
             f"install 0.30 or later, set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
         )
 

@@ -69,13 +69,15 @@ def blocks_within(spec: Any) -> int:
     if isinstance(spec, MambaSpec):
         return 1
     if isinstance(spec, (SlidingWindowSpec, ChunkedLocalAttentionSpec)):
-        return max(1, _window(spec) // spec.block_size)
+        blocks: int = _window(spec) // spec.block_size
+        return max(1, blocks)
     return 0
 
 
 def _window(spec: Any) -> int:
     """How many last tokens a group reads; 0: all, or a state."""
-    return int(getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0)
+    tokens: int = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+    return tokens
 
 
 def names(groups: Sequence[Any]) -> str:

@@ -173,7 +173,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
 
     def set_ranks(self, ranks: list[Rank], groups: list[Group]) -> None:
-        """Where the ranks are, and what they have of a chunk of each group. Until then nothing is looked up or stored."""
+        """Where the ranks are, and what they have of each group. Until then nothing is looked up, nor stored."""
         self._ranks, self._groups = ranks, groups
         self.caches = self._make_caches()
 
@@ -203,19 +203,19 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _count(self, request: str, ask: Ask, found: Found) -> None:
         """Of an answer that is used: its hits, and what the request is to compute."""
-        group = self._groups[0].index
+        group = self._groups[0].group_idx
         hits = found.chunks[group].stop - ask.first[group] if found.chunks else 0
         ask.counted = True
         self._counts[HITS] += hits
         self._computing[request] = Computing(time.monotonic(), found.match, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
-        """What the workers need to read chunks that `lookup` found: a run of each group, leased until `complete_load`."""
+        """What the workers need to read chunks that `lookup` found: a run a group, leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
         wanted = {index: _run(chain, of_group) for index, of_group in _by_group(keys).items()}
         match = ask.answer.result().match
-        match.count_saved(len(wanted.get(self._groups[0].index, ())) * self._groups[0].tokens)
+        match.count_saved(len(wanted.get(self._groups[0].group_idx, ())) * self._groups[0].tokens)
         ranks, part = [], itertools.count()  # in the order of `_parts`
         for rank in self._ranks:
             ranks.append(
@@ -338,7 +338,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         start, step = (number or 0) * tokens[get_offload_group_idx(first)], lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
         keys = {index: [] if number is None else chain.keys[index][begin[index] :] for index in tokens}
-        self._counts[ASKED] += len(keys[self._groups[0].index])
+        self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
             computing.match.end_intent()
         return Ask(keys, begin, chain.origin, self._submit(keys, begin, chain.origin, wait=True))
