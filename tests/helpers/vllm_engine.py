@@ -66,8 +66,9 @@ class FaultyConnector(RayKVConnector):
         def broken(source: ChunksToLoad, target: Any) -> int:
             if not fault.exists():
                 return int(read(source, target))
-            for pages in worker._pages.memory:
-                pages[target.block_ids] = 7
+            for of_group in worker._pages:
+                for pages in of_group.memory:
+                    pages[target.block_ids] = 7
             return 0
 
         worker._read = broken

@@ -1,0 +1,128 @@
+"""vLLM engines of models whose layers keep KV of several kinds, which share a pool: windows, full attention, sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually, kill, settled
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.vllm_engine import ENVIRONMENT, Engine
+from helpers.vllm_models import MODELS, WINDOW
+
+pytestmark = pytest.mark.timeout(600)
+CHUNK = 96  # tokens: as long as a window
+
+
+class Engines(NamedTuple):
+    """Two on two raylets."""
+
+    pool: raykv.KVPool
+    one: Any
+    two: Any
+
+    def computed(self, prompt: list[int]) -> tuple[list[int], list[float]]:
+        """What the first engine says without any cache, and to have the pool know the prompt from then on."""
+        right = ray.get(self.one.spell.remote(prompt), timeout=300)
+        eventually(lambda: ray.get(self.one.reset.remote(), timeout=60))
+        eventually(lambda: settled(self.pool))
+        assert right[2] == 0
+        return right[:2]  # type: ignore[no-any-return]
+
+    def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], list[float], int]:
+        """What an engine says that has nothing in a cache of its own."""
+        eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
+        return ray.get(engine.spell.remote(prompt), timeout=300)  # type: ignore[no-any-return]
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engines(
+    request: pytest.FixtureRequest,
+    cluster: Any,
+    start_for_module: Callable[..., raykv.KVPool],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engines]:
+    pool = start_for_module(cpu_memory=64 * MIB)
+    model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
+    MODELS[request.param](model)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    actors: list[Any] = []
+    for node in nodes:
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        actors.append(ray.remote(Engine).options(**options).remote(pool.name, str(model), 64 * MIB, str(fault)))
+    for actor in actors:
+        ray.get(actor.answer.remote([3] * 40), timeout=300)
+    yield Engines(pool, *actors)
+    for actor in actors:
+        ray.get(actor.close.remote(), timeout=60)
+        ray.kill(actor)
+
+
+def test_a_prompt_that_another_engine_computed_is_read_to_its_last_chunk(engines: Engines) -> None:
+    """Of lengths around ends of chunks and windows. What is computed in other pieces may differ in the last bits."""
+    for tokens in (
+        CHUNK - 1,
+        CHUNK + 1,
+        2 * CHUNK,
+        2 * CHUNK + 1,
+        WINDOW + CHUNK + 33,
+        10 * CHUNK,
+        10 * CHUNK + 1,
+        1500,
+    ):
+        known = prompt(tokens, tokens)
+        right = engines.computed(known)
+        eventually(lambda known=known: engines.afresh(engines.two, known)[2] == (len(known) - 1) // CHUNK * CHUNK)  # type: ignore[misc]
+        for _ in range(2):  # from the pool, and from the engine's own cache
+            said, logprobs, _cached = ray.get(engines.two.spell.remote(known), timeout=300)
+            assert said == right[0] and logprobs == pytest.approx(right[1], abs=1e-3)
+
+
+def test_a_conversation_that_goes_on_is_read_up_to_the_turn_before(engines: Engines) -> None:
+    turn = prompt(1, 400)
+    for i in range(4):
+        engines.computed(turn) if i == 0 else None
+        said = engines.afresh(engines.one, turn)[0]
+        turn = turn + said + prompt(10 + i, 150)
+        right = ray.get(engines.one.answer.remote(turn, cold=True), timeout=300)[0][0]
+        found = engines.afresh(engines.two, turn)
+        assert found[0] == right and found[2] >= 288
+
+
+def test_whatever_is_evicted_the_tokens_are_right(engines: Engines) -> None:
+    """Three times as many prompts as the pool has room for: of some it has windows without their prefix, of others the
+    prefix without the window."""
+    common = [prompt(100 + i, 200 + 60 * i) for i in range(5)]
+    random = np.random.default_rng(7)
+    prompts = [common[random.integers(5)] + prompt(200 + i, int(random.integers(10, 900))) for i in range(60)]
+    right = [answer[0] for answer in ray.get(engines.one.answer.remote(*prompts, cold=True), timeout=300)]
+    for engine in (engines.one, engines.two, engines.one):
+        eventually(lambda engine=engine: ray.get(engine.reset.remote()))  # type: ignore[misc]
+        said = ray.get(engine.answer.remote(*prompts), timeout=300)
+        assert [answer[0] for answer in said] == right
+    assert engines.pool.stats()["hits"] > 0
+    eventually(lambda: settled(engines.pool))
+
+
+def test_a_store_that_is_killed_costs_hits_and_no_token(engines: Engines) -> None:
+    known = prompt(50, 1500)
+    right = engines.computed(known)
+    eventually(lambda: engines.afresh(engines.two, known)[2] == 1440)
+    eventually(lambda: ray.get(engines.two.reset.remote()))
+    asked = engines.two.spell.remote(known)
+    kill(engines.pool, engines.pool.node_id)
+    assert ray.get(asked, timeout=300)[0] == right[0]
+    eventually(lambda: engines.afresh(engines.two, known)[2] == 1440)
