@@ -84,11 +84,12 @@ class Engine:
         fault: str,
         tensor_parallel_size: int = 1,
         extra: dict[str, Any] | None = None,
+        connector: tuple[str, str] = (__name__, "FaultyConnector"),
         **options: Any,
     ) -> None:
-        """extra: of the connector's configuration. options: of vLLM."""
+        """extra: of the connector's configuration. connector: its module, and name. options: of vLLM."""
         transfer = kv_transfer_config(pool)
-        transfer |= {"kv_connector": "FaultyConnector", "kv_connector_module_path": __name__}
+        transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
         transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
         defaults = {"dtype": "float32", "max_model_len": 3200, "max_num_batched_tokens": 4096, "block_size": 32}
         self.llm = LLM(
