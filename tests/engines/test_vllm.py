@@ -259,12 +259,13 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"nnodes": 2}, "nnodes=2"),
-        ({"speculative": object()}, "speculative_config"),
+        ({"speculative": SimpleNamespace(method="eagle")}, "method='eagle'.*set it to one of ngram"),
         ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
     ],
 )
 def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said: str) -> None:
     check(*engine())
+    check(*engine(speculative=SimpleNamespace(method="ngram")))
     with pytest.raises(ValueError, match=said):
         check(*engine(**other))
 

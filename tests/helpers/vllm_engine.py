@@ -155,6 +155,18 @@ class Engine:
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
+    def reset_while_it_runs(self, prompt: list[int]) -> bool:
+        """Say that the weights are others while a request runs that began before. Returns whether it ended after."""
+        engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=40, detokenize=False, ignore_eos=True)
+        engine.add_request("running", {"prompt_token_ids": prompt}, sampling)
+        while not (outputs := engine.step()):  # its prompt is computed
+            pass
+        self.llm.reset_prefix_cache(reset_connector=True)
+        began = not outputs[0].finished
+        while engine.has_unfinished_requests():
+            engine.step()
+        return began
+
     def close(self) -> None:
         """End the engine's processes in order: else files of theirs stay in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()

@@ -2,7 +2,7 @@
 
 | vLLM | differs |
 | --- | --- |
-| before 0.30 | workers name the blocks that did not arrive, not the requests |
+| before 0.30 | workers name the blocks that did not arrive, not the requests; the last token sampled is stored, without KV |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; what hashes a block beside its tokens is published as it is |
 | from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
 """
@@ -61,6 +61,8 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self.connector_scheduler is not None:
+            _leave_out_last_sampled(self.connector_scheduler)
         self._loads: dict[str, set[int]] = {}  # blocks of requests that load
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -78,6 +80,18 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
         for request in connector_output.finished_recving or ():
             self._loads.pop(request, None)
         return failed
+
+
+def _leave_out_last_sampled(scheduler: Any) -> None:
+    """A request's last token is sampled, but not computed: a block that ends with it is not to be stored."""
+    count = scheduler._calc_num_offloadable_tokens
+
+    def computed(status: Any, tokens: int) -> int:
+        if status.req.is_finished():
+            tokens = min(tokens, max(status.req.num_prompt_tokens, status.req.num_tokens - 1))
+        return int(count(status, tokens))
+
+    scheduler._calc_num_offloadable_tokens = computed
 
 
 Connector: Any = ByRequest if hasattr(base, "KVConnectorTransferResults") else ByBlock

@@ -34,8 +34,10 @@ from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
+from raykv.integrations.vllm.weights import Weights
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
+WITHOUT_KV = ("ngram", "suffix")  # speculative methods that have no layers of their own
 WITHOUT = "or leave kv_transfer_config out"
 
 
@@ -61,7 +63,9 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # read later; the default ends the request
         if self.connector_scheduler is not None:
-            self.connector_scheduler.manager.events = self._events()
+            manager = self.connector_scheduler.manager
+            manager.events = self._events()
+            manager.weights = Weights(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights"))
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +83,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         super().on_new_request(request)
         status = self.connector_scheduler._req_status[request.request_id]
         origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
-        status.req_context.set_state(Chain(status.group_states[0].offload_keys, origin))
+        resets = self.connector_scheduler.manager.resets
+        status.req_context.set_state(Chain(status.group_states[0].offload_keys, origin, resets))
         status.req_context.set_state(Prompt(request))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -150,8 +155,12 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
     for name, most in (("prefill_context_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
         if getattr(parallel, name) > most:
             raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
-    if vllm_config.speculative_config is not None:
-        raise ValueError(f"speculative_config: the KV of draft models is not supported by raykv: unset it, {WITHOUT}")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in WITHOUT_KV:
+        raise ValueError(
+            f"speculative_config with method={speculative.method!r}: what its draft layers keep of a block depends on "
+            f"more than the tokens up to there: set it to one of {', '.join(WITHOUT_KV)}, {WITHOUT}"
+        )
     kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
     if len(kinds) != 1 or not isinstance(kv_cache_config.kv_cache_groups[0].kv_cache_spec, FullAttentionSpec):
         raise ValueError(

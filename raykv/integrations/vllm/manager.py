@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -31,6 +30,7 @@ from raykv.client.pool import KVPool
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.waiting import Wait
+from raykv.integrations.vllm.weights import Weights
 from raykv.keys import Keys, tenant_of
 from raykv.metrics.span import under
 from raykv.protocol import LOCATION
@@ -59,10 +59,14 @@ class Origin(NamedTuple):
 
 @dataclass
 class Chain:
-    """A request's chunks, by vLLM's hashes. keys: in order, the scheduler's own list, which grows with the request."""
+    """A request's chunks, by vLLM's hashes. keys: in order, the scheduler's own list, which grows with the request.
+
+    resets: how many there had been when the request began. What it computed before a later one is of other weights.
+    """
 
     keys: list[bytes]
     origin: Origin
+    resets: int = 0
     numbers: dict[bytes, int] = field(default_factory=dict)
 
     def number(self, key: bytes) -> int | None:
@@ -135,6 +139,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
 
     caches: by part of a chunk; none before `set_ranks`. events: what routers are told; None where nothing is.
+    weights: what they are called. resets: how often they may have become others.
     """
 
     def __init__(self, pool: KVPool, arguments: dict[str, Any]) -> None:
@@ -143,6 +148,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._ranks: list[Rank] = []
         self.caches: dict[int, KVCache] = {}
         self.events: KVEvents | None = None
+        self.weights, self.resets = Weights(None), 0
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
@@ -200,12 +206,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
-        keys = list(keys) if self.caches else []
+        chain: Chain = req_context.get_state(Chain)
+        keys = list(keys) if self.caches and chain.resets == self.resets else []
         if computing := self._computing.get(req_context.req_id):
             offered = computing.missed.intersection(keys)
             computing.missed -= offered
             computing.offered |= offered
-        position = (req_context.get_state(Chain).number(keys[0]) or 0) if keys else 0
+        position = (chain.number(keys[0]) or 0) if keys else 0
         rows = {part: of_part.tobytes() for part, of_part in _keys(self.caches, keys).items()}
         return PrepareStoreOutput(keys, ChunksToStore(rows, position), [])
 
@@ -264,11 +271,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._counts[FAILED] += 1
 
     def reset_cache(self) -> None:
-        """Start an empty cache for this engine alone: its weights may be others now.
+        """The weights may be others now: use the cache of what they are called, which nobody else has without a name.
 
         Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
         """
-        self.caches = self._make_caches(f"/{secrets.token_hex(16)}")
+        self.weights.reset()
+        self.resets += 1
+        self.caches = self._make_caches()
         for computing in self._computing.values():
             computing.match.end_intent()
         self._computing.clear()
@@ -297,10 +306,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def chunk_tokens(self) -> int:
         return int(self._arguments["block_tokens"])
 
-    def _make_caches(self, revision: str = "") -> dict[int, KVCache]:
-        """revision: added to the model's: the cache is another then."""
+    def _make_caches(self) -> dict[int, KVCache]:
         part_bytes = {part: rank.part_bytes for rank in self._ranks for part in rank.parts}
-        arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + revision}
+        arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + self.weights.name}
         return {part: self._pool.cache(**arguments, part=part, block_bytes=part_bytes[part]) for part in part_bytes}
 
     def _ask(self, first: bytes, req_context: Any) -> Ask:
