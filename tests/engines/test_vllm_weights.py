@@ -116,6 +116,7 @@ def test_named_weights_are_shared_after_a_reset(engines: Engines) -> None:
 
 def test_what_a_request_computed_before_a_reset_is_not_stored(engines: Engines) -> None:
     running = prompt(4, 500)
+    engines.files[0].write_text("step 2")
     assert ray.get(engines.actors[0].reset_while_it_runs.remote(running), timeout=60)
     assert not engines.cached(0, running)
     engines.name(0, "loaded")

@@ -2,7 +2,7 @@
 
 | vLLM | differs |
 | --- | --- |
-| before 0.30 | workers name the blocks that did not arrive, not the requests; the last token sampled is stored, without KV |
+| before 0.30 | workers name the blocks that did not arrive, not the requests; a last token that has no KV is stored |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; what hashes a block beside its tokens is published as it is |
 | from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
 """
