@@ -121,6 +121,15 @@ def test_decoded_blocks_are_stored(engines: Engines) -> None:
     eventually(lambda: engines.afresh(engines.there, turn) == (right, 256))
 
 
+def test_a_chunk_whose_last_token_was_not_computed_is_not_stored(engines: Engines) -> None:
+    question = prompt(70, CHUNK - 8)
+    answer = engines.answer(engines.here, question, tokens=8)[0][0]  # the last one is sampled, that is all
+    engines.stored(prompt(71, 200))  # after it
+    turn = question + answer + prompt(72, 20)
+    right = engines.answer(engines.here, turn, cold=True)[0][0]
+    assert engines.afresh(engines.there, turn) == (right, 0)
+
+
 def test_a_request_whose_load_fails_is_computed(engines: Engines) -> None:
     known = prompt(5, 1000)
     engines.stored(known)
