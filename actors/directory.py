@@ -68,6 +68,7 @@ CALLS = frozenset(  # what may be asked over the socket, by the clients and by t
             "forget",
             "preempted",
             "locate_prefix",
+            "stored",
         ),
         *("client_heartbeat", "disconnect", "nodes", "join", "adopt", "heartbeat", "sweep_result", "tier_heartbeat"),
         *("report_existing", "demote", "demote_gpu", "report_requests"),
@@ -225,6 +226,10 @@ class DirectoryActor:
     @one_at_a_time
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
         return self._directory.locate_prefix(keys)
+
+    @one_at_a_time
+    def stored(self, keys: bytes) -> Message:
+        return tuple(self._directory.stored(keys))
 
     @one_at_a_time
     def reserve(self, call: Message, request: Message) -> Message:

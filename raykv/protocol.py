@@ -241,6 +241,16 @@ class Counted(NamedTuple):
     done: int = 0  # keys or blocks for which it was done
 
 
+class Stored(NamedTuple):
+    """Answer to `stored`: which of some keys are stored, in memory or in an external tier, for who tells others of it.
+
+    It is no client's call: nothing is touched, leased or counted.
+    """
+
+    epoch: int
+    found: bytes  # uint8, 1 or 0 a key. Empty while a node joins, of which it is not known yet what it has
+
+
 class RequestLine(NamedTuple):
     """A request that is done, as its client reports it while somebody follows requests. It travels as bytes.
 

@@ -34,6 +34,7 @@ from raykv.protocol import (
     RequestLine,
     Reserved,
     ReserveRequest,
+    Stored,
     Window,
 )
 from raykv.registry import refuse_forked
@@ -46,7 +47,7 @@ HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a cl
 PROBE_S = 1.0  # to wait for a directory that may be stopped, before looking whether another is in charge
 
 Locations = NDArray[np.void]
-A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted)
+A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted, Stored)
 F = TypeVar("F", Matched, MatchedParts)
 M = TypeVar("M", bound=tuple[Any, ...])
 
@@ -222,6 +223,16 @@ class DirectoryClient:
         """Have blocks forgotten that nobody will ask for again: in the background, tried until it is done."""
         self._to_forget.append(keys)
         self._bell.ring()
+
+    def stored(self, keys: bytes) -> Stored | None:
+        """Which of the keys are stored (see Stored). None where the directory does not answer."""
+        refuse_forked()
+        if not self._up or self._closed.is_set():
+            return None
+        try:
+            return self._believed(Stored(*self.line.call("stored", keys, seconds=METADATA_DEADLINE_S)))
+        except ERRORS:
+            return None
 
     def nodes(self) -> dict[int, str]:
         """Names of the nodes by the index that locations carry; empty where the directory does not answer."""

@@ -24,6 +24,7 @@ from raykv.protocol import (
     MatchedParts,
     MatchRequest,
     NextWindowRequest,
+    Stored,
     Window,
     is_block_size,
     is_count,
@@ -274,6 +275,14 @@ class Readers(Membership):
         counts, last = np.zeros((2, len(numbers)), np.int64)
         leases.locate_prefix(self._c, self._find(keys)[1], hosts, counts, last)
         return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
+
+    def stored(self, keys: bytes) -> Stored:
+        """Which keys are stored, in memory or in an external tier, whether their node answers just now or not."""
+        if any(node.state == "joining" for node in self.nodes.values()):
+            return Stored(self.epoch, b"")
+        _, found = self._find(keys)
+        index.replace_by_stored(self._c, found)
+        return Stored(self.epoch, found.astype(np.uint8).tobytes())
 
     def largest_prefixes(self, n: int, now: float) -> list[dict[str, Any]]:
         """At most `n` that look-ups ended with since this directory began, that of the most blocks found first.

@@ -29,7 +29,7 @@ OPS = (
         "disconnect",
         "heartbeats",
     ),
-    *("locate_prefix", "node_lost", "restart", "wait", "clear"),
+    *("locate_prefix", "stored", "node_lost", "restart", "wait", "clear"),
     *("tier_heartbeat", "report_existing", "demote", "demote"),
     *("pin", "unpin", "forget", "preempted", "leave_node", "sole_copies"),
     *("demote_gpu", "demote_gpu", "set_slab_target"),

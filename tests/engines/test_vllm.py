@@ -124,6 +124,15 @@ def test_decoded_blocks_are_stored(engines: Engines) -> None:
     eventually(lambda: engines.afresh(engines.there, turn) == (right, 256))
 
 
+def test_a_chunk_whose_last_token_was_not_computed_is_not_stored(engines: Engines) -> None:
+    question = prompt(70, CHUNK - 8)
+    answer = engines.answer(engines.here, question, tokens=8)[0][0]  # the last one is sampled, that is all
+    engines.stored(prompt(71, 200))  # after it
+    turn = question + answer + prompt(72, 20)
+    right = engines.answer(engines.here, turn, cold=True)[0][0]
+    assert engines.afresh(engines.there, turn) == (right, 0)
+
+
 def test_a_request_whose_load_fails_is_computed(engines: Engines) -> None:
     known = prompt(5, 1000)
     engines.stored(known)
@@ -264,12 +273,13 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         ({"hashes": "xxhash_cbor"}, "set prefix_caching_hash_algo to 'sha256'"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"nnodes": 2}, "nnodes=2"),
-        ({"speculative": object()}, "speculative_config"),
+        ({"speculative": SimpleNamespace(method="eagle")}, "method='eagle'.*set it to one of ngram"),
         ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
     ],
 )
 def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said: str) -> None:
     check(*engine())
+    check(*engine(speculative=SimpleNamespace(method="ngram")))
     with pytest.raises(ValueError, match=said):
         check(*engine(**other))
 

@@ -177,6 +177,9 @@ class DirectoryDoor:
     def call_locate_prefix(self, m: Mutator) -> None:
         self.directory.locate_prefix(m.maybe(m.bytes_of, self._keys(m)))
 
+    def call_stored(self, m: Mutator) -> None:
+        self.directory.stored(m.maybe(m.bytes_of, self._keys(m)))
+
     # ------------------------------------------------------------------ node stores
 
     def call_join(self, m: Mutator) -> None:

@@ -164,7 +164,7 @@ class SocketWorld(ServedWorld):
 
 def _arguments(directory: Directory, name: str, args: tuple[Any, ...]) -> Sequence[Any]:
     """Of the actor's method, for those of the directory's. Sets the clock."""
-    if name == "locate_prefix":
+    if name in ("locate_prefix", "stored"):
         return args
     if name == "join":
         assert isinstance(directory, Windowed)

@@ -85,11 +85,12 @@ class Engine:
         fault: str,
         tensor_parallel_size: int = 1,
         extra: dict[str, Any] | None = None,
+        connector: tuple[str, str] = (__name__, "FaultyConnector"),
         **options: Any,
     ) -> None:
-        """extra: of the connector's configuration. options: of vLLM."""
+        """extra: of the connector's configuration. connector: its module, and name. options: of vLLM."""
         transfer = kv_transfer_config(pool)
-        transfer |= {"kv_connector": "FaultyConnector", "kv_connector_module_path": __name__}
+        transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
         transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
         defaults = {"dtype": "float32", "max_model_len": 3200, "max_num_batched_tokens": 4096, "block_size": 32}
         self.llm = LLM(
@@ -154,6 +155,18 @@ class Engine:
 
     def reset(self, connector: bool = False) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
+
+    def reset_while_it_runs(self, prompt: list[int]) -> bool:
+        """Say that the weights are others while a request runs that began before. Returns whether it ended after."""
+        engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=40, detokenize=False, ignore_eos=True)
+        engine.add_request("running", {"prompt_token_ids": prompt}, sampling)
+        while not (outputs := engine.step()):  # its prompt is computed
+            pass
+        self.llm.reset_prefix_cache(reset_connector=True)
+        began = not outputs[0].finished
+        while engine.has_unfinished_requests():
+            engine.step()
+        return began
 
     def close(self) -> None:
         """End the engine's processes in order: else files of theirs stay in /dev/shm."""

@@ -366,6 +366,9 @@ class World:
     def locate_prefix(self) -> None:
         self.do("locate_prefix", b"".join(self.keys()[1]))
 
+    def stored(self) -> None:
+        self.do("stored", b"".join(self.keys()[1]))
+
     def _hold(self, writes: bool) -> tuple[Worker, int, Held] | None:
         found = [(w, i, h) for w in self.workers for i, h in w.holds.items() if h.writes == writes]
         return self.rng.choice(found) if found else None
@@ -791,7 +794,7 @@ _USE = {
     World.release: 9,
     World.client_heartbeat: 2,
 }
-_USE |= {World.locate_prefix: 2, World.match_parts: 4}
+_USE |= {World.locate_prefix: 2, World.stored: 2, World.match_parts: 4}
 _TIERS = {World.tier_heartbeat: 1, World.demote: 12}
 _USE |= _TIERS | {World.demote_gpu: 10}
 _BY_KEY = {World.pin: 1, World.unpin: 1.5, World.forget: 0.5, World.preempted: 0.5}

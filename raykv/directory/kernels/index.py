@@ -350,6 +350,16 @@ def stored(state):
     return present(state) or state == EXTERNAL
 
 
+@kernel(C, ROWS)
+def replace_by_stored(c, found):
+    """found[i]: first row of a key, or -1; out: 1 where one of its rows stores the block, else 0."""
+    for i in range(len(found)):
+        row = np.int64(found[i])
+        while row >= 0 and not stored(c.rows[row].state):
+            row = np.int64(c.rows[row].same)
+        found[i] = row >= 0
+
+
 @kernel
 def taken(c, k0, k1):
     """Whether a key is in memory or being written there."""

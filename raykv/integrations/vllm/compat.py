@@ -2,8 +2,8 @@
 
 | vLLM | differs |
 | --- | --- |
-| before 0.30 | workers name the blocks that did not arrive, not the requests: with one KV cache group only |
-| before 0.31 | a KV cache has no `kv_tp_replicas` |
+| before 0.30 | workers name the blocks that did not arrive, of one KV cache group; a last token without KV is stored |
+| before 0.31 | a KV cache has no `kv_tp_replicas`; what hashes a block beside its tokens is published as it is |
 | from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core import kv_cache_utils
 
 log = logging.getLogger("raykv")
 
@@ -37,6 +38,10 @@ def kv_replicas(kv_cache_config: Any, tensor: int) -> int:
     return getattr(kv_cache_config, "kv_tp_replicas", tensor)  # of which all had the same before
 
 
+# one entry a block, of what generate_block_hash_extra_keys gives, as KV events have it
+event_extra_keys: Any = getattr(kv_cache_utils, "to_event_extra_keys", list)
+
+
 class ByRequest(OffloadingConnector):  # type: ignore[misc]
     """Workers tell the scheduler's side which requests' loads failed."""
 
@@ -56,6 +61,8 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self.connector_scheduler is not None:
+            _leave_out_last_sampled(self.connector_scheduler)
         self._loads: dict[str, set[int]] = {}  # blocks of requests that load
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -73,6 +80,18 @@ class ByBlock(OffloadingConnector):  # type: ignore[misc]
         for request in connector_output.finished_recving or ():
             self._loads.pop(request, None)
         return failed
+
+
+def _leave_out_last_sampled(scheduler: Any) -> None:
+    """A request's last token is sampled, but not computed: a block that ends with it is not to be stored."""
+    count = scheduler._calc_num_offloadable_tokens
+
+    def computed(status: Any, tokens: int) -> int:
+        if status.req.is_finished():
+            tokens = min(tokens, max(status.req.num_prompt_tokens, status.req.num_tokens - 1))
+        return int(count(status, tokens))
+
+    scheduler._calc_num_offloadable_tokens = computed
 
 
 TAKES_GROUPS = hasattr(base, "KVConnectorTransferResults")  # several KV cache groups

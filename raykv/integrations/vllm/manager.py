@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -31,8 +30,10 @@ from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Leased
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.groups import Group
+from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.waiting import Wait
+from raykv.integrations.vllm.weights import Weights
 from raykv.keys import Keys, tenant_of
 from raykv.metrics.span import under
 from raykv.protocol import LOCATION
@@ -61,10 +62,14 @@ class Origin(NamedTuple):
 
 @dataclass
 class Chain:
-    """A request's chunks, by vLLM's hashes. keys: by group, in order, the scheduler's own lists, which grow with it."""
+    """A request's chunks, by vLLM's hashes. keys: by group, in order, the scheduler's own lists, which grow with it.
+
+    resets: how many there had been when the request began. What it computed before a later one is of other weights.
+    """
 
     keys: dict[int, list[bytes]]
     origin: Origin
+    resets: int = 0
     numbers: dict[bytes, int] = field(default_factory=dict)
     _known: Counter[int] = field(default_factory=Counter)
 
@@ -156,7 +161,8 @@ class Computing:
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
 
-    caches: by group and part of a chunk; none before `set_ranks`.
+    caches: by group and part of a chunk; none before `set_ranks`. events: what routers are told; None where nothing is.
+    weights: what they are called. resets: how often they may have become others.
     """
 
     def __init__(self, pool: KVPool, arguments: dict[str, Any]) -> None:
@@ -165,6 +171,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._ranks: list[Rank] = []
         self._groups: list[Group] = []
         self.caches: dict[tuple[int, int], KVCache] = {}
+        self.events: KVEvents | None = None
+        self.weights, self.resets = Weights(None), 0
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
@@ -230,11 +238,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
         self._forget(req_context.req_id)
+        self._publish(keys, req_context)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
-        chain = req_context.get_state(Chain)
-        keys = [key for key in keys if chain.number(key) is not None] if self.caches else []
+        chain: Chain = req_context.get_state(Chain)
+        wanted = self.caches and chain.resets == self.resets
+        keys = [key for key in keys if chain.number(key) is not None] if wanted else []
         if computing := self._computing.get(req_context.req_id):
             stored = computing.missed.intersection(keys)
             computing.missed -= stored
@@ -248,6 +258,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
+        self._publish(keys, req_context)
         computing = self._computing.get(req_context.req_id)
         if computing is None or not (chunks := len(computing.offered.intersection(keys))):
             return
@@ -256,6 +267,16 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             computing.measured = True
             self._measure(chunks, computing.since)
         self._end_if_done(req_context.req_id)
+
+    def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Routers are told of chunks that the pool was given, or had, once it has them."""
+        if self.events is not None:  # of the layers that read all chunks: routers count those
+            number, keys = req_context.get_state(Chain).number, _by_group(keys).get(self._groups[0].group_idx, [])
+            self.events.offer(keys, [number(key) for key in keys], req_context.get_state(Prompt))
+
+    def has_pending_work(self) -> bool:
+        """Whether an engine that has nothing to compute is to step on: there are events to publish."""
+        return self.events is not None and self.events.pending
 
     def _measure(self, chunks: int, since: float) -> None:
         rate = chunks * self._groups[0].tokens / max(1e-3, time.monotonic() - since)
@@ -290,16 +311,20 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._counts[FAILED] += 1
 
     def reset_cache(self) -> None:
-        """Start an empty cache for this engine alone: its weights may be others now.
+        """The weights may be others now: use the cache of what they are called, which nobody else has without a name.
 
         Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
         """
-        self.caches = self._make_caches(f"/{secrets.token_hex(16)}")
+        self.weights.reset()
+        self.resets += 1
+        self.caches = self._make_caches()
         for computing in self._computing.values():
             computing.match.end_intent()
         self._computing.clear()
         for request in list(self._asks):
             self._forget(request)
+        if self.events is not None:
+            self.events.reset()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call, for vLLM's metrics; None if nothing was."""
@@ -312,13 +337,18 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return stats
 
     def shutdown(self) -> None:
+        if self.events is not None:
+            self.events.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 
-    def _make_caches(self, revision: str = "") -> dict[tuple[int, int], KVCache]:
-        """revision: added to the model's: the cache is another then."""
-        arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + revision}
-        parts = 1 + max(part for rank in self._ranks for part in rank.parts)
+    def caches_of(self, group: Group) -> dict[int, KVCache]:
+        """By part of a group's chunks."""
+        return {part: cache for (index, part), cache in self.caches.items() if index == group.group_idx}
+
+    def _make_caches(self) -> dict[tuple[int, int], KVCache]:
+        arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + self.weights.name}
+        parts = 1 + max((part for rank in self._ranks for part in rank.parts), default=0)
         return {
             (group.group_idx, part): self._pool.cache(
                 **arguments,

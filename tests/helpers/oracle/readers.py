@@ -29,6 +29,7 @@ from raykv.protocol import (
     MatchedParts,
     MatchRequest,
     NextWindowRequest,
+    Stored,
     Window,
 )
 
@@ -338,6 +339,12 @@ class Readers(GpuDemotion):
                 break
             counts.update({hosts[row.slab.node] for row in copies if row.state != "external"})
         return counts
+
+    def stored(self, keys: bytes) -> Stored:
+        if any(node.state == "joining" for node in self.nodes.values()):
+            return Stored(self.epoch, b"")
+        found = (any(row.state in STORED for row in self.table.get(key, ())) for key in split(keys))
+        return Stored(self.epoch, bytes(found))
 
     def end(self, client: Client, hold: int) -> None:
         if hold in client.holds:

@@ -1,0 +1,137 @@
+"""How long vLLM's scheduler takes for a step, in milliseconds, and how much of it is the connector's, under load.
+
+    python benchmarks/scheduler.py [--rounds 4] [--json]
+
+The engine's loop runs in this process, so that each call of the scheduler and of its connector can be timed: of one
+engine without a pool, and of one with a pool and KV events, while its directory answers and while it is stopped
+(SIGSTOP). A round is 24 requests at once: prompts of 300 to 1,500 tokens, of which half have a prefix in common, and 30
+tokens each. What the scheduler takes without a pool is the floor.
+"""
+
+import argparse
+import json
+import os
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is in this process
+
+import numpy as np
+import ray
+
+from raykv import registry
+from raykv.bench import ttft
+from raykv.bench.testbed import local_cluster, local_pool
+from raykv.config import MIB
+
+POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
+REQUESTS, TOKENS = 24, 30
+STEP = ("schedule", "update_from_output")  # what a step does in the scheduler, beside the model
+CONNECTOR = (
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
+    *("update_connector_output", "take_events", "request_finished", "has_pending_push_work"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.environ.update(ttft.ENVIRONMENT)
+    with tempfile.TemporaryDirectory() as folder, local_cluster(1) as _, local_pool(POOL, ARENA_BYTES) as pool:
+        model = ttft.save_model(folder)
+        found = {"without": measured(engine(model, None), arguments.rounds, 0)}
+        pooled = engine(model, POOL)
+        found["answers"] = measured(pooled, arguments.rounds, 1000)
+        directory = ray.get(registry.find_directory(pool.name).ping.remote())
+        os.kill(directory, signal.SIGSTOP)
+        try:
+            found["stopped"] = measured(pooled, arguments.rounds, 2000)
+        finally:
+            os.kill(directory, signal.SIGCONT)
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    for name, figures in found.items():
+        print(name, " ".join(f"{what} {value:.3f}" for what, value in figures.items()))
+
+
+def engine(model: str, pool: str | None) -> Any:
+    from vllm import LLM
+    from vllm.config import KVEventsConfig
+
+    from raykv.integrations.vllm import kv_transfer_config
+
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint="inproc://events", buffer_steps=1000)
+    return LLM(
+        model,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=2048,
+        max_num_batched_tokens=2048,
+        block_size=32,
+        enforce_eager=True,
+        disable_log_stats=False,
+        kv_cache_memory_bytes=512 * MIB,
+        kv_transfer_config=kv_transfer_config(pool) if pool else None,
+        kv_events_config=events if pool else None,
+    )
+
+
+def measured(llm: Any, rounds: int, seed: int) -> dict[str, float]:
+    """Milliseconds of a step in the scheduler, and of a call of the connector: median, 99th percentile, longest."""
+    from vllm import SamplingParams
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    times: dict[str, list[float]] = defaultdict(list)
+    kept = [timed(scheduler, name, times["step"]) for name in STEP]
+    if scheduler.connector is not None:
+        kept += [timed(scheduler.connector, name, times["connector"]) for name in CONNECTOR]
+    random = np.random.default_rng(seed)
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0, detokenize=False, ignore_eos=True)
+    begin = time.perf_counter()
+    for number in range(rounds + 1):
+        if number == 1:  # the first is warm-up
+            begin = time.perf_counter()
+            for spent in times.values():
+                spent.clear()
+        common = random.integers(3, 8000, 600).tolist()
+        prompts: list[Any] = []
+        for i in range(REQUESTS):
+            own = random.integers(3, 8000, int(random.integers(300, 900))).tolist()
+            prompts.append({"prompt_token_ids": common + own if i % 2 else own})
+        llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    for restore in kept:
+        restore()
+    found = {"seconds": seconds, "steps": float(len(times["step"]) // len(STEP))}
+    for name, spent in times.items():
+        median, last = np.percentile(spent, (50, 99)) * 1e3
+        found |= {f"{name}_p50": median, f"{name}_p99": last, f"{name}_max": max(spent) * 1e3}
+        found[f"{name}_sum"] = sum(spent) * 1e3
+    return found
+
+
+def timed(owner: Any, name: str, spent: list[float]) -> Callable[[], None]:
+    """Time every call of a method. Returns what ends it."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            spent.append(time.perf_counter() - begin)
+
+    setattr(owner, name, call)
+    return lambda: delattr(owner, name)
+
+
+if __name__ == "__main__":
+    main()

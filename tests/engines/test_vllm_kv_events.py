@@ -1,0 +1,204 @@
+"""Routers that subscribe to vLLM's KV events know which prefixes each engine can read from the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.kv_index import KVIndex
+from helpers.pools import MIB, eventually, free_port, kill, part, pid, stopped
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import raykv
+from raykv import keys as key_chain
+from raykv.client.prefix_lookup import PrefixLookup
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from vllm.config import KVEventsConfig
+
+from raykv.integrations.vllm.router import block_hashes
+
+pytestmark = pytest.mark.timeout(600)
+CHUNK, BLOCK = 128, 32  # tokens; a chunk has 1 MiB
+TOPIC = "kv@test"
+KEPT = 20  # batches that an engine can replay
+
+
+class Told(NamedTuple):
+    """An engine in an actor, where it publishes, where it replays, and who heard it from its start."""
+
+    engine: Any
+    events: str
+    replay: str
+    index: KVIndex
+
+    def answer(self, *prompts: list[int]) -> list[tuple[list[int], int]]:
+        return ray.get(self.engine.answer.remote(*prompts), timeout=300)  # type: ignore[no-any-return]
+
+    def step(self) -> KVIndex:
+        """Events are published as the engine steps: with a prompt that the pool is not asked for."""
+        self.answer([7] * 10)
+        return self.index.catch_up()
+
+
+class World(NamedTuple):
+    """Two engines on two nodes. announced: how their prompts become keys."""
+
+    pool: raykv.KVPool
+    here: Told
+    there: Told
+    announced: dict[str, Any]
+
+    def blocks(self, prompt: list[int]) -> int:
+        """How many leading blocks of a prompt the pool has, as its directory says."""
+        chunks = block_hashes(prompt, self.announced)[CHUNK // BLOCK - 1 :: CHUNK // BLOCK]
+        keys = key_chain.rekey(bytes.fromhex(self.announced["root"]), chunks)
+        answer = self.pool.session.directory.stored(keys.tobytes())
+        assert answer
+        return (answer.found + b"\0").index(0) * CHUNK // BLOCK
+
+    def agree(self, told: Told, *prompts: list[int]) -> bool:
+        """Whether an engine's events say of each prompt what the directory says."""
+        index = told.step()
+        return [index.blocks(prompt, BLOCK) for prompt in prompts] == [self.blocks(prompt) for prompt in prompts]
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def world(
+    third_node_for_module: Callable[[], Any],
+    start_for_module: Callable[..., raykv.KVPool],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[World]:
+    node = third_node_for_module()
+    pool = start_for_module(cpu_memory=64 * MIB)
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+
+    def engine(node: str) -> Told:
+        events, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            endpoint=events.replace("127.0.0.1", "*"),
+            replay_endpoint=replay.replace("127.0.0.1", "*"),
+            buffer_steps=KEPT,
+            topic=TOPIC,
+        )
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = ray.remote(Engine).options(
+            num_cpus=0, scheduling_strategy=pinned, runtime_env={"env_vars": ENVIRONMENT}
+        )
+        extra = {"refresh_s": 3.0, "settle_s": 3.0, "ask_s": 0.2}
+        connector = ("helpers.publishing", "PublishingConnector")
+        made = actor.remote(
+            pool.name, str(folder), 128 * MIB, "", extra=extra, connector=connector, kv_events_config=config
+        )
+        return Told(made, events, replay, KVIndex(events, TOPIC))
+
+    told = engine(pool.node_id), engine(node.node_id)
+    for one in told:
+        one.answer(prompt(0, 40))
+    lookup = PrefixLookup(pool.name, str(folder))
+    announced = eventually(lambda: asyncio.run(announcement(lookup)))
+    yield World(pool, *told, announced)
+    for one in told:
+        one.index.close()
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(one.engine.close.remote(), timeout=60)
+        ray.kill(one.engine)
+
+
+async def announcement(lookup: PrefixLookup) -> dict[str, Any] | None:
+    lookup.look()
+    await asyncio.sleep(0.5)
+    return lookup.announced
+
+
+def test_events_say_what_each_engine_can_have(world: World) -> None:
+    mine, common = prompt(1, 1000), prompt(2, 1500)
+    theirs = common + prompt(3, 300)
+    world.here.answer(mine)
+    world.here.answer(common)
+    eventually(lambda: world.blocks(mine) == 28 and world.blocks(common) == 44)
+    eventually(lambda: world.agree(world.here, mine, common))
+    assert world.there.step().blocks(common, BLOCK) == 0
+    assert world.there.answer(theirs)[0][1] == 44 * BLOCK
+    eventually(lambda: world.blocks(theirs) == 56)
+    eventually(lambda: world.agree(world.there, theirs, common))  # what it read, and what it stored
+    assert world.there.index.blocks(mine, BLOCK) == 0
+    # a router that knows no more than this sends each prompt to the engine that has most of it
+    best = [max((world.here, world.there), key=lambda one: one.index.blocks(p, BLOCK)) for p in (mine, theirs)]
+    assert best == [world.here, world.there]
+
+
+def test_chunks_that_are_evicted_are_removed(world: World) -> None:
+    prompts = [prompt(100 + i, 1024) for i in range(40)]  # of 8 MiB each: more than all nodes have room for
+    for one in prompts:
+        world.here.answer(one)
+    eventually(lambda: world.agree(world.here, *prompts))
+    there = [world.blocks(one) for one in prompts]
+    assert 0 in there and 32 in there and world.here.index.removed["CPU"] > 0
+
+
+def test_who_joins_late_is_told_again(world: World) -> None:
+    old = prompt(200, 1000)
+    world.here.answer(old)
+    eventually(lambda: world.agree(world.here, old))
+    for i in range(2 * KEPT):  # the engine has forgotten by then what it published
+        world.here.answer(prompt(210 + i, 64))
+    replayed, late = KVIndex(world.here.events, TOPIC), KVIndex(world.here.events, TOPIC)
+    try:
+        assert replayed.replay(world.here.replay) == KEPT
+        whole = world.blocks(old)
+        assert whole == 28
+
+        def known() -> bool:
+            world.here.step()
+            return late.catch_up().blocks(old, BLOCK) == whole
+
+        eventually(known)
+        for _ in range(10):  # told often, so removed as often
+            assert world.agree(world.here, old)
+        world.pool.clear()
+        eventually(lambda: not world.here.step().blocks(old, BLOCK))
+        eventually(lambda: not late.catch_up().blocks(old, BLOCK))
+        assert not [place for place in late.counts if place[0] == "CPU"]
+    finally:
+        replayed.close()
+        late.close()
+
+
+def test_a_directory_that_stops_or_dies_removes_nothing(world: World) -> None:
+    known = prompt(300, 1000)
+    world.here.answer(known)
+    eventually(lambda: world.blocks(known) == 28 and world.agree(world.here, known))
+    removed = world.here.index.removed["CPU"]
+    with stopped(pid(part(world.pool, "directory"))):
+        for _ in range(20):
+            assert world.here.step().blocks(known, BLOCK) == 28
+    kill(world.pool, "directory")
+    eventually(lambda: world.blocks(known) == 28)
+    later = prompt(301, 1000)
+    eventually(lambda: world.here.answer(later) and world.blocks(later) == 28 and world.agree(world.here, later))
+    assert world.here.index.removed["CPU"] == removed and world.agree(world.here, known)
+
+
+def test_other_weights_have_nothing(world: World) -> None:
+    known = prompt(400, 1000)
+    world.there.answer(known)
+    eventually(lambda: world.agree(world.there, known) and world.blocks(known) == 28)
+    told = [place for place in world.there.index.counts if place[0] == "CPU"]
+    removed = world.there.index.removed["CPU"]
+    assert ray.get(world.there.engine.reset.remote(connector=True))
+    eventually(lambda: world.there.step().removed["CPU"] >= removed + len(told))
+    assert world.there.index.blocks(known, BLOCK) == 0
