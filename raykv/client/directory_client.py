@@ -134,14 +134,14 @@ class DirectoryClient:
     ) -> tuple[list[int], MatchedParts | None]:
         """Lease the longest prefix that is ready in several parts, or for several readers. Nothing is staged.
 
-        readers, keys, block_bytes: as of `match`, of each; equally many keys. intent: with an id of `new_id`.
+        readers, keys, block_bytes: as of `match`, of each; equally many keys. intent: with an id of `new_id`, or 0.
         Returns (ids of their leases, which are held until `release`, as that of the intent, answer). None: nothing is
         held.
         """
         leases = [next(self._ids) for _ in keys]
         asked = zip(leases, readers, keys, block_bytes, strict=True)
         requests = tuple(plain(MatchRequest(*request, stage=0)) for request in asked)
-        held = [*leases, intent.intent] if intent else leases
+        held = [*leases, intent.intent] if intent and intent.intent else leases
         answer = self._ask(MatchedParts, "match_parts", requests, intent and plain(intent), hold=held)
         return leases, self._noticed(answer)
 

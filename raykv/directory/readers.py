@@ -80,7 +80,7 @@ class Readers(Membership):
         """Lease the longest prefix that is ready in all parts: block i of each, or of none.
 
         requests: one a part and reader, with equally many keys and a lease each. ValueError for others. intent: the
-        client computes the rest, unless others do and it waits for them.
+        client computes the rest, unless others do and it waits for them; others can wait for it if it has an id.
         """
         client = self._on_call(call, now)
         keys = [key_array(request.keys) for request in requests]
@@ -107,7 +107,7 @@ class Readers(Membership):
                 client.holds[request.lease] = prefix.hold
         if n:
             self._prefixes.count(requests[0].keys, n, sum(request.block_bytes for request in requests), now)
-        if intent:
+        if intent and intent.intent:
             self.intents.add(call, intent.intent, split_keys(requests[0].keys[n * KEY_BYTES :]), now)
         return MatchedParts(self.epoch, tuple(map(_matched_part, found)) if n else ())
 

@@ -29,6 +29,7 @@ from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Leased
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.ranks import Rank
+from raykv.integrations.vllm.tail import Tail
 from raykv.integrations.vllm.waiting import Wait
 from raykv.keys import Keys, tenant_of
 from raykv.metrics.span import under
@@ -58,17 +59,37 @@ class Origin(NamedTuple):
 
 @dataclass
 class Chain:
-    """A request's chunks, by vLLM's hashes. keys: in order, the scheduler's own list, which grows with the request."""
+    """A request's chunks, by vLLM's hashes. keys: in order, the scheduler's own list, which grows with the request.
+
+    tail: of its prompt, where that is stored or read.
+    """
 
     keys: list[bytes]
     origin: Origin
+    tail: Tail | None = None
     numbers: dict[bytes, int] = field(default_factory=dict)
 
     def number(self, key: bytes) -> int | None:
-        """Of a chunk, from 0 on; None for one that is not the request's."""
+        """Of a chunk or the tail, from 0 on; None for one that is not the request's."""
+        if self.tail is not None and self.tail.key == key:
+            return self.tail.number
         for number in range(len(self.numbers), len(self.keys)):
             self.numbers[self.keys[number]] = number
         return self.numbers.get(key)
+
+    def is_tail(self, key: bytes) -> bool:
+        return self.tail is not None and self.tail.key == key
+
+    @property
+    def tail_now(self) -> Tail | None:
+        """The tail, if it is what follows the chunks: a request outgrows its prompt."""
+        return self.tail if self.tail is not None and self.tail.number == len(self.keys) else None
+
+    def since(self, key: bytes) -> list[bytes]:
+        """The chunks from this one on, and the tail if it follows them; none where it is not the request's."""
+        number = self.number(key)
+        tail = [self.tail_now.key] if self.tail_now else []
+        return [] if number is None else self.keys[number:] + tail
 
 
 class PartToLoad(NamedTuple):
@@ -88,10 +109,14 @@ class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
 
 @dataclass
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks that the workers are to offer. keys: by part, as bytes. position: of the first in its chain."""
+    """Chunks that the workers are to offer. keys: by part, as bytes. position: of the first in its chain.
+
+    tail: of a prompt's tail, the engine's blocks that it is in: fewer than fill a chunk, or as many.
+    """
 
     keys: dict[int, bytes]
     position: int
+    tail: int = 0
 
 
 class Found(NamedTuple):
@@ -136,9 +161,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     caches: by part of a chunk; none before `set_ranks`.
     """
 
-    def __init__(self, pool: KVPool, arguments: dict[str, Any]) -> None:
-        """arguments: of `KVPool.cache`, less the part and its block_bytes, which the ranks tell."""
-        self._pool, self._arguments = pool, arguments
+    def __init__(self, pool: KVPool, arguments: dict[str, Any], stores: bool = True) -> None:
+        """arguments: of `KVPool.cache`, less the part and its block_bytes, which the ranks tell.
+
+        stores: the workers offer what they compute, so others may wait for it.
+        """
+        self._pool, self._arguments, self._stores = pool, arguments, stores
         self._ranks: list[Rank] = []
         self.caches: dict[int, KVCache] = {}
         self._asks: dict[str, Ask] = {}
@@ -186,10 +214,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask.loading = True
         first = ask.numbers[next(iter(keys))]
         match = ask.answer.result().match
-        match.count_saved(len(keys))
+        chain = req_context.get_state(Chain)
+        match.count_saved(sum(not chain.is_tail(key) for key in keys))
         parts = (_part(match.leased(i, first, first + len(keys))) for i in itertools.count())
         ranks = [list(itertools.islice(parts, len(rank.parts))) for rank in self._ranks]
-        return ChunksToLoad(ranks, req_context.get_state(Chain).origin)
+        return ChunksToLoad(ranks, chain.origin)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the leases of the request."""
@@ -209,10 +238,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
         computing = self._computing.get(req_context.req_id)
-        if computing is None or not (chunks := len(computing.offered.intersection(keys))):
+        if computing is None or not (offered := computing.offered.intersection(keys)):
             return
-        computing.offered.difference_update(keys)
-        if not computing.measured:
+        computing.offered -= offered
+        chain = req_context.get_state(Chain)
+        chunks = sum(not chain.is_tail(key) for key in offered)
+        if chunks and not computing.measured:
             computing.measured = True
             self._measure(chunks, computing.since)
         self._end_if_done(req_context.req_id)
@@ -288,8 +319,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _ask(self, first: bytes, req_context: Any) -> Ask:
         """Ask for the request's chunks from `first` on."""
         chain: Chain = req_context.get_state(Chain)
-        number = chain.number(first)
-        keys = [] if number is None else chain.keys[number:]
+        keys = chain.since(first)
         self._counts[ASKED] += len(keys)
         if computing := self._computing.pop(req_context.req_id, None):  # preempted: who waits has no intent
             computing.match.end_intent()
@@ -297,7 +327,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return Ask(numbers, chain.origin, self._submit(keys, chain.origin, wait=True))
 
     def _submit(self, keys: list[bytes], origin: Origin, wait: bool) -> Future[Found]:
-        return self._threads.submit(_find, self.caches, self._ranks, keys, origin, wait)
+        return self._threads.submit(_find, self.caches, self._ranks, keys, origin, self._stores, wait)
 
     def _wait(self, ask: Ask, pending: int) -> None:
         """Others compute so many chunks that the request asked for: ask again after a while."""
@@ -316,17 +346,19 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 ask.answer.add_done_callback(lambda answer: answer.result().match.end_intent())
 
 
-def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes], origin: Origin, wait: bool) -> Found:
+def _find(
+    caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes], origin: Origin, stores: bool, wait: bool
+) -> Found:
     """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss.
 
-    wait: lease nothing where others compute the next chunks.
+    stores: what is missing, so that others may wait for it. wait: lease nothing where others compute the next chunks.
     """
     cache, by_part = next(iter(caches.values())), _keys(caches, keys, origin.salt)
     parts = [Part(rank.memory, by_part[part]) for rank in ranks for part in rank.parts]
     match, chunks = JointMatch(cache.session, parts, cache.recompute_tokens_per_s, origin.id), 0
     try:
         with under(origin.headers):
-            chunks = match.ask(computes=True, wait=wait).fetch_external()
+            chunks = match.ask(computes=stores, wait=wait).fetch_external()
     except Exception:
         log.exception("a look-up failed")
         match.end_intent()

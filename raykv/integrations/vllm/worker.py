@@ -96,6 +96,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self.rank = Rank(pool.session.memory_name, tuple(caches), chunk_bytes // len(caches))
         length = int(self._pages.lengths.max())
         self._spare = torch.empty(length, dtype=torch.uint8, device=tensors[0].device)  # for what is not wanted
+        self._nothing = torch.zeros_like(self._spare)  # where a prompt's tail has no tokens
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
@@ -179,8 +180,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 job.wait()
                 for number, reservation in enumerate(reserved):
                     if len(reservation):
-                        chunks = len(source.block_ids) // self._per_chunk
-                        reservation.copy_in(self._rows(source, chunks, number))
+                        chunks = -(-len(source.block_ids) // self._per_chunk)
+                        reservation.copy_in(self._rows(source, chunks, number, self._nothing))
                         size += len(reservation) * self.rank.part_bytes
                         self._commits.submit(self._commit, reservation)
             else:
@@ -194,7 +195,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """Slots for a part of chunks, on this node where it has room."""
         cache = self._caches[part]
         keys = Keys(_rows_of_keys(target.keys[part]), cache.id)  # made in the scheduler's process
-        if len(source.block_ids) != len(keys) * self._per_chunk:
+        if len(source.block_ids) != (target.tail or len(keys) * self._per_chunk):
             raise ValueError(f"{len(source.block_ids)} blocks for {len(keys)} chunks of {self._per_chunk}")
         return cache.reserve(keys, target.position)
 
@@ -231,7 +232,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def _read_part(self, leased: list[Leased], target: Any, number: int, origin: Origin) -> int:
         """The same, of the part of this number among those that this rank has."""
         session, done = self._pool.session, 0
-        rows = self._rows(target, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), number)
+        rows = self._rows(target, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), number, self._spare)
         # not by index: a new directory has others
         if session.local is None or any(session.local.arena.nonce != blocks.nonce for blocks in leased):
             session.refresh()
@@ -259,14 +260,18 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         name = lease_name(leased[0].owner, leased[0].lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
 
-    def _rows(self, spec: Any, chunks: int, number: int) -> Rows:
-        """The engine's blocks as rows of a part of chunks. A load may want only a part of the first and last chunk."""
+    def _rows(self, spec: Any, chunks: int, number: int, other: torch.Tensor) -> Rows:
+        """The engine's blocks as rows of a part of chunks.
+
+        other: a page for what is no block of the engine's: a load may want only a part of the first and last chunk, and
+        the tail of a prompt does not fill one.
+        """
         ids: NDArray[np.int64] = spec.block_ids.astype(np.int64)
         skipped = spec.block_indices[0] % self._per_chunk
         lengths = self._pages.lengths // len(self._caches)
-        wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), self._spare.data_ptr())
+        wanted = np.full((chunks * self._per_chunk, self._pages.addresses.shape[1]), other.data_ptr())
         wanted[skipped : skipped + len(ids)] = self._pages.addresses[ids] + number * lengths
-        memory = (self._pages, self._spare)
+        memory = (self._pages, other)
         lengths = np.tile(lengths, self._per_chunk)
         return Rows(wanted.reshape(chunks, -1), lengths, memory, writable=True, device=self._pages.device)
 

@@ -96,7 +96,7 @@ class Readers(GpuDemotion):
                 client.holds[request.lease] = hold
                 nonce = self.nodes[request.node].nonce if hold.node >= 0 else b""
                 parts.append(MatchedPart(hold.node, nonce, *self.where(hold, request.block_bytes)))
-        if intent:
+        if intent and intent.intent:
             self.intents.add(call, intent, wanted[0][n:], now)
         return MatchedParts(self.epoch, tuple(parts))
 
