@@ -62,7 +62,8 @@ def main() -> None:
             prompt = words(seed, 1500 + seed)
             answer = ask(prompt)
             tokens = len(prompt.split()) + 2  # and those that the chat template adds
-            print(f"{tokens:>5} tokens, of which the decode engine computed {tokens - answer.cached:>4}")
+            computed = max(1, tokens - answer.cached)  # the last one in any case
+            print(f"{tokens:>5} tokens, of which the decode engine computed {computed:>4}")
         print(f"{pool.stats()['remote_hits']:>5} blocks have crossed nodes")
         shutdown()
 

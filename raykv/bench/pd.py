@@ -40,7 +40,7 @@ class Engine(ttft.Engine):
         output = self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
         return Said(
             ms=output.metrics.first_token_latency * 1e3,
-            computed=PROMPT_TOKENS - (output.num_cached_tokens or 0),
+            computed=PROMPT_TOKENS - min(output.num_cached_tokens or 0, PROMPT_TOKENS - 1),
             tokens=list(output.outputs[0].token_ids),
         )
 

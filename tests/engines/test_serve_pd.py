@@ -49,7 +49,7 @@ def test_what_one_engine_prefills_the_other_decodes_to_the_last_token(app: App) 
         crossed = app.pool.stats()["remote_hits"]
         answer = serve_vllm.ask(serve_vllm.words(words, words), url=app.url)
         tokens = words + 2  # of the chat's template
-        assert answer.cached == tokens - 1 and len(answer.text.split()) == 8
+        assert answer.cached >= tokens - 1 and len(answer.text.split()) == 8
         assert app.pool.stats()["remote_hits"] > crossed, "the engines are on two nodes"
     again = serve_vllm.ask(serve_vllm.words(100, 100), url=app.url)
     assert again.text == answer.text
