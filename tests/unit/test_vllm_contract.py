@@ -38,10 +38,16 @@ READ = {
     f"{CONNECTORS}.offloading_connector.OffloadingConnector": (
         "connector_scheduler connector_worker _vllm_config _kv_cache_config get_finished"
     ),
-    f"{CONNECTORS}.offloading.scheduler.OffloadingConnectorScheduler": "manager config _req_status",
-    f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": "tokens_per_hash",
-    f"{CONNECTORS}.offloading.scheduler.RequestOffloadState": "req_context group_states",
-    f"{CONNECTORS}.offloading.scheduler.RequestGroupState": "offload_keys next_stored_chunk_idx",
+    f"{CONNECTORS}.offloading.scheduler.OffloadingConnectorScheduler": (
+        "manager config _req_status _jobs _generate_job_id"
+    ),
+    f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": "tokens_per_hash kv_group_configs num_workers",
+    f"{CONNECTORS}.offloading.scheduler.GroupOffloadConfig": "tokens_per_chunk tokens_per_block",
+    f"{CONNECTORS}.offloading.scheduler.RequestOffloadState": (
+        "req req_context group_states transfer_jobs num_locally_computed_tokens"
+    ),
+    f"{CONNECTORS}.offloading.scheduler.RequestGroupState": "offload_keys next_stored_chunk_idx block_ids",
+    f"{CONNECTORS}.offloading.common.OffloadingConnectorMetadata": "store_jobs",
     f"{CONNECTORS}.offloading.worker.OffloadingConnectorWorker": "worker _load_jobs",
     f"{OFFLOAD}.base.OffloadingSpec": "extra_config tokens_per_block blocks_per_chunk config",
     f"{OFFLOAD}.base.GPULoadStoreSpec": "block_ids block_indices",
@@ -51,6 +57,10 @@ READ = {
     f"{OFFLOAD}.base.CanonicalKVCacheTensor": "tensor",
     f"{OFFLOAD}.config.OffloadingConfig": "worker_kv_bytes_per_block parallel",
     f"{OFFLOAD}.config.OffloadingParallelConfig": "rank",
+    "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens",
+    "vllm.v1.request.Request": (
+        "num_prompt_tokens num_computed_tokens block_hashes all_token_ids kv_transfer_params skip_reading_prefix_cache"
+    ),
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving invalid_block_ids",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "layer_names kv_cache_spec",
