@@ -135,7 +135,7 @@ def words(seed: int, count: int) -> str:
 
 def shutdown() -> None:
     """End Serve, wait for vLLM's own processes, which end after their replicas, and remove what they leave behind."""
-    ours = ("LLMServer", "OpenAiIngress", "TelemetryAgent")  # all import vLLM
+    ours = ("LLMServer", "Prefill:", "Decode:", "OpenAiIngress", "TelemetryAgent")  # all import vLLM
     named = [(str(process.info["cmdline"]), process) for process in psutil.process_iter(["cmdline"])]
     replicas = [process for name, process in named if any(part in name for part in ours)]
     engines = [child for replica in replicas for child in replica.children(recursive=True)]

@@ -141,7 +141,7 @@ class MatchRequest(NamedTuple):
 class Intent(NamedTuple):
     """With several MatchRequests: the client computes the blocks that are not found, so others may wait for them."""
 
-    intent: int  # id that the client has chosen, held as a lease is: until they are stored, or will not be
+    intent: int  # id that the client has chosen, held as a lease is: until they are stored. 0: it stores none of them
     wait: bool  # where other clients compute or write the next blocks, lease nothing: see MatchedParts.pending
 
 

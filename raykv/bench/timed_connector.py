@@ -12,9 +12,9 @@ from raykv.integrations.vllm import connector
 from raykv.integrations.vllm.connector import RayKVConnector
 
 
-def kv_transfer_config(pool: str, folder: str) -> dict[str, Any]:
+def kv_transfer_config(pool: str, folder: str, role: str = "kv_both") -> dict[str, Any]:
     """As of the integration. folder: where each of the engine's processes adds up its seconds, in a file of its own."""
-    transfer = connector.kv_transfer_config(pool)
+    transfer = connector.kv_transfer_config(pool, role)
     transfer["kv_connector_extra_config"]["seconds"] = folder
     return {**transfer, "kv_connector": TimedConnector.__name__, "kv_connector_module_path": __name__}
 

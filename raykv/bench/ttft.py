@@ -53,8 +53,8 @@ class Answer(NamedTuple):
 class Engine:
     """vLLM with random weights."""
 
-    def __init__(self, model: str, folder: str, pool: str = POOL) -> None:
-        """folder: where the connector adds up its time; without one there is no connector. pool: the connector's."""
+    def __init__(self, model: str, folder: str, pool: str = POOL, role: str = "kv_both") -> None:
+        """folder: where the connector adds up its time; without one there is no connector. pool, role: of that."""
         from vllm import LLM
 
         from raykv.bench import timed_connector
@@ -71,7 +71,7 @@ class Engine:
             enforce_eager=True,
             disable_log_stats=False,
             kv_cache_memory_bytes=512 * MIB,
-            kv_transfer_config=timed_connector.kv_transfer_config(pool, folder) if folder else None,
+            kv_transfer_config=timed_connector.kv_transfer_config(pool, folder, role) if folder else None,
         )
 
     def answer(self, turn: int) -> Answer:
@@ -110,8 +110,8 @@ class Engine:
 class Bytes:
     """As many bytes as a prompt's KV, on one node: how long does Ray take to bring them to another?"""
 
-    def __init__(self) -> None:
-        self.bytes = np.random.default_rng(0).integers(0, 255, BYTES, np.uint8)
+    def __init__(self, size: int = BYTES) -> None:
+        self.bytes = np.random.default_rng(0).integers(0, 255, size, np.uint8)
 
     def array(self) -> NDArray[np.uint8]:
         return self.bytes
@@ -121,7 +121,7 @@ class Bytes:
 
         begin = time.perf_counter()
         array = ray.get(other.array.remote())
-        assert array.nbytes == BYTES
+        assert array.nbytes == self.bytes.nbytes
         return time.perf_counter() - begin
 
 

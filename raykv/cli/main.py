@@ -339,6 +339,15 @@ def bench_flight(as_json: bool) -> None:
     _report(flight.run, as_json)
 
 
+@bench.command("pd")
+@JSON
+def bench_pd(as_json: bool) -> None:
+    """A decode engine's first token after another engine's prefill, against its own prefix cache."""
+    from raykv.bench import pd
+
+    _report(pd.run, as_json)
+
+
 @bench.command("start")
 @JSON
 def bench_start(as_json: bool) -> None:

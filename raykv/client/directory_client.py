@@ -141,7 +141,7 @@ class DirectoryClient:
         """Lease what several readers need of the longest prefix that is ready in several parts. Nothing is staged.
 
         Of each part: readers, keys: as of `match`. sizes: bytes and tokens of a block. windows: how many last blocks
-        are needed; 0: all. intent: with an id of `new_id`.
+        are needed; 0: all. intent: with an id of `new_id`, or 0.
         Returns (ids of their leases, which are held until `release`, as that of the intent, answer). None: nothing is
         held.
         """
@@ -151,7 +151,7 @@ class DirectoryClient:
             plain(MatchRequest(lease, reader, wanted, size, 0, window, tokens))
             for lease, reader, wanted, (size, tokens), window in asked
         )
-        held = [*leases, intent.intent] if intent else leases
+        held = [*leases, intent.intent] if intent and intent.intent else leases
         answer = self._ask(MatchedParts, "match_parts", requests, intent and plain(intent), hold=held)
         return leases, self._noticed(answer)
 

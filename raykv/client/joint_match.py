@@ -60,11 +60,11 @@ class JointMatch:
     def ask(self, computes: bool = False, wait: bool = False) -> Self:
         """Lease the blocks: one call for all parts, unless they are more keys than one call may ask for.
 
-        computes: the caller computes what is not found (of the last call's keys), and others may wait for that until
-        `end_intent`. wait: unless others do so, for which it waits: see `pending`.
+        computes: the caller computes what is not found (of the last call's keys) and stores it, and others may wait for
+        that until `end_intent`. wait: where others do so, lease nothing: see `pending`.
         """
         try:
-            self._ask_all(Intent(self._intent, wait) if computes else None)
+            self._ask_all(Intent(self._intent if computes else 0, wait) if computes or wait else None)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise

@@ -83,7 +83,8 @@ class Readers(Membership):
         """Lease what readers need of the longest prefix that all parts have: of each its blocks, or its last ones.
 
         requests: one a part and reader, with a lease each, and equally many keys where blocks are equally long.
-        ValueError for others. intent: the client computes the rest, unless others do and it waits for them.
+        ValueError for others. intent: the client computes the rest, unless others do and it waits for them; others can
+        wait for it if it has an id.
         """
         client = self._on_call(call, now)
         keys = [key_array(request.keys) for request in requests]
@@ -113,7 +114,7 @@ class Readers(Membership):
         first, n = requests[0], tokens // requests[0].tokens
         if n:
             self._prefixes.count(first.keys, n, sum(request.block_bytes for request in requests), now)
-        if intent:
+        if intent and intent.intent:
             self.intents.add(call, intent.intent, split_keys(first.keys[n * KEY_BYTES :]), now)
         if not tokens:
             return MatchedParts(self.epoch, ())

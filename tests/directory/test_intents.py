@@ -15,10 +15,10 @@ FIRST, SECOND = KEYS[:8], KEYS[100:108]  # keys of two parts
 class Asked(Pool):
     """Clients that compute what they do not find, and wait where others do."""
 
-    def ask(self, client: str, *parts: list[bytes], wait: bool = True) -> tuple[int, MatchedParts]:
-        """(intent, answer)."""
+    def ask(self, client: str, *parts: list[bytes], wait: bool = True, stores: bool = True) -> tuple[int, MatchedParts]:
+        """(intent, answer). stores: what it computes."""
         self.id += 1
-        intent = self.id
+        intent = self.id if stores else 0
         answer = self.match_parts(client, [("a", part) for part in parts], intent=Intent(intent, wait))[1]
         return intent, answer
 
@@ -63,6 +63,16 @@ def test_who_waits_for_a_prefix_computes_what_follows() -> None:
     got = pool.ask("two", FIRST)[1]
     assert got.pending == 0 and blocks(got.parts[0]) == 4
     assert pool.ask("one", FIRST)[1].pending == 4
+
+
+def test_who_stores_nothing_waits_for_others_and_nobody_for_it() -> None:
+    pool = Asked(slots=20)
+    assert pool.ask("reader", FIRST, stores=False)[1].pending == pool.intents() == 0
+    assert pool.ask("one", FIRST)[1].pending == 0
+    assert pool.ask("reader", FIRST, stores=False)[1].pending == 8
+    pool.store("a", FIRST[:5])
+    assert blocks(pool.ask("reader", FIRST, wait=False, stores=False)[1].parts[0]) == 5
+    assert pool.intents() == 1, "it is the other's still"
 
 
 def test_nobody_waits_for_its_own_nor_if_it_does_not_want_to() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from helpers import pages
+from helpers import pages, semaphores
 from helpers.pools import eventually, free_port
 from ray import serve
 
@@ -121,32 +119,14 @@ class App(NamedTuple):
 @pytest.fixture(scope="module")
 def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[App]:
     pool, port = start_for_module(cpu_memory=512 << 20), free_port()
-    before = semaphores()
-    serve.start(proxy_location="HeadOnly", http_options={"port": port})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve_vllm, "VLLMPrefixRouter", PatientVLLMRouter)
-        patch.setattr(serve_vllm, "routed_config", patient_config)
-        serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
-    yield App(pool, f"http://127.0.0.1:{port}/")
-    serve_vllm.shutdown()
-    for path in semaphores() - before:  # of a process of vLLM that lived too shortly to be seen
-        with contextlib.suppress(FileNotFoundError):  # its owner was faster
-            if not mapped(path):  # nor of somebody else who runs beside this
-                path.unlink()
-
-
-def semaphores() -> set[Path]:
-    return set(Path("/dev/shm").glob("sem.mp-*"))
-
-
-def mapped(path: Path) -> bool:
-    """Whether a living process uses a file of shared memory, under whatever name it opened that."""
-    inode = f" {path.stat().st_ino} "
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended
-            if inode in maps.read_text():
-                return True
-    return False
+    with semaphores.removed():
+        serve.start(proxy_location="HeadOnly", http_options={"port": port})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(serve_vllm, "VLLMPrefixRouter", PatientVLLMRouter)
+            patch.setattr(serve_vllm, "routed_config", patient_config)
+            serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
+        yield App(pool, f"http://127.0.0.1:{port}/")
+        serve_vllm.shutdown()
 
 
 def test_requests_follow_their_prefix_and_cross_nodes_only_when_many_come(app: App) -> None:

@@ -37,7 +37,7 @@ class Told(NamedTuple):
     engine: Any
     events: str
     replay: str
-    index: KVIndex
+    heard: KVIndex
 
     def answer(self, *prompts: list[int]) -> list[tuple[list[int], int]]:
         return ray.get(self.engine.answer.remote(*prompts), timeout=300)  # type: ignore[no-any-return]
@@ -45,7 +45,7 @@ class Told(NamedTuple):
     def step(self) -> KVIndex:
         """Events are published as the engine steps: with a prompt that the pool is not asked for."""
         self.answer([7] * 10)
-        return self.index.catch_up()
+        return self.heard.catch_up()
 
 
 class World(NamedTuple):
@@ -110,9 +110,10 @@ def world(
         one.answer(prompt(0, 40))
     lookup = PrefixLookup(pool.name, str(folder))
     announced = eventually(lambda: asyncio.run(announcement(lookup)))
+    assert announced
     yield World(pool, *told, announced)
     for one in told:
-        one.index.close()
+        one.heard.close()
         with contextlib.suppress(ray.exceptions.RayActorError):
             ray.get(one.engine.close.remote(), timeout=60)
         ray.kill(one.engine)
@@ -135,7 +136,7 @@ def test_events_say_what_each_engine_can_have(world: World) -> None:
     assert world.there.answer(theirs)[0][1] == 44 * BLOCK
     eventually(lambda: world.blocks(theirs) == 56)
     eventually(lambda: world.agree(world.there, theirs, common))  # what it read, and what it stored
-    assert world.there.index.blocks(mine, BLOCK) == 0
+    assert world.there.heard.blocks(mine, BLOCK) == 0
     # a router that knows no more than this sends each prompt to the engine that has most of it
     best = [max((world.here, world.there), key=lambda one: one.index.blocks(p, BLOCK)) for p in (mine, theirs)]
     assert best == [world.here, world.there]
@@ -147,7 +148,7 @@ def test_chunks_that_are_evicted_are_removed(world: World) -> None:
         world.here.answer(one)
     eventually(lambda: world.agree(world.here, *prompts))
     there = [world.blocks(one) for one in prompts]
-    assert 0 in there and 32 in there and world.here.index.removed["CPU"] > 0
+    assert 0 in there and 32 in there and world.here.heard.removed["CPU"] > 0
 
 
 def test_who_joins_late_is_told_again(world: World) -> None:
@@ -182,7 +183,7 @@ def test_a_directory_that_stops_or_dies_removes_nothing(world: World) -> None:
     known = prompt(300, 1000)
     world.here.answer(known)
     eventually(lambda: world.blocks(known) == 28 and world.agree(world.here, known))
-    removed = world.here.index.removed["CPU"]
+    removed = world.here.heard.removed["CPU"]
     with stopped(pid(part(world.pool, "directory"))):
         for _ in range(20):
             assert world.here.step().blocks(known, BLOCK) == 28
@@ -190,15 +191,15 @@ def test_a_directory_that_stops_or_dies_removes_nothing(world: World) -> None:
     eventually(lambda: world.blocks(known) == 28)
     later = prompt(301, 1000)
     eventually(lambda: world.here.answer(later) and world.blocks(later) == 28 and world.agree(world.here, later))
-    assert world.here.index.removed["CPU"] == removed and world.agree(world.here, known)
+    assert world.here.heard.removed["CPU"] == removed and world.agree(world.here, known)
 
 
 def test_other_weights_have_nothing(world: World) -> None:
     known = prompt(400, 1000)
     world.there.answer(known)
     eventually(lambda: world.agree(world.there, known) and world.blocks(known) == 28)
-    told = [place for place in world.there.index.counts if place[0] == "CPU"]
-    removed = world.there.index.removed["CPU"]
+    told = [place for place in world.there.heard.counts if place[0] == "CPU"]
+    removed = world.there.heard.removed["CPU"]
     assert ray.get(world.there.engine.reset.remote(connector=True))
     eventually(lambda: world.there.step().removed["CPU"] >= removed + len(told))
-    assert world.there.index.blocks(known, BLOCK) == 0
+    assert world.there.heard.blocks(known, BLOCK) == 0

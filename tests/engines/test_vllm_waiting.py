@@ -19,10 +19,12 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.manager import WAITED, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
+from raykv.integrations.vllm.tail import Tail
 
 pytestmark = pytest.mark.usefixtures("patiently")
 TOKENS, SIZE = 16, 4096  # of a chunk
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
+TAIL = Tail(make_offload_key(bytes([99]) * 32, 0), 12, 12 * TOKENS, 12 * TOKENS + 5)
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 FOREVER, AT_ONCE = 0.1, 1e6  # tokens a second that an engine computes, and so how long it waits for others
 
@@ -30,17 +32,17 @@ FOREVER, AT_ONCE = 0.1, 1e6  # tokens a second that an engine computes, and so h
 class Engine:
     """What vLLM's scheduler does with a manager."""
 
-    def __init__(self, pool: str) -> None:
+    def __init__(self, pool: str, stores: bool = True) -> None:
         self.pool = raykv.attach(pool)
-        self.manager = RayKVManager(self.pool, {"model": "m"})
+        self.manager = RayKVManager(self.pool, {"model": "m"}, stores)
         self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (SIZE,))], [Group(0, 0, TOKENS, 0)])
         self.cache = self.manager.caches[0, 0]
         self.cache.recompute_tokens_per_s = FOREVER
         self.requests = 0
 
-    def begin(self, keys: list[Any] = KEYS) -> ReqContext:
+    def begin(self, keys: list[Any] = KEYS, tail: Tail | None = None) -> ReqContext:
         self.requests += 1
-        return request(f"request {self.requests}", keys)
+        return request(f"request {self.requests}", keys, tail=tail)
 
     def ask(self, context: ReqContext) -> LookupResult:
         """About the first chunk; the answer of the directory if there is one."""
@@ -52,6 +54,11 @@ class Engine:
         """About all chunks, once nothing is to be waited for."""
         eventually(lambda: self.ask(context) is not RETRY)
         return [self.manager.lookup(key, context) for key in KEYS]
+
+    def tail(self, context: ReqContext) -> LookupResult:
+        """About it alone, once nothing is to be waited for."""
+        eventually(lambda: self.manager.lookup(TAIL.key, context) is not RETRY)
+        return self.manager.lookup(TAIL.key, context)
 
     def waits(self, context: ReqContext) -> bool:
         """Whether it is told to wait, three times."""
@@ -150,3 +157,34 @@ def test_engines_that_are_asked_in_another_order_do_not_wait_for_each_other(engi
     two.store(others)
     assert two.told(again) == [HIT] * 12
     eventually(lambda: one.manager.lookup(others[0], mine) is HIT)
+
+
+@pytest.fixture
+def reader(engines: tuple[Engine, Engine]) -> Iterator[Engine]:
+    """One that stores nothing."""
+    engine = Engine(engines[0].pool.name, stores=False)
+    yield engine
+    engine.close()
+
+
+def test_a_tail_is_waited_for_and_read_as_one_chunk_more(engines: tuple[Engine, Engine], reader: Engine) -> None:
+    one, _ = engines
+    first, second = one.begin(tail=TAIL), reader.begin(tail=TAIL)
+    assert one.told(first) == [MISS] * 12 and reader.waits(second)
+    for keys in (KEYS, [TAIL.key]):
+        assert one.manager.prepare_store(keys, first).keys_to_store == keys
+    one.store(KEYS)
+    one.manager.complete_store(KEYS, first)
+    assert reader.waits(second), "the tail is still to be stored"
+    one.store([TAIL.key])
+    one.manager.complete_store([TAIL.key], first)
+    assert reader.told(second) == [HIT] * 12 and reader.tail(second) is HIT
+    assert reader.tail(reader.begin(tail=TAIL)) is HIT, "asked for alone"
+    assert reader.tail(reader.begin(tail=TAIL._replace(number=11))) is MISS, "its request has outgrown it"
+    eventually(lambda: one.pool.stats()["intents"] == 0)
+
+
+def test_nobody_waits_for_an_engine_that_stores_nothing(engines: tuple[Engine, Engine], reader: Engine) -> None:
+    one, _ = engines
+    assert reader.told(reader.begin()) == [MISS] * 12
+    assert one.told(one.begin()) == [MISS] * 12 and one.manager._counts[WAITED] == 0

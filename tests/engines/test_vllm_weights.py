@@ -67,9 +67,9 @@ def engines(
     files, actors = (folder / "first", folder / "second"), []
     for file, more in zip(files, options, strict=True):
         file.write_text("loaded")
-        actor = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
+        made = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
         extra = {"weights": str(file)}
-        actors.append(actor.remote(pool.name, str(folder / "model"), 128 * MIB, "/fault", extra=extra, **more))
+        actors.append(made.remote(pool.name, str(folder / "model"), 128 * MIB, "/fault", extra=extra, **more))
     engines = Engines(pool, (actors[0], actors[1]), files)
     for number in range(2):
         engines.answer(number, prompt(0, 40))

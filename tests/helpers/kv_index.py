@@ -24,7 +24,7 @@ class KVIndex:
         self.removed: Counter[str] = Counter()
         self.next: int | None = None  # number of the next batch
         self._blocks: dict[tuple[Any, tuple[int, ...]], Any] = {}  # by parent's hash and tokens, that of a block
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._socket.connect(endpoint)
 
@@ -40,7 +40,7 @@ class KVIndex:
 
     def replay(self, endpoint: str, seconds: float = 30.0) -> int:
         """Ask for all batches that the engine has kept. Returns how many those are."""
-        asker = zmq.Context.instance().socket(zmq.DEALER)
+        asker: Any = zmq.Context.instance().socket(zmq.DEALER)
         asker.connect(endpoint)
         asker.send_multipart((b"", (0).to_bytes(8, "big")))
         batches = 0

@@ -86,10 +86,11 @@ class Engine:
         tensor_parallel_size: int = 1,
         extra: dict[str, Any] | None = None,
         connector: tuple[str, str] = (__name__, "FaultyConnector"),
+        role: str = "kv_both",
         **options: Any,
     ) -> None:
-        """extra: of the connector's configuration. connector: its module, and name. options: of vLLM."""
-        transfer = kv_transfer_config(pool)
+        """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM."""
+        transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
         transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
         defaults = {"dtype": "float32", "max_model_len": 3200, "max_num_batched_tokens": 4096, "block_size": 32}
@@ -113,10 +114,19 @@ class Engine:
         outputs = self.llm.generate(asked, sampling, use_tqdm=False)
         return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
 
-    def spell(self, prompt: list[int]) -> tuple[list[int], list[float], int]:
-        """What follows it; the logprob of each token; and how many of the prompt's were cached."""
-        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
-        asked: Any = {"prompt_token_ids": prompt}
+    def spell(
+        self, prompt: list[int], tokens: int = 8, cold: bool = False, salt: str | None = None
+    ) -> tuple[list[int], list[float], int]:
+        """What follows it; the logprob of each token; and how many of the prompt's were cached. cold: see `answer`."""
+        sampling = SamplingParams(
+            max_tokens=tokens,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            logprobs=0,
+            skip_reading_prefix_cache=cold,
+        )
+        asked: Any = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
         output = self.llm.generate(asked, sampling, use_tqdm=False)[0]
         said: Any = output.outputs[0]
         logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]

@@ -6,15 +6,20 @@ from typing import Any
 from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
 
 from raykv.integrations.vllm.manager import Chain, Origin
+from raykv.integrations.vllm.tail import Tail
 
 
 def request(
-    name: str, keys: list[Any], headers: Mapping[str, str] | None = None, salt: str | None = None
+    name: str,
+    keys: list[Any],
+    headers: Mapping[str, str] | None = None,
+    salt: str | None = None,
+    tail: Tail | None = None,
 ) -> ReqContext:
-    """Of the chunks with these keys, of any groups."""
+    """Of the chunks with these keys, of any groups. tail: of its prompt."""
     context = ReqContext(name)
     groups: dict[int, list[Any]] = {}
     for key in keys:
         groups.setdefault(get_offload_group_idx(key), []).append(key)
-    context.set_state(Chain(groups, Origin(name, headers, salt)))
+    context.set_state(Chain(groups, Origin(name, headers, salt), tail=tail))
     return context

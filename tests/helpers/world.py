@@ -353,6 +353,8 @@ class World:
         worker.intents = [intent for intent in worker.intents if rng.random() < 0.8]
         if rng.random() < 0.3:
             return None
+        if rng.random() < 0.1:
+            return Intent(0, rng.random() < 0.7)
         intent = rng.choice(worker.intents) if worker.intents and rng.random() < 0.05 else self.new_id(worker)
         worker.intents.append(intent)
         return Intent(intent, rng.random() < 0.7)

@@ -39,11 +39,17 @@ READ = {
         "connector_scheduler connector_worker _vllm_config _kv_cache_config get_finished"
     ),
     f"{CONNECTORS}.offloading.scheduler.OffloadingConnectorScheduler": (
-        "manager config _req_status _calc_num_offloadable_tokens"
+        "manager config _req_status _calc_num_offloadable_tokens _jobs _generate_job_id"
     ),
-    f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": "tokens_per_hash",
-    f"{CONNECTORS}.offloading.scheduler.RequestOffloadState": "req_context group_states",
-    f"{CONNECTORS}.offloading.scheduler.RequestGroupState": "offload_keys next_stored_chunk_idx",
+    f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": "tokens_per_hash kv_group_configs num_workers",
+    f"{CONNECTORS}.offloading.scheduler.GroupOffloadConfig": (
+        "group_idx tokens_per_chunk tokens_per_block sliding_window_size_in_chunks"
+    ),
+    f"{CONNECTORS}.offloading.scheduler.RequestOffloadState": (
+        "req req_context group_states transfer_jobs num_locally_computed_tokens"
+    ),
+    f"{CONNECTORS}.offloading.scheduler.RequestGroupState": "offload_keys next_stored_chunk_idx block_ids",
+    f"{CONNECTORS}.offloading.common.OffloadingConnectorMetadata": "store_jobs",
     f"{CONNECTORS}.offloading.worker.OffloadingConnectorWorker": "worker _load_jobs",
     f"{OFFLOAD}.base.OffloadingSpec": "extra_config tokens_per_block blocks_per_chunk config",
     f"{OFFLOAD}.base.GPULoadStoreSpec": "block_ids block_indices",
@@ -54,8 +60,10 @@ READ = {
     f"{OFFLOAD}.config.OffloadingConfig": "worker_kv_bytes_per_block parallel",
     f"{OFFLOAD}.config.OffloadingParallelConfig": "rank",
     "vllm.config.kv_events.KVEventsConfig": "enable_kv_cache_events buffer_steps",
+    "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens",
     "vllm.v1.request.Request": (
-        "block_hashes all_token_ids lora_request num_tokens num_prompt_tokens is_finished request_id trace_headers"
+        "block_hashes all_token_ids lora_request num_tokens num_prompt_tokens num_computed_tokens is_finished "
+        "request_id trace_headers kv_transfer_params skip_reading_prefix_cache"
     ),
     "vllm.lora.request.LoRARequest": "adapter_id name",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving invalid_block_ids",

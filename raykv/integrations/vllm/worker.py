@@ -126,6 +126,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
         self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes)
         self._spare = _spare(pages)
+        self._nothing = torch.zeros_like(self._spare)  # where a prompt's tail has no tokens
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
@@ -209,7 +210,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 job.wait()
                 for offer in offers:
                     if len(offer.reservation):
-                        offer.reservation.copy_in(self._rows(offer.run, offer.run.chunks, offer.number))
+                        rows = self._rows(offer.run, offer.run.chunks, offer.number, self._nothing)
+                        offer.reservation.copy_in(rows)
                         size += len(offer.reservation) * self.rank.part_bytes[offer.run.group]
                         self._commits.submit(self._commit, offer.reservation)
             else:
@@ -239,7 +241,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         keys, position, left_out = chunks.keys, chunks.position, 0
         if run.skipped:
             run, left_out = run.whole(), 1
-        if run.chunks * run.per_chunk != len(run.ids) or run.chunks + left_out != _count(keys):
+        blocks = chunks.tail or run.chunks * run.per_chunk
+        if blocks != len(run.ids) or run.chunks + left_out != _count(keys):
             return []
         caches = self._caches[run.group]
         reserved = [
@@ -281,7 +284,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def _read_part(self, part: PartToLoad, run: Run, origin: Origin) -> int:
         """The same, of one part."""
         session, done, leased = self._pool.session, 0, part.leased
-        rows = self._rows(run, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), part.number)
+        rows = self._rows(run, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), part.number, self._spare)
         # not by index: a new directory has others
         if session.local is None or any(session.local.arena.nonce != blocks.nonce for blocks in leased):
             session.refresh()
@@ -309,13 +312,17 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         name = lease_name(part.leased[0].owner, part.leased[0].lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
 
-    def _rows(self, run: Run, chunks: int, number: int) -> Rows:
-        """The engine's blocks as rows of a part of chunks. A load may want only a part of the first and last chunk."""
+    def _rows(self, run: Run, chunks: int, number: int, other: torch.Tensor) -> Rows:
+        """The engine's blocks as rows of a part of chunks.
+
+        other: a page for what is no block of the engine's: a load may want only a part of the first and last chunk, and
+        the tail of a prompt does not fill one.
+        """
         pages, per_chunk = self._pages[run.group], self._per_chunk
         lengths = pages.lengths // len(self._caches[run.group])
-        wanted = np.full((chunks * per_chunk, pages.addresses.shape[1]), self._spare.data_ptr())
+        wanted = np.full((chunks * per_chunk, pages.addresses.shape[1]), other.data_ptr())
         wanted[run.skipped : run.skipped + len(run.ids)] = pages.addresses[run.ids] + number * lengths
-        memory = (pages, self._spare)
+        memory = (pages, other)
         return Rows(wanted.reshape(chunks, -1), np.tile(lengths, per_chunk), memory, writable=True, device=self._device)
 
     def _mark(self) -> Any:

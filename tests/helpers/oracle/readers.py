@@ -108,7 +108,7 @@ class Readers(GpuDemotion):
                 nonce = self.nodes[request.node].nonce if hold.node >= 0 else b""
                 where = self.where(hold, request.block_bytes)
                 parts.append(MatchedPart(hold.node, nonce, *where, needed.start))
-        if intent:
+        if intent and intent.intent:
             self.intents.add(call, intent, wanted[0][tokens // requests[0].tokens :], now)
         return MatchedParts(self.epoch, tuple(parts))
 

@@ -1,0 +1,72 @@
+"""An OpenAI-compatible application on Ray Serve: one vLLM engine prefills, another decodes, and a pool is between them.
+
+    python -m examples.serve_pd
+
+starts two Ray nodes on this machine, asks over HTTP, and shows how much of each prompt the second engine computed. In a
+cluster that has a pool (`raykv start`), on nodes that all see the model's folder:
+
+    serve run examples.serve_pd:build model=/path/to/model
+
+Both engines are attached to the pool, and know nothing of each other: there are no ports to choose, and what any engine
+has prefilled is prefilled by no other. The model is a small Llama of random weights, made on the spot.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.llm import LLMConfig, build_pd_openai_app
+
+from examples.serve_vllm import ENVIRONMENT, MODEL, ask, make_model, shutdown, words
+from raykv.bench.testbed import local_cluster, local_pool
+from raykv.config import MIB
+from raykv.integrations.vllm import kv_transfer_config
+
+
+def build(arguments: dict[str, str]) -> serve.Application:
+    """For `serve run`; arguments: `model`, a folder; `pool`, default "default"."""
+
+    def config(role: str) -> LLMConfig:
+        return LLMConfig(
+            model_loading_config={"model_id": MODEL, "model_source": arguments["model"]},
+            engine_kwargs={
+                "kv_transfer_config": kv_transfer_config(arguments.get("pool", "default"), role),
+                "max_model_len": 2048,
+                "block_size": 32,
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": 256 * MIB,
+                "enable_prompt_tokens_details": True,
+            },
+            deployment_config={"num_replicas": 1},
+            # with the replica's own, two CPUs: one replica a node in this example. With GPUs, leave these two out
+            placement_group_config={"bundles": [{"CPU": 1}]},
+            accelerator_config={"kind": "cpu"},
+            runtime_env={"env_vars": ENVIRONMENT},
+        )
+
+    ingress: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}}
+    return build_pd_openai_app(
+        {
+            "prefill_config": config("kv_producer"),
+            "decode_config": config("kv_consumer"),
+            "ingress_deployment_config": ingress,
+        }
+    )
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, local_cluster(2), local_pool("default", 512 * MIB) as pool:
+        serve.run(build({"model": make_model(Path(folder))}))
+        for seed in range(4):
+            prompt = words(seed, 1500 + seed)
+            answer = ask(prompt)
+            tokens = len(prompt.split()) + 2  # and those that the chat template adds
+            computed = max(1, tokens - answer.cached)  # the last one in any case
+            print(f"{tokens:>5} tokens, of which the decode engine computed {computed:>4}")
+        print(f"{pool.stats()['remote_hits']:>5} blocks have crossed nodes")
+        shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Prefill apart from decode in ray.serve.llm, with a pool between the engines: its own application, on two raylets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from helpers import semaphores
+from helpers.pools import eventually, free_port, settled
+from ray import serve
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from examples import serve_pd, serve_vllm
+from raykv.integrations.vllm import kv_transfer_config
+
+pytestmark = pytest.mark.timeout(600)
+AHEAD = 1000  # times as long as computing takes: a test's machine may be busy
+
+
+class App(NamedTuple):
+    pool: raykv.KVPool
+    url: str
+
+
+def patient_config(pool: str, role: str) -> dict[str, Any]:
+    own = {"kv_connector": "PatientConnector", "kv_connector_module_path": "helpers.patient_connector"}
+    return kv_transfer_config(pool, role) | own | {"kv_connector_extra_config": {"pool": pool, "patience": AHEAD}}
+
+
+@pytest.fixture(scope="module")
+def app(start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    pool, port = start_for_module(cpu_memory=512 << 20), free_port()
+    model = serve_vllm.make_model(tmp_path_factory.mktemp("model"))
+    with semaphores.removed():
+        serve.start(proxy_location="HeadOnly", http_options={"port": port})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(serve_pd, "kv_transfer_config", patient_config)
+            serve.run(serve_pd.build({"pool": pool.name, "model": model}))
+        yield App(pool, f"http://127.0.0.1:{port}/")
+        serve_vllm.shutdown()
+
+
+def test_what_one_engine_prefills_the_other_decodes_to_the_last_token(app: App) -> None:
+    for words in (1500, 1501, 1530, 100):
+        crossed = app.pool.stats()["remote_hits"]
+        answer = serve_vllm.ask(serve_vllm.words(words, words), url=app.url)
+        tokens = words + 2  # of the chat's template
+        assert answer.cached >= tokens - 1 and len(answer.text.split()) == 8
+        assert app.pool.stats()["remote_hits"] > crossed, "the engines are on two nodes"
+    again = serve_vllm.ask(serve_vllm.words(100, 100), url=app.url)
+    assert again.text == answer.text
+    eventually(lambda: settled(app.pool) and app.pool.stats()["intents"] == 0)
