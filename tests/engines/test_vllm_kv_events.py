@@ -138,7 +138,7 @@ def test_events_say_what_each_engine_can_have(world: World) -> None:
     eventually(lambda: world.agree(world.there, theirs, common))  # what it read, and what it stored
     assert world.there.heard.blocks(mine, BLOCK) == 0
     # a router that knows no more than this sends each prompt to the engine that has most of it
-    best = [max((world.here, world.there), key=lambda one: one.index.blocks(p, BLOCK)) for p in (mine, theirs)]
+    best = [max((world.here, world.there), key=lambda one: one.heard.blocks(p, BLOCK)) for p in (mine, theirs)]
     assert best == [world.here, world.there]
 
 

@@ -64,7 +64,8 @@ def engines(
     save_model(folder / "model")
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     options: tuple[dict[str, Any], ...] = ({}, {"speculative_config": ngram})
-    files, actors = (folder / "first", folder / "second"), []
+    files = folder / "first", folder / "second"
+    actors: list[Any] = []
     for file, more in zip(files, options, strict=True):
         file.write_text("loaded")
         made = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
