@@ -1,7 +1,6 @@
 """The two ways to the directory, its socket and calls through Ray: the same on both, and from one to the other."""
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +28,8 @@ from helpers.pools import (
     pid,
     read,
     settled,
+    stopped,
     store,
-    suspend,
     tokens,
     worker,
 )
@@ -176,12 +175,8 @@ def faulty(pool: raykv.KVPool) -> Iterator[raykv.KVPool]:
 @contextmanager
 def standing_still(pool: raykv.KVPool) -> Iterator[None]:
     """For less than the seconds after which the directory is replaced."""
-    directory = pid(part(pool, "directory"))
-    suspend(directory)
-    try:
+    with stopped(pid(part(pool, "directory"))):
         yield
-    finally:
-        os.kill(directory, signal.SIGCONT)
 
 
 def test_a_call_that_a_signal_interrupts_leaves_no_lease(faulty: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:

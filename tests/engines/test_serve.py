@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 from helpers.patient_router import PatientEngine, PatientRouter, start_gate
-from helpers.pools import BLOCK, eventually, free_port, other_node, part, pid, store, suspend, tokens
+from helpers.pools import BLOCK, eventually, free_port, other_node, part, pid, stopped, store, tokens
 from numpy.typing import NDArray
 from ray import serve
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
@@ -209,14 +209,10 @@ def test_a_lookup_finds_blocks_and_nothing_while_the_directory_is_silent(
         announce(cache, "a model")
         await until(lookup, {pool.node_id: 4})
         assert lookup.announced == {"root": cache.root.hex(), "block_tokens": 16}
-        stopped = pid(part(pool, "directory"))
-        suspend(stopped)
-        try:
+        with stopped(pid(part(pool, "directory"))):
             assert await lookup.locate_prefix(prompt) == {}
-        finally:
-            os.kill(stopped, signal.SIGCONT)
         await until(lookup, {pool.node_id: 4})
-        os.kill(stopped, signal.SIGKILL)
+        os.kill(pid(part(pool, "directory")), signal.SIGKILL)
         await until(lookup, {})
         await until(lookup, {pool.node_id: 4})
 
@@ -285,11 +281,7 @@ def test_a_hot_prefix_uses_both_nodes_and_the_pool_between_them(app: App) -> Non
 
 def test_requests_are_answered_while_the_directory_is_down(app: App) -> None:
     known = app.ask(text(20))
-    stopped = pid(part(app.pool, "directory"))
-    suspend(stopped)
-    try:
+    with stopped(pid(part(app.pool, "directory"))):
         for _ in range(3):
             assert app.ask(text(20)).tokens == known.tokens
-    finally:
-        os.kill(stopped, signal.SIGCONT)
     eventually(lambda: app.ask(text(20)).pool_tokens == 1584)

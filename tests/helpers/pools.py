@@ -218,12 +218,13 @@ def suspend(process: int) -> None:
 
 @contextlib.contextmanager
 def stopped(process: int) -> Iterator[None]:
-    """It stands still meanwhile, and goes on afterwards."""
+    """It stands still meanwhile, and goes on afterwards: unless it is a directory, and was replaced and ended."""
     suspend(process)
     try:
         yield
     finally:
-        os.kill(process, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
 
 
 def _states(process: int) -> list[str]:
