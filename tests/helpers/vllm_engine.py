@@ -17,6 +17,7 @@ from raykv.integrations.vllm.manager import ChunksToLoad
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # several engines at a time: threads that wait for each other would take the cores
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
