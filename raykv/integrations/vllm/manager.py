@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,11 +49,13 @@ METRICS = {
 
 
 class Origin(NamedTuple):
-    """Where a request comes from: vLLM's id of it, and of its caller the trace headers and the salt."""
+    """Where a request comes from: vLLM's id of it, of its caller the trace headers and the salt, and the weights of the
+    LoRA adapter that it asks for (see `adapters`)."""
 
     id: str
     headers: Mapping[str, str] | None = None
     salt: str | None = None
+    weights: bytes = b""
 
 
 @dataclass
@@ -202,8 +204,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             offered = computing.missed.intersection(keys)
             computing.missed -= offered
             computing.offered |= offered
-        position = (req_context.get_state(Chain).number(keys[0]) or 0) if keys else 0
-        rows = {part: of_part.tobytes() for part, of_part in _keys(self.caches, keys).items()}
+        chain = req_context.get_state(Chain)
+        position = (chain.number(keys[0]) or 0) if keys else 0
+        rows = {part: of_part.tobytes() for part, of_part in _keys(self.caches, keys, chain.origin).items()}
         return PrepareStoreOutput(keys, ChunksToStore(rows, position), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
@@ -260,6 +263,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._computing.clear()
         for request in list(self._asks):
             self._forget(request)
+
+    def in_background(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call it in a thread, beside the scheduler's loop. What it raises is logged."""
+        self._threads.submit(function, *arguments).add_done_callback(_log_failure)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call, for vLLM's metrics; None if nothing was."""
@@ -321,7 +328,7 @@ def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes], orig
 
     wait: lease nothing where others compute the next chunks.
     """
-    cache, by_part = next(iter(caches.values())), _keys(caches, keys, origin.salt)
+    cache, by_part = next(iter(caches.values())), _keys(caches, keys, origin)
     parts = [Part(rank.memory, by_part[part]) for rank in ranks for part in rank.parts]
     match, chunks = JointMatch(cache.session, parts, cache.recompute_tokens_per_s, origin.id), 0
     try:
@@ -335,11 +342,16 @@ def _find(caches: dict[int, KVCache], ranks: list[Rank], keys: list[bytes], orig
     return Found(match, chunks)
 
 
+def _log_failure(done: Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()):
+        log.warning("a call in the background failed: %r", error)
+
+
 def _part(leased: list[Leased]) -> PartToLoad:
     return PartToLoad(any((np.frombuffer(part.source, LOCATION)["node"] != part.node).any() for part in leased), leased)
 
 
-def _keys(caches: dict[int, KVCache], keys: list[bytes], salt: str | None = None) -> dict[int, Keys]:
-    """By part. salt: vLLM's hashes have it already; here it names the tenant."""
-    hashes, tenant = [get_offload_block_hash(key) for key in keys], tenant_of(salt)
+def _keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
+    """By part. vLLM's hashes have the salt already: here it names the tenant."""
+    hashes, tenant = [get_offload_block_hash(key) + origin.weights for key in keys], tenant_of(origin.salt)
     return {part: Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant)) for part, cache in caches.items()}
