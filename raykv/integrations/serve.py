@@ -89,8 +89,9 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        refused = pending_request is not None and pending_request.routing_context.should_backoff  # before Serve sets it
         by_chance: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
-        if pending_request is None or pending_request.routing_context.should_backoff:  # it was refused
+        if pending_request is None or refused:
             return by_chance
         able = with_adapter(candidate_replicas, pending_request.metadata.multiplexed_model_id)
         if len({replica.node_id for replica in able}) < 2:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from helpers import left_over
-from helpers.pools import eventually, free_port, settled
+from helpers.pools import PATIENCE_S, eventually, free_port, settled
 from ray import serve
 
 import raykv
@@ -96,7 +96,7 @@ def app(
             serve_vllm.shutdown()
 
 
-def test_ray_is_told_of_the_connectors(cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_ray_is_told_of_the_connectors(cluster: Any) -> None:
     in_ray = ComponentRegistry("kv_connector_backend")
     in_ray.unregister("RayKVConnector")  # as in a cluster that this process joined later
     kv_transfer_config("default")
@@ -106,7 +106,7 @@ def test_ray_is_told_of_the_connectors(cluster: Any, caplog: pytest.LogCaptureFi
 
 
 def test_no_replica_warns_of_the_connector(app: App) -> None:
-    logs = llm_app.logs_of_replicas()
+    logs = llm_app.logs()
     assert logs.count("Started vLLM engine") >= 2
     assert "Unsupported connector backend" not in logs
 
@@ -140,7 +140,8 @@ def test_models_and_adapters_of_one_application_have_keys_of_their_own(app: App)
         assert app.pool.stats()["hits"] == hits + CHUNKS * PARTS
 
 
-def test_a_router_finds_the_prompt_of_an_adapter(app: App) -> None:
+def test_a_router_finds_the_prompt_of_an_adapter(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raykv.client.prefix_lookup.DEADLINE_S", PATIENCE_S)
     for adapter in app.adapters:
         app.ask(adapter, 4)
     request = CompletionRequest(model="any", prompt=serve_vllm.words(4, LONG))

@@ -74,13 +74,12 @@ def autoscaled(name: str, model: str, pool: str, environment: dict[str, str]) ->
         lora_config={"dynamic_lora_loading_path": f"s3://{BUCKET}"},
         deployment_config={
             "autoscaling_config": scaling,
-            "max_replicas_per_node": 1,
             "request_router_config": RequestRouterConfig(
                 request_router_class=PatientVLLMRouter, request_router_kwargs={"pool": pool, "model": name}
             ),
         },
         accelerator_config={"kind": "cpu"},
-        placement_group_config={"bundles": [{"CPU": 1}]},
+        placement_group_config={"bundles": [{"CPU": 1}]},  # with the replica's own, two CPUs: one replica a node
         runtime_env={"env_vars": serve_vllm.ENVIRONMENT | environment},
     )
 
@@ -114,11 +113,11 @@ def replicas(model: str) -> list[Replica]:
     return [Replica(one["pid"], one["node_id"]) for one in found if one["state"] == "RUNNING"]
 
 
-def logs_of_replicas() -> str:
-    """What all replicas of this cluster have logged."""
+def logs() -> str:
+    """What all workers of this cluster have logged. Serve's own files come late."""
     node: Any = ray._private.worker._global_node
     session = Path(node.get_session_dir_path())
-    return "".join(log.read_text() for log in session.glob("logs/serve/replica_*.log"))
+    return "".join(log.read_text() for log in session.glob("logs/worker-*.err"))
 
 
 @contextmanager
@@ -142,8 +141,8 @@ def bucket() -> Iterator[dict[str, str]]:
 
 def put(what: str, content: bytes | None = None) -> None:
     """A bucket, or an object in one."""
-    request = urllib.request.Request(f"{os.environ['AWS_ENDPOINT_URL']}/{what}", content, method="PUT")
-    urllib.request.urlopen(request).close()
+    url, kind = f"{os.environ['AWS_ENDPOINT_URL']}/{what}", {"Content-Type": "application/octet-stream"}
+    urllib.request.urlopen(urllib.request.Request(url, content, kind, method="PUT"), timeout=60).close()
 
 
 @contextmanager
