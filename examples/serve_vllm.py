@@ -106,13 +106,13 @@ def _stream(prompt: str, max_tokens: int, url: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line.removeprefix(b"data: "))
 
 
-def make_model(folder: Path) -> str:
+def make_model(folder: Path, seed: int = 0) -> str:
     """A Llama of random weights, 16 KiB of KV a token, whose tokens are the words t3, t4, ...: returns its folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2)).bfloat16().save_pretrained(folder)

@@ -30,9 +30,20 @@ class PrefixLookup:
         """model: as it was announced."""
         self.announced: dict[str, Any] | None = None  # how prompts become keys; None while that is unknown
         self._pool, self._model = pool, model
+        self._others: dict[str, dict[str, Any]] = {}  # announced, by name
+        self._wanted: set[str] = set()  # names that were asked for since the last look
         self._line = DirectoryLine(pool)
         self._answers = False  # the directory answered the last question in time
         self._search: asyncio.Task[None] | None = None
+
+    def announced_of(self, other: str) -> dict[str, Any] | None:
+        """What was announced of another name, such as a LoRA adapter's. None while that is unknown: it is looked
+        for."""
+        found = self._others.get(other)
+        if found is None:
+            self._wanted.add(other)
+            self.look()
+        return found
 
     def look(self) -> None:
         """Look for the directory and the announcement anew, in the background. What is known is used until then."""
@@ -57,24 +68,32 @@ class PrefixLookup:
     async def _look(self) -> None:
         while True:
             try:
-                announced = await asyncio.to_thread(self._find)
+                wanted, self._wanted = {*self._others, *self._wanted}, set()
+                announced, others = await asyncio.to_thread(self._find, wanted)
                 await self._line.acall("locate_prefix", b"", seconds=DEADLINE_S)
             except (*ERRORS, RayKVError):
                 await asyncio.sleep(HEARTBEAT_S)
             else:
-                self._answers, self.announced = True, announced
+                self._answers, self.announced, self._others = True, announced, others
                 return
 
-    def _find(self) -> dict[str, Any]:
-        """Find the directory. Returns what was announced. Raises ValueError where either is missing."""
+    def _find(self, others: set[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Find the directory. Returns what was announced of the model, and of other names, where it was.
+
+        Raises ValueError where the directory or the model's announcement is missing.
+        """
         registry.settings(self._pool)  # refuses another version
         sha256.load()  # in this thread: keys are made on the event loop
-        announced = registry.get(self._pool, f"model/{self._model}")
+        announced = self._announced(self._model)
         if announced is None:
             raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")
         if not self._line.find():
             raise ValueError(f"pool {self._pool!r} has no directory")
-        return dict(json.loads(announced))
+        return announced, {name: found for name in others if (found := self._announced(name)) is not None}
+
+    def _announced(self, model: str) -> dict[str, Any] | None:
+        value = registry.get(self._pool, f"model/{model}")
+        return None if value is None else dict(json.loads(value))
 
 
 def announce(pool: str, model: str, **fields: Any) -> None:

@@ -71,6 +71,10 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         super().update_replicas(replicas)
         self.lookup.look()  # new replicas may announce another cache
 
+    def announced(self, request: PendingRequest) -> dict[str, Any] | None:
+        """What was announced of the model that a request asks for; None while that is unknown."""
+        return self.lookup.announced
+
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
         """Keys of a request's prompt, (n, 16) uint8; none where the pool can't help.
 
@@ -85,19 +89,23 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        first = pending_request is not None and not pending_request.routing_context.should_backoff  # not refused yet
+        refused = pending_request is not None and pending_request.routing_context.should_backoff  # before Serve sets it
         by_chance: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
-        if not first or len({replica.node_id for replica in candidate_replicas}) < 2:
+        if pending_request is None or refused:
+            return by_chance
+        able = with_adapter(candidate_replicas, pending_request.metadata.multiplexed_model_id)
+        if len({replica.node_id for replica in able}) < 2:
             return by_chance
         shares = await self._shares(pending_request)
-        return ranked(candidate_replicas, shares, self._queue_lengths(candidate_replicas)) or by_chance
+        return ranked(able, shares, self._queue_lengths(able)) or by_chance
 
     async def _shares(self, request: PendingRequest) -> dict[str, float]:
         """By node id, how much of the prompt is there, from 0 to 1."""
-        if self.lookup.announced is None:
+        announced = self.announced(request)
+        if announced is None:
             return {}
         try:
-            prompt = await self.keys(request, self.lookup.announced)
+            prompt = await self.keys(request, announced)
         except ValueError:  # the replica will say what is wrong with it
             return {}
         except Exception as error:  # a router that raises would leave the request waiting for good
@@ -120,6 +128,11 @@ class PrefixRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         """The request that a replica was chosen for. Serve would give the replica to whichever waits longest."""
         waiting = self._pending_requests_to_fulfill
         return next((r for r in waiting if r.metadata is request_metadata and not r.future.done()), None)
+
+
+def with_adapter(replicas: Sequence[RunningReplica], adapter: str) -> list[RunningReplica]:
+    """Those that have loaded it: another would load it first, which takes longer than a prefix. adapter: "": any."""
+    return [replica for replica in replicas if not adapter or adapter in replica.multiplexed_model_ids]
 
 
 def ranked(

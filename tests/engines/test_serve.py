@@ -172,6 +172,28 @@ def test_a_request_that_found_no_room_is_not_asked_for_again() -> None:
     asyncio.run(run())
 
 
+def test_an_adapters_request_follows_its_prefix_among_replicas_that_have_loaded_it() -> None:
+    loaded_a, loaded_b = replica("a", 1), replica("b", 1)
+    loaded_a.multiplexed_model_ids = loaded_b.multiplexed_model_ids = {"m:x"}
+
+    async def chosen(replicas: Any, shares: dict[str, int]) -> list[Any]:
+        prefix_router, lookup = router(*replicas)
+        asked = request(token_ids=[1] * 8)
+        asked.metadata.multiplexed_model_id = "m:x"
+        choice = asyncio.create_task(prefix_router.choose_replicas(list(replicas), asked))
+        await asyncio.sleep(0)
+        for answer in lookup.answers.values():
+            answer.set_result(shares)
+        return (await choice)[0]
+
+    async def run() -> None:
+        for node, loaded in (("a", loaded_a), ("b", loaded_b)):
+            assert await chosen((A, B, C, loaded_a, loaded_b), {node: 2}) == [loaded]
+            assert await chosen((A, B, C, loaded_a), {node: 2}) == [loaded_a], "Serve's own choice"
+
+    asyncio.run(run())
+
+
 def test_tenants_and_adapters_have_keys_of_their_own() -> None:
     async def run() -> None:
         prefix_router, lookup = router(A, B)

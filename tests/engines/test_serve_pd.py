@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import semaphores
+from helpers import left_over
 from helpers.pools import eventually, free_port, settled
 from ray import serve
 
@@ -35,7 +35,7 @@ def patient_config(pool: str, role: str) -> dict[str, Any]:
 def app(start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     pool, port = start_for_module(cpu_memory=512 << 20), free_port()
     model = serve_vllm.make_model(tmp_path_factory.mktemp("model"))
-    with semaphores.removed():
+    with left_over.removed():
         serve.start(proxy_location="HeadOnly", http_options={"port": port})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(serve_pd, "kv_transfer_config", patient_config)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from helpers import pages, semaphores
+from helpers import left_over, pages
 from helpers.pools import eventually, free_port
 from ray import serve
 
@@ -23,6 +23,7 @@ from ray.serve.llm import LLMServingArgs, build_openai_app
 from ray.serve.schema import ServeDeploySchema
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed, get_request_block_hasher, init_none_hash
@@ -30,6 +31,7 @@ from vllm.v1.request import Request
 
 from examples import serve_vllm
 from raykv import keys
+from raykv.integrations.vllm.adapters import weights_of
 from raykv.integrations.vllm.router import VLLMPrefixRouter, block_hashes, prompt_keys, routed_config
 
 pytestmark = pytest.mark.timeout(600)
@@ -56,10 +58,13 @@ def announced(model: str, algorithm: str = "sha256") -> dict[str, Any]:
     }
 
 
-def hashes_of_vllm(token_ids: list[int], algorithm: str = "sha256", salt: str | None = None) -> list[bytes]:
+def hashes_of_vllm(
+    token_ids: list[int], algorithm: str = "sha256", salt: str | None = None, lora: LoRARequest | None = None
+) -> list[bytes]:
     hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name(algorithm))
     sampling = SamplingParams(max_tokens=1)
-    request = Request("r", token_ids, sampling, pooling_params=None, cache_salt=salt, block_hasher=hasher)
+    named: dict[str, Any] = {"cache_salt": salt, "lora_request": lora}
+    request = Request("r", token_ids, sampling, pooling_params=None, block_hasher=hasher, **named)
     return list(request.block_hashes)
 
 
@@ -80,6 +85,30 @@ def test_block_hashes_equal_the_engines_own(algorithm: str, salt: str | None) ->
     prompt = list(range(5 * BLOCK + 7))
     said = announced("", algorithm)
     assert block_hashes(prompt, said, salt) == hashes_of_vllm(prompt, algorithm, salt) != []
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_an_adapter_has_the_block_hashes_of_the_engine(salt: str | None) -> None:
+    prompt, lora = list(range(5 * BLOCK + 7)), {"name": "llm:a", "path": "/adapters/a", "weights": ""}
+    said = announced("") | {"lora": lora}
+    expected = hashes_of_vllm(prompt, salt=salt, lora=LoRARequest(lora["name"], 3, lora["path"]))
+    assert block_hashes(prompt, said, salt) == expected
+    assert not {*expected} & {*hashes_of_vllm(prompt, salt=salt)}
+
+
+def test_other_weights_of_an_adapter_have_other_keys(model: str, tmp_path: Path) -> None:
+    said, request = announced(model), CompletionRequest(model="llm", prompt=list(range(3, 3 + 2 * CHUNK)))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    found = set()
+    for number, weights in enumerate((b"one", b"two"), 1):
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        adapter = LoRARequest("llm:a", number, str(tmp_path))
+        lora = {"name": adapter.lora_name, "path": adapter.lora_path, "weights": weights_of(adapter).hex()}
+        found.add(prompt_keys(request, said | {"lora": lora}).tobytes())
+    assert len(found) == 2
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    assert weights_of(LoRARequest("llm:a", 3, str(tmp_path))) == weights_of(LoRARequest("llm:a", 1, str(tmp_path)))
+    assert weights_of(None) == weights_of(LoRARequest("llm:b", 1, "organization/adapter")) == b""
 
 
 def test_openai_requests_have_the_keys_of_their_tokens(model: str) -> None:
@@ -119,7 +148,7 @@ class App(NamedTuple):
 @pytest.fixture(scope="module")
 def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[App]:
     pool, port = start_for_module(cpu_memory=512 << 20), free_port()
-    with semaphores.removed():
+    with left_over.removed():
         serve.start(proxy_location="HeadOnly", http_options={"port": port})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(serve_vllm, "VLLMPrefixRouter", PatientVLLMRouter)

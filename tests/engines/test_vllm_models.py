@@ -132,7 +132,8 @@ def test_an_engine_that_can_not_go_on_from_a_prefix_is_left_alone(
     pool = start()
     save_mla_model(tmp_path)
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
-    engine = ray.remote(Engine).options(**options).remote(pool.name, str(tmp_path), 16 * MIB, str(tmp_path / "fault"))
+    engine: Any = ray.remote(Engine).options(**options)
+    engine = engine.remote(pool.name, str(tmp_path), 16 * MIB, str(tmp_path / "fault"))
     said = [ray.get(engine.spell.remote(prompt(1, 1500)), timeout=300) for _ in range(2)]
     assert said[0] == said[1] and said[0][2] == 0
     assert (pool.stats()["lookups"], pool.stats()["keys"]) == (0, 0)

@@ -4,10 +4,10 @@ from typing import Any
 
 import raykv.integrations.vllm.waiting
 from helpers.pools import patient
-from raykv.integrations.vllm.announce import RoutedConnector
+from raykv.integrations.vllm import announce
 
 
-class PatientConnector(RoutedConnector):
+class PatientConnector(announce.RoutedConnector):
     """patience: of its configuration; see `raykv.integrations.vllm.waiting`."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -15,3 +15,6 @@ class PatientConnector(RoutedConnector):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         raykv.integrations.vllm.waiting.PATIENCE = extra.get("patience", raykv.integrations.vllm.waiting.PATIENCE)
         super().__init__(vllm_config, role, kv_cache_config)
+
+
+RoutedConnector = PatientConnector  # by the name that ray.serve.llm knows

@@ -11,5 +11,4 @@ class PatientVLLMRouter(VLLMPrefixRouter, PatientRouter):
 
 
 def patient_config(pool: str) -> dict[str, Any]:
-    own = {"kv_connector": "PatientConnector", "kv_connector_module_path": "helpers.patient_connector"}
-    return routed_config(pool) | own
+    return routed_config(pool) | {"kv_connector_module_path": "helpers.patient_connector"}

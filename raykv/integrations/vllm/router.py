@@ -13,23 +13,30 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from ray.serve.request_router import PendingRequest
 from transformers import AutoTokenizer
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import hash_block_tokens
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 
 from raykv import keys
 from raykv.integrations.serve import NO_KEYS, PrefixRouter
 from raykv.integrations.vllm.connector import kv_transfer_config
+from raykv.integrations.vllm.serve_llm import register
+
+ROUTED = "RoutedConnector"
+register(ROUTED)  # here too, since of an application in YAML only the router is imported before its engines start
 
 
 def routed_config(pool: str = "default") -> dict[str, Any]:
     """The value of `kv_transfer_config` for engines behind a VLLMPrefixRouter. pool: its name. Returns a dict."""
-    own = {"kv_connector": "RoutedConnector", "kv_connector_module_path": "raykv.integrations.vllm.announce"}
+    register(ROUTED)
+    own = {"kv_connector": ROUTED, "kv_connector_module_path": "raykv.integrations.vllm.announce"}
     return kv_transfer_config(pool) | own
 
 
@@ -37,13 +44,17 @@ class VLLMPrefixRouter(PrefixRouter):
     """A PrefixRouter for OpenAI requests: completions with one prompt, and chats of text.
 
     Prompts are tokenized here as the engine does it, with the model's tokenizer and chat template. Requests with
-    images, several prompts or a LoRA adapter are Serve's to place. request_router_kwargs: `model` is LLMConfig's
-    model_id, and `pool`.
+    images or several prompts are Serve's to place. Those for a LoRA adapter go to replicas that have loaded it.
+    request_router_kwargs: `model` is LLMConfig's model_id, and `pool`.
     """
+
+    def announced(self, request: PendingRequest) -> dict[str, Any] | None:
+        adapter = request.metadata.multiplexed_model_id
+        return self.lookup.announced_of(adapter) if adapter else super().announced(request)
 
     async def keys(self, request: PendingRequest, announced: dict[str, Any]) -> NDArray[np.uint8]:
         body = request.args[0] if request.args else None
-        if body is None or request.metadata.multiplexed_model_id:
+        if body is None:
             return NO_KEYS
         return await asyncio.to_thread(prompt_keys, body, announced)
 
@@ -56,18 +67,20 @@ def prompt_keys(body: Any, announced: dict[str, Any]) -> NDArray[np.uint8]:
     token_ids = _token_ids(body, announced)
     hashes = block_hashes(token_ids, announced, getattr(body, "cache_salt", None))
     last = announced["block_tokens"] // announced["hash_tokens"] - 1
-    return keys.rekey(bytes.fromhex(announced["root"]), hashes[last :: last + 1])
+    weights = bytes.fromhex((announced.get("lora") or {}).get("weights", ""))
+    return keys.rekey(bytes.fromhex(announced["root"]), [one + weights for one in hashes[last :: last + 1]])
 
 
 def block_hashes(token_ids: list[int], announced: dict[str, Any], salt: str | None = None) -> list[bytes]:
     """vLLM's own hashes of a prompt's full blocks. announced: what the engine told. salt: the request's cache_salt."""
     function, size = get_hash_fn_by_name(announced["hash_algorithm"]), announced["hash_tokens"]
-    hashes, parent = [], function(announced["hash_seed"])
-    extra = (("cache_salt", salt),) if salt else None
+    hashes, parent, lora = [], function(announced["hash_seed"]), announced.get("lora")
+    adapter = LoRARequest(lora["name"], 1, lora["path"]) if lora else None
+    request: Any = SimpleNamespace(mm_features=[], lora_request=adapter, cache_salt=salt, prompt_embeds=None)
     for start in range(0, len(token_ids) - size + 1, size):
+        extra, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
         parent = hash_block_tokens(function, parent, token_ids[start : start + size], extra)
         hashes.append(parent)
-        extra = None  # of the first block only
     return hashes
 
 
