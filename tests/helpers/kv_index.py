@@ -13,15 +13,15 @@ Place = tuple[str, Any]  # medium, and vLLM's hash of a block
 class KVIndex:
     """Subscribes to an engine. It counts: a block is gone when it was removed as often as it was stored.
 
-    counts: of blocks that are there. plain: of an index that does not count, what is there. stored, removed: blocks
-    that events told of, by medium.
+    counts: of blocks that are there. plain: of an index that does not count, what is there. removed: blocks that events
+    told of, by medium. gone: those that were there before a batch, and not after it.
     """
 
     def __init__(self, endpoint: str, topic: str = "") -> None:
         self.counts: Counter[Place] = Counter()
         self.plain: set[Place] = set()
-        self.stored: Counter[str] = Counter()
         self.removed: Counter[str] = Counter()
+        self.gone: Counter[str] = Counter()
         self.next: int | None = None  # number of the next batch
         self._blocks: dict[tuple[Any, tuple[int, ...]], Any] = {}  # by parent's hash and tokens, that of a block
         self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
@@ -73,8 +73,10 @@ class KVIndex:
         assert self.next is None or sequence == self.next, f"batch {sequence} came, {self.next} did not"
         self.next = sequence + 1
         _, events, *_ = msgspec.msgpack.decode(payload)
+        before = self.plain.copy()
         for event in events:
             getattr(self, event["type"])(event)
+        self.gone.update(medium for medium, _ in before - self.plain)
 
     def BlockStored(self, event: dict[str, Any]) -> None:
         parent, size, medium = event["parent_block_hash"], event["block_size"], event["medium"]
@@ -83,7 +85,6 @@ class KVIndex:
             self._blocks[parent, tuple(event["token_ids"][i * size : (i + 1) * size])] = parent = block
             self.counts[medium, block] += 1
             self.plain.add((medium, block))
-            self.stored[medium] += 1
 
     def BlockRemoved(self, event: dict[str, Any]) -> None:
         medium = event["medium"]

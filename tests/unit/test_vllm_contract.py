@@ -59,13 +59,11 @@ READ = {
     f"{OFFLOAD}.base.CanonicalKVCacheTensor": "tensor",
     f"{OFFLOAD}.config.OffloadingConfig": "worker_kv_bytes_per_block parallel",
     f"{OFFLOAD}.config.OffloadingParallelConfig": "rank",
-    "vllm.config.kv_events.KVEventsConfig": "enable_kv_cache_events buffer_steps",
     "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens",
     "vllm.v1.request.Request": (
         "block_hashes all_token_ids lora_request num_tokens num_prompt_tokens num_computed_tokens is_finished "
         "request_id trace_headers kv_transfer_params skip_reading_prefix_cache"
     ),
-    "vllm.lora.request.LoRARequest": "adapter_id name",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving invalid_block_ids",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "layer_names kv_cache_spec",

@@ -65,9 +65,9 @@ class Offer(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """An event, how many blocks it tells of, and whether it is no repetition."""
+    """Events of one step, how many blocks they tell of, and whether they are no repetition."""
 
-    event: Any
+    events: tuple[Any, ...]
     blocks: int
     news: bool
 
@@ -120,13 +120,13 @@ class KVEvents:
     def _take(self, now: float) -> list[Any]:
         self._allowed = min(BURST_BLOCKS, self._allowed + (now - self._taken_at) * BLOCKS_PER_S)
         self._taken_at = now
-        events = []
+        events: list[Any] = []
         while self._ready and self._allowed > 0:
-            event, blocks, news = self._ready.popleft()
+            together, blocks, news = self._ready.popleft()
             self._allowed -= blocks
             self._taken += blocks
             self._taken_news += news
-            events.append(event)
+            events += together
         return events
 
     @property
@@ -203,11 +203,11 @@ class KVEvents:
         return Stored(epochs.pop(), found.tobytes()) if len(epochs) == 1 else None
 
     def _tell(self, changes: Sequence[Change], news: bool = True) -> None:
-        for event in events_of(changes):
-            blocks = len(event.block_hashes)
+        for events in events_of(changes):
+            blocks = sum(len(event.block_hashes) for event in events)
             self._made += blocks
             self._made_news += news
-            self._ready.append(Ready(event, blocks, news))
+            self._ready.append(Ready(events, blocks, news))
 
 
 def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockStored:
@@ -232,22 +232,27 @@ def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockSt
     )
 
 
-def events_of(changes: Sequence[Change]) -> Iterator[Any]:
-    """vLLM's events of changes, in their order. Removals that follow each other are one, or a few."""
+def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
+    """vLLM's events of changes, in their order: each tuple's in one step. Removals in a row are one."""
     removed: dict[int | None, list[Any]] = {}
     for change in changes:
         stored = msgpack.decode(change.event, type=BlockStored)
-        blocks = removed.setdefault(stored.group_idx, [])
-        blocks += stored.block_hashes * change.removed
-        if change.stored or len(blocks) >= REMOVED_AT_ONCE:
+        blocks = stored.block_hashes * change.removed
+        if change.stored:  # who does not count forgets it in between
             yield from _removals(removed)
-        if change.stored:
-            yield stored
+            yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
+        else:
+            removed.setdefault(stored.group_idx, []).extend(blocks)
+            if len(removed[stored.group_idx]) >= REMOVED_AT_ONCE:
+                yield from _removals(removed)
     yield from _removals(removed)
 
 
-def _removals(removed: dict[int | None, list[Any]]) -> Iterator[BlockRemoved]:
+def _removals(removed: dict[int | None, list[Any]]) -> Iterator[tuple[Any, ...]]:
     for group, blocks in removed.items():
-        if blocks:
-            yield BlockRemoved(block_hashes=blocks, medium=MEDIUM_CPU, group_idx=group)
+        yield (_removal(blocks, group),)
     removed.clear()
+
+
+def _removal(blocks: list[Any], group: int | None) -> Any:
+    return BlockRemoved(block_hashes=blocks, medium=MEDIUM_CPU, group_idx=group)

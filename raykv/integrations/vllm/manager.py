@@ -308,11 +308,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
         """Routers are told of chunks that the pool was given, or had, once it has them."""
         if self.events is not None:  # of the layers that read all chunks: routers count those
-            chain, keys = req_context.get_state(Chain), _by_group(keys).get(self._groups[0].group_idx, [])
-            keys, weights = [key for key in keys if not chain.is_tail(key)], chain.origin.weights
-            names = [
-                make_offload_key(get_offload_block_hash(key) + weights, get_offload_group_idx(key)) for key in keys
-            ]
+            chain, group = req_context.get_state(Chain), self._groups[0].group_idx
+            keys = [key for key in _by_group(keys).get(group, []) if not chain.is_tail(key)]
+            names = [make_offload_key(get_offload_block_hash(key) + chain.origin.weights, group) for key in keys]
             self.events.offer(names, [chain.number(key) for key in keys], req_context.get_state(Prompt))
 
     def has_pending_work(self) -> bool:

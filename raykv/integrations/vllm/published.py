@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-CHUNKS = (
-    1 << 18
-)  # that routers know of at most, about 1 KB each; of more, those that were told longest ago are withdrawn
+CHUNKS = 1 << 17  # that routers know of, about 2 KB each; of more, those told longest ago are withdrawn
 OFFERED_S = 5.0  # that a chunk which was offered has to appear in the pool
 AGAIN_S = 0.05  # between two questions for chunks that were offered
 ABSENT_S = 2.0  # a chunk is gone that was not there twice, so far apart: a node store may have been restarted
