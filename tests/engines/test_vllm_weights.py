@@ -62,7 +62,7 @@ def engines(
 ) -> Iterator[Engines]:
     pool, folder = start_for_module(cpu_memory=256 * MIB), tmp_path_factory.mktemp("weights")
     save_model(folder / "model")
-    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
     options: tuple[dict[str, Any], ...] = ({}, {"speculative_config": ngram})
     files = folder / "first", folder / "second"
     actors: list[Any] = []

@@ -1,5 +1,6 @@
 """Which chunks routers are told of, and when they are told that these are gone."""
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -149,3 +150,23 @@ def test_all_are_withdrawn_before_any_is_told_again() -> None:
     routers.tell(routers.published.withdrawn(10))
     assert not routers.plain and not routers.published.leaves
     assert routers.ask(AGAIN_S) == [Change(b"first", 0, True)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_routers_count_as_often_as_they_were_told_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    routers = Routers(chunks=rng.choice([5, 100]), refresh_steps=rng.choice([3, 1000]))
+    published, chunks = routers.published, [b"%d" % i for i in range(12)]
+    for _ in range(300):
+        routers.step += rng.randrange(3)
+        routers.pool ^= {chunk for chunk in chunks if rng.random() < 0.1}
+        routers.offer(*rng.sample(chunks, rng.randrange(4)))
+        if rng.random() < 0.01:
+            published.withdraw_all()
+        if rng.random() < 0.02:
+            routers.epoch += 1
+        routers.ask(rng.choice([0.01, 0.1, 1, 3]), limit=rng.choice([1, 4, 100]))
+        routers.tell(published.withdrawn(rng.randrange(3)))
+        routers.tell(published.refresh(3, routers.step, routers.now))
+        left = Counter({told.event: told.times for told in published._withdrawn})
+        assert +routers.counts == Counter({told.event: told.times for told in published._told.values()}) + left
