@@ -31,6 +31,7 @@ from raykv.protocol import (
     Reserved,
     SlabReport,
     SoleCopies,
+    Stored,
     TierReply,
     Window,
 )
@@ -39,7 +40,7 @@ ANSWERS: dict[str, Any] = {
     "heartbeat": Heartbeat,
     **{"match": Matched, "next_window": Window, "reserve": Reserved, "join": Joined, "tier_heartbeat": TierReply},
     **dict.fromkeys(("commit", "pin", "unpin", "forget", "preempted", "client_heartbeat"), Counted),
-    **{"demote": Demotions, "demote_gpu": GpuDemotions, "sole_copies": SoleCopies},
+    **{"stored": Stored, "demote": Demotions, "demote_gpu": GpuDemotions, "sole_copies": SoleCopies},
 }
 ANSWERS["match_parts"] = lambda epoch, parts, pending, short: MatchedParts(
     epoch, tuple(MatchedPart(*part) for part in parts), pending, short
