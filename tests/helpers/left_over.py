@@ -11,11 +11,13 @@ MADE = ("sem.mp-*", "psm_*", "*-cpushm_*")  # by Python's multiprocessing, and b
 def removed() -> Iterator[None]:
     """Remove files that were made meanwhile, and that nobody uses any more: of processes too short-lived to be seen."""
     before = _files()
-    yield
-    for path in _files() - before:
-        with contextlib.suppress(FileNotFoundError):  # its owner was faster
-            if not mapped(path):  # nor of somebody else who runs beside this
-                path.unlink()
+    try:
+        yield
+    finally:
+        for path in _files() - before:
+            with contextlib.suppress(FileNotFoundError):  # its owner was faster
+                if not mapped(path):  # nor of somebody else who runs beside this
+                    path.unlink()
 
 
 def _files() -> set[Path]:
