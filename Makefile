@@ -78,7 +78,7 @@ $(COMPAT)/sources/vllm-%: | $(COMPAT)/setup
 	PYTHONPATH=$(CURDIR)/$(COMPAT)/setup VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* .venv/bin/pip download \
 		--no-deps --no-build-isolation --no-binary vllm --dest $(COMPAT)/sources vllm==$*
 	tar --extract --gzip --file $@.tar.gz --directory $(COMPAT)/sources --wildcards \
-		$(foreach part,v1 distributed utils platforms,'vllm-$*/vllm/$(part)/*.py')
+		$(foreach part,v1 distributed utils platforms lora,'vllm-$*/vllm/$(part)/*.py')
 	rm $@.tar.gz
 
 $(COMPAT)/setup: | .venv/.test
