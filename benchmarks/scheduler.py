@@ -76,6 +76,7 @@ def engine(model: str, pool: str | None) -> Any:
         max_model_len=2048,
         max_num_batched_tokens=2048,
         block_size=32,
+        distributed_executor_backend="mp",  # vLLM fails to make a worker in a process that has llvmlite
         enforce_eager=True,
         disable_log_stats=False,
         kv_cache_memory_bytes=512 * MIB,
