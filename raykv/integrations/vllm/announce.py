@@ -34,7 +34,9 @@ class RoutedConnector(RayKVConnector):
             self.connector_scheduler.manager.in_background(self._announce, adapter.lora_name, lora)
 
     def _announce(self, name: str, lora: dict[str, str] | None = None) -> None:
-        cache = self.connector_scheduler.manager.caches[0]  # of the rank on the engine's node, if it has one there
+        cache = next(iter(self.connector_scheduler.manager.caches.values()), None)
+        if cache is None:  # the engine uses no pool
+            return
         vllm_config = self._vllm_config
         model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo
         prefix_lookup.announce(
