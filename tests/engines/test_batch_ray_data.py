@@ -17,7 +17,7 @@ from helpers.patient_vllm_router import patient_config
 
 from examples import batch_ray_data, serve_vllm
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 CHUNK = 32  # tokens, of 1 MiB
 
 

@@ -33,7 +33,7 @@ from raykv.client.prefix_lookup import PrefixLookup
 from raykv.integrations.vllm import kv_transfer_config
 from raykv.integrations.vllm.router import prompt_keys
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 WIDE, SCALED = "wide", "scaled"
 CHUNKS = 3
 LONG = CHUNKS * CHUNK + 20  # tokens of a prompt
