@@ -23,6 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 import torch
 from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
 from helpers.vllm_request import request
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
 from raykv.arena.buffers import rows_of
@@ -129,8 +130,8 @@ def test_a_chunk_whose_last_token_was_not_computed_is_not_stored(engines: Engine
     answer = engines.answer(engines.here, question, tokens=8)[0][0]  # the last one is sampled, that is all
     engines.stored(prompt(71, 200))  # after it
     turn = question + answer + prompt(72, 20)
-    right = engines.answer(engines.here, turn, cold=True)[0][0]
-    assert engines.afresh(engines.there, turn) == (right, 0)
+    said = engines.afresh(engines.there, turn)
+    assert said == (engines.answer(engines.here, turn, cold=True)[0][0], 0)
 
 
 def test_a_request_whose_load_fails_is_computed(engines: Engines) -> None:
@@ -242,9 +243,7 @@ def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KV
 
 def engine(**other: Any) -> tuple[str, Any, Any]:
     """Arguments of `check`, of an engine that passes it but for what is given."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    spec = other.get("kind", FullAttentionSpec)(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
     parallel: dict[str, Any] = {
         "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
@@ -255,8 +254,11 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         parallel_config=SimpleNamespace(**{name: other.get(name, value) for name, value in parallel.items()}),
         speculative_config=other.get("speculative"),
     )
-    groups = [SimpleNamespace(kv_cache_spec=spec)] * other.get("groups", 1)
-    return other.get("version", "0.32.0"), config, SimpleNamespace(kv_cache_groups=groups)
+    return (
+        other.get("version", "0.32.0"),
+        config,
+        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"nnodes": 2}, "nnodes=2"),
         ({"speculative": SimpleNamespace(method="eagle")}, "method='eagle'.*set it to one of ngram"),
-        ({"groups": 2}, "disable_hybrid_kv_cache_manager"),
+        ({"kind": CrossAttentionSpec}, "CrossAttentionSpec, which raykv can't reuse"),
     ],
 )
 def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said: str) -> None:
