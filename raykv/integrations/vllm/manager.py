@@ -85,9 +85,10 @@ class Chain:
             return self.tail.number
         group = get_offload_group_idx(key)
         keys = self.keys.get(group, [])
-        for number in range(self._known[group], len(keys)):
+        chunks = len(keys) - bool(keys and self.is_tail(keys[-1]))  # it lies there while it is loaded
+        for number in range(self._known[group], chunks):
             self.numbers[keys[number]] = number
-        self._known[group] = len(keys)
+        self._known[group] = chunks
         return self.numbers.get(key)
 
     def is_tail(self, key: bytes) -> bool:
