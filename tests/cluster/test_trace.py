@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,12 @@ class Lines:
 def the_command(pool: raykv.KVPool, address: str) -> Iterator["subprocess.Popen[str]"]:
     """`raykv trace`, which is interrupted afterwards as by Ctrl-C."""
     command = [sys.executable, "-u", "-m", "raykv.cli", "trace", "--json", "--name", pool.name]
-    environment = {**os.environ, "RAY_ADDRESS": address}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as it:
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options["env"] = {**os.environ, "RAY_ADDRESS": address}
+    options["preexec_fn"] = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # ignored below a shell's background job
+    with subprocess.Popen(command, **options) as it:
         try:
             yield it
         finally:
