@@ -94,7 +94,7 @@ def test_another_process_streams_by_a_lease_that_takes_no_staging(start: Callabl
     by = raykv.attach(pool.name)
     assert by.session.local and by.session.directory.client != pool.session.directory.client
     matches = [JointMatch(pool.session, [Part(pool.session.memory_name, keys)], 1e4).ask() for keys in prompts]
-    assert [match.fetch_external() for match in matches] == [LONG] * len(prompts)
+    assert [match.fetch_external() for match in matches] == [16 * LONG] * len(prompts)
     assert totals(pool)["staging"] == 0
     first, stop = 5, LONG - 3
     for keys, match in zip(prompts, matches, strict=True):
