@@ -74,7 +74,7 @@ def test_the_logs_say_what_happened_and_no_secret(
     assert int(newest) > int(first[0]["epoch"]) and said("store", "join", node=here, epoch=newest)
 
     kill(pool, "directory")
-    assert said("directory", "restart", name=f"raykv/{name}/directory-2")
+    assert said("directory", "restart", name=new)
 
     assert eventually(lambda: pool.resize(pool.node_id, 32 * MIB)) == 32 * MIB
     assert said("store", "resize", node=here, bytes=32 * MIB) and said("store", "resized", node=here, bytes=32 * MIB)
