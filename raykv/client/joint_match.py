@@ -152,12 +152,12 @@ class JointMatch:
         """
         tokens = 0
         for call in self._calls:
-            missing = [(lease, lease.fetch_external()) for lease in call.leases]
-            if all(count == len(lease) for lease, count in missing):
+            counts = [lease.fetch_external() for lease in call.leases]
+            if counts == list(map(len, call.leases)):
                 tokens += call.tokens
                 continue
             if not self._has_windows:  # else others would be needed of those that end before
-                tokens += min(count for _, count in missing) * self._cache.block_tokens
+                tokens += min(counts) * self._cache.block_tokens
             break
         return tokens
 

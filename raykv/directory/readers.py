@@ -123,9 +123,10 @@ class Readers(Membership):
 
     def _ready_prefix(self, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
         """Tokens up to which all blocks of the parts without a window are ready. Touches and holds nothing."""
-        whole = _whole(requests, keys) or list(zip(requests, keys, strict=True))
-        tokens = min(len(part) * request.tokens for request, part in whole)
-        for request, part in _whole(requests, keys):
+        whole = _whole(requests, keys)
+        limits = whole or zip(requests, keys, strict=True)
+        tokens = min(len(part) * request.tokens for request, part in limits)
+        for request, part in whole:
             wanted = part[: -(-tokens // request.tokens)]
             ready = leases.ready_prefix(self._c, wanted, np.empty(len(wanted), np.int64), self._index_of(request))
             tokens = min(tokens, ready * request.tokens)

@@ -286,7 +286,7 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
     manager = RayKVManager(pool, {"model": "m"})
     manager.set_ranks([Rank(pool.session.memory_name, (0,), (4096,))], [Group(0, 0, 16, 0)])
-    cache = manager.caches[0, 0]
+    cache = manager.caches[0][0]
     unknown, keys = cache.recompute_tokens_per_s, [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
     contexts: list[ReqContext] = []
 

@@ -36,7 +36,7 @@ class Engine:
         self.pool = raykv.attach(pool)
         self.manager = RayKVManager(self.pool, {"model": "m"}, stores)
         self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (SIZE,))], [Group(0, 0, TOKENS, 0)])
-        self.cache = self.manager.caches[0, 0]
+        self.cache = self.manager.caches[0][0]
         self.cache.recompute_tokens_per_s = FOREVER
         self.requests = 0
 

@@ -34,7 +34,7 @@ class RoutedConnector(RayKVConnector):
             self.connector_scheduler.manager.in_background(self._announce, adapter.lora_name, lora)
 
     def _announce(self, name: str, lora: dict[str, str] | None = None) -> None:
-        cache = next(iter(self.connector_scheduler.manager.caches.values()), None)
+        cache = self.connector_scheduler.manager.first_cache
         if cache is None:  # the engine uses no pool
             return
         vllm_config = self._vllm_config

@@ -171,15 +171,15 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         spec = self._kv_cache_config.kv_cache_groups[group.group_idx].kv_cache_spec
         kind = get_kv_cache_spec_kind(spec).value
         sizes = Sizes(group.tokens, spec.block_size, scheduler.config.tokens_per_hash, kind)
-        return KVEvents(lambda: manager.caches_of(group), sizes, config.buffer_steps // 2)
+        return KVEvents(lambda: manager.caches.get(group.group_idx, {}), sizes, config.buffer_steps // 2)
 
     def _tail_of(self, request: Any) -> Tail | None:
         """Of its prompt, where prefill runs apart from decode, and all layers read all chunks."""
         config = self.connector_scheduler.config
-        groups = groups_of(config.kv_group_configs)
-        if self._role == "kv_both" or len(groups) > 1 or groups[0].window:
+        if self._role == "kv_both" or len(config.kv_group_configs) > 1:
             return None
-        return tail_of(request, config.kv_group_configs[0].tokens_per_chunk, config.tokens_per_hash, self._hash)
+        (group,) = groups_of(config.kv_group_configs)
+        return None if group.window else tail_of(request, group.tokens, config.tokens_per_hash, self._hash)
 
     def _store_tail(self, request_id: str, tokens: int) -> dict[int, Any]:
         """A job by its id, if the prompt of a request ends among those tokens, which this step computes."""
@@ -237,7 +237,8 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if wrong := set().union(*(unsupported(group.kv_cache_spec) for group in groups)):
         raise ValueError(
-            f"this model's KV cache has {', '.join(sorted(wrong))}, which raykv can't reuse: {WITHOUT[3:]}"
+            f"this model's KV cache has {', '.join(sorted(wrong))}, "
+            f"which raykv can't reuse: leave kv_transfer_config out"
         )
     if len(groups) > 1 and not TAKES_GROUPS:
         raise ValueError(

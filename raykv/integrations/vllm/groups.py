@@ -7,7 +7,7 @@ and vLLM asks for a chunk of a group by its hash and the index of the group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import (
@@ -35,9 +35,10 @@ class Group(NamedTuple):
     tokens: int
     window: int
 
-    def part(self, number: int, parts: int) -> int:
-        """Which part of the pool's cache that part of its chunks is. parts: of a chunk, in all."""
-        return self.place * parts + number
+
+def pool_part(place: int, part: int, ranks: Iterable[Sequence[int]]) -> int:
+    """Which part of the pool's cache a part of a group's chunks is. ranks: the parts of a chunk that each rank has."""
+    return place * (1 + max(map(max, ranks))) + part
 
 
 def groups_of(configs: Sequence[Any]) -> list[Group]:
@@ -51,14 +52,17 @@ def groups_of(configs: Sequence[Any]) -> list[Group]:
 
 def unsupported(spec: Any) -> set[str]:
     """Names of the kinds of pages in a group that are not KV which depends on nothing but the tokens before."""
-    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    return {type(one).__name__ for one in specs}.difference(SUPPORTED)
+    return {type(layer).__name__ for layer in _layers(spec)}.difference(SUPPORTED)
 
 
 def is_latent(spec: Any) -> bool:
     """Whether every tensor-parallel rank has the same pages."""
-    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    return all(isinstance(one, MLAAttentionSpec) for one in specs)
+    return all(isinstance(layer, MLAAttentionSpec) for layer in _layers(spec))
+
+
+def _layers(spec: Any) -> Iterable[Any]:
+    """What a group's layers keep, where they differ; else what all of them keep."""
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
 def blocks_within(spec: Any) -> int:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import lcm
@@ -30,7 +30,7 @@ from raykv.client.cache import KVCache
 from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Leased
 from raykv.client.pool import KVPool
-from raykv.integrations.vllm.groups import Group
+from raykv.integrations.vllm.groups import Group, pool_part
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.tail import Tail
@@ -43,7 +43,6 @@ from raykv.protocol import LOCATION
 log = logging.getLogger("raykv")
 
 THREADS = 16  # requests that ask, or wait for a pull, at a time
-NOT_ASKED = 1 << 62
 ASKED, HITS, FAILED = "vllm:raykv_asked_chunks", "vllm:raykv_hit_chunks", "vllm:raykv_failed_loads"
 WAITED = "vllm:raykv_waits"
 METRICS = {
@@ -192,8 +191,8 @@ class Computing:
 class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
 
-    caches: by group and part of a chunk; none before `set_ranks`. events: what routers are told; None where nothing is.
-    weights: what they are called. resets: how often they may have become others.
+    caches: by group, and part of a chunk; none before `set_ranks`. events: what routers are told; None where nothing
+    is. weights: what they are called. resets: how often they may have become others.
     """
 
     def __init__(self, pool: KVPool, arguments: dict[str, Any], stores: bool = True) -> None:
@@ -204,7 +203,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._pool, self._arguments, self._stores = pool, arguments, stores
         self._ranks: list[Rank] = []
         self._groups: list[Group] = []
-        self.caches: dict[tuple[int, int], KVCache] = {}
+        self.caches: dict[int, dict[int, KVCache]] = {}
         self.events: KVEvents | None = None
         self.weights, self.resets = Weights(None), 0
         self._asks: dict[str, Ask] = {}
@@ -255,9 +254,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """What the workers need to read chunks that `lookup` found: a run a group, leased until `complete_load`."""
         ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
         ask.loading = True
-        wanted = {index: _run(chain, of_group) for index, of_group in _by_group(keys).items()}
-        match = ask.answer.result().match
-        first = _by_group(keys).get(self._groups[0].group_idx, [])
+        groups, match = _by_group(keys), ask.answer.result().match
+        wanted = {index: _run(chain, of_group) for index, of_group in groups.items()}
+        first = groups.get(self._groups[0].group_idx, [])
         match.count_saved(sum(not chain.is_tail(key) for key in first) * self._groups[0].tokens)
         ranks, part = [], itertools.count()  # in the order of `_parts`
         for rank in self._ranks:
@@ -287,7 +286,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         offered, groups = _by_group(keys), {}
         for group in self._groups:
             if of_group := offered.get(group.group_idx):
-                rows = _keys(self.caches, group.group_idx, of_group, chain.origin)
+                rows = _keys(self.caches[group.group_idx], of_group, chain.origin)
                 parts = {part: of_part.tobytes() for part, of_part in rows.items()}
                 groups[group.place] = ChunksOfGroup(parts, _run(chain, of_group).start)
         return PrepareStoreOutput(keys, ChunksToStore(groups), [])
@@ -321,8 +320,9 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _measure(self, chunks: int, since: float) -> None:
         rate = chunks * self._groups[0].tokens / max(1e-3, time.monotonic() - since)
         self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
-        for cache in self.caches.values():
-            cache.recompute_tokens_per_s = self._rate
+        for parts in self.caches.values():
+            for cache in parts.values():
+                cache.recompute_tokens_per_s = self._rate
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request, and release what it holds."""
@@ -386,22 +386,25 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._pool.close()
 
-    def caches_of(self, group: Group) -> dict[int, KVCache]:
-        """By part of a group's chunks."""
-        return {part: cache for (index, part), cache in self.caches.items() if index == group.group_idx}
+    @property
+    def first_cache(self) -> KVCache | None:
+        """Of the first part of the group of which all chunks are read, if there is one. None before `set_ranks`."""
+        return _first(self.caches) if self.caches else None
 
-    def _make_caches(self) -> dict[tuple[int, int], KVCache]:
+    def _make_caches(self) -> dict[int, dict[int, KVCache]]:
         arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + self.weights.name}
-        parts = 1 + max((part for rank in self._ranks for part in rank.parts), default=0)
+        ranks = [rank.parts for rank in self._ranks]
         return {
-            (group.group_idx, part): self._pool.cache(
-                **arguments,
-                block_tokens=group.tokens,
-                block_bytes=rank.part_bytes[group.place],
-                part=group.part(part, parts),
-            )
-            for rank in self._ranks
-            for part in rank.parts
+            group.group_idx: {
+                part: self._pool.cache(
+                    **arguments,
+                    block_tokens=group.tokens,
+                    block_bytes=rank.part_bytes[group.place],
+                    part=pool_part(group.place, part, ranks),
+                )
+                for rank in self._ranks
+                for part in rank.parts
+            }
             for group in self._groups
         }
 
@@ -422,7 +425,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     def _find(
         self,
-        caches: dict[tuple[int, int], KVCache],
+        caches: dict[int, dict[int, KVCache]],
         keys: dict[int, list[bytes]],
         first: dict[int, int],
         origin: Origin,
@@ -432,7 +435,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
         wait: lease nothing where others compute the next chunks.
         """
-        cache, tokens = next(iter(caches.values())), 0
+        cache, tokens = _first(caches), 0
         match = JointMatch(cache.session, self._parts(caches, keys, origin), cache.recompute_tokens_per_s, origin.id)
         try:
             with under(origin.headers):
@@ -443,18 +446,15 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if not tokens:
             match.release()
             return Found(match, {})
-        stops = {group.group_idx: first[group.group_idx] + tokens // group.tokens for group in self._groups}
-        found = {
-            group.group_idx: range(first[group.group_idx] + match.first(place), stops[group.group_idx])
-            for place, group in self._places()
-        }
+        found = {}
+        for number, group in enumerate(self._groups):
+            start, part = first[group.group_idx], number * len(self._ranks[0].parts)  # one of its parts in `_parts`
+            found[group.group_idx] = range(start + match.first(part), start + tokens // group.tokens)
         return Found(match, found)
 
-    def _parts(
-        self, caches: dict[tuple[int, int], KVCache], keys: dict[int, list[bytes]], origin: Origin
-    ) -> list[Part]:
+    def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
         """What is asked for: of each rank and group the parts that it has, in this order."""
-        by_group = {index: _keys(caches, index, of_group, origin) for index, of_group in keys.items()}
+        by_group = {index: _keys(caches[index], of_group, origin) for index, of_group in keys.items()}
         return [
             Part(rank.memory, by_group[group.group_idx][part], group.window)
             for rank in self._ranks
@@ -462,15 +462,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             for part in rank.parts
         ]
 
-    def _places(self) -> Iterator[tuple[int, Group]]:
-        """Of each group the place of one of its parts in `_parts`."""
-        of_group = len(self._ranks[0].parts)
-        return ((place * of_group, group) for place, group in enumerate(self._groups))
-
     def _wait(self, ask: Ask, pending: int) -> None:
         """Others compute so many chunks that the request asked for: ask again after a while."""
         if ask.wait is None:
-            rate = next(iter(self.caches.values())).recompute_tokens_per_s
+            rate = _first(self.caches).recompute_tokens_per_s
             ask.wait = Wait(pending * self._groups[0].tokens / rate)
             self._counts[WAITED] += 1
         if ask.wait.is_due():
@@ -511,11 +506,11 @@ def _by_group(keys: Collection[bytes]) -> dict[int, list[bytes]]:
     return groups
 
 
-def _keys(caches: dict[tuple[int, int], KVCache], group: int, keys: list[bytes], origin: Origin) -> dict[int, Keys]:
-    """A group's, by part. vLLM's hashes have the salt already: here it names the tenant."""
+def _first(caches: dict[int, dict[int, KVCache]]) -> KVCache:
+    return next(iter(next(iter(caches.values())).values()))
+
+
+def _keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
+    """By part, of one group. vLLM's hashes have the salt already: here it names the tenant."""
     hashes, tenant = [get_offload_block_hash(key) + origin.weights for key in keys], tenant_of(origin.salt)
-    return {
-        part: Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant))
-        for (index, part), cache in caches.items()
-        if index == group
-    }
+    return {part: Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant)) for part, cache in caches.items()}

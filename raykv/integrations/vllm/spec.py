@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from raykv.integrations.vllm.groups import pool_part
 from raykv.integrations.vllm.manager import METRICS, RayKVManager
 from raykv.integrations.vllm.node import attach
 from raykv.integrations.vllm.worker import RayKVWorker, pages_of
@@ -40,18 +41,18 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             device, rank = kv_caches.tensors[0].tensor.device, self.config.parallel.rank
             pool = attach(self._pool, None if device.type == "cpu" else str(device))
             parts, stores = self.extra_config["parts"], self.extra_config["stores"][rank]
-            pages, in_all = pages_of(kv_caches), 1 + max(map(max, parts))
+            pages = pages_of(kv_caches)
             caches = [
                 {
                     part: pool.cache(
                         **self._arguments,
                         block_tokens=tokens * self.blocks_per_chunk,
                         block_bytes=of_group.bytes * self.blocks_per_chunk // len(parts[rank]),
-                        part=index * in_all + part,
+                        part=pool_part(place, part, parts),
                     )
                     for part in parts[rank]
                 }
-                for index, (of_group, tokens) in enumerate(zip(pages, self.tokens_per_block, strict=True))
+                for place, (of_group, tokens) in enumerate(zip(pages, self.tokens_per_block, strict=True))
             ]
             self._worker = RayKVWorker(pool, caches, rank, pages, self.blocks_per_chunk, stores)
         return self._worker
