@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv import registry
+from raykv.actors.dashboard_keeper import DashboardKeeper
 from raykv.actors.demoter import Demoter
 from raykv.actors.node_memory import NodeMemory
 from raykv.metrics.exporter import EXPORT_S, Exporter
@@ -20,12 +21,13 @@ log = logging.getLogger("raykv")
 
 
 class StoreMetrics:
-    """Exports a store's figures once in EXPORT_S."""
+    """Exports a store's figures once in EXPORT_S. The head's store keeps the dashboard that shows them."""
 
     def __init__(self, pool: str, memories: Sequence[NodeMemory], demoter: Demoter | None) -> None:
         self._pool, self._memories, self._demoter = pool, memories, demoter
         self._exporter, self._started = Exporter(pool), time.time()
         self._look_at = 0.0
+        self._dashboard = DashboardKeeper()
         self._loop = Periodic("raykv-metrics", self._step, self._on_error)
 
     def start(self) -> None:
@@ -49,6 +51,7 @@ class StoreMetrics:
             export.total("pull_failures_total", failures, **tags)
         export.flush()
         self._forget_gone()
+        self._dashboard.look()
         return self._loop.rest_of(EXPORT_S)
 
     def _forget_gone(self) -> None:

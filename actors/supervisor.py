@@ -22,7 +22,6 @@ from ray.core.generated.gcs_pb2 import (  # type: ignore[attr-defined]
 from ray.exceptions import ActorDiedError, RayError
 
 from raykv import registry
-from raykv.actors.dashboard_keeper import DashboardKeeper
 from raykv.actors.directory import start_directory
 from raykv.actors.drain import drain
 from raykv.actors.node_store import start_store
@@ -69,7 +68,6 @@ class Supervisor:
         self._successor_asked, self._successors_given_up = now, 0
         self._rests_until = 0.0  # the last close look found all well
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
-        self._dashboard = DashboardKeeper()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
         self._loop.start()
 
@@ -102,7 +100,6 @@ class Supervisor:
         finally:  # what could not be looked at is told, too
             if time.monotonic() > self._exported + EXPORT_S:
                 self._export()
-        self._dashboard.look()
         return self._pause()
 
     def _export(self) -> None:

@@ -11,7 +11,7 @@ import raykv
 from raykv.metrics import dashboard_files
 
 
-def test_the_supervisor_writes_it_where_ray_provisions_grafana_from(start: Callable[..., raykv.KVPool]) -> None:
+def test_the_store_of_the_head_writes_it_where_ray_provisions_grafana_from(start: Callable[..., raykv.KVPool]) -> None:
     assert global_worker.node
     metrics = Path(global_worker.node.get_session_dir_path(), "metrics")
     assert dashboard_files.provisioned() == metrics / "grafana" / "dashboards"

@@ -1,4 +1,4 @@
-"""The dashboard that the supervisor keeps in Ray's folder for Grafana."""
+"""The dashboard that the head's store keeps in Ray's folder for Grafana."""
 
 import json
 from pathlib import Path

@@ -409,8 +409,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         }
 
     def _ask(self, first: bytes, chain: Chain, request: str) -> Ask:
-        """Ask for the request's chunks from `first` on, and for those of the other groups that begin with it."""
+        """Ask for the request's chunks from `first` on, and for those of the other groups that begin with it.
+
+        Where all groups have windows, for all: vLLM looks for the last chunk first, and goes on with those before.
+        """
         number = chain.number(first)
+        if number is not None and self._groups[0].window:
+            number = 0
         tokens = {group.group_idx: group.tokens for group in self._groups}
         start, step = (number or 0) * tokens[get_offload_group_idx(first)], lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
