@@ -9,7 +9,7 @@ from raykv.directory.allocator import Node
 from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
 from raykv.directory.boundary import Runs, boundary, step_of
 from raykv.directory.clients import Hold
-from raykv.directory.kernels import index, leases
+from raykv.directory.kernels import index, leases, lookup
 from raykv.directory.kernels.columns import NODE_MASK
 from raykv.directory.membership import Membership
 from raykv.directory.prefixes import Prefixes
@@ -128,7 +128,7 @@ class Readers(Membership):
         tokens = min(len(part) * request.tokens for request, part in limits)
         for request, part in whole:
             wanted = part[: -(-tokens // request.tokens)]
-            ready = leases.ready_prefix(self._c, wanted, np.empty(len(wanted), np.int64), self._index_of(request))
+            ready = lookup.ready_prefix(self._c, wanted, np.empty(len(wanted), np.int64), self._index_of(request))
             tokens = min(tokens, ready * request.tokens)
         return tokens
 
@@ -139,7 +139,7 @@ class Readers(Membership):
             if request.window:
                 wanted = part[: prefix // request.tokens]
                 firsts, ready = np.empty((2, len(wanted)), np.int64)
-                leases.ready_runs(self._c, wanted, firsts, self._index_of(request), request.window, ready)
+                lookup.ready_runs(self._c, wanted, firsts, self._index_of(request), request.window, ready)
                 runs.append(Runs(request.window, request.tokens, ready))
         return boundary(prefix, step_of([request.tokens for request in requests]), runs)
 
@@ -155,7 +155,7 @@ class Readers(Membership):
         for request, part in whole:
             wanted = part[: -(-tokens // request.tokens)]
             firsts = np.empty(len(wanted), np.int64)
-            written = leases.unfinished_prefix(self._c, wanted, firsts, self._index_of(request))
+            written = lookup.unfinished_prefix(self._c, wanted, firsts, self._index_of(request))
             tokens = min(tokens, written * request.tokens)
         n = tokens // first.tokens
         return n + self.intents.leading(client, split_keys(first.keys[n * KEY_BYTES :])) - prefix // first.tokens
@@ -275,7 +275,7 @@ class Readers(Membership):
             if node.slabs:
                 hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
         counts, last = np.zeros((2, len(numbers)), np.int64)
-        leases.locate_prefix(self._c, self._find(keys)[1], hosts, counts, last)
+        lookup.locate_prefix(self._c, self._find(keys)[1], hosts, counts, last)
         return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
 
     def stored(self, keys: bytes) -> Stored:

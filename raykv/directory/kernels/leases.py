@@ -15,7 +15,6 @@ from raykv.directory.kernels.columns import (
     KEYS,
     LISTS_PER_CLASS,
     LOCATIONS_OUT,
-    NODE_MASK,
     QUARANTINED,
     READY,
     REPLICA,
@@ -47,6 +46,7 @@ from raykv.directory.kernels.index import (
     unfinished,
     unhold,
 )
+from raykv.directory.kernels.lookup import best
 from raykv.directory.kernels.slabs import locate
 from raykv.directory.kernels.slots import stage, takeable
 from raykv.system.jit import kernel
@@ -64,36 +64,6 @@ def warm_neighbours(c, rows):
     return warm
 
 
-@kernel
-def best(c, first, node):
-    """Of a key's rows: (the one to read, the one being staged on `node`), each -1 if there is none.
-
-    To read: a copy on `node`, else the primary, else any replica, else a copy in an external tier. The copy on `node`
-    is read whether its store answers or not: it is in memory that the reader shares.
-    """
-    source = np.int64(-1)
-    external = np.int64(-1)
-    staging = np.int64(-1)
-    row = np.int64(first)
-    while row >= 0:
-        state = c.rows[row].state
-        size_class = size_class_of(c, row)
-        here = c.size_classes[size_class].node == node
-        offered = c.size_classes[size_class].offered
-        if (offered or here) and c.rows[row].holds < HOLDS_MAX:
-            if present(state):
-                if here:
-                    return row, np.int64(-1)
-                if source < 0 or state == READY:
-                    source = row
-            elif state == STAGING and here and offered:
-                staging = row
-            elif state == EXTERNAL:
-                external = row
-        row = np.int64(c.rows[row].same)
-    return source if source >= 0 else external, staging
-
-
 @kernel(C, KEYS, ROWS, INT, INT, INT)
 def find_prefix(c, keys, firsts, node, size_class, limit):
     """As `find`. Returns the staging slots that a ready prefix lacks on its reader's node (size_class -1: none).
@@ -102,45 +72,6 @@ def find_prefix(c, keys, firsts, node, size_class, limit):
     """
     find(c, keys, firsts)
     return _staging_need(c, firsts, node, size_class, limit) if size_class >= 0 else np.int64(0)
-
-
-@kernel(C, KEYS, ROWS, INT)
-def ready_prefix(c, keys, firsts, node):
-    """As `find`. Returns how many leading keys a reader on `node` may read now."""
-    find(c, keys, firsts)
-    n = 0
-    while n < len(firsts) and best(c, firsts[n], node)[0] >= 0:
-        n += 1
-    return n
-
-
-@kernel(C, KEYS, ROWS, INT, INT, ROWS)
-def ready_runs(c, keys, firsts, node, window, runs):
-    """As `find`. runs[i], out: how many keys up to the i-th, at most `window`, a reader on `node` may read now."""
-    find(c, keys, firsts)
-    run = np.int64(0)
-    for i in range(len(firsts)):
-        run = min(run + 1, window) if best(c, firsts[i], node)[0] >= 0 else np.int64(0)
-        runs[i] = run
-
-
-@kernel(C, KEYS, ROWS, INT)
-def unfinished_prefix(c, keys, firsts, node):
-    """As `ready_prefix`, of keys that a reader may read now, or once they are written."""
-    find(c, keys, firsts)
-    n = 0
-    while n < len(firsts) and (best(c, firsts[n], node)[0] >= 0 or _is_written(c, firsts[n])):
-        n += 1
-    return n
-
-
-@kernel
-def _is_written(c, first):
-    """Whether a writer is to fill one of a key's rows."""
-    row = np.int64(first)
-    while row >= 0 and c.rows[row].state != WRITING:
-        row = np.int64(c.rows[row].same)
-    return row >= 0
 
 
 @kernel
@@ -158,27 +89,6 @@ def _staging_need(c, firsts, node, size_class, limit):
         if node_of(c, row) != node and staging < 0:
             need += 1
     return need if at_hand < need else np.int64(0)
-
-
-@kernel(C, ROWS, ROWS, ROWS, ROWS)
-def locate_prefix(c, firsts, hosts, counts, last):
-    """counts[h], out: how many blocks of the longest ready prefix host h has, in memory or on a GPU. Touches nothing.
-
-    hosts[node & NODE_MASK]: the host of a node. last: zeros, one a host; the last block (from 1) counted there.
-    """
-    for i in range(len(firsts)):
-        row = np.int64(firsts[i])
-        ready = False
-        while row >= 0:
-            if stored(c.rows[row].state) and c.size_classes[size_class_of(c, row)].offered:
-                if c.rows[row].state != EXTERNAL:
-                    host = hosts[node_of(c, row) & NODE_MASK]
-                    counts[host] += last[host] <= i
-                    last[host] = i + 1
-                ready = True
-            row = np.int64(c.rows[row].same)
-        if not ready:
-            break
 
 
 @kernel(C, KEYS, ROWS, INT, INT, INT, INT, INT, ROWS, ROWS, ROWS, ROWS, LOCATIONS_OUT, LOCATIONS_OUT)
