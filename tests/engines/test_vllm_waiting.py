@@ -37,7 +37,7 @@ class Engine:
         self.manager = RayKVManager(self.pool, {"model": "m"}, stores)
         self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (SIZE,))], [Group(0, 0, TOKENS, 0)])
         self.cache = self.manager.caches[0][0]
-        self.cache.recompute_tokens_per_s = FOREVER
+        self.manager._rate = FOREVER
         self.requests = 0
 
     def begin(self, keys: list[Any] = KEYS, tail: Tail | None = None) -> ReqContext:
@@ -138,7 +138,7 @@ def test_nobody_waits_for_what_is_not_computed_any_more(engines: tuple[Engine, E
 def test_an_engine_that_says_nothing_is_waited_for_as_long_as_computing_takes(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     assert one.told(one.begin()) == [MISS] * 12
-    two.cache.recompute_tokens_per_s = AT_ONCE
+    two.manager._rate = AT_ONCE
     second = two.begin()
     assert two.told(second) == [MISS] * 12
     assert one.pool.stats()["intents"] == 1, "it is still the first one's"

@@ -34,7 +34,7 @@ from raykv.integrations.vllm.groups import Group, pool_part
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.tail import Tail
-from raykv.integrations.vllm.waiting import Wait
+from raykv.integrations.vllm.waiting import UNMEASURED, Wait
 from raykv.integrations.vllm.weights import Weights
 from raykv.keys import Keys, tenant_of
 from raykv.metrics.span import under
@@ -470,8 +470,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _wait(self, ask: Ask, pending: int) -> None:
         """Others compute so many chunks that the request asked for: ask again after a while."""
         if ask.wait is None:
-            rate = _first(self.caches).recompute_tokens_per_s
-            ask.wait = Wait(pending * self._groups[0].tokens / rate)
+            ask.wait = Wait(pending * self._groups[0].tokens / (self._rate or UNMEASURED))
             self._counts[WAITED] += 1
         if ask.wait.is_due():
             ask.answer = self._submit(ask.keys, ask.first, ask.origin, wait=not ask.wait.is_over)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 PATIENCE = 1.5  # times as long as this engine would compute them: whoever computes them began before
+UNMEASURED = 1000.0  # tokens a second: who has computed nothing yet waits too long rather than compute the same
 ASKS = 64  # while that takes; each costs the directory about 0.1 ms
 PAUSES_S = (0.005, 0.1)  # between two of them: the shortest, and the longest
 
