@@ -300,6 +300,20 @@ def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bo
     _report(lambda: trace.run(file, nodes, [int(part) for part in capacity.split(",")], external), as_json)
 
 
+@bench.command("schedule")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--blocks", default=5000, show_default=True, help="Blocks of the engine, of 512 tokens.")
+@click.option("--tokens-per-s", default=20_000.0, show_default=True, help="What the engine computes.")
+@click.option("--slower", default=1.0, show_default=True, help="How many times as long the trace takes.")
+@click.option("--offset", default=0, show_default=True, help="The request to begin with.")
+@JSON
+def bench_schedule(file: str, blocks: int, tokens_per_s: float, slower: float, offset: int, as_json: bool) -> None:
+    """What one engine computes of a trace, and how long requests wait, by who is scheduled first."""
+    from raykv.bench import schedule
+
+    _report(lambda: schedule.run(file, blocks, tokens_per_s, slower, offset), as_json)
+
+
 @bench.command("tiers")
 @click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
 @JSON

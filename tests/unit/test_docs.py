@@ -17,7 +17,7 @@ from docs import draw_imports, draw_plots, hooks
 from raykv.cli.main import main
 from raykv.tiers import MARKER, Block, parse
 
-RUN_IN_A_CLUSTER = {"README.md", "getting-started.md", "engines.md", "tiers.md", "operations.md"}
+RUN = {"README.md", "getting-started.md", "engines.md", "tiers.md", "operations.md", "scheduling.md"}
 NAMED = re.compile(r"`((?:\w+/)*\w+\.(?:py|md|sh|json))(?:: ([\w.]+(?:, [\w.]+)*))?`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -29,7 +29,7 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     assert page.read_text().count("\n```") == 2 * len(found), "a fence without a language, or not at the left margin"
     to_run = [code for code in found if not code.reason and code.language != "text"]
     assert {code.language for code in to_run} <= {"python", "sh"}
-    assert not to_run or page.name in RUN_IN_A_CLUSTER, "name it in RUN_IN_A_CLUSTER, or say `<!-- not run: why -->`"
+    assert not to_run or page.name in RUN, "name it in RUN, or say `<!-- not run: why -->`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

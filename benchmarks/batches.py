@@ -1,0 +1,88 @@
+"""How many blocks a batch computes in the order of `raykv.scheduling.order`, and split over engines. No engine runs.
+
+    python benchmarks/batches.py [--prompts 2000] [--engines 4] [--json]
+
+Prompts have one of 4 system prompts (30 blocks), one of 8 few-shot headers of it (20), one of 50 documents (40), and a
+question of their own (4). A cache keeps blocks by plain LRU. The floor is each different block once; beside it the
+prompts at random, and dealt to the engines in turn.
+"""
+
+import argparse
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from raykv.keys import chain
+from raykv.scheduling import order, split
+from raykv.scheduling.batches import Prompts
+
+SYSTEMS, HEADERS, DOCUMENTS = (4, 30), (8, 20), (50, 40)  # how many there are, and their blocks
+QUESTION, CACHES = 4, (100, 500, 2000)  # blocks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found = measured(batch(arguments.prompts), arguments.engines)
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    print(f"blocks: {found['blocks']}, different: {found['different']}")
+    for row in found["caches"]:
+        print("  ".join(f"{name} {figure}" for name, figure in row.items()))
+
+
+def batch(prompts: int) -> Prompts:
+    """Keys of prompts at random, of one token a block."""
+    random, made = np.random.default_rng(0), []
+    for own in range(prompts):
+        system, header, document = (int(random.integers(kinds)) for kinds, _ in (SYSTEMS, HEADERS, DOCUMENTS))
+        parts = ((1000 + system, SYSTEMS[1]), (2000 + header, HEADERS[1]), (3000 + document, DOCUMENTS[1]))
+        tokens = [part * 100 + i for part, blocks in (*parts, (4000 + own, QUESTION)) for i in range(blocks)]
+        made.append(chain(bytes(32), tokens, 1))
+    return made
+
+
+def measured(prompts: Prompts, engines: int) -> dict[str, Any]:
+    """Blocks that are computed, by the blocks of an engine's cache."""
+    names = [[key.tobytes() for key in keys] for keys in prompts]
+    everything, rows = range(len(prompts)), []
+    for cache in CACHES:
+        parts, dealt = split(prompts, engines), [range(first, len(prompts), engines) for first in range(engines)]
+        loads = [computed(names, part, cache) for part in parts]
+        rows.append(
+            {
+                "cache": cache,
+                "random": computed(names, everything, cache),
+                "ordered": computed(names, order(prompts), cache),
+                "dealt": sum(computed(names, part, cache) for part in dealt),
+                "split": sum(loads),
+                "most_loaded": round(max(loads) * engines / sum(loads), 3),
+            }
+        )
+    different = len({name for each in names for name in each})
+    return {"blocks": sum(map(len, names)), "different": different, "engines": engines, "caches": rows}
+
+
+def computed(names: list[list[bytes]], places: Sequence[int], blocks: int) -> int:
+    """What a cache of so many blocks lacks of the prompts at these places."""
+    cache: OrderedDict[bytes, None] = OrderedDict()
+    lacking = 0
+    for place in places:
+        lacking += sum(name not in cache for name in names[place])
+        for name in reversed(names[place]):  # the last is evicted first
+            cache[name] = None
+            cache.move_to_end(name)
+        while len(cache) > blocks:
+            cache.popitem(last=False)
+    return lacking
+
+
+if __name__ == "__main__":
+    main()

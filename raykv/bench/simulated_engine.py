@@ -1,0 +1,195 @@
+"""An engine without a model: what a scheduler has it compute, and how long requests wait. It computes no token."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.scheduling import Budget, Request, Scheduled
+
+Policy = Callable[[list[Request], list[Request], Budget, float], list[Scheduled]]  # waiting, running, budget, now
+
+
+class Job(NamedTuple):
+    """A prompt that is asked at some second. keys: (n, k) uint8, of its full blocks. output: tokens to generate."""
+
+    keys: NDArray[np.uint8]
+    tokens: int
+    arrival: float
+    output: int = 1
+
+
+class Speed(NamedTuple):
+    """Seconds that a step takes, and more for a token; tokens that it computes at most."""
+
+    step_s: float = 0.005
+    token_s: float = 1 / 20_000
+    tokens: int = 8192
+
+
+class BlockPool:
+    """Blocks of an engine. Those with a name that no request holds rest, and are evicted by LRU."""
+
+    def __init__(self, blocks: int) -> None:
+        self.free = blocks  # that no request holds
+        self._nameless = 0
+        self._held: Counter[bytes] = Counter()
+        self._resting: OrderedDict[bytes, None] = OrderedDict()
+
+    def cached(self, names: list[bytes]) -> int:
+        """How many leading blocks it has."""
+        return _leading(name in self._held or name in self._resting for name in names)
+
+    def held(self, names: list[bytes]) -> int:
+        """How many of them requests hold."""
+        return _leading(name in self._held for name in names)
+
+    def hold(self, names: list[bytes]) -> None:
+        """Of blocks that it has."""
+        for name in names:
+            self.free -= name not in self._held
+            self._held[name] += 1
+            self._resting.pop(name, None)
+
+    def take(self, blocks: int) -> None:
+        """Blocks without a name yet."""
+        assert blocks <= self.free, f"{blocks} blocks are wanted where {self.free} are free"
+        self.free -= blocks
+        self._nameless += blocks
+        while len(self._resting) > self.free:
+            self._resting.popitem(last=False)
+
+    def name(self, names: list[bytes]) -> None:
+        """As many of the blocks that were taken. Where another has that name already, it is held instead."""
+        self.give_back(len(names))
+        self.hold(names)
+
+    def give_back(self, blocks: int) -> None:
+        """Blocks without a name."""
+        self.free += blocks
+        self._nameless -= blocks
+
+    def release(self, names: list[bytes]) -> None:
+        """Hold them no more. The last is evicted first."""
+        for name in reversed(names):
+            self._held[name] -= 1
+            if not self._held[name]:
+                del self._held[name]
+                self._resting[name] = None
+                self.free += 1
+
+
+@dataclass(eq=False)
+class Running:
+    """A job that has started. named: how many of its blocks have names. blocks: all that it holds."""
+
+    job: Job
+    names: list[bytes]
+    tokens: int
+    computed: int
+    named: int
+    blocks: int
+
+    @property
+    def request(self) -> Request:
+        return Request(self.job.keys, self.tokens, self.job.arrival, self.computed)
+
+
+class SimulatedEngine:
+    """Continuous batching, step by step, over a prefix cache of some blocks.
+
+    computed: tokens of prompts. waits: seconds from arrival to the first token, by the job's place.
+    """
+
+    def __init__(self, jobs: Sequence[Job], blocks: int, block_tokens: int, policy: Policy, speed: Speed) -> None:
+        """jobs: by arrival. Raises ValueError for one that does not fit."""
+        self._jobs, self._block_tokens, self._policy, self._speed = jobs, block_tokens, policy, speed
+        if any(job.tokens + job.output > blocks * block_tokens for job in jobs):
+            raise ValueError(f"a prompt and its output need more than the {blocks} blocks of the engine")
+        self._names = [[key.tobytes() for key in job.keys] for job in jobs]
+        self._pool, self._now, self._next = BlockPool(blocks), 0.0, 0
+        self._waiting: list[int] = []
+        self._running: dict[int, Running] = {}
+        self.computed, self.waits, self.preempted = 0, np.full(len(jobs), np.nan), 0
+
+    def run(self) -> None:
+        """Until all jobs are done."""
+        while self._next < len(self._jobs) or self._waiting or self._running:
+            if not self._waiting and not self._running:
+                self._now = max(self._now, self._jobs[self._next].arrival)
+            while self._next < len(self._jobs) and self._jobs[self._next].arrival <= self._now:
+                self._waiting.append(self._next)
+                self._next += 1
+            self._step()
+
+    def _step(self) -> None:
+        waiting = {self._as_request(place): place for place in self._waiting}
+        running = {running.request: place for place, running in self._running.items()}
+        budget = Budget(self._speed.tokens, self._pool.free, self._block_tokens)
+        scheduled = self._policy(list(waiting), list(running), budget, self._now)
+        for request, _ in scheduled:
+            if request in waiting:
+                self._start(waiting[request])
+        new = {{**waiting, **running}[request]: tokens for request, tokens in scheduled}
+        if not new:
+            return self._preempt()
+        for place, tokens in new.items():
+            self._take_blocks(self._running[place], tokens)
+        self._now += self._speed.step_s + self._speed.token_s * sum(new.values())
+        for place, tokens in new.items():
+            self._compute(place, tokens)
+        return None
+
+    def _as_request(self, place: int) -> Request:
+        job, names = self._jobs[place], self._names[place]
+        computed = self._pool.cached(names) * self._block_tokens
+        return Request(job.keys, job.tokens, job.arrival, computed, self._pool.held(names))
+
+    def _start(self, place: int) -> None:
+        job, names = self._jobs[place], self._names[place]
+        cached = self._pool.cached(names)
+        self._pool.hold(names[:cached])
+        self._waiting.remove(place)
+        computed = min(cached * self._block_tokens, job.tokens - 1)
+        self._running[place] = Running(job, names, job.tokens, computed, cached, cached)
+
+    def _take_blocks(self, running: Running, tokens: int) -> None:
+        blocks = -(-(running.computed + tokens) // self._block_tokens)
+        self._pool.take(max(0, blocks - running.blocks))
+        running.blocks = max(blocks, running.blocks)
+
+    def _compute(self, place: int, tokens: int) -> None:
+        running = self._running[place]
+        self.computed += max(0, min(tokens, running.job.tokens - running.computed))
+        running.computed += tokens
+        full = min(running.computed // self._block_tokens, len(running.names))
+        if full > running.named:
+            self._pool.name(running.names[running.named : full])
+            running.named = full
+        if running.computed < running.tokens:
+            return
+        if np.isnan(self.waits[place]):
+            self.waits[place] = self._now - running.job.arrival
+        running.tokens += 1
+        if running.tokens - running.job.tokens >= running.job.output:
+            self._stop(place)
+
+    def _stop(self, place: int) -> None:
+        running = self._running.pop(place)
+        self._pool.release(running.names[: running.named])
+        self._pool.give_back(running.blocks - running.named)
+
+    def _preempt(self) -> None:
+        """Nobody can go on: the last that started waits again, and computes again what is not cached by then."""
+        place = next(reversed(self._running))
+        self._stop(place)
+        self._waiting.insert(0, place)
+        self.preempted += 1
+
+
+def _leading(found: Iterable[bool]) -> int:
+    return sum(1 for _ in takewhile(bool, found))

@@ -1,0 +1,96 @@
+"""In which order to run a batch, and on which engine, so that a cache sees every shared prefix once."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCKS_MAX = 1 << 24  # keys that are compared: what is longer is ordered by its first blocks
+SLACK = 0.1  # of an engine's share: so uneven may loads be for a prefix that is not computed twice
+
+Prompts = Sequence[NDArray[np.uint8]]  # (n, k) of each: keys of its full blocks, each of which stands for all before it
+
+
+def order(prompts: Prompts) -> list[int]:
+    """Indices of prompts, depth first over their tree of shared prefixes: those that share most are neighbours.
+
+    Of several subtrees the one that shares most blocks comes first; equal prompts stay in their order. A cache of as
+    many blocks as the longest prompt computes each shared block once. Takes O(prompts) memory, and a copy of the keys,
+    at most 16 million: of larger batches the first blocks of each prompt are compared.
+    """
+    found = _by_keys(prompts)
+    shared = _shared_with_before(prompts, found)
+    saved = np.concatenate([[0], np.cumsum(shared)])  # up to each place
+    ranked, todo = [], [(0, len(found))]
+    while todo:
+        begin, end = todo.pop()
+        if end - begin < 2:
+            ranked += found[begin:end]
+            continue
+        inside = shared[begin + 1 : end]
+        cuts = [begin, *(begin + 1 + np.flatnonzero(inside == inside.min())).tolist(), end]
+        subtrees = list(itertools.pairwise(cuts))
+        subtrees.sort(key=lambda subtree: saved[subtree[0] + 1] - saved[subtree[1]])
+        todo += reversed(subtrees)
+    return ranked
+
+
+def split(prompts: Prompts, engines: int) -> list[list[int]]:
+    """Indices of the prompts of each engine, in the order to run them. Raises ValueError for less than one engine.
+
+    They are in `order`, cut where neighbours share least, not far from where each engine has as many blocks to compute.
+    """
+    if engines < 1:
+        raise ValueError(f"engines={engines}: a batch needs one at least")
+    ranked = order(prompts)
+    shared = _shared_with_before(prompts, ranked)
+    blocks = np.array([1 + len(prompts[i]) for i in ranked], np.int64)  # and what fills no block
+    done = np.concatenate([[0], np.cumsum(blocks - shared)])
+    cuts = [0, *(_cut(done, shared, done[-1] * engine / engines, engines) for engine in range(1, engines)), len(ranked)]
+    return [ranked[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+
+def _shared_with_before(prompts: Prompts, indices: Sequence[int]) -> NDArray[np.int64]:
+    """How many leading blocks each of these prompts shares with the one before it: (len(indices),) int64."""
+    pairs = itertools.pairwise(indices)
+    return np.array([0, *(_shared(prompts[one], prompts[other]) for one, other in pairs)][: len(indices)], np.int64)
+
+
+def _by_keys(prompts: Prompts) -> list[int]:
+    depth = _depth([len(keys) for keys in prompts])
+    names = [keys[:depth].tobytes() for keys in prompts]
+    return sorted(range(len(prompts)), key=names.__getitem__)
+
+
+def _depth(lengths: list[int]) -> int:
+    """How many blocks of each prompt can be compared, within BLOCKS_MAX in all."""
+    depth = max(lengths, default=0)
+    while depth and sum(min(length, depth) for length in lengths) > BLOCKS_MAX:
+        depth //= 2
+    return depth
+
+
+def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
+    """How many leading keys are equal. Since each stands for all before it, a search finds the first that differs."""
+    begin, end = 0, min(len(one), len(other))
+    while begin < end:
+        middle = (begin + end) // 2
+        if np.array_equal(one[middle], other[middle]):
+            begin = middle + 1
+        else:
+            end = middle
+    return begin
+
+
+def _cut(done: NDArray[np.int64], shared: NDArray[np.int64], wanted: float, engines: int) -> int:
+    """Before which place to cut: near the one where `wanted` blocks are done, where neighbours share least.
+
+    done: (n + 1,), blocks to compute up to each place. shared: (n,), of each with the one before.
+    """
+    slack = SLACK * done[-1] / engines
+    begin, end = np.searchsorted(done, [wanted - slack, wanted + slack]).tolist()
+    nearest = int(np.abs(done - wanted).argmin())
+    if begin >= min(end, len(shared)):
+        return nearest
+    return int(begin + shared[begin:end].argmin())
