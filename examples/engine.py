@@ -1,0 +1,300 @@
+"""A serving engine on a pool: continuous batching of a transformers model, paged KV, scheduled by what is cached.
+
+    python examples/engine.py
+
+starts two Ray nodes with an engine each, asks prompts that share three headers, and shows how many of their tokens were
+computed. In a cluster with a pool: `serve run examples.engine:build`. `BlockPool` finds prefixes among the engine's own
+blocks; `Engine.step` plans, loads from the pool, computes a batch and stores what is new. The model is a small Llama of
+random weights, a token is a byte: put your own in `load_model`.
+"""
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from transformers import Cache, LlamaConfig, LlamaForCausalLM
+
+import raykv
+from raykv.bench.testbed import local_cluster, local_pool
+from raykv.config import MIB
+from raykv.integrations.serve import PrefixRouter, announce
+from raykv.integrations.transformers import block_shape, model_cache
+from raykv.scheduling import Budget, Request, plan
+
+MODEL, TOKENS, PATIENCE_S = "random-llama", 512, 10.0  # TOKENS: that a step computes at most
+
+
+class BlockPool:
+    """The engine's blocks. Full ones are found by their key. Those that nobody holds rest, and leave by LRU."""
+
+    def __init__(self, blocks: int) -> None:
+        self._unused = list(range(blocks))
+        self._resting: OrderedDict[int, None] = OrderedDict()  # by LRU
+        self._holders: Counter[int] = Counter()
+        self._by_name: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that no request holds."""
+        return len(self._unused) + len(self._resting)
+
+    def find(self, names: Sequence[bytes]) -> list[int]:
+        """The leading blocks of these names that it has."""
+        return [self._by_name[name] for name in itertools.takewhile(self._by_name.__contains__, names)]
+
+    def held(self, blocks: Sequence[int]) -> int:
+        """How many of them requests hold."""
+        return sum(block in self._holders for block in blocks)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._holders.update(blocks)
+        for block in blocks:
+            self._resting.pop(block, None)
+
+    def take(self, count: int) -> list[int]:
+        """So many blocks without a name; of those that rest the one that rests longest goes first."""
+        taken = []
+        for _ in range(count):
+            block = self._unused.pop() if self._unused else self._resting.popitem(last=False)[0]
+            self._by_name.pop(self._names.pop(block, b""), None)
+            taken.append(block)
+        self.hold(taken)
+        return taken
+
+    def name(self, block: int, name: bytes) -> None:
+        """A block is full. Where another has that name already, this one stays without."""
+        if name not in self._by_name:
+            self._by_name[name], self._names[block] = block, name
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """The last is needed for the shortest prefixes only by who has all before it: it leaves first."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+                self._resting.update({block: None} if block in self._names else {})
+                self._unused += [] if block in self._names else [block]
+
+
+class PagedKV(Cache):  # type: ignore[misc]
+    """What the model's layers read and write in one step. kv: (blocks, layers, 2, heads, block_tokens, dim)."""
+
+    def __init__(self, kv: torch.Tensor, write: torch.Tensor, read: torch.Tensor) -> None:
+        """write, read: (2, n) int64, block and place in it of each token that is computed, and of each that is read."""
+        super().__init__(layers=[])
+        self.kv, self.write, self.read = kv, write, read
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        (write, at), (read, of) = self.write, self.read
+        for which, new in enumerate((keys, values)):  # (1, heads, n, dim)
+            self.kv[write, layer_idx, which, :, at] = new[0].transpose(0, 1)
+        return tuple(self.kv[read, layer_idx, which, :, of].transpose(0, 1)[None] for which in range(2))
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the engine. computed: tokens whose KV lies in `blocks`. stored: blocks that the pool was offered."""
+
+    prompt: list[int]
+    max_tokens: int
+    keys: raykv.Keys
+    match: raykv.Match  # holds what the pool has, until the job starts
+    tokens: list[int]
+    names: list[bytes]
+    answer: Future[list[int]] = field(default_factory=Future)
+    arrival: float = field(default_factory=time.monotonic)
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    stored: int = 0
+
+
+class Engine:
+    """Continuous batching. computed_tokens: of prompts, that the model computed."""
+
+    def __init__(self, model: Any, cache: raykv.KVCache, blocks: int, schedule: Any = plan) -> None:
+        """blocks: of the engine's own memory. schedule: see `raykv.scheduling.plan`."""
+        self.model, self.cache, self.schedule = model, cache, schedule
+        self.kv = torch.zeros((blocks, *block_shape(model.config, cache.block_tokens)), dtype=model.dtype)
+        self.pages = self.kv.view(blocks, -1).view(torch.uint8).numpy()
+        self.pool, self.blocks = BlockPool(blocks), blocks
+        self.new: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self.computed_tokens = 0
+
+    def add(self, prompt: Sequence[int], max_tokens: int) -> Future[list[int]]:
+        """The tokens that follow a prompt. From any thread. Raises ValueError for what does not fit."""
+        needed = -(-(len(prompt) + max_tokens) // self.cache.block_tokens)
+        if not prompt or needed > self.blocks:
+            raise ValueError(f"{len(prompt)} tokens need {needed} blocks, and the engine has {self.blocks}")
+        keys = self.cache.keys(list(prompt))
+        match = self.cache.match(keys, prefetch=True)
+        job = Job(list(prompt), max_tokens, keys, match, list(prompt), [key.tobytes() for key in keys])
+        self.new.put(job)
+        return job.answer
+
+    def run(self) -> None:
+        """Step while there is something to do, and wait for it."""
+        while True:
+            if not self.step():
+                self.waiting.append(self.new.get())
+
+    def step(self) -> bool:
+        """Compute one batch. False where there is nothing to do."""
+        while not self.new.empty():
+            self.waiting.append(self.new.get())
+        waiting = {self._as_request(job): job for job in self.waiting}
+        running = {Request(job.keys, len(job.tokens), job.arrival, job.computed): job for job in self.running}
+        budget = Budget(TOKENS, self.pool.free, self.cache.block_tokens)
+        scheduled = self.schedule(list(waiting), list(running), budget, time.monotonic(), PATIENCE_S)
+        if not scheduled:
+            return self._preempt()
+        for request, _ in scheduled:
+            if request in waiting:
+                self._start(waiting[request])
+        jobs = [{**waiting, **running}[request] for request, _ in scheduled]
+        news = [min(new, len(job.tokens) - job.computed) for job, (_, new) in zip(jobs, scheduled, strict=True)]
+        for job, new in zip(jobs, news, strict=True):
+            lacking = -(-(job.computed + new) // self.cache.block_tokens) - len(job.blocks)
+            job.blocks += self.pool.take(max(0, lacking))
+        for job, new, token in zip(jobs, news, self._forward(jobs, news), strict=True):
+            self._advance(job, new, token)
+        return True
+
+    def _as_request(self, job: Job) -> Request:
+        own = self.pool.find(job.names)
+        cached = max(len(own), job.match.num_blocks) * self.cache.block_tokens
+        return Request(job.keys, len(job.tokens), job.arrival, cached, self.pool.held(own))
+
+    def _start(self, job: Job) -> None:
+        """Take the blocks of its prefix that the engine has, and read what only the pool has."""
+        self.waiting.remove(job)
+        self.running.append(job)
+        job.blocks = self.pool.find(job.names)
+        self.pool.hold(job.blocks)
+        own = job.stored = len(job.blocks)
+        if job.match.num_blocks > own:
+            with self.cache.match(job.keys[own:]) as match:
+                taken = self.pool.take(min(match.num_blocks, self.pool.free))
+                read = match.read_into(self.pages, taken) if len(taken) == match.num_blocks else 0
+            for block, name in zip(taken[:read], job.names[own:], strict=False):
+                self.pool.name(block, name)
+            job.blocks += taken
+            job.stored += read
+        job.match.release()
+        job.computed = min(job.stored * self.cache.block_tokens, len(job.tokens) - 1)
+
+    @torch.no_grad()
+    def _forward(self, jobs: list[Job], news: list[int]) -> list[int]:
+        """The token that follows each job's first computed + new."""
+        ends = [job.computed + new for job, new in zip(jobs, news, strict=True)]
+        places = [np.arange(job.computed, end) for job, end in zip(jobs, ends, strict=True)]
+        write = np.concatenate([self._at(job, at) for job, at in zip(jobs, places, strict=True)], axis=1)
+        read = np.concatenate([self._at(job, np.arange(end)) for job, end in zip(jobs, ends, strict=True)], axis=1)
+        mask = torch.full((write.shape[1], read.shape[1]), torch.finfo(self.model.dtype).min, dtype=self.model.dtype)
+        row = column = 0
+        for at, end in zip(places, ends, strict=True):  # each sees its own tokens, up to itself
+            own = mask[row : row + len(at), column : column + end]
+            own[torch.arange(end)[None] <= torch.from_numpy(at)[:, None]] = 0
+            row, column = row + len(at), column + end
+        tokens = [token for job, at in zip(jobs, places, strict=True) for token in job.tokens[at[0] : at[-1] + 1]]
+        output = self.model(
+            torch.tensor([tokens]),
+            position_ids=torch.from_numpy(np.concatenate(places))[None],
+            attention_mask=mask[None, None],
+            past_key_values=PagedKV(self.kv, torch.from_numpy(write), torch.from_numpy(read)),
+            logits_to_keep=torch.from_numpy(np.cumsum([len(at) for at in places]) - 1),
+        )
+        return output.logits[0].argmax(-1).tolist()  # type: ignore[no-any-return]
+
+    def _at(self, job: Job, places: Any) -> Any:
+        return np.stack([np.array(job.blocks)[places // self.cache.block_tokens], places % self.cache.block_tokens])
+
+    def _advance(self, job: Job, new: int, token: int) -> None:
+        self.computed_tokens += max(0, min(new, len(job.prompt) - job.computed))
+        job.computed += new
+        full = min(job.computed // self.cache.block_tokens, len(job.names))
+        if full > job.stored:
+            for block, name in zip(job.blocks[job.stored : full], job.names[job.stored : full], strict=True):
+                self.pool.name(block, name)
+            self.cache.store_from(job.keys[:full], self.pages, job.blocks[job.stored : full], job.stored)
+            job.stored = full
+        if job.computed < len(job.tokens):
+            return
+        job.tokens.append(token)
+        if len(job.tokens) - len(job.prompt) >= job.max_tokens:
+            self._stop(job)
+            job.answer.set_result(job.tokens[len(job.prompt) :])
+
+    def _stop(self, job: Job) -> None:
+        self.running.remove(job)
+        self.pool.release(job.blocks)
+        job.blocks = []
+
+    def _preempt(self) -> bool:
+        """Nobody can go on: the last that started waits again, and computes what is not cached by then."""
+        if self.running:
+            job = self.running[-1]
+            self._stop(job)
+            job.match, job.computed = self.cache.match(job.keys), 0
+            self.waiting.insert(0, job)
+        return bool(self.waiting)
+
+
+def load_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1)).eval()
+
+
+@serve.deployment(num_replicas=2, max_replicas_per_node=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 1})
+class Replica:
+    """Greedy tokens that follow a prompt. The engine runs in a thread of its own."""
+
+    def __init__(self, pool: str, blocks: int = 1000) -> None:
+        model = load_model()
+        self.engine = Engine(model, model_cache(raykv.attach(pool), model, name=MODEL), blocks)
+        announce(self.engine.cache, MODEL)
+        threading.Thread(target=self.engine.run, daemon=True).start()
+
+    async def __call__(self, token_ids: list[int], max_tokens: int) -> list[int]:
+        return await asyncio.wrap_future(await asyncio.to_thread(self.engine.add, token_ids, max_tokens))
+
+    def computed_tokens(self) -> int:
+        return self.engine.computed_tokens
+
+
+def build(arguments: dict[str, str]) -> serve.Application:
+    pool = arguments.get("pool", "default")
+    kwargs = {"pool": pool, "model": MODEL}
+    router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=kwargs)
+    return Replica.options(request_router_config=router).bind(pool)  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    with local_cluster(2), local_pool("default", 512 * MIB):
+        engines = serve.run(build({}))
+        headers = [bytes(f"You are assistant {i}. " * 40, "ascii") for i in range(3)]
+        prompts = [list(headers[i % 3] + bytes(f"Question {i}: what is {i} times {i}?", "ascii")) for i in range(40)]
+        answers = [engines.remote(token_ids=prompt, max_tokens=16) for prompt in prompts]
+        print(f"{len([answer.result() for answer in answers])} answers")
+        computed = sum(engines.broadcast("computed_tokens").results())
+        print(f"{computed:,} of {sum(map(len, prompts)):,} prompt tokens were computed")
+        serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()
