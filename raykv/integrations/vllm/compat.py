@@ -4,6 +4,7 @@
 | --- | --- |
 | before 0.30 | workers name the blocks that did not arrive, of one KV cache group; a last token without KV is stored |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; what hashes a block beside its tokens is published as it is |
+| before 0.31 | requests do not limit what is loaded |
 | from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
 """
 
@@ -36,6 +37,11 @@ def check_version(version: str) -> None:
 def kv_replicas(kv_cache_config: Any, tensor: int) -> int:
     """How many ranks have the same latent of an MLA model. tensor: the tensor-parallel size."""
     return getattr(kv_cache_config, "kv_tp_replicas", tensor)  # of which all had the same before
+
+
+def load_limit(status: Any) -> int | None:
+    """How many tokens a request allows to be loaded; None: any. status: vLLM's state of the request."""
+    return getattr(status, "max_load_tokens", None)
 
 
 # one entry a block, of what generate_block_hash_extra_keys gives, as KV events have it

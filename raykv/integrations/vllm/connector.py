@@ -35,8 +35,8 @@ except ImportError as error:
 
 from raykv.config import MIB
 from raykv.integrations.vllm.adapters import weights_of
-from raykv.integrations.vllm.compat import TAKES_GROUPS, Connector, check_version, kv_replicas
-from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, names, unsupported
+from raykv.integrations.vllm.compat import TAKES_GROUPS, Connector, check_version, kv_replicas, load_limit
+from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, loadable, names, unsupported
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
@@ -113,10 +113,12 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         status.req_context.set_state(Prompt(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         scheduler = self.connector_scheduler
-        context = scheduler._req_status[request.request_id].req_context
-        tail = context.get_state(Chain).tail_now
+        status = scheduler._req_status[request.request_id]
+        context, chain = status.req_context, status.req_context.get_state(Chain)
+        chain.most = most_loaded(scheduler, status, num_computed_tokens)
+        found, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tail = chain.tail_now
         if found is None or tail is None or request.skip_reading_prefix_cache:
             return found, loads
         if not tail.is_next(num_computed_tokens, found, scheduler.config.tokens_per_hash):
@@ -213,6 +215,14 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         worker = self.connector_worker.worker
         worker.computes() if self._computes else worker.pause()
         return super().get_finished(finished_req_ids)
+
+
+def most_loaded(scheduler: Any, status: Any, computed: int) -> int:
+    """Of how many leading tokens of a request vLLM loads KV at most. status: its state of the request."""
+    allowed = load_limit(status)
+    most = None if allowed is None else computed + allowed
+    aligned = scheduler._mamba_align_size or 0
+    return loadable(status.req.num_tokens, groups_of(scheduler.config.kv_group_configs), aligned, most)
 
 
 def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:

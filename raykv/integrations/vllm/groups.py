@@ -8,6 +8,7 @@ and vLLM asks for a chunk of a group by its hash and the index of the group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import lcm
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_cache_interface import (
@@ -48,6 +49,21 @@ def groups_of(configs: Sequence[Any]) -> list[Group]:
         for place, config in enumerate(configs)
     ]
     return sorted(found, key=lambda group: group.window > 0)
+
+
+def loadable(tokens: int, groups: Sequence[Group], aligned: int, most: int | None) -> int:
+    """Of how many leading tokens of a request vLLM's scheduler loads KV at most, so that windows end there.
+
+    tokens: of the request; where a group has a window, its last is computed. aligned: tokens after which a state may be
+    taken; 0: any. most: up to which the request is loaded; None: to its end.
+    """
+    found = tokens if most is None else min(tokens, most)
+    if any(group.window for group in groups):
+        found -= 1
+    steps = [aligned] if aligned else []
+    if most is not None:  # by whole chunks
+        steps += [group.tokens for group in groups]
+    return found - found % lcm(*steps)
 
 
 def unsupported(spec: Any) -> set[str]:

@@ -68,13 +68,14 @@ class Chain:
     """A request's chunks, by vLLM's hashes. keys: by group, in order, the scheduler's own lists, which grow with it.
 
     resets: how many there had been when the request began. What it computed before a later one is of other weights.
-    tail: of its prompt, where that is stored or read.
+    tail: of its prompt, where that is stored or read. most: how many of its tokens are loaded at most, see `loadable`.
     """
 
     keys: dict[int, list[bytes]]
     origin: Origin
     resets: int = 0
     tail: Tail | None = None
+    most: int | None = None
     numbers: dict[bytes, int] = field(default_factory=dict)
     _known: Counter[int] = field(default_factory=Counter)
 
@@ -100,9 +101,10 @@ class Chain:
             return None
         return self.tail
 
-    def since(self, group: int, first: int) -> list[bytes]:
-        """A group's chunks from this number on, and the tail if it follows them."""
-        keys, tail = self.keys[group][first:], self.tail_now
+    def since(self, group: int, first: int, tokens: int) -> list[bytes]:
+        """A group's chunks from this number on, up to `most`, and the tail if it follows them. tokens: of a chunk."""
+        stop = None if self.most is None else -(-self.most // tokens)
+        keys, tail = self.keys[group][first:stop], self.tail_now
         return [*keys, tail.key] if tail and get_offload_group_idx(tail.key) == group else keys
 
 
@@ -419,7 +421,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         tokens = {group.group_idx: group.tokens for group in self._groups}
         start, step = (number or 0) * tokens[get_offload_group_idx(first)], lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
-        keys = {index: [] if number is None else chain.since(index, begin[index]) for index in tokens}
+        keys = {
+            index: [] if number is None else chain.since(index, begin[index], of_chunk)
+            for index, of_chunk in tokens.items()
+        }
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
             computing.match.end_intent()

@@ -1,0 +1,122 @@
+"""A pool without Ray: the actor's directory behind its socket, in this process, and one node that has no arena.
+
+What managers ask is answered as ever. Which blocks the pool has is said by whoever holds a `Content`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from raykv.actors import directory as actor
+from raykv.bench.scale import BareDirectory
+from raykv.client import directory_client
+from raykv.client.directory_client import DirectoryClient
+from raykv.client.directory_line import DirectoryLine
+from raykv.client.pipeline import Pipeline
+from raykv.client.pool import KVPool
+from raykv.client.session import Session
+from raykv.protocol import ArenaDescription, Inventory, Reserved, SlabReport
+from raykv.system.wire import Address
+
+NODE, SLABS, SLAB_BYTES, BLOCK_BYTES = "node", 4096, 1 << 20, 4096
+STATES = MISSING, PENDING, READY = range(3)
+
+
+class Clock:
+    """Stands in for `time` in the actor's module: nobody falls silent."""
+
+    @staticmethod
+    def monotonic() -> float:
+        return 0.0
+
+    perf_counter = monotonic
+
+
+class Line(DirectoryLine):
+    """To the directory of this process."""
+
+    address_of_all: ClassVar[Address]
+
+    def find(self) -> bool:
+        if self.connection is None:
+            self._pipeline = Pipeline(self.address_of_all)
+        return True
+
+
+@contextmanager
+def open_pool() -> Iterator[KVPool]:
+    """A pool that nobody has stored anything in."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(actor, "time", Clock)
+    patch.setattr(directory_client, "DirectoryLine", Line)
+    patch.setattr(directory_client, "METADATA_DEADLINE_S", 60.0)  # what is late would be a miss, on a busy machine too
+    patch.setattr(directory_client, "ray", SimpleNamespace(is_initialized=lambda: True))
+    directory = BareDirectory(1)
+    Line.address_of_all = directory.address
+    session = object.__new__(Session)
+    session.name, session.node_id, session.secret, session.local = "contract", NODE, bytes(32), None
+    session.directory = _client()
+    _join(session.directory.line)
+    pool = object.__new__(KVPool)
+    pool.name, pool.session, pool.node_id = session.name, session, NODE
+    yield pool
+    pool.close()
+    assert directory._listener is not None
+    directory._listener.close()
+    patch.undo()
+
+
+def _client() -> DirectoryClient:
+    return DirectoryClient("contract", lambda: 0)
+
+
+def _join(line: DirectoryLine) -> None:
+    report, nothing = tuple(SlabReport(SLABS, SLABS, b"")), Inventory(b"", b"", b"", b"", b"")
+    arena = ArenaDescription(os.urandom(16), SLAB_BYTES, SLABS, 0)
+    line.call("join", NODE, tuple(arena), seconds=10)
+    line.call("adopt", NODE, report, tuple(nothing), seconds=10)
+    line.call("heartbeat", NODE, report, seconds=10)
+
+
+class Content:
+    """What another engine has in the pool: ready blocks, and such as it still writes."""
+
+    def __init__(self) -> None:
+        self._client = _client()
+        self._pending: dict[bytes, tuple[int, Reserved]] = {}
+        self._ready: set[bytes] = set()
+
+    def close(self) -> None:
+        """That engine leaves; what is ready stays."""
+        self._client.close()
+
+    def set(self, key: bytes, state: int) -> None:
+        """key: the pool's. state: one of STATES."""
+        if state == self.state(key):
+            return
+        if key in self._ready:
+            self._ready.remove(key)
+            assert self._client._forget(key)
+        if state == MISSING:
+            if key in self._pending:
+                self._client.release(self._pending.pop(key)[0])
+                self._client.heartbeat()
+            return
+        if key not in self._pending:
+            reservation, granted = self._client.reserve(NODE, key, 0, BLOCK_BYTES)
+            assert granted is not None and np.frombuffer(granted.indices, np.int32).tolist() == [0]
+            self._pending[key] = reservation, granted
+        if state == READY:
+            reservation, granted = self._pending.pop(key)
+            assert self._client.commit(reservation, granted.locations, key, b"\1") == 1
+            self._ready.add(key)
+
+    def state(self, key: bytes) -> int:
+        return READY if key in self._ready else PENDING if key in self._pending else MISSING

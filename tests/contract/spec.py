@@ -1,0 +1,54 @@
+"""Our spec in the place of the one in vLLM's tests: its scheduler's side is ours, its worker is theirs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from contract.manager import Told
+from tests.v1.kv_connector.unit.offloading_connector.utils import (
+    MockLoadStoreSpec,
+    MockOffloadingSpec,
+    MockOffloadingWorker,
+)
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from raykv.integrations.vllm.spec import RayKVOffloadingSpec
+
+numbers = itertools.count()
+
+
+def arguments() -> dict[str, Any]:
+    """Of a cache that no other test has."""
+    return {"model": f"contract-{next(numbers)}"}
+
+
+class Worker(MockOffloadingWorker):  # type: ignore[misc]
+    """Theirs, which copies nothing, and what our connector tells ours beside."""
+
+    def computes(self) -> None:
+        """An engine's step began."""
+
+    pause = computes
+
+
+class Spec(MockOffloadingSpec):  # type: ignore[misc]
+    """Takes the configuration of vLLM's tests, with or without what our connector adds."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.handler = Worker()
+
+    def get_manager(self) -> Told:
+        extra = self.extra_config
+        extra.setdefault("parts", [[0]])
+        extra.setdefault("stores", [True])
+        extra["cache"] = extra.get("cache", {}) | arguments()
+        told = Told(RayKVOffloadingSpec(self.config).get_manager())
+        told.lookup.return_value = LookupResult.MISS
+        told.get_load_source.return_value = CacheHitSource.EXTERNAL_UNSPECIFIED
+        told.on_new_request.return_value = RequestOffloadingContext()
+        told.prepare_load = lambda keys, req_context: MockLoadStoreSpec(told.load(keys, req_context))
+        self.manager = told
+        return told
