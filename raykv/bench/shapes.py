@@ -1,0 +1,80 @@
+"""Small models of random weights by their real configuration classes: each kind of KV that layers keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WINDOW = 96  # tokens
+VOCABULARY = 500
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": VOCABULARY, "num_hidden_layers": 4}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+OTHERS: dict[str, Any] = {"max_position_embeddings": 4096, "tie_word_embeddings": False}
+OTHERS["initializer_range"] = 0.1  # else all prompts have nearly the same answer
+MANY = ["sliding_attention"] * 5 + ["full_attention"]
+IN_TURN = ["sliding_attention", "full_attention"] * 2
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWENS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+QWENS["shared_expert_intermediate_size"] = 128
+DEEPSEEKS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+DEEPSEEKS |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": None}
+DELTA: dict[str, Any] = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4}
+DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # the kernel takes no smaller ones
+
+
+class Shape(NamedTuple):
+    """kind: of the model's class in transformers. more: of its configuration. dtype: for vLLM.
+
+    config: the configuration's class, where its name begins otherwise.
+    """
+
+    kind: str
+    more: dict[str, Any]
+    dtype: str = "float32"
+    config: str = ""
+
+
+SHAPES = {
+    "llama": Shape("Llama", {}),
+    "qwen3": Shape("Qwen3", {}),
+    "qwen3-moe": Shape("Qwen3Moe", QWENS),
+    "mixtral": Shape("Mixtral", EXPERTS),
+    "gemma2": Shape("Gemma2", {"layer_types": IN_TURN, "sliding_window": WINDOW}),
+    "gemma3": Shape(
+        "Gemma3", {"num_hidden_layers": 6, "layer_types": MANY, "sliding_window": WINDOW}, config="Gemma3Text"
+    ),
+    "gpt-oss": Shape("GptOss", {**EXPERTS, "layer_types": IN_TURN, "sliding_window": WINDOW}),
+    "mistral": Shape("Mistral", {"num_hidden_layers": 3, "sliding_window": WINDOW}),
+    "llama4": Shape(
+        "Llama4",
+        {**EXPERTS, "num_experts_per_tok": 1, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 512},
+        config="Llama4Text",
+    ),
+    "deepseek-v2": Shape("DeepseekV2", DEEPSEEKS, "bfloat16"),
+    "deepseek-v3": Shape("DeepseekV3", {**DEEPSEEKS, "topk_method": "noaux_tc"}, "bfloat16"),
+    "qwen3-next": Shape("Qwen3Next", {**DELTA, **QWENS}, "bfloat16"),
+    "lfm2": Shape("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_dim": 256}),
+}
+
+
+def save(name: str, folder: Path) -> dict[str, Any]:
+    """Write a model's configuration and weights into a folder. Returns vLLM's options of it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    getattr(transformers, f"{SHAPES[name].kind}ForCausalLM")(configuration(name)).save_pretrained(folder)
+    return {"dtype": SHAPES[name].dtype}
+
+
+def configuration(name: str, **fields: Any) -> Any:
+    """Of a model, of transformers. fields: of it, others than above; kinds of layers are repeated for all layers."""
+    import transformers
+
+    shape = SHAPES[name]
+    fields = {**SIZES, **HEADS, **OTHERS, **shape.more, **fields}
+    if pattern := fields.get("layer_types"):
+        layers = fields["num_hidden_layers"]
+        fields["layer_types"] = (pattern * layers)[:layers]
+    kind = getattr(transformers, f"{shape.config or shape.kind}Config")
+    return kind(**fields, architectures=[f"{shape.kind}ForCausalLM"])
