@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +13,13 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, kill, part, pid, settled, stopped
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_model
 from helpers.vllm_request import request
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
@@ -81,24 +79,15 @@ def engines(
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
     save_model(model)
 
-    def engine(node: str, cache_bytes: int) -> Any:
-        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "scheduling_strategy": pinned,
-            "runtime_env": {"env_vars": ENVIRONMENT},
-        }
-        return ray.remote(Engine).options(**options).remote(pool.name, str(model), cache_bytes, str(fault))
-
-    actors = engine(pool.node_id, 128 * MIB), engine(pool.node_id, 26 * MIB), engine(node.node_id, 128 * MIB)
-    engines = Engines(pool, node, *actors, fault)
-    for actor in actors:
+    places = (pool.node_id, 128 * MIB), (pool.node_id, 26 * MIB), (node.node_id, 128 * MIB)
+    here, small, there = (
+        engine_on(place, pool.name, str(model), cache_bytes, str(fault), apart=True) for place, cache_bytes in places
+    )
+    engines = Engines(pool, node, here, small, there, fault)
+    for actor in (here, small, there):
         engines.answer(actor, prompt(0, 40))
     yield engines
-    for actor in actors:
-        with contextlib.suppress(ray.exceptions.RayActorError):  # of the node that was killed
-            ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    close_engines(here, small, killed=[there])
 
 
 def test_engines_share_a_prefix(engines: Engines) -> None:
