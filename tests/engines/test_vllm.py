@@ -179,38 +179,6 @@ def test_other_weights_share_nothing(engines: Engines) -> None:
     eventually(lambda: settled(engines.pool))
 
 
-def test_streams_go_on_while_parts_of_the_pool_die(engines: Engines, cluster: Any) -> None:
-    pool, here, there = engines.pool, engines.here, engines.there
-    for first, what in ((400, "directory"), (420, pool.node_id)):
-        prompts, right = computed(engines, here, first)
-        assert answers_while(engines, there, prompts, lambda what=what: kill(pool, what)) == right  # type: ignore[misc]
-        eventually(lambda first=first: engines.afresh(there, prompt(first, 1000))[1] == 896)  # type: ignore[misc]
-    prompts, right = computed(engines, there, 440)
-    ray.get(there.close.remote(), timeout=60)  # else the raylet's death leaves files of vLLM in /dev/shm
-    answers = answers_while(engines, here, prompts, lambda: cluster.remove_node(engines.node, allow_graceful=False))
-    assert answers == right
-    eventually(lambda: settled(pool))
-
-
-def computed(engines: Engines, writer: Any, first: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Eight prompts with a common prefix that is in the pool, on the writer's node; and what is to be said to them."""
-    common = prompt(first, 1000)
-    prompts = [common + prompt(first + 1 + i, 100) for i in range(8)]
-    right = engines.answer(writer, *prompts, tokens=100, cold=True)
-    eventually(lambda: engines.afresh(writer, common)[1] == 896)
-    return prompts, [answer[0] for answer in right]
-
-
-def answers_while(engines: Engines, reader: Any, prompts: list[list[int]], end: Callable[[], None]) -> list[list[int]]:
-    """What an engine that has cached nothing says to prompts that it is asked together, while something ends."""
-    eventually(lambda: ray.get(reader.reset.remote()))
-    killer = threading.Timer(0.05, end)
-    killer.start()
-    answers = engines.answer(reader, *prompts, tokens=100)
-    killer.join()
-    return [answer[0] for answer in answers]
-
-
 def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     pages = torch.zeros((8, MIB), dtype=torch.int8)
@@ -301,3 +269,36 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
     for context in contexts:
         manager.on_request_finished(context)
     manager.shutdown()
+
+
+# the last: as long as Ray has not noticed that a raylet was killed, a new pool takes a minute to start
+def test_streams_go_on_while_parts_of_the_pool_die(engines: Engines, cluster: Any) -> None:
+    pool, here, there = engines.pool, engines.here, engines.there
+    for first, what in ((400, "directory"), (420, pool.node_id)):
+        prompts, right = computed(engines, here, first)
+        assert answers_while(engines, there, prompts, lambda what=what: kill(pool, what)) == right  # type: ignore[misc]
+        eventually(lambda first=first: engines.afresh(there, prompt(first, 1000))[1] == 896)  # type: ignore[misc]
+    prompts, right = computed(engines, there, 440)
+    ray.get(there.close.remote(), timeout=60)  # else the raylet's death leaves files of vLLM in /dev/shm
+    answers = answers_while(engines, here, prompts, lambda: cluster.remove_node(engines.node, allow_graceful=False))
+    assert answers == right
+    eventually(lambda: settled(pool))
+
+
+def computed(engines: Engines, writer: Any, first: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Eight prompts with a common prefix that is in the pool, on the writer's node; and what is to be said to them."""
+    common = prompt(first, 1000)
+    prompts = [common + prompt(first + 1 + i, 100) for i in range(8)]
+    right = engines.answer(writer, *prompts, tokens=100, cold=True)
+    eventually(lambda: engines.afresh(writer, common)[1] == 896)
+    return prompts, [answer[0] for answer in right]
+
+
+def answers_while(engines: Engines, reader: Any, prompts: list[list[int]], end: Callable[[], None]) -> list[list[int]]:
+    """What an engine that has cached nothing says to prompts that it is asked together, while something ends."""
+    eventually(lambda: ray.get(reader.reset.remote()))
+    killer = threading.Timer(0.05, end)
+    killer.start()
+    answers = engines.answer(reader, *prompts, tokens=100)
+    killer.join()
+    return [answer[0] for answer in answers]
