@@ -36,8 +36,8 @@ IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -> Any:
     """An Engine as an actor. node: of Ray. arguments, options: of Engine.
 
-    apart: with scheduler and worker in processes of their own, as is vLLM's default. Some tests have to have that, and
-    who kills those processes; to the others it makes no difference, but that it takes longer to start.
+    apart: with scheduler and worker in processes of their own, as is vLLM's default. test_vllm tests that default, and
+    where ranks are several or processes are killed there is no other way; the rest ask for what is the same in one.
     """
     actor = ray.remote(Engine).options(
         num_cpus=0,
