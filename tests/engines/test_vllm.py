@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +13,13 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, kill, part, pid, settled, stopped
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_model
 from helpers.vllm_request import request
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
@@ -81,24 +79,15 @@ def engines(
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
     save_model(model)
 
-    def engine(node: str, cache_bytes: int) -> Any:
-        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "scheduling_strategy": pinned,
-            "runtime_env": {"env_vars": ENVIRONMENT},
-        }
-        return ray.remote(Engine).options(**options).remote(pool.name, str(model), cache_bytes, str(fault))
-
-    actors = engine(pool.node_id, 128 * MIB), engine(pool.node_id, 26 * MIB), engine(node.node_id, 128 * MIB)
-    engines = Engines(pool, node, *actors, fault)
-    for actor in actors:
+    places = (pool.node_id, 128 * MIB), (pool.node_id, 26 * MIB), (node.node_id, 128 * MIB)
+    here, small, there = (
+        engine_on(place, pool.name, str(model), cache_bytes, str(fault), apart=True) for place, cache_bytes in places
+    )
+    engines = Engines(pool, node, here, small, there, fault)
+    for actor in (here, small, there):
         engines.answer(actor, prompt(0, 40))
     yield engines
-    for actor in actors:
-        with contextlib.suppress(ray.exceptions.RayActorError):  # of the node that was killed
-            ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    close_engines(here, small, killed=[there])
 
 
 def test_engines_share_a_prefix(engines: Engines) -> None:
@@ -188,38 +177,6 @@ def test_other_weights_share_nothing(engines: Engines) -> None:
     assert engines.answer(engines.small, known)[0][1] == 0
     eventually(lambda: engines.afresh(engines.small, known)[1] == 384)  # what it stored since is its own
     eventually(lambda: settled(engines.pool))
-
-
-def test_streams_go_on_while_parts_of_the_pool_die(engines: Engines, cluster: Any) -> None:
-    pool, here, there = engines.pool, engines.here, engines.there
-    for first, what in ((400, "directory"), (420, pool.node_id)):
-        prompts, right = computed(engines, here, first)
-        assert answers_while(engines, there, prompts, lambda what=what: kill(pool, what)) == right  # type: ignore[misc]
-        eventually(lambda first=first: engines.afresh(there, prompt(first, 1000))[1] == 896)  # type: ignore[misc]
-    prompts, right = computed(engines, there, 440)
-    ray.get(there.close.remote(), timeout=60)  # else the raylet's death leaves files of vLLM in /dev/shm
-    answers = answers_while(engines, here, prompts, lambda: cluster.remove_node(engines.node, allow_graceful=False))
-    assert answers == right
-    eventually(lambda: settled(pool))
-
-
-def computed(engines: Engines, writer: Any, first: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Eight prompts with a common prefix that is in the pool, on the writer's node; and what is to be said to them."""
-    common = prompt(first, 1000)
-    prompts = [common + prompt(first + 1 + i, 100) for i in range(8)]
-    right = engines.answer(writer, *prompts, tokens=100, cold=True)
-    eventually(lambda: engines.afresh(writer, common)[1] == 896)
-    return prompts, [answer[0] for answer in right]
-
-
-def answers_while(engines: Engines, reader: Any, prompts: list[list[int]], end: Callable[[], None]) -> list[list[int]]:
-    """What an engine that has cached nothing says to prompts that it is asked together, while something ends."""
-    eventually(lambda: ray.get(reader.reset.remote()))
-    killer = threading.Timer(0.05, end)
-    killer.start()
-    answers = engines.answer(reader, *prompts, tokens=100)
-    killer.join()
-    return [answer[0] for answer in answers]
 
 
 def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KVPool]) -> None:
@@ -312,3 +269,36 @@ def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
     for context in contexts:
         manager.on_request_finished(context)
     manager.shutdown()
+
+
+# the last: as long as Ray has not noticed that a raylet was killed, a new pool takes a minute to start
+def test_streams_go_on_while_parts_of_the_pool_die(engines: Engines, cluster: Any) -> None:
+    pool, here, there = engines.pool, engines.here, engines.there
+    for first, what in ((400, "directory"), (420, pool.node_id)):
+        prompts, right = computed(engines, here, first)
+        assert answers_while(engines, there, prompts, lambda what=what: kill(pool, what)) == right  # type: ignore[misc]
+        eventually(lambda first=first: engines.afresh(there, prompt(first, 1000))[1] == 896)  # type: ignore[misc]
+    prompts, right = computed(engines, there, 440)
+    ray.get(there.close.remote(), timeout=60)  # else the raylet's death leaves files of vLLM in /dev/shm
+    answers = answers_while(engines, here, prompts, lambda: cluster.remove_node(engines.node, allow_graceful=False))
+    assert answers == right
+    eventually(lambda: settled(pool))
+
+
+def computed(engines: Engines, writer: Any, first: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Eight prompts with a common prefix that is in the pool, on the writer's node; and what is to be said to them."""
+    common = prompt(first, 1000)
+    prompts = [common + prompt(first + 1 + i, 100) for i in range(8)]
+    right = engines.answer(writer, *prompts, tokens=100, cold=True)
+    eventually(lambda: engines.afresh(writer, common)[1] == 896)
+    return prompts, [answer[0] for answer in right]
+
+
+def answers_while(engines: Engines, reader: Any, prompts: list[list[int]], end: Callable[[], None]) -> list[list[int]]:
+    """What an engine that has cached nothing says to prompts that it is asked together, while something ends."""
+    eventually(lambda: ray.get(reader.reset.remote()))
+    killer = threading.Timer(0.05, end)
+    killer.start()
+    answers = engines.answer(reader, *prompts, tokens=100)
+    killer.join()
+    return [answer[0] for answer in answers]

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, other_node, settled
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_model
 
 from raykv.integrations.vllm.manager import WAITED
 
@@ -58,19 +57,15 @@ def engines(
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
     save_model(model)
 
-    def engine(node: str, **extra: Any) -> Any:
-        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-        options: Any = {"num_cpus": 0, "scheduling_strategy": pinned, "runtime_env": {"env_vars": ENVIRONMENT}}
-        return ray.remote(Engine).options(**options).remote(pool.name, str(model), 128 * MIB, str(fault), extra=extra)
-
-    here, there = pool.node_id, other_node(pool)
-    actors = engine(here, patience=AHEAD), engine(there, patience=AHEAD), engine(there)
+    arguments = (pool.name, str(model), 128 * MIB, str(fault))
+    here, there, patient = pool.node_id, other_node(pool), {"patience": AHEAD}
+    one = engine_on(here, *arguments, extra=patient)
+    two = engine_on(there, *arguments, extra=patient, apart=True)  # whose processes are killed
+    actors = one, two, engine_on(there, *arguments)
     for number, actor in enumerate(actors):  # it learns how fast it computes
         ask(actor, prompts=[prompt(number)])
     yield Engines(pool, *actors)
-    for actor in actors:
-        ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    close_engines(*actors)
 
 
 def test_eight_requests_of_two_engines_compute_a_prompt_once(engines: Engines) -> None:

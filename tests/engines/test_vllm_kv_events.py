@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import pytest
 import ray
 from helpers.kv_index import KVIndex
 from helpers.pools import MIB, eventually, free_port, kill, part, pid, stopped
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 from raykv import keys as key_chain
@@ -22,7 +20,7 @@ from raykv.client.prefix_lookup import PrefixLookup
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_model
 from vllm.config import KVEventsConfig
 
 from raykv.integrations.vllm.router import block_hashes
@@ -95,15 +93,10 @@ def world(
             buffer_steps=KEPT,
             topic=TOPIC,
         )
-        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = ray.remote(Engine).options(
-            num_cpus=0, scheduling_strategy=pinned, runtime_env={"env_vars": ENVIRONMENT}
-        )
         extra = {"refresh_s": 3.0, "settle_s": 3.0, "ask_s": 0.2}
         connector = ("helpers.publishing", "PublishingConnector")
-        made = actor.remote(
-            pool.name, str(folder), 32 * MIB, "", extra=extra, connector=connector, kv_events_config=config
-        )
+        arguments = (pool.name, str(folder), 32 * MIB, "")
+        made = engine_on(node, *arguments, extra=extra, connector=connector, kv_events_config=config)
         return Told(made, events, replay, KVIndex(events, TOPIC))
 
     told = engine(pool.node_id), engine(node.node_id)
@@ -115,9 +108,7 @@ def world(
     yield World(pool, *told, announced)
     for one in told:
         one.heard.close()
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(one.engine.close.remote(), timeout=60)
-        ray.kill(one.engine)
+    close_engines(*(one.engine for one in told))
 
 
 async def announcement(lookup: PrefixLookup) -> dict[str, Any] | None:

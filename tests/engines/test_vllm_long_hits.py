@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, node_store, other_node, pid, settled
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_model
 
 from raykv.integrations.vllm.manager import FAILED, HITS
 
@@ -66,18 +65,11 @@ def engines(
     model = tmp_path_factory.mktemp("model")
     save_model(model)
 
-    def engine(node_id: str) -> Any:
-        pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": pinned}
-        options["runtime_env"] = {"env_vars": ENVIRONMENT}
-        return ray.remote(Engine).options(**options).remote(pool.name, str(model), 128 * MIB, "no fault")
-
-    engines = Engines(pool, engine(pool.node_id), engine(other_node(pool)))
-    ray.get([engines.reader.__ray_ready__.remote(), engines.writer.__ray_ready__.remote()], timeout=300)
-    yield engines
-    for actor in engines[1:]:
-        ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    nodes = pool.node_id, other_node(pool)
+    reader, writer = (engine_on(node, pool.name, str(model), 128 * MIB, "no fault") for node in nodes)
+    ray.get([reader.__ray_ready__.remote(), writer.__ray_ready__.remote()], timeout=300)
+    yield Engines(pool, reader, writer)
+    close_engines(reader, writer)
 
 
 def test_every_chunk_is_read_by_the_first_request_and_by_the_second(engines: Engines) -> None:

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, kill, settled
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 from raykv.bench.shapes import WINDOW
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_mla_model
+from helpers.vllm_engine import close_engines, engine_on, save_mla_model
 from helpers.vllm_models import MODELS, Model
 
 pytestmark = pytest.mark.timeout(600)
@@ -61,18 +60,12 @@ def engines(
     kind = MODELS[request.param]
     kind.save(model)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    actors: list[Any] = []
-    for node in nodes:
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        arguments = (pool.name, str(model), 64 * MIB, str(fault))
-        actors.append(ray.remote(Engine).options(**options).remote(*arguments, dtype=kind.dtype))
+    arguments = (pool.name, str(model), 64 * MIB, str(fault))
+    actors = [engine_on(node, *arguments, dtype=kind.dtype) for node in nodes]
     for actor in actors:
         ray.get(actor.answer.remote([3] * 40), timeout=300)
     yield Engines(pool, kind, *actors)
-    for actor in actors:
-        ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    close_engines(*actors)
 
 
 def test_a_prompt_that_another_engine_computed_is_read_to_its_last_chunk(engines: Engines) -> None:
@@ -135,12 +128,9 @@ def test_an_engine_that_can_not_go_on_from_a_prefix_is_left_alone(
     """vLLM turns its own prefix cache off for a latent in float32 on a CPU: tokens after a prefix would be wrong."""
     pool = start()
     save_mla_model(tmp_path)
-    options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
-    engine: Any = ray.remote(Engine).options(**options)
-    more = {"attention_backend": "CPU_MLA"}  # others go on from one, on some CPUs
-    engine = engine.remote(pool.name, str(tmp_path), 16 * MIB, str(tmp_path / "fault"), **more)
+    arguments = (pool.name, str(tmp_path), 16 * MIB, str(tmp_path / "fault"))
+    engine = engine_on(pool.node_id, *arguments, attention_backend="CPU_MLA")  # others go on from one, on some CPUs
     said = [ray.get(engine.spell.remote(prompt(1, 1500)), timeout=300) for _ in range(2)]
     assert said[0] == said[1] and said[0][2] == 0
     assert (pool.stats()["lookups"], pool.stats()["keys"]) == (0, 0)
-    ray.get(engine.close.remote(), timeout=60)
-    ray.kill(engine)
+    close_engines(engine)

@@ -11,13 +11,12 @@ import pytest
 import ray
 import torch
 from helpers.pools import MIB, eventually, other_node, settled
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_model
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.arena.buffers import rows_of
@@ -63,21 +62,16 @@ def engines(
     save_model(model)
 
     def engine(node: str, role: str) -> Any:
-        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-        options: Any = {"num_cpus": 0, "scheduling_strategy": pinned, "runtime_env": {"env_vars": ENVIRONMENT}}
         # 2,560 tokens, so that blocks are used again and have the KV of other prompts where this one has none
-        arguments: Any = (pool.name, str(model), 20 * MIB, str(fault))
-        more: Any = {"extra": {"patience": AHEAD}, "role": role, "max_model_len": 2048}
-        return ray.remote(Engine).options(**options).remote(*arguments, **more)
+        arguments = (pool.name, str(model), 20 * MIB, str(fault))
+        return engine_on(node, *arguments, extra={"patience": AHEAD}, role=role, max_model_len=2048)
 
     here, there = pool.node_id, other_node(pool)
     actors = engine(here, "kv_producer"), engine(there, "kv_producer"), engine(there, "kv_consumer")
     for actor in actors:
         spell(actor, prompt(0, 1900))
     yield Engines(pool, *actors, fault)
-    for actor in actors:
-        ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    close_engines(*actors)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])

@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, node_store, other_node, settled, worker
-from numpy.typing import NDArray
+from helpers.rank import HASHES, StoringRank
 
 import raykv
-from raykv.arena import buffers
 from raykv.client.directory_client import DirectoryClient
-from raykv.client.lease import Lease, Leased
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
@@ -28,9 +25,7 @@ from raykv.integrations.vllm.manager import RayKVManager
 from raykv.integrations.vllm.ranks import Rank, in_order
 
 BYTES = (4096, 8192)  # of a part: stages of a pipeline may have different numbers of layers
-HASHES = [bytes([i]) * 32 for i in range(12)]
 KEYS = [make_offload_key(one, 0) for one in HASHES]
-ARGUMENTS: dict[str, Any] = {"model": "m", "block_tokens": 16}
 GROUPS = [Group(0, 0, 16, 0)]
 
 
@@ -60,7 +55,7 @@ def test_one_question_for_all_ranks_whose_blocks_are_on_several_nodes(
     manager.set_ranks([Rank(here, (0,), BYTES[:1]), Rank(there, (1,), BYTES[1:])], GROUPS)
     writers = {0: here, 1: there}
     for part, count in ((0, 12), (1, 7)):
-        actor = worker(pool, writers[part], Storing)
+        actor = worker(pool, writers[part], StoringRank)
         stored = ray.get(actor.put.remote(part, BYTES[part], count), timeout=60)
         assert stored == count
     calls: Counter[str] = Counter()
@@ -89,7 +84,7 @@ def test_what_all_ranks_have_is_stored_once_and_read_on_every_node(manager: RayK
     pool = manager._pool
     here, there = pool.node_id, other_node(pool)
     manager.set_ranks([Rank(node, (0,), BYTES[:1]) for node in (here, there, there)], GROUPS)
-    actors = [worker(pool, node, Storing) for node in (here, there, there)]
+    actors = [worker(pool, node, StoringRank) for node in (here, there, there)]
     assert ray.get(actors[1].put.remote(0, BYTES[0], 9), timeout=60) == 9
     assert pool.stats()["keys"] == 9
     context = request("latent", KEYS)
@@ -117,24 +112,3 @@ def test_stages_of_a_pipeline_are_parts_in_the_order_of_ranks() -> None:
     assert [rank.parts for rank in ranks] == [(0,), (1,), (2,), (3,)]
     with pytest.raises(RuntimeError, match="4 of 5 workers"):
         in_order(told, SimpleNamespace(world_size=5))
-
-
-class Storing:
-    """A rank as an actor, that stores and reads its part."""
-
-    def __init__(self, pool: str) -> None:
-        self.pool = raykv.attach(pool)
-
-    def put(self, part: int, part_bytes: int, count: int) -> int:
-        cache = self.pool.cache(**ARGUMENTS, part=part, block_bytes=part_bytes)
-        return cache.store(cache.rekey(HASHES[:count]), np.full((count, part_bytes), part, np.uint8), wait=True)
-
-    def get(self, leased: list[Leased], part_bytes: int) -> NDArray[np.uint8]:
-        """Blocks, by another process's leases; only those that came."""
-        found = []
-        for blocks in leased:
-            lease = Lease.borrowed(self.pool.session, part_bytes, blocks)
-            out = np.full((len(lease), part_bytes), 255, np.uint8)
-            count = lease.read(buffers.dense("out", out, len(lease), part_bytes), verify=True)
-            found.append(out[:count])
-        return np.concatenate(found)

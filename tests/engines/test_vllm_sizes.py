@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import MIB, eventually, settled
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
 import torch
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_mla_model, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_mla_model, save_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -59,18 +58,15 @@ def engines(
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
     kind.save(model)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    actors: list[Any] = []
-    for size, node in zip((1, 2), nodes, strict=True):
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        arguments = (pool.name, str(model), 64 * MIB, str(fault), size, kind.extra)
-        actors.append(ray.remote(Engine).options(**options).remote(*arguments, dtype=kind.dtype))
+    arguments = (pool.name, str(model), 64 * MIB, str(fault))
+    actors = [
+        engine_on(node, *arguments, size, kind.extra, dtype=kind.dtype, apart=size > 1)
+        for size, node in zip((1, 2), nodes, strict=True)
+    ]
     for actor in actors:
         ray.get(actor.answer.remote([3] * 40), timeout=300)
     yield Engines(pool, kind, *actors)
-    for actor in actors:
-        ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    close_engines(*actors)
 
 
 def test_tensor_parallel_2_reads_what_1_stored_and_the_other_way_round(engines: Engines) -> None:

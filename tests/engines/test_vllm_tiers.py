@@ -12,13 +12,12 @@ import pytest
 import ray
 from helpers.pools import MIB, eventually, other_node
 from helpers.redis_server import redis_server
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_model
 
 pytestmark = pytest.mark.timeout(600)
 CHUNKS = 7  # of a prompt of 1,000 tokens: 1 MiB each
@@ -59,18 +58,11 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def engines(url: str, model: Path, start_for_module: Callable[..., raykv.KVPool]) -> Iterator[Engines]:
     pool = start_for_module(cpu_memory=128 * MIB, external=url, write="through", min_hits=1, secret=b"s")
 
-    def engine(node_id: str) -> Any:
-        pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": pinned}
-        options["runtime_env"] = {"env_vars": ENVIRONMENT}
-        return ray.remote(Engine).options(**options).remote(pool.name, str(model), 64 * MIB, "no fault")
-
-    actors = engine(pool.node_id), engine(other_node(pool))
+    nodes = pool.node_id, other_node(pool)
+    actors = [engine_on(node, pool.name, str(model), 64 * MIB, "no fault") for node in nodes]
     ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=300)  # vLLM is imported, and maybe compiled
     yield Engines(pool, *actors)
-    for actor in actors:
-        ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    close_engines(*actors)
 
 
 def fill(pool: raykv.KVPool) -> None:

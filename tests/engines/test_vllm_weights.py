@@ -15,7 +15,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_engine import ENVIRONMENT, Engine, save_model
+from helpers.vllm_engine import close_engines, engine_on, save_model
 
 from raykv.integrations.vllm.weights import Weights
 
@@ -68,16 +68,13 @@ def engines(
     actors: list[Any] = []
     for file, more in zip(files, options, strict=True):
         file.write_text("loaded")
-        made = ray.remote(Engine).options(num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
-        extra = {"weights": str(file)}
-        actors.append(made.remote(pool.name, str(folder / "model"), 128 * MIB, "/fault", extra=extra, **more))
+        arguments = (pool.name, str(folder / "model"), 128 * MIB, "/fault")
+        actors.append(engine_on(pool.node_id, *arguments, extra={"weights": str(file)}, **more))
     engines = Engines(pool, (actors[0], actors[1]), files)
     for number in range(2):
         engines.answer(number, prompt(0, 40))
     yield engines
-    for actor in actors:
-        ray.get(actor.close.remote(), timeout=60)
-        ray.kill(actor)
+    close_engines(*actors)
 
 
 def test_an_engine_that_speculates_says_the_same_and_shares(engines: Engines) -> None:

@@ -1,13 +1,19 @@
 """A vLLM engine as an actor, for the tests that share a pool between several."""
 
+import contextlib
+from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding.ffi
 import psutil
+import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.v1.engine.core_client import InprocClient
 
 import raykv.client.lease
 import raykv.integrations.vllm.waiting
@@ -23,6 +29,30 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# vLLM's default is three processes, one after the other of which imports it: 20 s on 2 cores, where one process takes 8
+IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -> Any:
+    """An Engine as an actor. node: of Ray. arguments, options: of Engine.
+
+    apart: with scheduler and worker in processes of their own, as is vLLM's default. test_vllm tests that default, and
+    where ranks are several or processes are killed there is no other way; the rest ask for what is the same in one.
+    """
+    actor = ray.remote(Engine).options(
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        runtime_env={"env_vars": ENVIRONMENT if apart else ENVIRONMENT | IN_ONE_PROCESS},
+    )
+    return actor.remote(*arguments, **options)
+
+
+def close_engines(*engines: Any, killed: Sequence[Any] = ()) -> None:
+    """End them. killed: others, which a test may have killed along with their node."""
+    for engine in (*engines, *killed):
+        with contextlib.suppress(*([ray.exceptions.RayActorError] if engine in killed else [])):
+            ray.get(engine.close.remote(), timeout=60)
+        ray.kill(engine)
 
 
 def save_model(folder: Path) -> None:
@@ -91,6 +121,8 @@ class Engine:
         **options: Any,
     ) -> None:
         """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM."""
+        # vLLM looks for kernels in all that this process has imported, also where whatever it asks for is a function
+        llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
         transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
         transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
@@ -105,6 +137,19 @@ class Engine:
             kv_transfer_config=transfer,
             **(defaults | options),
         )
+        self.open = True
+
+    def _generate(self, asked: Any, sampling: SamplingParams) -> list[Any]:
+        outputs: list[Any] = self.llm.generate(asked, sampling, use_tqdm=False)
+        self.go_on()
+        return outputs
+
+    def go_on(self) -> None:
+        """Step once more after what was asked, and again before what is asked next: a process of its own would."""
+        core = self.llm.llm_engine.engine_core
+        if isinstance(core, InprocClient) and self.open and core.engine_core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+            ray.get_runtime_context().current_actor.go_on.remote()
 
     def answer(self, *prompts: list[int], tokens: int = 8, cold: bool = False) -> list[Answer]:
         """What follows each of these prompts; asked together. cold: computed, whatever is cached."""
@@ -112,7 +157,7 @@ class Engine:
             max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, skip_reading_prefix_cache=cold
         )
         asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        outputs = self._generate(asked, sampling)
         return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
 
     def spell(
@@ -128,7 +173,7 @@ class Engine:
             skip_reading_prefix_cache=cold,
         )
         asked: Any = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-        output = self.llm.generate(asked, sampling, use_tqdm=False)[0]
+        output = self._generate(asked, sampling)[0]
         said: Any = output.outputs[0]
         logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
         return list(said.token_ids), logprobs, output.num_cached_tokens or 0
@@ -144,6 +189,7 @@ class Engine:
             for output in engine.step():
                 done[int(output.request_id)] = list(output.outputs[0].token_ids)
             engine.abort_request([str(next(unwanted, ""))])
+        self.go_on()
         return {i: said for i, said in done.items() if i % 6}
 
     def abort(self, prompt: list[int], steps: int) -> None:
@@ -153,6 +199,7 @@ class Engine:
         for _ in range(steps):
             engine.step()
         engine.abort_request(["aborted"])
+        self.go_on()
 
     def processes(self) -> list[int]:
         """Ids of the engine's own, which compute: this one is not among them, nor who removes files that they leave."""
@@ -177,10 +224,12 @@ class Engine:
         began = not outputs[0].finished
         while engine.has_unfinished_requests():
             engine.step()
+        self.go_on()
         return began
 
     def close(self) -> None:
         """End the engine's processes in order: else files of theirs stay in /dev/shm."""
+        self.open = False
         self.llm.llm_engine.engine_core.shutdown()
         # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
