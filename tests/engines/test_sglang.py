@@ -64,7 +64,7 @@ def storage(hicache: SimpleNamespace, pool: raykv.KVPool, host: Any, **config: A
 
 
 def hashes(prompt: int, pages: int) -> list[str]:
-    """Chained, as SGLang's: of its own length and alphabet."""
+    """Chained, as SGLang's, which its native code makes: of the same length and alphabet."""
     found, before = [], b""
     for page in range(pages):
         before = hashlib.sha256(before + b"%d/%d" % (prompt, page)).digest()
@@ -81,7 +81,8 @@ def content(host: Any, key: str) -> torch.Tensor:
 
 def raw(host: Any, page: int) -> torch.Tensor:
     """Bytes of a page, as SGLang's own copy reads them."""
-    return host.get_data_page(page * host.page_size).contiguous().view(torch.uint8)
+    found: torch.Tensor = host.get_data_page(page * host.page_size)
+    return found.contiguous().view(torch.uint8)
 
 
 def fill(host: Any, page: int, key: str) -> None:
@@ -331,7 +332,9 @@ def test_killed_actors_cost_hits_and_never_a_wrong_byte(
 ) -> None:
     """Two threads store and read while it is killed, twice; afterwards all is found again."""
     part = own_pool.node_id if what == "store" else what
-    end, wrong, raised, counts = threading.Event(), [], [], {"read": 0, "missed": 0}
+    end, counts = threading.Event(), {"read": 0, "missed": 0}
+    wrong: list[str] = []
+    raised: list[Exception] = []
 
     def churn(first: int) -> None:
         host = hicache.kv_pool("layer_first", PAGE)
@@ -350,14 +353,18 @@ def test_killed_actors_cost_hits_and_never_a_wrong_byte(
         except Exception as error:
             raised.append(error)
 
+    def reads_more() -> None:
+        before = counts["read"]
+        eventually(lambda: counts["read"] > before + 12)
+
     threads = [threading.Thread(target=churn, args=(first,)) for first in (100, 103)]
     for thread in threads:
         thread.start()
     try:
         for _ in range(2):
-            eventually(lambda before=counts["read"]: counts["read"] > before + 12)
+            reads_more()
             kill(own_pool, part)
-        eventually(lambda before=counts["read"]: counts["read"] > before + 12)
+        reads_more()
     finally:
         end.set()
         for thread in threads:
@@ -384,7 +391,7 @@ def test_sglang_makes_it_by_configuration_alone(hicache: SimpleNamespace, pool: 
     made = hicache.factory.create_backend("dynamic", config, host)
     made.register_mem_pool_host(host)
     made.on_host_pools_registered()
-    keys = hicache.hashes(list(range(3 * PAGE)), page_size=PAGE)
+    keys = hashes(15, 3)
     assert put(made, host, keys, [0, 1, 2]) == [True] * 3 and made.batch_exists(keys) == 3
 
 

@@ -115,7 +115,6 @@ def _from_stand_in() -> SimpleNamespace:
 def _from_sources() -> SimpleNamespace:
     theirs = importlib.import_module(STORAGE)
     found = _made(theirs, _kv_pool, _latent_pool, _state_pool, _logical_pool)
-    found.hashes = importlib.import_module("sglang.srt.mem_cache.utils").get_hash_str
     found.factory = importlib.import_module("sglang.srt.mem_cache.storage.backend_factory").StorageBackendFactory
     return found
 
@@ -133,7 +132,6 @@ def _made(theirs: Any, kv: Any, latent: Any, state: Any, logical: Any) -> Simple
         state_pool=state,
         logical_pool=logical,
         factory=None,
-        hashes=None,
     )
 
 
