@@ -138,20 +138,20 @@ def test_another_engine_finds_them_and_parents_go_along(hicache: SimpleNamespace
 
 
 OTHERS = {
-    "model": {"model_name": "n"},
-    "rank": {"tp_size": 2, "tp_rank": 1},
-    "size": {"tp_size": 2},
-    "stage": {"pp_size": 2, "pp_rank": 1},
-    "context": {"attn_cp_size": 2, "attn_cp_rank": 1},
+    "model": ({}, {"model_name": "n"}),
+    "rank": ({"tp_size": 2}, {"tp_size": 2, "tp_rank": 1}),
+    "size": ({}, {"tp_size": 2}),
+    "stage": ({"pp_size": 2}, {"pp_size": 2, "pp_rank": 1}),
+    "context": ({"attn_cp_size": 2}, {"attn_cp_size": 2, "attn_cp_rank": 1}),
 }
 
 
-@pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
-def test_who_has_other_kv_finds_nothing(hicache: SimpleNamespace, pool: raykv.KVPool, config: dict[str, Any]) -> None:
-    host, keys = hicache.kv_pool("page_first", PAGE), hashes(3, 2)
-    put(storage(hicache, pool, host), host, keys, [0, 1])
-    other = storage(hicache, pool, host, **config)
-    assert other.batch_exists(keys) == 0
+@pytest.mark.parametrize("which", OTHERS)
+def test_who_has_other_kv_finds_nothing(hicache: SimpleNamespace, pool: raykv.KVPool, which: str) -> None:
+    host, keys = hicache.kv_pool("page_first", PAGE), hashes(20 + list(OTHERS).index(which), 2)
+    one, other = (storage(hicache, pool, host, **config) for config in OTHERS[which])
+    assert put(one, host, keys, [0, 1]) == [True, True]
+    assert one.batch_exists(keys) == 2 and other.batch_exists(keys) == 0
     assert other.batch_get_v1(keys, at(host, [2, 3])) == [False, False]
 
 
@@ -300,6 +300,7 @@ def all_methods(made: Any, hicache: SimpleNamespace, host: Any, state: Any, keys
         made.batch_exists(keys),
         any(made.batch_set_v1(keys, at(host, pages))),
         any(made.batch_get_v1(keys, at(host, pages))),
+        any(made.batch_set_v1(keys[2:], at(host, pages[2:]), hicache.Info(prefix_keys=keys[:2]))),
         made.batch_exists_v2(keys, [trailing]).kv_hit_pages,
         any(made.batch_set_v2([trailing])["mamba"]),
         any(made.batch_get_v2([trailing])["mamba"]),
