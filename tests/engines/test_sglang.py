@@ -137,7 +137,7 @@ def test_another_engine_finds_them_and_parents_go_along(hicache: SimpleNamespace
     assert all(is_right(other, 4 + number, key) for number, key in enumerate(keys))
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model": ({}, {"model_name": "n"}),
     "rank": ({"tp_size": 2}, {"tp_size": 2, "tp_rank": 1}),
     "size": ({}, {"tp_size": 2}),
