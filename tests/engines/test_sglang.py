@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hicache import KINDS, imported
-from helpers.pools import eventually, kill
+from helpers.pools import eventually, kill, other_node
 
 import raykv
 
@@ -135,6 +136,19 @@ def test_another_engine_finds_them_and_parents_go_along(hicache: SimpleNamespace
     other = hicache.kv_pool("page_first", PAGE)
     assert storage(hicache, pool, other).batch_get_v1(keys, at(other, [4, 5, 6, 7])) == [True] * 4
     assert all(is_right(other, 4 + number, key) for number, key in enumerate(keys))
+
+
+def test_pages_of_another_node_come_too(
+    hicache: SimpleNamespace, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, keys = hicache.kv_pool("layer_first", PAGE), hashes(16, 6)
+    put(storage(hicache, pool, host), host, keys, list(range(6)))
+    module = sys.modules[hicache.Storage.__module__]
+    monkeypatch.setattr(module, "attach", lambda name: raykv.attach(name, node_id=other_node(pool)))
+    there = storage(hicache, pool, host)
+    assert there.batch_get_v1(keys, at(host, list(range(8, 14)))) == [True] * 6
+    assert all(is_right(host, 8 + number, key) for number, key in enumerate(keys))
+    assert there._session.node_id == other_node(pool)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
