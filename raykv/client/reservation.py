@@ -2,7 +2,7 @@
 
 import time
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -103,12 +103,20 @@ class Reservation:
         self.release()
 
 
-def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: bool = False) -> int:
-    """Offer blocks, in as many reservations as it takes. Returns how many are newly stored.
+class Offered(NamedTuple):
+    """What a store came to. new: blocks that it added. covered: leading keys that are stored, or being written."""
+
+    new: int
+    covered: int
+
+
+def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: bool = False) -> Offered:
+    """Offer blocks, in as many reservations as it takes.
 
     rows: rows[i] is the block of keys[start + i]. wait: see Reservation.commit. Ends early where there is no room.
     """
     stored, at, begin, metrics = 0, start, time.monotonic(), session.directory.metrics
+    covered, all_written = start, True
     with span("store", pool=session.name, model=keys.cache.model, blocks=len(keys) - start) as it:
         while at < len(keys):
             first = max(0, at - KEYS_PER_CALL // 2)  # parents go along, to be touched
@@ -118,9 +126,12 @@ def store_rows(session: Session, keys: Keys, rows: Rows, start: int = 0, wait: b
                 count = reservation.commit(wait)
             stored += count
             at = first + reservation.covered
+            all_written = all_written and count == len(reservation)
+            if all_written:
+                covered = at
             if reservation.covered < len(batch) and not count:
                 break
         tell(it, stored_blocks=stored)
     metrics.observe("store_seconds", time.monotonic() - begin)
     metrics.add("written_bytes_total", stored * keys.cache.block_bytes)
-    return stored
+    return Offered(stored, covered)

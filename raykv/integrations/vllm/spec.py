@@ -4,9 +4,9 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
+from raykv.integrations.node import attach
 from raykv.integrations.vllm.groups import pool_part
 from raykv.integrations.vllm.manager import METRICS, RayKVManager
-from raykv.integrations.vllm.node import attach
 from raykv.integrations.vllm.worker import RayKVWorker, pages_of
 
 

@@ -1,4 +1,4 @@
-"""A pool from inside vLLM's own processes, which Ray did not start."""
+"""A pool from inside an engine's own processes, which Ray did not start."""
 
 import os
 import random
@@ -30,7 +30,7 @@ def attach(pool: str, gpu: str | None = None) -> pools.KVPool:
 
 @contextmanager
 def _own_random() -> Iterator[None]:
-    """Random numbers that no other process has: Ray names its subscriptions by them, but vLLM seeds every worker alike.
+    """Random numbers that no other process has: Ray names its subscriptions by them, but engines seed all ranks alike.
 
     Drivers of one name would take each other's long polls, a thousand a second.
     """

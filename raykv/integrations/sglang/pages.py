@@ -1,0 +1,103 @@
+"""Pages of SGLang's host memory as blocks of a cache: copies go straight from and to its buffers, in any layout."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raykv.arena.buffers import Rows
+from raykv.client.cache import KVCache
+from raykv.client.pool import KVPool
+from raykv.keys import Keys
+
+RANK_SHARDED = ("mamba", "draft", "draft_swa")  # pools that differ by rank even where all ranks have the same KV
+
+
+def identity(config: Any, name: str) -> dict[str, Any]:
+    """What tells caches of a host pool apart, as arguments of `KVPool.cache`, apart from what its pages look like.
+
+    config: SGLang's HiCacheStorageConfig. name: of the host pool. Data parallel engines share: their KV is the same.
+    Raises ValueError for a model without a name.
+    """
+    if not config.model_name:
+        raise ValueError("SGLang gives its storage no model name: start it with --model-path, or --served-model-name")
+    sizes = [config.pp_size, config.attn_cp_size, config.dcp_size, config.tp_size]
+    ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank, config.tp_rank]
+    if config.is_mla_model and name not in RANK_SHARDED:  # one rank stores what all have, whatever their number
+        sizes, ranks = sizes[:-1], ranks[:-1]
+    part = 0
+    for size, rank in zip(sizes, ranks, strict=True):
+        part = part * size + rank
+    shape = "/".join(f"{axis}{size}" for axis, size in zip(("pp", "cp", "dcp", "tp"), sizes, strict=False))
+    return {"model": config.model_name, "parallel": f"sglang/{shape}", "part": part}
+
+
+class HostPages:
+    """Pages of a host pool, each a block of as many parts as it has in the pool's buffers."""
+
+    def __init__(self, pool: KVPool, host: Any, name: str, caches: dict[str, Any]) -> None:
+        """host: a HostKVCache of SGLang. name: what SGLang calls it. caches: of `identity`, with the tokens of a block.
+
+        Raises what `host` does in a layout whose pages it can't address.
+        """
+        self._host, self._page_size = host, host.page_size or 1
+        addresses, sizes = host.get_page_buffer_meta(torch.arange(self._page_size))
+        self._lengths = np.array(sizes, np.int64)
+        form = f"{type(host).__name__}/{host.layout}/{getattr(host, 'storage_format_tag', None) or ''}"
+        self.cache = pool.cache(
+            **caches,
+            block_bytes=int(self._lengths.sum()),
+            dtype=str(host.dtype).removeprefix("torch."),
+            layout=f"sglang/{name}/{form}/{len(addresses)}",
+        )
+
+    def keys(self, hashes: Sequence[str]) -> Keys:
+        """SGLang's page hashes, each of which stands for all pages before it too, as keys."""
+        return _keys(self.cache, hashes)
+
+    def rows(self, indices: torch.Tensor, pages: int) -> Rows:
+        """Where pages are. indices: of all their tokens, page by page, in the pool. ValueError unless they fit it."""
+        if indices.numel() != pages * self._page_size:
+            raise ValueError(f"{indices.numel()} host indices for {pages} pages of {self._page_size} tokens")
+        first = indices[:: self._page_size]
+        if pages and not 0 <= int(first.min()) <= int(first.max()) <= self._host.size - self._page_size:
+            raise ValueError(f"host indices {first.tolist()}, but the host pool has {self._host.size}")
+        addresses, sizes = self._host.get_page_buffer_meta(indices)
+        if sizes != self._lengths.tolist() * pages:
+            raise ValueError(f"{pages} pages have parts of {sizes} bytes, where the first has {self._lengths}")
+        at: NDArray[np.int64] = np.array(addresses, np.int64).reshape(pages, len(self._lengths))
+        return Rows(at, self._lengths, self._host, writable=True)
+
+
+class FlatPages:
+    """Pages that SGLang copies out of and into its host pool by itself, each a tensor (without `interface_v1`)."""
+
+    def __init__(self, pool: KVPool, host: Any, caches: dict[str, Any]) -> None:
+        """As HostPages. What is in such a block is in another order: they share with none of those."""
+        self.cache = pool.cache(
+            **caches,
+            block_bytes=host.get_dummy_flat_data_page().nbytes,
+            dtype=str(host.dtype).removeprefix("torch."),
+            layout=f"sglang/flat/{type(host).__name__}/{host.layout}/{getattr(host, 'storage_format_tag', None) or ''}",
+        )
+
+    def keys(self, hashes: Sequence[str]) -> Keys:
+        """As HostPages.keys."""
+        return _keys(self.cache, hashes)
+
+    def rows(self, tensors: Sequence[torch.Tensor]) -> Rows:
+        """Where pages are. ValueError unless each is contiguous host memory of a block's size."""
+        for tensor in tensors:
+            if tensor.nbytes != self.cache.block_bytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"a page of {tensor.dtype}{list(tensor.shape)} on {tensor.device}: give contiguous host memory "
+                    f"of {self.cache.block_bytes} bytes"
+                )
+        at = np.array([tensor.data_ptr() for tensor in tensors], np.int64).reshape(-1, 1)
+        return Rows(at, np.array([self.cache.block_bytes], np.int64), list(tensors), writable=True)
+
+
+def _keys(cache: KVCache, hashes: Sequence[str]) -> Keys:
+    return cache.rekey([name.encode() for name in hashes])

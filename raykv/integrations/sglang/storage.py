@@ -1,0 +1,247 @@
+"""What SGLang calls for the third tier of its KV cache, from threads of its own, in every rank's process.
+
+    python -m sglang.launch_server --enable-hierarchical-cache --hicache-mem-layout page_first_direct \
+        --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
+            "backend_name": "raykv", "module_path": "raykv.integrations.sglang", "class_name": "RayKVStorage",
+            "interface_v1": 1, "pool": "default"}' ...
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+try:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+except ImportError as error:
+    raise ImportError("this needs SGLang, 0.5.23 or later: pip install sglang") from error
+
+from raykv.arena.buffers import Rows
+from raykv.client.cache import KVCache
+from raykv.client.joint_match import JointMatch, Part
+from raykv.client.match import Match
+from raykv.client.reservation import store_rows
+from raykv.integrations.node import attach
+from raykv.integrations.sglang.pages import FlatPages, HostPages, identity
+from raykv.keys import Keys
+
+P = ParamSpec("P")
+T = TypeVar("T")
+KV = "kv"  # what SGLang calls the pool that all others go along with
+
+
+class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
+    """Pages of SGLang's host memory in a pool: a cache for each rank's part of each host pool.
+
+    A failure of the pool is a miss; it is counted, logged once a minute, and never raised.
+    """
+
+    def __init__(self, storage_config: Any, more: Any = None) -> None:
+        """storage_config: HiCacheStorageConfig; in its extra_config `pool` is the pool's name. more: unused.
+
+        Raises as `raykv.attach`, and ValueError for a model without a name: then SGLang does not start.
+        """
+        self._config, extra = storage_config, storage_config.extra_config or {}
+        identity(storage_config, KV)
+        self._zero_copy = bool(extra.get("interface_v1", 0))
+        self._pool = attach(extra.get("pool", "default"))
+        self._session = self._pool.session
+        self._flat: FlatPages | None = None
+        self._pages: dict[str, HostPages] = {}  # by host pool
+
+    # ------------------------------------------------------------------ host pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The host pool that holds the KV. One without memory (DeepSeek V4) only goes along with others."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._flat, self._pages = None, {}
+        if mem_pool_host.kv_buffer is None:
+            return
+        if self._zero_copy:
+            self._pages[KV] = self._host_pages(mem_pool_host, KV)
+        else:
+            self._flat = FlatPages(self._pool, mem_pool_host, self._caches(KV))
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """One more host pool. Raises what it does in a layout whose pages it can't address (of states: layer_first)."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name != KV:
+            self._pages[host_pool_name] = self._host_pages(host_pool, host_pool_name)
+
+    def _host_pages(self, host: Any, name: str) -> HostPages:
+        plain = str(getattr(name, "value", name))
+        return HostPages(self._pool, host, plain, self._caches(plain))
+
+    def _caches(self, name: str) -> dict[str, Any]:
+        """Arguments of the cache of a host pool. A block is what one page hash stands for, of every pool."""
+        return {**identity(self._config, name), "block_tokens": self.mem_pool_host.page_size}
+
+    # ------------------------------------------------------------------ zero copy
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many leading pages the pool has."""
+        return self._or(0, self._find, keys)
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Read pages into the host pool. Those after the first that did not come did not either."""
+        return self._or([False] * len(keys), self._get, KV, keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Store pages out of the host pool. One that the pool has, or that another engine is writing, is stored."""
+        return self._or([False] * len(keys), self._set, KV, keys, host_indices, extra_info)
+
+    # ------------------------------------------------------------------ several host pools
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """The longest prefix of which every pool has what it needs: all pages, or the last ones.
+
+        Every pool is said to have as much: a lower bound. Nothing is said of block groups, which shorten no hit.
+        """
+        return self._or(PoolTransferResult.empty(), self._find_all, keys, pool_transfers or [])
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """As `batch_get_v1`, of each transfer's pool."""
+        return {
+            one.name: self._or([False] * len(one.keys or []), self._get, one.name, one.keys, one.host_indices)
+            for one in transfers
+        }
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """As `batch_set_v1`, of each transfer's pool."""
+        return {
+            one.name: self._or(
+                [False] * len(one.keys or []), self._set, one.name, one.keys, one.host_indices, extra_info
+            )
+            for one in transfers
+        }
+
+    # ------------------------------------------------------------------ without `interface_v1`
+
+    def exists(self, key: str) -> bool:
+        """Whether the pool has a page."""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """Read a page into the tensor `target_location`. Returns it, or None for a miss."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """As `get`: after the first miss all are misses."""
+        count = self._or(0, self._read_flat, keys, target_locations)
+        return [*target_locations[:count], *[None] * (len(keys) - count)] if count else [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store a page, a tensor. Returns whether the pool has it, or another engine is writing it."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """As `set`. Returns whether all are stored."""
+        return self._or(False, self._write_flat, keys, values)
+
+    # ------------------------------------------------------------------ the whole
+
+    def clear(self) -> None:
+        """Forget all that the pool has, of every engine: what `POST /hicache/storage-backend/clear` asks for."""
+        self._or(0, self._pool.clear)
+
+    def close(self) -> None:
+        """Leave the pool. Later calls find nothing."""
+        self._pool.close()
+
+    def _or(self, miss: T, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Its answer, or `miss` where it fails: SGLang's threads would not go on."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            self._session.directory.fault("sglang", f"{function.__name__} failed: {error!r}")
+            return miss
+
+    def _find(self, keys: list[str]) -> int:
+        pages = self._flat or self._pages.get(KV)
+        if pages is None:
+            return 0
+        with pages.cache.match(pages.keys(keys)) as match:
+            return match.num_blocks
+
+    def _get(self, name: str, keys: list[str], indices: torch.Tensor) -> list[bool]:
+        if self._is_logical(name):
+            return [True] * len(keys)
+        pages = self._known(name)
+        count = self._read(pages.cache, pages.keys(keys), pages.rows(indices, len(keys)))
+        return [number < count for number in range(len(keys))]
+
+    def _set(self, name: str, keys: list[str], indices: torch.Tensor, extra_info: Any) -> list[bool]:
+        if self._is_logical(name):
+            return [True] * len(keys)
+        pages, parents = self._known(name), _parents(extra_info)
+        rows = pages.rows(indices, len(keys))
+        covered = store_rows(self._session, pages.keys([*parents, *keys]), rows, len(parents)).covered
+        return [number < covered for number in range(len(parents), len(parents) + len(keys))]
+
+    def _is_logical(self, name: str) -> bool:
+        """Whether pages of the pool have no bytes: there is nothing to move."""
+        return bool(name == KV and self.mem_pool_host.kv_buffer is None)
+
+    def _known(self, name: str) -> HostPages:
+        if name not in self._pages:
+            raise ValueError(f"SGLang did not register a host pool {name!r}, but {sorted(self._pages)}")
+        return self._pages[name]
+
+    def _read(self, cache: KVCache, keys: Keys, rows: Rows) -> int:
+        """Leading pages that were read. The look-up was counted by `batch_exists`."""
+        with Match(self._session, keys, cache.recompute_tokens_per_s).ask() as match:
+            return match.read_rows(rows)
+
+    def _read_flat(self, keys: list[str], targets: Sequence[torch.Tensor]) -> int:
+        pages = self._known_flat()
+        return self._read(pages.cache, pages.keys(keys), pages.rows(targets))
+
+    def _write_flat(self, keys: list[str], values: Sequence[torch.Tensor]) -> bool:
+        pages = self._known_flat()
+        rows = pages.rows([value.contiguous() for value in values])
+        return store_rows(self._session, pages.keys(keys), rows).covered == len(keys)
+
+    def _known_flat(self) -> FlatPages:
+        if self._flat is None:
+            raise ValueError("with interface_v1 SGLang calls batch_get_v1 and batch_set_v1")
+        return self._flat
+
+    def _find_all(self, keys: list[str], transfers: list[Any]) -> Any:
+        windows = {KV: 0} if not self._is_logical(KV) else {}
+        for one in transfers:
+            if one.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
+                trailing = one.hit_policy == PoolHitPolicy.TRAILING_PAGES
+                windows[one.name] = max(1, len(one.keys or [])) if trailing else 0
+        wanted = {name: self._known(name) for name in windows}
+        if not wanted:
+            return PoolTransferResult.empty()
+        parts = [Part(self._session.memory_name, wanted[name].keys(keys), windows[name]) for name in windows]
+        match = JointMatch(self._session, parts, next(iter(wanted.values())).cache.recompute_tokens_per_s)
+        try:
+            tokens = match.ask().tokens
+        finally:
+            match.release()
+        ends = list(range(1, tokens // parts[0].keys.cache.block_tokens + 1))
+        for name, window in windows.items():
+            if window and ends:
+                ends = self._restorable(wanted[name].keys(keys[: ends[-1]]), window, ends)
+        count = ends[-1] if ends else 0
+        return PoolTransferResult(count, dict.fromkeys(windows, count) if count else {}, ends)
+
+    def _restorable(self, keys: Keys, window: int, ends: list[int]) -> list[int]:
+        """Those of the ends before which the pool has a whole window: ranks go on from one that all of them have."""
+        answer = self._session.directory.stored(keys.tobytes())
+        if answer is None or not answer.found:
+            return []
+        missing = np.concatenate([[0], np.cumsum(np.frombuffer(answer.found, np.uint8) == 0)])
+        return [end for end in ends if missing[end] == missing[max(0, end - window)]]
+
+
+def _parents(extra_info: Any) -> list[str]:
+    """Hashes of the pages before those of a call, if SGLang says them (`hicache_storage_pass_prefix_keys`)."""
+    return list((extra_info and extra_info.prefix_keys) or [])
