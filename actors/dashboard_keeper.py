@@ -31,7 +31,7 @@ class DashboardKeeper:
             if self._on_head and there.is_dir() and (missing or not self._written):
                 dashboard_files.write(there)
                 self._written = True
-        except Exception as error:  # of Ray, or the folder is another user's: no reason not to look after the pool
+        except Exception as error:  # of Ray, or the folder is another user's
             log.info("the Grafana dashboard could not be written: %r", error)
 
 

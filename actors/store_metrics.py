@@ -39,6 +39,7 @@ class StoreMetrics:
         self._loop.stop()
 
     def _step(self) -> float:
+        self._dashboard.look()
         export = self._exporter
         export.set("start_time_seconds", self._started, role="store")
         export.total("altered_blocks_total", sum(memory.arena.corrupt for memory in self._memories))
@@ -51,7 +52,6 @@ class StoreMetrics:
             export.total("pull_failures_total", failures, **tags)
         export.flush()
         self._forget_gone()
-        self._dashboard.look()
         return self._loop.rest_of(EXPORT_S)
 
     def _forget_gone(self) -> None:

@@ -31,7 +31,7 @@ name, beside vLLM's own `llm_request`: that one is made when the request is done
 
 `raykv dashboard` writes a Grafana dashboard (`raykv_grafana_dashboard.json`) to where Ray provisions Grafana from, and
 alert rules (`raykv_alerts.yml`) for Prometheus: a directory that is away, a node without a store, an external tier that
-is down, many faults, a pool that is too small. The pool's supervisor does so too, when it starts on the head and when
+is down, many faults, a pool that is too small. The head's store does so too, at its start and when
 the files are missing, where Ray's dashboard runs: Ray wipes that folder at its start. For another Grafana give `--out
 FOLDER`, and import the dashboard by hand.
 """

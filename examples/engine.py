@@ -39,24 +39,22 @@ class BlockPool:
     """The engine's blocks. Full ones are found by their key. Those that nobody holds rest, and leave by LRU."""
 
     def __init__(self, blocks: int) -> None:
-        self._unused = list(range(blocks))
-        self._resting: OrderedDict[int, None] = OrderedDict()  # by LRU
+        self._resting: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the first leaves first
         self._holders: Counter[int] = Counter()
         self._by_name: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
 
     @property
     def free(self) -> int:
-        """Blocks that no request holds."""
-        return len(self._unused) + len(self._resting)
+        return len(self._resting)
 
     def find(self, names: Sequence[bytes]) -> list[int]:
         """The leading blocks of these names that it has."""
         return [self._by_name[name] for name in itertools.takewhile(self._by_name.__contains__, names)]
 
     def held(self, blocks: Sequence[int]) -> int:
-        """How many of them requests hold."""
-        return sum(block in self._holders for block in blocks)
+        """How many of the first of them requests hold."""
+        return sum(1 for _ in itertools.takewhile(self._holders.__contains__, blocks))
 
     def hold(self, blocks: Sequence[int]) -> None:
         self._holders.update(blocks)
@@ -64,35 +62,36 @@ class BlockPool:
             self._resting.pop(block, None)
 
     def take(self, count: int) -> list[int]:
-        """So many blocks without a name; of those that rest the one that rests longest goes first."""
-        taken = []
-        for _ in range(count):
-            block = self._unused.pop() if self._unused else self._resting.popitem(last=False)[0]
+        """So many blocks, which have no name then."""
+        taken = [self._resting.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
             self._by_name.pop(self._names.pop(block, b""), None)
-            taken.append(block)
-        self.hold(taken)
+        self._holders.update(taken)
         return taken
 
-    def name(self, block: int, name: bytes) -> None:
-        """A block is full. Where another has that name already, this one stays without."""
-        if name not in self._by_name:
-            self._by_name[name], self._names[block] = block, name
+    def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """They are full. Where another has that name already, a block stays without."""
+        for block, name in zip(blocks, names, strict=False):
+            if name not in self._by_name:
+                self._by_name[name], self._names[block] = block, name
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The last is needed for the shortest prefixes only by who has all before it: it leaves first."""
+        """Without a name they leave first; else the last, which nobody finds without those before it."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]
-                self._resting.update({block: None} if block in self._names else {})
-                self._unused += [] if block in self._names else [block]
+                self._resting[block] = None
+                self._resting.move_to_end(block, last=block in self._names)
 
 
 class PagedKV(Cache):  # type: ignore[misc]
-    """What the model's layers read and write in one step. kv: (blocks, layers, 2, heads, block_tokens, dim)."""
+    """What the model's layers read and write in one step. kv: (blocks, layers, 2, heads, block_tokens, dim).
+
+    write, read: (2, n) int64, block and place in it of each token that is computed, and of each that is read.
+    """
 
     def __init__(self, kv: torch.Tensor, write: torch.Tensor, read: torch.Tensor) -> None:
-        """write, read: (2, n) int64, block and place in it of each token that is computed, and of each that is read."""
         super().__init__(layers=[])
         self.kv, self.write, self.read = kv, write, read
 
@@ -130,26 +129,30 @@ class Engine:
         self.pages = self.kv.view(blocks, -1).view(torch.uint8).numpy()
         self.pool, self.blocks = BlockPool(blocks), blocks
         self.new: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.waiting: list[Job] = []
-        self.running: list[Job] = []
+        self.waiting, self.running = list[Job](), list[Job]()
         self.computed_tokens = 0
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> Future[list[int]]:
         """The tokens that follow a prompt. From any thread. Raises ValueError for what does not fit."""
-        needed = -(-(len(prompt) + max_tokens) // self.cache.block_tokens)
-        if not prompt or needed > self.blocks:
-            raise ValueError(f"{len(prompt)} tokens need {needed} blocks, and the engine has {self.blocks}")
+        if len(prompt) + max_tokens > self.blocks * self.cache.block_tokens:
+            raise ValueError(f"{len(prompt)} + {max_tokens} tokens do not fit into {self.blocks} blocks")
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
+            raise ValueError(f"a prompt is a list of token ids below {self.model.config.vocab_size}")
         keys = self.cache.keys(list(prompt))
-        match = self.cache.match(keys, prefetch=True)
-        job = Job(list(prompt), max_tokens, keys, match, list(prompt), [key.tobytes() for key in keys])
+        job = Job(list(prompt), max_tokens, keys, self.cache.match(keys), list(prompt), [bytes(key) for key in keys])
+        job.answer.set_running_or_notify_cancel()  # from now on it can't be cancelled
         self.new.put(job)
         return job.answer
 
     def run(self) -> None:
-        """Step while there is something to do, and wait for it."""
         while True:
-            if not self.step():
-                self.waiting.append(self.new.get())
+            try:
+                if not self.step():
+                    self.waiting.append(self.new.get())
+            except Exception as error:  # what is under way fails, and others are served
+                for job in self.waiting + self.running:
+                    self._end(job)
+                    job.answer.set_exception(error)
 
     def step(self) -> bool:
         """Compute one batch. False where there is nothing to do."""
@@ -174,27 +177,29 @@ class Engine:
         return True
 
     def _as_request(self, job: Job) -> Request:
-        own = self.pool.find(job.names)
-        cached = max(len(own), job.match.num_blocks) * self.cache.block_tokens
+        own = self.pool.find(job.names[: self._most(job)])
+        cached = min(max(len(own), job.match.num_blocks), self._most(job)) * self.cache.block_tokens
         return Request(job.keys, len(job.tokens), job.arrival, cached, self.pool.held(own))
+
+    def _most(self, job: Job) -> int:
+        """Blocks that it need not compute: its last token is, and not into a block that others read."""
+        return (len(job.tokens) - 1) // self.cache.block_tokens
 
     def _start(self, job: Job) -> None:
         """Take the blocks of its prefix that the engine has, and read what only the pool has."""
         self.waiting.remove(job)
         self.running.append(job)
-        job.blocks = self.pool.find(job.names)
+        job.blocks = self.pool.find(job.names[: self._most(job)])
         self.pool.hold(job.blocks)
         own = job.stored = len(job.blocks)
-        if job.match.num_blocks > own:
-            with self.cache.match(job.keys[own:]) as match:
-                taken = self.pool.take(min(match.num_blocks, self.pool.free))
-                read = match.read_into(self.pages, taken) if len(taken) == match.num_blocks else 0
-            for block, name in zip(taken[:read], job.names[own:], strict=False):
-                self.pool.name(block, name)
-            job.blocks += taken
-            job.stored += read
+        stop = min(job.match.num_blocks, self._most(job))
+        if stop > own:
+            with self.cache.match(job.keys[own:stop]) as match:
+                job.blocks += self.pool.take(match.num_blocks)
+                job.stored += match.read_into(self.pages, job.blocks[own:])
+            self.pool.name(job.blocks[own : job.stored], job.names[own:])
         job.match.release()
-        job.computed = min(job.stored * self.cache.block_tokens, len(job.tokens) - 1)
+        job.computed = job.stored * self.cache.block_tokens
 
     @torch.no_grad()
     def _forward(self, jobs: list[Job], news: list[int]) -> list[int]:
@@ -227,27 +232,25 @@ class Engine:
         job.computed += new
         full = min(job.computed // self.cache.block_tokens, len(job.names))
         if full > job.stored:
-            for block, name in zip(job.blocks[job.stored : full], job.names[job.stored : full], strict=True):
-                self.pool.name(block, name)
-            self.cache.store_from(job.keys[:full], self.pages, job.blocks[job.stored : full], job.stored)
+            blocks = job.blocks[job.stored : full]
+            self.pool.name(blocks, job.names[job.stored : full])
+            self.cache.store_from(job.keys[:full], self.pages, blocks, job.stored)
             job.stored = full
-        if job.computed < len(job.tokens):
-            return
-        job.tokens.append(token)
+        if job.computed == len(job.tokens):
+            job.tokens.append(token)
         if len(job.tokens) - len(job.prompt) >= job.max_tokens:
-            self._stop(job)
+            self._end(job)
             job.answer.set_result(job.tokens[len(job.prompt) :])
 
-    def _stop(self, job: Job) -> None:
-        self.running.remove(job)
+    def _end(self, job: Job) -> None:
+        (self.running if job in self.running else self.waiting).remove(job)
+        job.match.release()
         self.pool.release(job.blocks)
         job.blocks = []
 
     def _preempt(self) -> bool:
-        """Nobody can go on: the last that started waits again, and computes what is not cached by then."""
-        if self.running:
-            job = self.running[-1]
-            self._stop(job)
+        for job in self.running[-1:]:  # nobody can go on: the last that started waits again
+            self._end(job)
             job.match, job.computed = self.cache.match(job.keys), 0
             self.waiting.insert(0, job)
         return bool(self.waiting)
@@ -256,8 +259,7 @@ class Engine:
 def load_model() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.1)).eval()
 
 
 @serve.deployment(num_replicas=2, max_replicas_per_node=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 1})
@@ -278,10 +280,9 @@ class Replica:
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
-    pool = arguments.get("pool", "default")
-    kwargs = {"pool": pool, "model": MODEL}
-    router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=kwargs)
-    return Replica.options(request_router_config=router).bind(pool)  # type: ignore[attr-defined]
+    known = {"pool": arguments.get("pool", "default"), "model": MODEL}
+    router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=known)
+    return Replica.options(request_router_config=router).bind(known["pool"])  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -289,10 +290,9 @@ def main() -> None:
         engines = serve.run(build({}))
         headers = [bytes(f"You are assistant {i}. " * 40, "ascii") for i in range(3)]
         prompts = [list(headers[i % 3] + bytes(f"Question {i}: what is {i} times {i}?", "ascii")) for i in range(40)]
-        answers = [engines.remote(token_ids=prompt, max_tokens=16) for prompt in prompts]
-        print(f"{len([answer.result() for answer in answers])} answers")
-        computed = sum(engines.broadcast("computed_tokens").results())
-        print(f"{computed:,} of {sum(map(len, prompts)):,} prompt tokens were computed")
+        for answer in [engines.remote(token_ids=prompt, max_tokens=16) for prompt in prompts]:
+            print(bytes(answer.result()))
+        print(engines.broadcast("computed_tokens").results(), "of", sum(map(len, prompts)), "prompt tokens computed")
         serve.shutdown()
 
 

@@ -55,10 +55,10 @@ def plan(
     """What to run in the next step: running requests first, then waiting ones, those with the least to compute first.
 
     A waiting request starts if there are blocks for all that it has to compute, in later steps too, and waits while
-    another computes its next block. Who has waited `patience` seconds is passed over no more: such requests start in
-    order of arrival, before all others. A running request that needs a block where none is free is left out: free some
-    by preempting one. One that needs more blocks than the engine has would hold up all others: refuse it at the door.
-    now: seconds, as arrivals are.
+    another computes its next block. Who has waited `patience` seconds is passed over no more, but while it waits for
+    another's block: such requests start in order of arrival, before all others. A running request that needs a block
+    where none is free is left out: free some by preempting one. One that needs more blocks than the engine has would
+    hold up all others: refuse it at the door. now: seconds, as arrivals are.
     """
     step = _Step(budget)
     for request in sorted(running, key=lambda request: request.num_new_tokens):  # who generates waits for no prompt

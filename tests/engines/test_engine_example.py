@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers.pools import MIB, eventually, settled
 from ray import serve
 
 import raykv
-from examples.engine import MODEL, Engine, build, load_model
+from examples.engine import MODEL, BlockPool, Engine, build, load_model
 from raykv.integrations.transformers import model_cache
 
 pytestmark = pytest.mark.usefixtures("patiently")
@@ -80,9 +81,39 @@ def test_what_the_engine_has_and_what_the_pool_has_is_not_computed(cache: raykv.
 
 def test_what_does_not_fit_is_refused(cache: raykv.KVCache, model: Any) -> None:
     engine = Engine(model, cache, 4)
-    with pytest.raises(ValueError, match="60 tokens need 5 blocks, and the engine has 4"):
+    with pytest.raises(ValueError, match=r"60 \+ 5 tokens do not fit into 4 blocks"):
         engine.add(tokens(0, 60), 5)
+    for odd in ([], [256], [-1]):
+        with pytest.raises(ValueError, match="token ids below 256"):
+            engine.add(odd, 1)
     assert served(engine, [tokens(0, 60)], 4) == [right(model, tuple(tokens(0, 60)), 4)]
+
+
+def test_blocks_that_rest_behind_one_that_is_gone_are_not_held() -> None:
+    pool, names = BlockPool(4), [bytes([i]) for i in range(3)]
+    one, two = pool.take(1), pool.take(2)
+    pool.name(one + two, names)
+    pool.release(one)
+    assert pool.find(names) == one + two and pool.held(one + two) == 0 and pool.free == 2
+    pool.take(2)
+    assert pool.find(names) == [] and pool.free == 0
+
+
+def test_a_request_that_fails_ends_no_other(cache: raykv.KVCache, model: Any) -> None:
+    engine = Engine(model, cache, 100)
+    forward, asked = engine._forward, tokens(60, 50)
+
+    def fail(*_: Any) -> list[int]:
+        engine._forward = forward  # type: ignore[method-assign]
+        raise RuntimeError("a step that fails")
+
+    engine._forward = fail  # type: ignore[assignment,method-assign]
+    threading.Thread(target=engine.run, daemon=True).start()
+    with pytest.raises(RuntimeError, match="a step that fails"):
+        engine.add(asked, 4).result(60)
+    answer = engine.add(asked, 4)
+    assert not answer.cancel() and answer.result(60) == right(model, tuple(asked), 4)
+    assert engine.pool.free == 100
 
 
 def test_replicas_compute_little_more_than_the_least(cluster: Any, start: Callable[..., raykv.KVPool]) -> None:

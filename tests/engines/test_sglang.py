@@ -169,6 +169,20 @@ def test_who_has_other_kv_finds_nothing(hicache: SimpleNamespace, pool: raykv.KV
     assert other.batch_get_v1(keys, at(host, [2, 3])) == [False, False]
 
 
+@pytest.mark.parametrize(
+    "option", ["kv_cache_dtype", "quantization", "revision", "json_model_override_args", "context_length"]
+)
+def test_engines_with_other_options_share_nothing(
+    hicache: SimpleNamespace, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """SGLang's host pools have uint8 for all kinds of fp8, and the model's name for all kinds of weights."""
+    host, keys = hicache.kv_pool("page_first", PAGE), hashes(hash(option), 2)
+    one = storage(hicache, pool, host)
+    assert put(one, host, keys, [0, 1]) == [True, True]
+    monkeypatch.setattr(hicache.arguments, option, "another", raising=False)
+    assert one.batch_exists(keys) == 2 and storage(hicache, pool, host).batch_exists(keys) == 0
+
+
 def test_layouts_of_one_size_do_not_share(hicache: SimpleNamespace, pool: raykv.KVPool) -> None:
     keys = hashes(4, 1)
     for layout in LAYOUTS:

@@ -91,13 +91,28 @@ def imported(kind: str) -> Iterator[SimpleNamespace]:
         sys.meta_path.insert(0, door)
     elif kind not in _imported:
         _lay_stand_in()
+    arguments = _lay_server()
     try:
-        yield _from_sources() if kind == "sources" else _from_stand_in()
+        found = _from_sources() if kind == "sources" else _from_stand_in()
+        found.arguments = arguments
+        yield found
     finally:
         if door in sys.meta_path:
             sys.meta_path.remove(door)
         _imported[kind] = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_theirs(name)}
         sys.modules.update(before)
+
+
+def _lay_server() -> SimpleNamespace:
+    """What a server that runs is asked for: its version, and its arguments, which are returned."""
+    context: Any = LeftOut("sglang.srt.runtime_context")
+    version: Any = ModuleType("sglang.version")
+    context.arguments, version.__version__ = SimpleNamespace(kv_cache_dtype="auto"), VERSION
+    context.get_server_args = lambda: context.arguments
+    for module in (context, version):
+        sys.modules.setdefault(module.__name__, module)
+    laid: SimpleNamespace = sys.modules[context.__name__].arguments
+    return laid
 
 
 def _lay_stand_in() -> None:

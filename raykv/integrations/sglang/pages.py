@@ -12,27 +12,6 @@ from raykv.client.cache import KVCache
 from raykv.client.pool import KVPool
 from raykv.keys import Keys
 
-RANK_SHARDED = ("mamba", "draft", "draft_swa")  # pools that differ by rank even where all ranks have the same KV
-
-
-def identity(config: Any, name: str) -> dict[str, Any]:
-    """What tells caches of a host pool apart, as arguments of `KVPool.cache`, apart from what its pages look like.
-
-    config: SGLang's HiCacheStorageConfig. name: of the host pool. Data parallel engines share: their KV is the same.
-    Raises ValueError for a model without a name.
-    """
-    if not config.model_name:
-        raise ValueError("SGLang gives its storage no model name: start it with --model-path, or --served-model-name")
-    sizes = [config.pp_size, config.attn_cp_size, config.dcp_size, config.tp_size]
-    ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank, config.tp_rank]
-    if config.is_mla_model and name not in RANK_SHARDED:  # one rank stores what all have, whatever their number
-        sizes, ranks = sizes[:-1], ranks[:-1]
-    part = 0
-    for size, rank in zip(sizes, ranks, strict=True):
-        part = part * size + rank
-    shape = "/".join(f"{axis}{size}" for axis, size in zip(("pp", "cp", "dcp", "tp"), sizes, strict=False))
-    return {"model": config.model_name, "parallel": f"sglang/{shape}", "part": part}
-
 
 class HostPages:
     """Pages of a host pool, each a block of as many parts as it has in the pool's buffers."""
@@ -45,12 +24,11 @@ class HostPages:
         self._host, self._page_size = host, host.page_size or 1
         addresses, sizes = host.get_page_buffer_meta(torch.arange(self._page_size))
         self._lengths = np.array(sizes, np.int64)
-        form = f"{type(host).__name__}/{host.layout}/{getattr(host, 'storage_format_tag', None) or ''}"
         self.cache = pool.cache(
             **caches,
             block_bytes=int(self._lengths.sum()),
             dtype=str(host.dtype).removeprefix("torch."),
-            layout=f"sglang/{name}/{form}/{len(addresses)}",
+            layout=f"sglang/{name}/{_form(host)}/{len(addresses)}",
         )
 
     def keys(self, hashes: Sequence[str]) -> Keys:
@@ -80,7 +58,7 @@ class FlatPages:
             **caches,
             block_bytes=host.get_dummy_flat_data_page().nbytes,
             dtype=str(host.dtype).removeprefix("torch."),
-            layout=f"sglang/flat/{type(host).__name__}/{host.layout}/{getattr(host, 'storage_format_tag', None) or ''}",
+            layout=f"sglang/flat/{_form(host)}",
         )
 
     def keys(self, hashes: Sequence[str]) -> Keys:
@@ -101,3 +79,8 @@ class FlatPages:
 
 def _keys(cache: KVCache, hashes: Sequence[str]) -> Keys:
     return cache.rekey([name.encode() for name in hashes])
+
+
+def _form(host: Any) -> str:
+    """How a host pool lays out its pages."""
+    return f"{type(host).__name__}/{host.layout}/{getattr(host, 'storage_format_tag', None) or ''}"

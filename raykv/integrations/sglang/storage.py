@@ -23,7 +23,8 @@ from raykv.client.joint_match import JointMatch, Part
 from raykv.client.match import Match
 from raykv.client.reservation import store_rows
 from raykv.integrations.node import attach
-from raykv.integrations.sglang.pages import FlatPages, HostPages, identity
+from raykv.integrations.sglang.identity import identity
+from raykv.integrations.sglang.pages import FlatPages, HostPages
 from raykv.keys import Keys
 
 P = ParamSpec("P")

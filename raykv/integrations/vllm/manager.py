@@ -232,8 +232,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         if request in self._failed or not self.caches:
             return LookupResult.MISS
         ask, chain = self._asks.get(request), req_context.get_state(Chain)
+        number = chain.number(key)
         if ask is None:
-            ask = self._asks[request] = self._ask(key, chain, request)
+            if number is None:  # of states vLLM also asks for ends within a chunk, which are not stored
+                return LookupResult.MISS
+            ask = self._asks[request] = self._ask(get_offload_group_idx(key), number, chain, request)
         if not ask.answer.done():
             return LookupResult.RETRY
         found = ask.answer.result()
@@ -242,7 +245,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             return LookupResult.RETRY
         if not ask.counted:
             self._count(request, ask, found)
-        return LookupResult.HIT if ask.has(key, chain.number(key)) else LookupResult.MISS
+        return LookupResult.HIT if ask.has(key, number) else LookupResult.MISS
 
     def _count(self, request: str, ask: Ask, found: Found) -> None:
         """Of an answer that is used: its hits, and what the request is to compute."""
@@ -410,21 +413,16 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             for group in self._groups
         }
 
-    def _ask(self, first: bytes, chain: Chain, request: str) -> Ask:
-        """Ask for the request's chunks from `first` on, and for those of the other groups that begin with it.
+    def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:
+        """Ask for the request's chunks from one of a group on, and for those of the other groups that begin with it.
 
         Where all groups have windows, for all: vLLM looks for the last chunk first, and goes on with those before.
         """
-        number = chain.number(first)
-        if number is not None and self._groups[0].window:
-            number = 0
         tokens = {group.group_idx: group.tokens for group in self._groups}
-        start, step = (number or 0) * tokens[get_offload_group_idx(first)], lcm(*tokens.values())
+        start = 0 if self._groups[0].window else number * tokens[group]
+        step = lcm(*tokens.values())
         begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
-        keys = {
-            index: [] if number is None else chain.since(index, begin[index], of_chunk)
-            for index, of_chunk in tokens.items()
-        }
+        keys = {index: chain.since(index, begin[index], of_chunk) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
             computing.match.end_intent()

@@ -1,0 +1,45 @@
+"""What an engine's caches in the pool are called: all that changes the bytes of KV, but for the tokens.
+
+Adapter and `cache_salt` are in SGLang's page hashes; what a page looks like is added in `pages`.
+"""
+
+import hashlib
+from typing import Any
+
+from sglang.srt.runtime_context import get_server_args
+from sglang.version import __version__
+
+RANK_SHARDED = ("mamba", "draft", "draft_swa")  # pools that differ by rank even where all ranks have the same KV
+# of SGLang's server arguments those that change what is computed, or how it is written down
+OPTIONS = (
+    *("revision", "quantization", "quantization_param_path", "dtype", "kv_cache_dtype", "load_format", "model_impl"),
+    *("json_model_override_args", "context_length", "mamba_ssm_dtype"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    *("speculative_draft_model_path", "speculative_draft_model_revision"),
+)
+
+
+def identity(config: Any, name: str) -> dict[str, Any]:
+    """What tells caches of a host pool apart, as arguments of `KVPool.cache`, apart from what its pages look like.
+
+    config: SGLang's HiCacheStorageConfig. name: of the host pool. Data parallel engines share: their KV is the same.
+    Raises ValueError for a model without a name.
+    """
+    if not config.model_name:
+        raise ValueError("SGLang gives its storage no model name: start it with --model-path, or --served-model-name")
+    sizes = [config.pp_size, config.attn_cp_size, config.dcp_size, config.tp_size]
+    ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank, config.tp_rank]
+    if config.is_mla_model and name not in RANK_SHARDED:  # one rank stores what all have, whatever their number
+        sizes, ranks = sizes[:-1], ranks[:-1]
+    part = 0
+    for size, rank in zip(sizes, ranks, strict=True):
+        part = part * size + rank
+    shape = "/".join(f"{axis}{size}" for axis, size in zip(("pp", "cp", "dcp", "tp"), sizes, strict=False))
+    return {"model": config.model_name, "revision": _options(), "parallel": f"sglang/{shape}", "part": part}
+
+
+def _options() -> str:
+    """A digest. A version of SGLang that lacks an option has None for it."""
+    arguments = get_server_args()
+    found = [(name, str(getattr(arguments, name, None))) for name in OPTIONS]
+    return f"{__version__}/{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
