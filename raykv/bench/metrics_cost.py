@@ -24,7 +24,10 @@ PATIENCE_S = 10.0
 
 
 class _Bare(DirectoryActor):
-    """The actor without Ray, and a connection to it. Its thread's processor time at the first call, and at the last."""
+    """The actor without Ray, and a connection to it. Its thread's processor time at the first call, and at the last.
+
+    One thread answers calls that are counted and calls that are not: two would differ by their processors.
+    """
 
     def __init__(self, directory: Directory) -> None:
         self._pool, self._lock, self._state = POOL, threading.Lock(), directory
@@ -52,13 +55,15 @@ class _Bare(DirectoryActor):
         if self._listener:
             self._listener.close()
 
+    def count(self, counts: bool) -> None:
+        """Whether matches are counted from now on, as those of an actor are."""
+        vars(self).pop("match", None)
+        if not counts:
+            vars(self)["match"] = self._match
 
-class _Uncounted(_Bare):
-    """The same, whose matches are not counted."""
-
-    def match(self, *args: Any, **kwargs: Any) -> Message:
+    def _match(self, *args: Any) -> Message:
         with self._lock:
-            answer: Message = DirectoryActor.match.__wrapped__(self, *args, **kwargs)  # type: ignore[attr-defined]
+            answer: Message = DirectoryActor.match.__wrapped__(self, *args)  # type: ignore[attr-defined]
             return answer
 
 
@@ -70,16 +75,16 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
     difference. export_ms: processor time of this process for an export, every 5 s, of which every other one looks at
     every slot: the mean. percent: of the directory's time at full load, of both. Starts a Ray node.
     """
-    actors = (_Uncounted(directory), _Bare(directory))
+    actor = _Bare(directory)
     sides: tuple[list[float], list[float]] = ([], [])
     for turn in range(2 * TURNS):
         side = (turn + turn // 2) % 2  # plain, counted, counted, plain, ...
-        sides[side].append(actors[side].seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
-    for actor in actors:
-        actor.close()
+        actor.count(side == 1)
+        sides[side].append(actor.seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
+    actor.close()
     plain, counted = (statistics.quantiles(times)[0] for times in sides)  # what else the machine does only adds
     calls = 100 * (counted / plain - 1)
-    export = _export_s(directory, actors[1]._metrics)
+    export = _export_s(directory, actor._metrics)
     return {
         "plain_us": plain * 1e6,
         "with_metrics_us": counted * 1e6,

@@ -144,6 +144,15 @@ def test_an_engine_that_says_nothing_is_waited_for_as_long_as_computing_takes(en
     assert one.pool.stats()["intents"] == 1, "it is still the first one's"
 
 
+def test_a_key_that_is_no_chunks_is_a_miss_at_once(engines: tuple[Engine, Engine]) -> None:
+    """Of models with states vLLM also asks for ends within a chunk: that must not be the request's question."""
+    one, _ = engines
+    one.store(KEYS)
+    context = one.begin(KEYS)
+    assert one.manager.lookup(make_offload_key(b"within a chunk".ljust(32), 0), context) is MISS
+    assert one.told(context) == [HIT] * 12
+
+
 def test_engines_that_are_asked_in_another_order_do_not_wait_for_each_other(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     others = [make_offload_key(bytes([100 + i]) * 32, 0) for i in range(12)]
