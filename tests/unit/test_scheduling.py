@@ -88,7 +88,7 @@ def test_a_step_is_within_its_budget_and_nobody_is_passed_over_for_long(
             assert not any(each.arrival > late.arrival for each in started)
 
 
-@given(jobs(), st.integers(8, 40))
+@given(jobs(), st.integers(9, 40))  # the longest job takes 9
 def test_every_request_is_served_once_however_few_blocks_there_are(asked: list[Job], blocks: int) -> None:
     for patience in (0.0, PATIENCE_S, 1e9):
         engine = served(asked, blocks, partial(plan, patience=patience))
