@@ -5,17 +5,17 @@ it has taken blocks and tokens for the whole prompt; `vllm` starts requests in o
 what has to be computed; `plan` is `raykv.scheduling.plan`.
 """
 
-import json
 from functools import partial
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
+from raykv.bench import mooncake
+from raykv.bench.mooncake import BLOCK_TOKENS
 from raykv.bench.simulated_engine import Job, Policy, SimulatedEngine, Speed
 from raykv.scheduling import Budget, Request, Scheduled, plan
 
-BLOCK_TOKENS = 512  # of the trace format
 PATIENCE_S = 60.0
 
 
@@ -64,21 +64,12 @@ def first_come(waiting: list[Request], running: list[Request], budget: Budget, n
 
 
 def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
-    """The requests of a trace. Raises ValueError for a line in another format."""
+    """The requests of a trace. Raises ValueError naming the line that is not one."""
     jobs = []
-    with open(path) as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                asked = json.loads(line)
-                blocks = asked["input_length"] // BLOCK_TOKENS
-                keys = np.array(asked["hash_ids"][:blocks], np.uint64).view(np.uint8).reshape(blocks, 8)
-                arrival = asked["timestamp"] / 1000 * slower
-                jobs.append(Job(keys, asked["input_length"], arrival, max(1, asked["output_length"])))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number} is no request in Mooncake's trace format (an object with timestamp, "
-                    f"input_length, output_length and hash_ids, one id a block of {BLOCK_TOKENS} tokens): {error!r}"
-                ) from error
+    for line in mooncake.lines(path, "timestamp", "output_length"):
+        blocks, (milliseconds, output) = line.tokens // BLOCK_TOKENS, line.others
+        keys = np.array(line.ids[:blocks], np.uint64).view(np.uint8).reshape(blocks, 8)
+        jobs.append(Job(keys, line.tokens, milliseconds / 1000 * slower, max(1, int(output))))
     return jobs
 
 

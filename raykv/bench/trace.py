@@ -4,7 +4,6 @@ Beside it what an exact LRU over all nodes would serve, and what each node would
 """
 
 import itertools
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -13,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.bench import mooncake
+from raykv.bench.mooncake import BLOCK_TOKENS
 from raykv.config import MIB, PoolConfig
 from raykv.directory.directory import Directory
 from raykv.protocol import (
@@ -31,7 +32,6 @@ from raykv.protocol import (
     TierReport,
 )
 
-BLOCK_TOKENS = 512  # of the trace format
 BLOCK_BYTES = 4 * MIB - ALIGN  # any: no bytes move. With a header a power of two, so that tiers have few slots more
 CLIENT = 1
 MIN_WINDOW = 64  # blocks of staging a node
@@ -98,21 +98,10 @@ def run(
 
 def read(path: str | PathLike[str]) -> list[Request]:
     """The requests of a trace. Raises ValueError naming the line that is not one."""
-    requests = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                given = json.loads(line)
-                ids, length = [int(i) for i in given["hash_ids"]], int(given["input_length"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not a request of a Mooncake trace ({error!r})") from None
-            if len(ids) != -(-length // BLOCK_TOKENS):
-                raise ValueError(
-                    f"{path}, line {number}: {len(ids)} hash_ids for input_length {length}: "
-                    f"one per {BLOCK_TOKENS} tokens would be {-(-length // BLOCK_TOKENS)}"
-                )
-            requests.append(Request(ids, [min(BLOCK_TOKENS, length - i * BLOCK_TOKENS) for i in range(len(ids))]))
-    return requests
+    return [
+        Request(line.ids, [min(BLOCK_TOKENS, line.tokens - i * BLOCK_TOKENS) for i in range(len(line.ids))])
+        for line in mooncake.lines(path)
+    ]
 
 
 def divided(capacity: int, parts: int) -> list[int]:
