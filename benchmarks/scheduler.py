@@ -3,9 +3,10 @@
     python benchmarks/scheduler.py [--rounds 4] [--json]
 
 The engine's loop runs in this process, so that each call of the scheduler and of its connector can be timed: of one
-engine without a pool, and of one with a pool and KV events, while its directory answers and while it is stopped
-(SIGSTOP). A round is 24 requests at once: prompts of 300 to 1,500 tokens, of which half have a prefix in common, and 30
-tokens each. What the scheduler takes without a pool is the floor.
+engine without a pool, and of one with a pool and KV events, while its directory answers and while the one in charge is
+stopped (SIGSTOP) as each round begins, until another takes over. A round is 24 requests at once: prompts of 300 to
+1,500 tokens, of which half have a prefix in common, and 30 tokens each. What the scheduler takes without a pool is the
+floor.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is in this process
 
+import llvmlite.binding.ffi
 import numpy as np
 import ray
 
@@ -27,6 +29,9 @@ from raykv import registry
 from raykv.bench import ttft
 from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
+
+# vLLM looks for kernels in all that its worker has imported, also where whatever it asks for is a function
+llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
 REQUESTS, TOKENS = 24, 30
@@ -48,12 +53,7 @@ def main() -> None:
         found = {"without": measured(engine(model, None), arguments.rounds, 0)}
         pooled = engine(model, POOL)
         found["answers"] = measured(pooled, arguments.rounds, 1000)
-        directory = ray.get(registry.find_directory(pool.name).ping.remote())
-        os.kill(directory, signal.SIGSTOP)
-        try:
-            found["stopped"] = measured(pooled, arguments.rounds, 2000)
-        finally:
-            os.kill(directory, signal.SIGCONT)
+        found["stopped"] = measured(pooled, arguments.rounds, 2000, before_round=lambda: stop_directory(pool.name))
     if arguments.json:
         print(json.dumps(found))
         return
@@ -76,7 +76,7 @@ def engine(model: str, pool: str | None) -> Any:
         max_model_len=2048,
         max_num_batched_tokens=2048,
         block_size=32,
-        distributed_executor_backend="mp",  # vLLM fails to make a worker in a process that has llvmlite
+        distributed_executor_backend="mp",
         enforce_eager=True,
         disable_log_stats=False,
         kv_cache_memory_bytes=512 * MIB,
@@ -85,7 +85,11 @@ def engine(model: str, pool: str | None) -> Any:
     )
 
 
-def measured(llm: Any, rounds: int, seed: int) -> dict[str, float]:
+def stop_directory(pool: str) -> None:
+    os.kill(ray.get(registry.find_directory(pool).ping.remote(), timeout=60), signal.SIGSTOP)
+
+
+def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Milliseconds of a step in the scheduler, and of a call of the connector: median, 99th percentile, longest."""
     from vllm import SamplingParams
 
@@ -102,6 +106,7 @@ def measured(llm: Any, rounds: int, seed: int) -> dict[str, float]:
             begin = time.perf_counter()
             for spent in times.values():
                 spent.clear()
+        before_round()
         common = random.integers(3, 8000, 600).tolist()
         prompts: list[Any] = []
         for i in range(REQUESTS):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from raykv.bench.shapes import SHAPES, save
+from raykv.integrations.vllm.compat import TAKES_GROUPS
 
 
 class Model(NamedTuple):
@@ -22,6 +23,8 @@ class Model(NamedTuple):
         save(self.name, folder)
 
 
-MODELS = {name: Model(name) for name in ("gemma3", "gpt-oss", "mistral")}
-if torch.cpu._is_amx_tile_supported():  # vLLM's kernels of its states want that, or AVX-512 with bfloat16
-    MODELS["qwen3-next"] = Model("qwen3-next", 288)
+MODELS = {"mistral": Model("mistral")}
+if TAKES_GROUPS:
+    MODELS |= {name: Model(name) for name in ("gemma3", "gpt-oss")}
+    if torch.cpu._is_amx_tile_supported():  # vLLM's kernels of its states want that, or AVX-512 with bfloat16
+        MODELS["qwen3-next"] = Model("qwen3-next", 288)

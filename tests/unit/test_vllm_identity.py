@@ -168,12 +168,17 @@ def keys(extra: bytes = b"", **options: Any) -> list[bytes]:
     return [row.tobytes() for row in rekey(b"root" * 8, [value + extra for value in asked.block_hashes])]
 
 
-def adapter(folder: Path, weights: str) -> list[bytes]:
+def adapted(name: str, number: int, path: Path | str) -> list[bytes]:
+    """Keys of a request for an adapter. path: a local folder, or a name on the hub."""
+    lora = LoRARequest(name, number, str(path))
+    return keys(weights_of(lora), lora_request=lora)
+
+
+def trained(folder: Path, number: int, weights: str) -> list[bytes]:
     """Keys of a request for an adapter of that name, with those weights."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_model.bin").write_text(weights)
-    lora = LoRARequest("x", abs(hash(weights)) % 1000 + 1, str(folder))
-    return keys(weights_of(lora), lora_request=lora)
+    return adapted("x", number, folder)
 
 
 embeds = partial(torch.full, (4 * BLOCK, 8))
@@ -184,11 +189,11 @@ def test_requests_that_differ_in_what_changes_kv_share_nothing(tmp_path: Path) -
         keys(),
         keys(cache_salt="a"),
         keys(cache_salt="b"),
-        keys(lora_request=LoRARequest("x", 1, "/x")),
-        keys(lora_request=LoRARequest("y", 2, "/x")),
-        keys(lora_request=LoRARequest("x", 1, "/y")),
-        adapter(tmp_path / "x", "first"),
-        adapter(tmp_path / "x", "trained again"),
+        adapted("x", 1, "one/x"),
+        adapted("y", 2, "one/x"),
+        adapted("x", 1, "two/x"),
+        trained(tmp_path / "x", 3, "first"),
+        trained(tmp_path / "x", 4, "trained again"),
         keys(prompt_embeds=embeds(1.0)),
         keys(prompt_embeds=embeds(2.0)),
     ]

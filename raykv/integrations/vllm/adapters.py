@@ -1,4 +1,4 @@
-"""Which weights a LoRA adapter has: vLLM hashes its name and path, and other weights may have both.
+"""Which weights a LoRA adapter has: vLLM hashes its name and path (0.29 only its name), and others may have both.
 
 ray.serve.llm keeps every adapter under a path made of its name, whatever bucket it came from and however often it was
 trained again. An engine's own cache ends with the engine; the pool outlives it.
@@ -15,7 +15,7 @@ log = logging.getLogger("raykv")
 
 
 def weights_of(adapter: Any) -> bytes:
-    """A digest of the adapter that a request asks for; empty for no adapter, and for one that is no local folder.
+    """A digest of the adapter that a request asks for, of its path where that is no local folder; empty for none.
 
     adapter: vLLM's LoRARequest, or None. Its files are read once, as vLLM loads them once.
     """
@@ -26,7 +26,7 @@ def weights_of(adapter: Any) -> bytes:
 def _digest(number: int, path: str) -> bytes:
     """number: vLLM's, of what it has loaded from there."""
     if not Path(path).is_dir():  # a name on the hub, which stands for its weights as a model's does
-        return b""
+        return hashlib.sha256(path.encode()).digest()
     total = hashlib.sha256()
     try:
         for file in sorted(Path(path).glob("adapter_*")):
