@@ -49,6 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.update(ttft.ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder, local_cluster(1) as _, local_pool(POOL, ARENA_BYTES) as pool:
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # else a worker joins the machine's newest
         model = ttft.save_model(folder)
         found = {"without": measured(engine(model, None), arguments.rounds, 0)}
         pooled = engine(model, POOL)

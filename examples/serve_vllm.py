@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine on CPUs is one process and not two
     "VLLM_NO_USAGE_STATS": "1",
 }
 
