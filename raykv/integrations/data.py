@@ -46,7 +46,7 @@ def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, colu
     of what is returned has `preserve_order` set, so that blocks stay in their order behind stages in between.
 
     All rows are in Ray's object store then, twice while they are put in order. This process holds 8 bytes for every 64
-    tokens of every prompt, and some 200 a prompt. Raises KeyError for a column that is not there, ValueError for less
+    tokens of every prompt, and some 550 a prompt. Raises KeyError for a column that is not there, ValueError for less
     than one engine or what is no list of token ids.
     """
     encode = getattr(tokenizer, "encode", tokenizer)

@@ -71,6 +71,7 @@ def test_every_row_is_there_as_it_was_beside_those_that_share_its_prefix(ordered
 
 
 def test_blocks_reach_actors_whole_and_in_order_behind_another_stage(ordered: Dataset) -> None:
+    assert ordered.context.execution_options.preserve_order
     staged = ordered.map(lambda row: row | {"staged": True}, num_cpus=0.1)
     taken = staged.map_batches(Taker, compute=ActorPoolStrategy(size=ENGINES), num_cpus=0.1)
     asked, answered = blocks(ordered), blocks(taken)
