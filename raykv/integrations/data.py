@@ -120,8 +120,3 @@ class LLMPredictor:
             "generated_text": np.array([output.outputs[0].text for output in outputs], object),
             "num_cached_tokens": np.array([output.num_cached_tokens or 0 for output in outputs], np.int64),
         }
-
-    def __del__(self) -> None:
-        """End the engine's processes in order, when Ray Data ends the actor: else they leave files in /dev/shm."""
-        if hasattr(self, "llm"):
-            self.llm.llm_engine.engine_core.shutdown()
