@@ -266,9 +266,9 @@ def load_model() -> Any:
 class Replica:
     """Greedy tokens that follow a prompt. The engine runs in a thread of its own."""
 
-    def __init__(self, pool: str, blocks: int = 1000) -> None:
+    def __init__(self, pool: str, blocks: int = 1000, schedule: Any = plan) -> None:
         model = load_model()
-        self.engine = Engine(model, model_cache(raykv.attach(pool), model, name=MODEL), blocks)
+        self.engine = Engine(model, model_cache(raykv.attach(pool), model, name=MODEL), blocks, schedule)
         announce(self.engine.cache, MODEL)
         threading.Thread(target=self.engine.run, daemon=True).start()
 
@@ -279,10 +279,11 @@ class Replica:
         return self.engine.computed_tokens
 
 
-def build(arguments: dict[str, str]) -> serve.Application:
+def build(arguments: dict[str, str], **options: Any) -> serve.Application:
+    """For `serve run`; arguments: `pool`, default "default". options: of Replica."""
     known = {"pool": arguments.get("pool", "default"), "model": MODEL}
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=known)
-    return Replica.options(request_router_config=router).bind(known["pool"])  # type: ignore[attr-defined]
+    return Replica.options(request_router_config=router).bind(known["pool"], **options)  # type: ignore[attr-defined]
 
 
 def main() -> None:

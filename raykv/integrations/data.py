@@ -1,0 +1,122 @@
+"""Batches on Ray Data: rows that share a prefix go to the same engine, one after the other.
+
+    rows = prefix_ordered(dataset, tokenizer, engines=2)
+    rows.map_batches(LLMPredictor, fn_constructor_kwargs={"model": ...}, compute=ActorPoolStrategy(size=2))
+
+Ray Data hands a block of rows whole to one actor, blocks in their order to whoever has room. So a block is a run of
+`raykv.scheduling.order`; and since actors take turns, blocks of as many stretches of it are dealt in turn.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+try:
+    import pyarrow as pa
+    import ray.data
+except ImportError as error:
+    raise ImportError("this needs Ray Data: pip install 'raykv[data]'") from error
+
+from raykv.keys import ROOT_BYTES, chain
+from raykv.scheduling import split
+from raykv.scheduling.batches import Prompts
+
+BLOCK_TOKENS = 64  # prompts are compared by so many at a time: to share fewer saves next to nothing
+KEY_BYTES = 8  # two that are equal by chance cost a place in the order, and nothing else
+BLOCKS, ROWS = (
+    8,
+    1000,
+)  # of Ray Data, an engine: at least so many, so that loads are even; of at most about so many rows
+RANK = "__raykv_rank"
+
+
+def prefix_ordered(dataset: ray.data.Dataset, tokenizer: Any, engines: int, column: str = "prompt") -> ray.data.Dataset:
+    """The rows of a dataset, materialized, so ordered and cut into blocks that engines compute few prefixes twice.
+
+    tokenizer: of the engines' model; or a function of what is in `column`, for instance of messages, that returns token
+    ids (it runs in Ray tasks). engines: actors that will take blocks. Equal loads are meant: by tokens of different
+    prefixes, not by what is generated.
+
+    A block is a run of rows, depth first over their tree of shared prefixes. An actor gets it whole, and its rows in
+    order, as long as batches are no larger than blocks. Which actor gets which block is Ray Data's choice. The context
+    of what is returned has `preserve_order` set, so that blocks stay in their order behind stages in between.
+
+    All rows are in Ray's object store then, twice while they are put in order. This process holds 8 bytes for every 64
+    tokens of every prompt, and some 550 a prompt. Raises KeyError for a column that is not there, ValueError for less
+    than one engine or what is no list of token ids.
+    """
+    encode = getattr(tokenizer, "encode", tokenizer)
+    tables, put = dataset.to_arrow_refs(), ray.put(encode)
+    keys = ray.get([_keys.remote(table, column, put) for table in tables])
+    blocks = dealt([prompt for of_table in keys for prompt in of_table], engines)
+    if not blocks:
+        return dataset
+    ranks = np.empty(sum(map(len, keys)), np.int64)
+    ranks[list(itertools.chain(*blocks))] = np.arange(len(ranks))
+    ends = np.cumsum([len(of_table) for of_table in keys])
+    with_ranks: Any = [_with_ranks.remote(*pair) for pair in zip(tables, np.split(ranks, ends[:-1]), strict=True)]
+    rows = ray.data.from_arrow_refs(with_ranks)
+    rows.context.execution_options.preserve_order = True
+    starts = np.cumsum([len(block) for block in blocks])[:-1].tolist()
+    ordered: ray.data.Dataset = rows.sort(RANK, boundaries=starts).drop_columns([RANK]).materialize()
+    return ordered
+
+
+def dealt(prompts: Prompts, engines: int) -> list[list[int]]:
+    """Indices of the prompts of each block, in the order in which engines that take turns get them."""
+    stretches = split(prompts, engines)
+    blocks = max(BLOCKS, -(-len(prompts) // (engines * ROWS)))
+    cut = [[[part[i] for i in run] for run in split([prompts[i] for i in part], blocks)] for part in stretches]
+    return [block for turn in zip(*cut, strict=True) for block in turn if block]
+
+
+@ray.remote
+def _keys(table: pa.Table, column: str, encode: Callable[[Any], Any]) -> list[NDArray[np.uint8]]:
+    """Of each row's prompt: (blocks, KEY_BYTES) uint8."""
+    prompts = table.column(column).to_pylist() if table.num_rows else []  # of no rows Ray Data knows no columns
+    return [chain(bytes(ROOT_BYTES), encode(prompt), BLOCK_TOKENS)[:, :KEY_BYTES].copy() for prompt in prompts]
+
+
+@ray.remote
+def _with_ranks(table: pa.Table, ranks: NDArray[np.int64]) -> pa.Table:
+    return table.append_column(RANK, pa.array(ranks))
+
+
+class LLMPredictor:
+    """vLLM's `LLM` on a pool, for `map_batches`: adds `generated_text` to the rows of a batch.
+
+    And `num_cached_tokens`, how many of a prompt were not computed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sampling_params: dict[str, Any] | None = None,
+        engine_kwargs: dict[str, Any] | None = None,
+        pool: str = "default",
+        column: str = "prompt",
+    ) -> None:
+        """model: its name, or folder. sampling_params: of vLLM's `SamplingParams`. engine_kwargs: of its `LLM`.
+
+        pool: its name. column: of prompts, as text.
+        """
+        from vllm import LLM, SamplingParams
+
+        from raykv.integrations.vllm import kv_transfer_config
+
+        self.llm = LLM(model, **{"kv_transfer_config": kv_transfer_config(pool), **(engine_kwargs or {})})
+        self.sampling_params = SamplingParams(**(sampling_params or {}))
+        self.column = column
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """batch: arrays of as many rows, by column."""
+        outputs = self.llm.generate(batch[self.column].tolist(), self.sampling_params, use_tqdm=False)
+        return {
+            **batch,
+            "generated_text": np.array([output.outputs[0].text for output in outputs], object),
+            "num_cached_tokens": np.array([output.num_cached_tokens or 0 for output in outputs], np.int64),
+        }
