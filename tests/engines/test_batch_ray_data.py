@@ -24,7 +24,7 @@ from examples import batch_ray_data, serve_vllm
 from examples.serve_vllm import words
 from raykv.integrations.data import LLMPredictor, prefix_ordered
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 HEADERS, HEADER_TOKENS, QUESTION_TOKENS, ENGINES = 3, 512, 32, 2
 CHUNK = 64  # tokens, of 1 MiB; in float32 half as many
 Row = dict[str, Any]
@@ -80,7 +80,6 @@ def test_engines_of_map_batches_read_what_those_of_another_job_have_computed(
     assert pool.stats()["hits"] >= hits + HEADERS * (HEADER_TOKENS // CHUNK)
 
 
-@pytest.mark.slow
 def test_engines_read_what_those_of_another_job_have_computed(
     start: Callable[..., raykv.KVPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
