@@ -242,8 +242,8 @@ class DirectoryActor:
         return tuple(self._directory.commit(Call(*call), CommitRequest(*request), time.monotonic()))
 
     @one_at_a_time
-    def pin(self, call: Message, keys: bytes, ttl: float | None = None) -> Message:
-        return tuple(self._directory.pin(Call(*call), keys, time.monotonic(), ttl))
+    def pin(self, call: Message, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
+        return tuple(self._directory.pin(Call(*call), keys, time.monotonic(), ttl, priority))
 
     @one_at_a_time
     def unpin(self, call: Message, keys: bytes) -> Message:

@@ -164,17 +164,20 @@ class KVCache:
 
     # ------------------------------------------------------------------ keep
 
-    def pin(self, keys: Keys, ttl: float | None = None) -> int:
+    def pin(self, keys: Keys, ttl: float | None = None, priority: int | None = None) -> int:
         """Have blocks stay, in memory or in an external tier, until `unpin`, `clear` or a restart of the directory.
 
-        ttl: seconds from now after which they may be evicted again, give or take half of one; None: they stay. The
-        last call for a key counts.
+        ttl: seconds from now after which they may be evicted again, give or take half of one; None: they stay.
+        priority: an int, of pins that may be given up: where the node of the blocks has nothing else to evict for a
+        writer, those with the lowest priority go, the oldest pin first. None: never. The last call for a key counts.
         Returns how many of the keys are pinned now: those that are not stored can't be. Raises ValueError for keys that
-        are not of this cache, and for a ttl that is not above 0.
+        are not of this cache, for a ttl that is not above 0, and for a priority that is no int.
         """
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl={ttl!r}: give seconds above 0, or None for a pin without an end")
-        return self.session.directory.pin(key_chain.check(keys, self.id).tobytes(), ttl)
+        if not isinstance(priority, int | None):
+            raise ValueError(f"priority={priority!r}: give an int, or None for a pin that is never given up")
+        return self.session.directory.pin(key_chain.check(keys, self.id).tobytes(), ttl, priority)
 
     def unpin(self, keys: Keys) -> None:
         """End what `pin` began: the blocks may be evicted again. Keys that are not pinned are left out.

@@ -206,9 +206,9 @@ class DirectoryClient:
         if done < expected and not self._closed.is_set():
             self.fault("commit", f"{expected - done} of {expected} blocks that were written are not offered")
 
-    def pin(self, keys: bytes, ttl: float | None = None) -> int:
-        """Have blocks stay until `unpin`, or for `ttl` seconds. Returns how many of the keys are pinned now."""
-        return _count(self._ask(Counted, "pin", keys, ttl))
+    def pin(self, keys: bytes, ttl: float | None = None, priority: int | None = None) -> int:
+        """See KVCache.pin. Returns how many of the keys are pinned now."""
+        return _count(self._ask(Counted, "pin", keys, ttl, priority))
 
     def unpin(self, keys: bytes) -> None:
         """End what `pin` began."""

@@ -7,6 +7,7 @@ Directory is raykv.actors.directory.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,11 +151,15 @@ class Directory(Readers):
             *(self._c, keys, firsts, start, size_class, others, heaps, self.locality, request.block_bytes, tenant),
             *(source, gens, staged, staged_gens, granted, locations, staged_locations),
         )
-        if not grants:  # else the client asks for the rest in another call
-            self.counters["refused"] += len(keys) - covered
         client.holds[request.reservation] = Hold(
             call.seq, writer.index, size_class, keys, source, gens, staged, staged_gens, True, request.reservation, now
         )
+        if not grants and covered < len(keys):  # else the client asks for the rest in another call
+            charge = int(self._c.size_classes[size_class]["charge"])
+            may_go = partial(self.quotas.may_go, tenant=tenant, size=charge)
+            if self.pins.give_up(size_class, len(keys) - covered, may_go):
+                return self.reserve(call, request, now)
+            self.counters["refused"] += len(keys) - covered
         return Reserved(
             self.epoch,
             covered,
@@ -194,12 +199,19 @@ class Directory(Readers):
 
     # ------------------------------------------------------------------ blocks by their keys
 
-    def pin(self, call: Call, keys: bytes, now: float, ttl: float | None = None) -> Counted:
-        """Have blocks stay until `unpin`, or for `ttl` seconds from now. Counts the keys that are pinned now."""
+    def pin(
+        self, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
+    ) -> Counted:
+        """Have blocks stay until `unpin`, or for `ttl` seconds from now. Counts the keys that are pinned now.
+
+        priority: those with the lowest are given up first where a writer on their node would be refused; None: never.
+        """
         self._on_call(call, now)
+        if not isinstance(priority, int | None):
+            raise ValueError(f"a priority {priority!r}: give an int, or None")
         if ttl is not None and not ttl > 0:
             raise ValueError(f"a pin of {ttl!r} seconds: give more than 0, or None for one without an end")
-        return Counted(self.epoch, self.pins.pin(split_keys(keys), math.inf if ttl is None else now + ttl))
+        return Counted(self.epoch, self.pins.pin(split_keys(keys), math.inf if ttl is None else now + ttl, priority))
 
     def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         """End pins. Counts the keys that were pinned."""

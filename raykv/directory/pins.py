@@ -1,5 +1,10 @@
-"""Blocks that stay until somebody unpins them, or for a time, in memory or in an external tier."""
+"""Blocks that stay until somebody unpins them, or for a time, in memory or in an external tier.
 
+A pin with a priority is given up where a writer would be refused for it: the lowest first, then the oldest.
+"""
+
+from collections.abc import Callable
+from itertools import islice
 from math import inf
 
 import numpy as np
@@ -17,21 +22,57 @@ class Pins(dict[bytes, tuple[int, int]]):
         self._size_classes = size_classes
         self._ends: dict[bytes, float] = {}  # when pins end that do so by themselves
         self._next_end = inf  # not after the first of them
+        self._priorities: dict[bytes, int] = {}  # of pins that may be given up
+        self._by_priority: dict[int, dict[bytes, None]] = {}  # the same, the oldest first
 
-    def pin(self, keys: list[bytes], end: float = inf) -> int:
-        """Pin the keys that are stored until `end`, also those that were until another time.
+    def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None) -> int:
+        """Pin the keys that are stored until `end`, and have them give way by `priority`: None: not at all.
 
-        Returns how many of `keys` are pinned now.
+        Also those that were pinned in another way. Returns how many of `keys` are pinned now.
         """
         self._hold(keys)
         pinned = [key for key in keys if key in self]
-        for key in pinned:
-            if end < inf:
-                self._ends[key] = end
-            else:
-                self._ends.pop(key, None)
-        self._next_end = min(self._next_end, end)
+        self._forget_terms(pinned)
+        if end < inf:
+            self._ends.update(dict.fromkeys(pinned, end))
+            self._next_end = min(self._next_end, end)
+        if priority is not None:
+            self._priorities.update(dict.fromkeys(pinned, priority))
+            self._by_priority.setdefault(priority, {}).update(dict.fromkeys(pinned))
         return len(pinned)
+
+    def give_up(self, size_class: int, count: int, may_go: Callable[[int], bool]) -> bool:
+        """Unpin blocks of a size class that nothing else holds, `count` at most. Returns whether there were any.
+
+        may_go: whether the blocks of a tenant, by its number, may be evicted.
+        """
+        found = (
+            key
+            for priority in sorted(self._by_priority)
+            for key in self._by_priority[priority]
+            if key in self and self._would_go(self[key], size_class, may_go)
+        )
+        given_up = list(islice(found, count))
+        self.unpin(given_up)
+        return bool(given_up)
+
+    def _would_go(self, held: tuple[int, int], size_class: int, may_go: Callable[[int], bool]) -> bool:
+        """Whether an unpinned row could be evicted."""
+        (row, gen), classes = held, self._size_classes
+        record = classes.c.rows[row]
+        in_memory = record["gen"] == gen and record["state"] == columns.READY
+        return bool(in_memory and record["holds"] == 1 and classes.of_row(row) == size_class) and may_go(
+            classes.tenant_of_row(row)
+        )
+
+    def _forget_terms(self, keys: list[bytes]) -> None:
+        for key in keys if self._ends else ():
+            self._ends.pop(key, None)
+        for key in keys if self._priorities else ():
+            if (priority := self._priorities.pop(key, None)) is not None:
+                del self._by_priority[priority][key]
+                if not self._by_priority[priority]:
+                    del self._by_priority[priority]
 
     def expire(self, now: float) -> None:
         """End those whose time is over."""
@@ -52,8 +93,7 @@ class Pins(dict[bytes, tuple[int, int]]):
     def unpin(self, keys: list[bytes]) -> int:
         """Returns how many of the keys were pinned."""
         held = [self.pop(key) for key in keys if key in self]
-        for key in keys if self._ends else ():
-            self._ends.pop(key, None)
+        self._forget_terms(keys)
         self._release(held)
         return len(held)
 

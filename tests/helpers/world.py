@@ -477,8 +477,10 @@ class World:
 
     def pin(self) -> None:
         keys = self.keys()[1][: self.rng.choice([1, 1, 3, LONGEST])]
-        ttl = self.rng.choice([None, None, 0.4, 3.0])
-        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now, ttl)
+        if self.rng.random() < 0.15:
+            keys = list(DEPTH)  # all that is stored
+        ttl, priority = self.rng.choice([None, None, 0.4, 3.0]), self.rng.choice([None, 0, 0, 1, 2])
+        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now, ttl, priority)
 
     def unpin(self) -> None:
         rng = self.rng
@@ -870,6 +872,14 @@ World.MIXES = {
     },
     "drain": {**_USE, **_BY_KEY, World.leave_node: 2, World.sole_copies: 6, World.node_lost: 0.7, World.heartbeats: 4},
     "pins": {**_USE, **_BY_KEY, World.pin: 6, World.unpin: 5, World.report: 1, World.node_lost: 1, World.heartbeats: 4},
+    "full of pins": {
+        World.reserve: 8,
+        World.commit: 8,
+        World.release: 6,
+        World.pin: 6,
+        World.heartbeats: 1,
+        World.unpin: 0.3,
+    },
     "disconnect": {**_USE, World.disconnect: 4, World.wait: 3, World.heartbeats: 4},
 }
 

@@ -69,6 +69,8 @@ class Oracle(Readers):
         self.lacking: dict[SizeClass, int] = {}
         self.next_check = 0.0
         self.pin_ends: dict[bytes, float | None] = {}
+        self.pin_ranks: dict[bytes, tuple[int, int] | None] = {}
+        self.pin_count = 0
 
     # ------------------------------------------------------------------ writers
 
@@ -111,9 +113,11 @@ class Oracle(Readers):
             granted.append(i)
             if gone and self.room(target) < 0 and (gone := self.surplus(target)):
                 self.free(self.evict(gone))  # others had used up its staging window
-        if not granted:
-            self.counters["refused"] += len(wanted) - covered
         client.holds[reservation] = hold
+        if not granted and covered < len(wanted):
+            if self.give_up_pins(size_class, tenant, len(wanted) - covered):
+                return self.reserve(call, request, now, choices)
+            self.counters["refused"] += len(wanted) - covered
         return Reserved(
             self.epoch,
             covered,
@@ -190,17 +194,37 @@ class Oracle(Readers):
 
     # ------------------------------------------------------------------ blocks by name
 
-    def pin(self, call: Call, keys: bytes, now: float, ttl: float | None = None) -> Counted:
+    def pin(
+        self, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
+    ) -> Counted:
         self.on_call(call, now)
-        return Counted(self.epoch, self.pin_keys(split(keys), None if ttl is None else now + ttl))
+        return Counted(self.epoch, self.pin_keys(split(keys), None if ttl is None else now + ttl, priority))
 
-    def pin_keys(self, keys: list[bytes], end: float | None = None) -> int:
-        """Pin keys until then, or for good."""
+    def pin_keys(self, keys: list[bytes], end: float | None = None, priority: int | None = None) -> int:
+        """Pin keys until then, or for good. priority: None: they are not given up."""
         self.hold_pinned(keys)
         for key in keys:
             if key in self.pins:
                 self.pin_ends[key] = end
+        for key in dict.fromkeys(keys):
+            if key in self.pins:
+                self.pin_count += 1
+                self.pin_ranks[key] = None if priority is None else (priority, self.pin_count)
         return sum(key in self.pins for key in keys)
+
+    def give_up_pins(self, size_class: SizeClass, tenant: str, count: int) -> bool:
+        """Unpin what then goes for a writer who is refused: the lowest priority first, then the oldest pin."""
+        ranked = sorted((rank, key) for key in self.pins if (rank := self.pin_ranks.get(key)) is not None)
+        given_up = list[bytes]()
+        for _, key in ranked:
+            row, gen = self.pins[key]
+            there = row.gen == gen and row.state == "ready" and row.holds == 1 and row.slab.size_class is size_class
+            own = row.tenant == tenant or not size_class.counts
+            taken = not self.is_full(tenant, size_class) and self.spared(size_class.stride)(row.tenant)
+            if there and (own or taken) and len(given_up) < count:
+                given_up.append(key)
+        self.unpin_keys(given_up)
+        return bool(given_up)
 
     def hold_pinned(self, keys: list[bytes]) -> None:
         """Hold the copies that are to stay: the one in a tier, else the primary."""
