@@ -109,7 +109,7 @@ def _coldest_for(c, heaps, tenant, who, size):
     """As `coldest`, of those that may go for a tenant. heaps: of all tenants. size: bytes of a slot."""
     row = np.int64(-1)
     for owner in range(c.state[TENANTS]):
-        if may_go(c, owner, tenant, who, size):
+        if c.quotas[owner].used > 0 and may_go(c, owner, tenant, who, size):  # to look for nothing costs most
             tail = coldest(c, heaps[owner], owner)
             if row < 0 or (tail >= 0 and c.rows[tail].last < c.rows[row].last):
                 row = tail
