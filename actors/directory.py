@@ -21,7 +21,7 @@ from raykv import registry
 from raykv.actors.directory_metrics import DirectoryMetrics, timed_every
 from raykv.actors.followers import Followers
 from raykv.actors.succession import Succession
-from raykv.config import WRITE_SHARES, may_use_sockets
+from raykv.config import WRITE_SHARES, Quota, may_use_sockets
 from raykv.directory.directory import Directory
 from raykv.directory.why_missing import NO_MEMORY
 from raykv.protocol import (
@@ -152,6 +152,8 @@ class DirectoryActor:
         )
         for name in registry.names(self._pool, "leaving"):
             directory.leave(name, time.monotonic())
+        for tenant, quota in registry.quotas(self._pool).items():
+            directory.set_quota(tenant, quota, time.monotonic())
         directory.resume(self._metrics.saved())
         self._state = directory
         self._metrics.attach(directory, self._lock)
@@ -240,8 +242,8 @@ class DirectoryActor:
         return tuple(self._directory.commit(Call(*call), CommitRequest(*request), time.monotonic()))
 
     @one_at_a_time
-    def pin(self, call: Message, keys: bytes) -> Message:
-        return tuple(self._directory.pin(Call(*call), keys, time.monotonic()))
+    def pin(self, call: Message, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
+        return tuple(self._directory.pin(Call(*call), keys, time.monotonic(), ttl, priority))
 
     @one_at_a_time
     def unpin(self, call: Message, keys: bytes) -> Message:
@@ -341,6 +343,26 @@ class DirectoryActor:
         """(generation up to which all blocks are forgotten, how many keys there were)."""
         keys = self._directory.clear(time.monotonic())
         return self._directory.floor, keys
+
+    def set_quota(self, tenant: str, minimum: float, maximum: float) -> None:
+        """See Directory; this and later directories keep it. ValueError for a quota that is not possible."""
+        quota = Quota(minimum, maximum)
+        with self._lock:
+            self._directory.set_quota(tenant, quota, time.monotonic())
+        registry.put_quota(self._pool, tenant, quota)
+        events.tell("quota", tenant=tenant, minimum=minimum, maximum=maximum)
+
+    def remove_quota(self, tenant: str) -> bool:
+        """Returns whether the tenant had a quota."""
+        with self._lock:
+            removed = self._directory.remove_quota(tenant, time.monotonic())
+        registry.put_quota(self._pool, tenant, None)
+        events.tell("quota_removed", tenant=tenant)
+        return removed
+
+    @one_at_a_time
+    def quotas(self) -> dict[str, dict[str, Any]]:
+        return self._directory.quotas.stats()
 
     @one_at_a_time
     def stats(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class DirectoryMetrics:
         with self._lock:
             directory = self._directory
             totals, gauges, tiers = directory.totals(), directory.gauges(), directory.tier_fill()
-            oldest = directory.oldest_lease()
+            oldest, tenants = directory.oldest_lease(), directory.quotas.stats()
             for method in self._times:
                 self._fold(method)
             calls, times = dict(self.calls), {method: sums.copy() for method, sums in self._sums.items()}
@@ -137,6 +137,10 @@ class DirectoryMetrics:
             export.total("directory_call_seconds_total", sums[-1], method=method)
             for bound, count in zip((*CALL_SECONDS, "+Inf"), np.cumsum(sums[:-1]).tolist(), strict=True):
                 export.set("directory_call_seconds_bucket", count, method=method, le=str(bound))
+        for tenant, quota in tenants.items():
+            for name in ("used", "minimum_bytes", "maximum_bytes"):
+                export.set(f"tenant_{name.removesuffix('_bytes')}_bytes", quota[name], tenant=tenant)
+            export.total("tenant_evicted_blocks_total", quota["evicted"], tenant=tenant)
         for node, tier in tiers.items():
             self._tier_figures(node or "shared", tier)
 

@@ -104,6 +104,25 @@ class PoolConfig:
         return secret
 
 
+@dataclass(frozen=True)
+class Quota:
+    """A tenant's share of a pool's memory. Raises ValueError for shares that are not possible.
+
+    minimum: of the memory of all nodes, what no other tenant can take from it; 0 to 1. maximum: what it can have; 0 to
+    1, where 1 is no limit.
+    """
+
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, share in (("minimum", self.minimum), ("maximum", self.maximum)):
+            if not isinstance(share, float | int) or not 0 <= share <= 1:
+                raise ValueError(f"{name}={share!r}: give a share of the pool's memory, from 0 to 1")
+        if self.minimum > self.maximum:
+            raise ValueError(f"minimum={self.minimum:g} is above maximum={self.maximum:g}: raise that, or lower this")
+
+
 def parse_size(name: str, given: Size) -> float | int:
     """A fraction of something, as a float in (0, 1], or bytes, as an int above 1.
 

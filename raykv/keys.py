@@ -33,7 +33,7 @@ class CacheId(NamedTuple):
     block_tokens: int
     block_bytes: int
     digest: bytes  # of the cache's root, and so of everything that it is made of
-    tenant: str = ""  # for metrics: see `tenant_of`
+    tenant: str = ""  # who is charged for blocks, and what metrics are told apart by: see `for_salt`
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CacheId) and self.digest == other.digest and self[:3] == other[:3]
@@ -43,6 +43,10 @@ class CacheId(NamedTuple):
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def for_salt(self, salt: str | bytes | None) -> "CacheId":
+        """The same, for a prompt with that salt: where the cache has no tenant, the salt is one's (`tenant_of`)."""
+        return self._replace(tenant=tenant_of(salt)) if salt and not self.tenant else self
 
     def __str__(self) -> str:
         return (
@@ -125,7 +129,7 @@ def _cache_of(array: object) -> CacheId | None:
 
 @lru_cache(1024)
 def tenant_of(salt: str | bytes | None) -> str:
-    """How metrics name a tenant: the first 8 hex digits of the salt's SHA-256; "" without a salt."""
+    """The tenant of a salt, unless it was given a name: the first 8 hex digits of its SHA-256; "" without a salt."""
     return hashlib.sha256(_bytes("salt", salt)).hexdigest()[:8] if salt else ""
 
 

@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 12  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 13  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -136,6 +136,7 @@ class MatchRequest(NamedTuple):
     stage: int  # blocks that get staging slots at once, at most; the others get theirs with NextWindowRequest
     window: int = 0  # of `match_parts`: how many last blocks the reader needs; 0: all
     tokens: int = 1  # of `match_parts`: what a block of this part has; parts may differ
+    tenant: str = ""  # who is charged for what is found
 
 
 class Intent(NamedTuple):
@@ -210,6 +211,7 @@ class ReserveRequest(NamedTuple):
     keys: bytes
     start: int
     block_bytes: int
+    tenant: str = ""  # who is charged for the blocks
 
 
 class Reserved(NamedTuple):

@@ -18,7 +18,7 @@ from ray.experimental.internal_kv import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv.config import NAMESPACE
+from raykv.config import NAMESPACE, Quota
 from raykv.errors import ProtocolMismatch, RayKVError
 from raykv.protocol import VERSION
 from raykv.system.wire import Address
@@ -26,10 +26,10 @@ from raykv.system.wire import Address
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
 # secret and the protocol's version), `<pool>/directory` (JSON: name of the directory in charge; its host, port and
 # token), `<pool>/epoch/<n>` (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>`
-# (JSON: the cpu_memory that it was resized to), `<pool>/tier` (what was given to `register_tier`, pickled),
-# `<pool>/model/<name>` (JSON: how prompts become keys, for routers), `<pool>/failed/<node>` (why a node has no store),
-# `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled` (kernels that the directory
-# has compiled, and all).
+# (JSON: the cpu_memory that it was resized to), `<pool>/quota/<tenant>` (JSON: its minimum and maximum), `<pool>/tier`
+# (what was given to `register_tier`, pickled), `<pool>/model/<name>` (JSON: how prompts become keys, for routers),
+# `<pool>/failed/<node>` (why a node has no store), `<pool>/answer/<node>` (pickled: what a node says before a pool
+# starts), `<pool>/compiled` (kernels that the directory has compiled, and all).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 AWAIT_S = 120.0
@@ -218,6 +218,20 @@ def failures(pool: str) -> dict[str, str]:
     """Why nodes have no store, by Ray node id."""
     found = {node_id: get(pool, f"failed/{node_id}") for node_id in names(pool, "failed")}
     return {node_id: why.decode() for node_id, why in found.items() if why is not None}
+
+
+def quotas(pool: str) -> dict[str, Quota]:
+    """By tenant, what was set while the pool runs."""
+    found = {tenant: get(pool, f"quota/{tenant}") for tenant in names(pool, "quota")}
+    return {tenant: Quota(*json.loads(value)) for tenant, value in found.items() if value is not None}
+
+
+def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
+    """Keep it for the next directory; None: it was removed."""
+    if quota is None:
+        drop(pool, f"quota/{tenant}")
+    else:
+        put(pool, f"quota/{tenant}", json.dumps([quota.minimum, quota.maximum]).encode())
 
 
 @contextlib.contextmanager

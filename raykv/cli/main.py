@@ -193,6 +193,46 @@ def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool
     click.echo(json.dumps({"bytes": size}) if as_json else f"the node has {size / (1 << 30):.2f} GiB now")
 
 
+@main.group(invoke_without_command=True)
+@NAME
+@JSON
+@click.pass_context
+def quota(context: click.Context, name: str, as_json: bool) -> None:
+    """What tenants have of a pool's memory at least and at most, and what each uses."""
+    from raykv.cli import shell
+    from raykv.cli.status import quota_rows, table
+
+    if context.invoked_subcommand is None:
+        quotas = shell.administer(name).quotas()
+        click.echo(json.dumps({"tenants": quotas}) if as_json else "\n".join(table(quota_rows(quotas))))
+
+
+SHARE = click.FloatRange(0, 1)
+
+
+@quota.command("set")
+@click.argument("tenant")
+@click.option("--minimum", type=SHARE, default=0.0, show_default=True, help="Of the pool's memory: nobody takes it.")
+@click.option("--maximum", type=SHARE, default=1.0, show_default=True, help="Of the pool's memory; 1: no limit.")
+@NAME
+def quota_set(tenant: str, minimum: float, maximum: float, name: str) -> None:
+    """Set a tenant's quota, in the place of the one that it had."""
+    from raykv.cli import shell
+
+    shell.administer(name).set_quota(tenant, minimum, maximum)
+
+
+@quota.command("remove")
+@click.argument("tenant")
+@NAME
+def quota_remove(tenant: str, name: str) -> None:
+    """Have a tenant share what is left with all that have no quota."""
+    from raykv.cli import shell
+
+    if not shell.administer(name).remove_quota(tenant):
+        raise click.ClickException(f"tenant {tenant!r} has no quota: see `raykv quota`")
+
+
 @main.command()
 @click.option("--out", metavar="FOLDER", help="Where to; default: where Ray provisions Grafana from, on the head.")
 def dashboard(out: str | None) -> None:

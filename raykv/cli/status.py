@@ -44,7 +44,7 @@ def lines(overview: Overview, width: int | None) -> list[str]:
     for text in (*_upkeep(overview), *_tiers(overview), *_routes(overview)):
         found += wrapped(text, width)
     if overview.counts:
-        for text in (_blocks(overview.counts), hit_rate(overview.counts)):
+        for text in (_blocks(overview.counts), hit_rate(overview.counts), *_tenants(overview.counts)):
             found += wrapped(text, width)
     return [*found, *wrapped(_faults(overview), width)]
 
@@ -195,6 +195,29 @@ def hit_rate(counts: dict[str, Any]) -> str:
     return f"hit rate {counts['hits'] / asked:.1%} of {asked} blocks asked for: {sources}"
 
 
+def _tenants(counts: dict[str, Any]) -> Iterator[str]:
+    """What each has, where any has a quota."""
+    for row in quota_rows(counts["tenants"]) if len(counts.get("tenants", ())) > 1 else ():
+        yield (
+            f"tenant {row['tenant']}: {row['used']} used, minimum {row['minimum']}, maximum {row['maximum']}, "
+            f"{row['evicted']} evicted"
+        )
+
+
+def quota_rows(tenants: dict[str, dict[str, Any]]) -> list[Row]:
+    """A row of cells for every tenant, those without a quota last."""
+    return [
+        {
+            "tenant": tenant or "(others)",
+            "used": size_text(record["used"]),
+            "minimum": f"{record['minimum']:.1%} ({size_text(record['minimum_bytes'])})",
+            "maximum": f"{record['maximum']:.1%} ({size_text(record['maximum_bytes'])})",
+            "evicted": str(record["evicted"]),
+        }
+        for tenant, record in sorted(tenants.items(), key=lambda item: (not item[0], item[0]))
+    ]
+
+
 def _faults(overview: Overview) -> str:
     found = [f"{count} {_fault(kind)}" for kind, count in overview.faults.items()]
     return "faults: " + (", ".join(found) or "none known")
@@ -227,8 +250,12 @@ def wrapped(text: str, width: int | None) -> list[str]:
 
 def fill(used: int, size: int) -> str:
     """As "61% of 20.00 GiB"; "-" of nothing."""
-    whole = f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
-    return f"{used / size:.0%} of {whole}" if size else "-"
+    return f"{used / size:.0%} of {size_text(size)}" if size else "-"
+
+
+def size_text(size: int) -> str:
+    """As "20.00 GiB" or "64 MiB"."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
 def duration(seconds: float | None) -> str:

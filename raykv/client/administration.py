@@ -2,13 +2,14 @@
 
 import contextlib
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raykv import registry
-from raykv.config import Size, memory_size
+from raykv.config import Quota, Size, memory_size
 from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
 from raykv.system import free_memory
@@ -87,13 +88,56 @@ class Administration:
         cpu_memory = memory_size("cpu_memory", cpu_memory)
         _check_living(node_id)
         store = registry.find(registry.node_store_name(self.name, node_id))
-        try:
+        with _plainly(CapacityError, ValueError):
             size: int = ray.get(store.resize.remote(cpu_memory, deadline), timeout=deadline + ADMIN_DEADLINE_S)
-        except RayTaskError as error:
-            if isinstance(error.cause, (CapacityError, ValueError)):  # without the store's traceback
-                raise type(error.cause)(str(error.cause)) from None
-            raise
         return size
+
+    def set_quota(self, tenant: str, minimum: float = 0.0, maximum: float = 1.0) -> None:
+        """Set what a tenant has of the pool's memory at least and at most, while the pool is in use.
+
+        What others store never takes from the minimum; what of it the tenant does not need, anybody may use. Above the
+        maximum one of the tenant's own blocks goes for each that it stores. Both are kept until the pool stops.
+        tenant: as of `cache`; without one, the hash of the salt. minimum, maximum: shares of the memory of all nodes
+        (GPUs do not count), 0 to 1.
+        Raises ValueError for shares that are not possible, where the minima of all tenants would be above 1, and for a
+        16th tenant with a quota; RayError if the directory does not answer.
+        """
+        quota = Quota(minimum, maximum)
+        if not tenant:
+            raise ValueError("a quota is a tenant's: give its name, as of `pool.cache(tenant=...)`")
+        directory = registry.find_directory(self.name)
+        with _plainly(ValueError):
+            ray.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
+
+    def remove_quota(self, tenant: str) -> bool:
+        """Have a tenant share what is left with all that have no quota. Returns whether it had one.
+
+        Raises RayError if the directory does not answer.
+        """
+        removed = registry.find_directory(self.name).remove_quota.remote(tenant)
+        return bool(ray.get(removed, timeout=ADMIN_DEADLINE_S))
+
+    def quotas(self) -> dict[str, dict[str, Any]]:
+        """By tenant with a quota, and under "" of all others together: what it has.
+
+        used: bytes of its blocks in memory, each counted once. minimum, maximum: as of `set_quota`; minimum_bytes,
+        maximum_bytes: what these are now. evicted: blocks that made room for others since this directory took charge.
+        Raises RayError if the directory does not answer.
+        """
+        asked = registry.find_directory(self.name).quotas.remote()
+        answer: dict[str, dict[str, Any]] = ray.get(asked, timeout=ADMIN_DEADLINE_S)
+        return answer
+
+
+@contextlib.contextmanager
+def _plainly(*kinds: type[Exception]) -> Iterator[None]:
+    """An actor's errors of these kinds, without its traceback."""
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, kinds):
+            raise type(error.cause)(str(error.cause)) from None
+        raise
 
 
 def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, Any]:

@@ -61,12 +61,13 @@ class KVCache:
 
         token_ids: 1-D list, numpy array or torch tensor of ints that fit int32.
         lora: str or bytes, id of the adapter. salt: str or bytes, separates tenants. Both change every key.
+        The salt is also who is charged for the blocks, where the cache has neither a tenant nor a salt.
         extra: what else a block's KV depends on, such as the hash of an image: {block: str or bytes}, or one value (or
         None) a block. It changes the keys from that block on.
         Raises ValueError for anything else.
         """
         rows = key_chain.chain(self.root, token_ids, self.block_tokens, lora=lora, extra=extra, salt=salt)
-        return Keys(rows, self.id._replace(tenant=key_chain.tenant_of(salt)) if salt else self.id)
+        return Keys(rows, self.id.for_salt(salt))
 
     def rekey(self, hashes: Any) -> Keys:
         """An engine's own block hashes as keys of this cache: (len(hashes), 16) uint8.
@@ -163,13 +164,20 @@ class KVCache:
 
     # ------------------------------------------------------------------ keep
 
-    def pin(self, keys: Keys) -> int:
+    def pin(self, keys: Keys, ttl: float | None = None, priority: int | None = None) -> int:
         """Have blocks stay, in memory or in an external tier, until `unpin`, `clear` or a restart of the directory.
 
+        ttl: seconds from now after which they may be evicted again, give or take half of one; None: they stay.
+        priority: an int, of pins that may be given up: where the node of the blocks has nothing else to evict for a
+        writer, those with the lowest priority go, the oldest pin first. None: never. The last call for a key counts.
         Returns how many of the keys are pinned now: those that are not stored can't be. Raises ValueError for keys that
-        are not of this cache.
+        are not of this cache, for a ttl that is not above 0, and for a priority that is no int.
         """
-        return self.session.directory.pin(key_chain.check(keys, self.id).tobytes())
+        if ttl is not None and not ttl > 0:
+            raise ValueError(f"ttl={ttl!r}: give seconds above 0, or None for a pin without an end")
+        if not isinstance(priority, int | None):
+            raise ValueError(f"priority={priority!r}: give an int, or None for a pin that is never given up")
+        return self.session.directory.pin(key_chain.check(keys, self.id).tobytes(), ttl, priority)
 
     def unpin(self, keys: Keys) -> None:
         """End what `pin` began: the blocks may be evicted again. Keys that are not pinned are left out.

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.client.request_record import RequestReport
 from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, METADATA_DEADLINE_S
+from raykv.keys import Keys
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import (
     Call,
@@ -55,6 +56,11 @@ M = TypeVar("M", bound=tuple[Any, ...])
 def plain(message: M) -> M:
     """A message as the plain tuple that is sent. Typed as what it says."""
     return cast(M, tuple(message))
+
+
+def _to_match(lease: int, node: str, keys: Keys, stage: int, window: int = 0) -> MatchRequest:
+    cache = keys.cache
+    return MatchRequest(lease, node, keys.tobytes(), cache.block_bytes, stage, window, cache.block_tokens, cache.tenant)
 
 
 class DirectoryClient:
@@ -101,20 +107,20 @@ class DirectoryClient:
 
     # ------------------------------------------------------------------ blocks
 
-    def match(self, node: str, keys: bytes, block_bytes: int, stage: int) -> tuple[int, Matched | None]:
+    def match(self, node: str, keys: Keys, stage: int) -> tuple[int, Matched | None]:
         """Lease the longest prefix of `keys` that is ready, to read it into the memory called `node`.
 
         stage: see MatchRequest.
         Returns (id of the lease, which is held until `release`, answer). None: nothing is held.
         """
         lease = next(self._ids)
-        answer = self._ask(Matched, "match", MatchRequest(lease, node, keys, block_bytes, stage), hold=(lease,))
+        answer = self._ask(Matched, "match", _to_match(lease, node, keys, stage), hold=(lease,))
         return lease, self._noticed(answer)
 
-    async def amatch(self, node: str, keys: bytes, block_bytes: int, stage: int) -> tuple[int, Matched | None]:
+    async def amatch(self, node: str, keys: Keys, stage: int) -> tuple[int, Matched | None]:
         """As `match`, for event loops."""
         lease = next(self._ids)
-        request = MatchRequest(lease, node, keys, block_bytes, stage)
+        request = _to_match(lease, node, keys, stage)
         if not self._may_ask():
             return lease, None
         with self._lock:
@@ -133,24 +139,20 @@ class DirectoryClient:
     def match_parts(
         self,
         readers: Sequence[str],
-        keys: Sequence[bytes],
-        sizes: Sequence[tuple[int, int]],
+        keys: Sequence[Keys],
         windows: Sequence[int],
         intent: Intent | None = None,
     ) -> tuple[list[int], MatchedParts | None]:
         """Lease what several readers need of the longest prefix that is ready in several parts. Nothing is staged.
 
-        Of each part: readers, keys: as of `match`. sizes: bytes and tokens of a block. windows: how many last blocks
-        are needed; 0: all. intent: with an id of `new_id`, or 0.
+        Of each part: readers, keys: as of `match`. windows: how many last blocks are needed; 0: all. intent: with an id
+        of `new_id`, or 0.
         Returns (ids of their leases, which are held until `release`, as that of the intent, answer). None: nothing is
         held.
         """
         leases = [next(self._ids) for _ in keys]
-        asked = zip(leases, readers, keys, sizes, windows, strict=True)
-        requests = tuple(
-            plain(MatchRequest(lease, reader, wanted, size, 0, window, tokens))
-            for lease, reader, wanted, (size, tokens), window in asked
-        )
+        asked = zip(leases, readers, keys, windows, strict=True)
+        requests = tuple(plain(_to_match(lease, reader, part, 0, window)) for lease, reader, part, window in asked)
         held = [*leases, intent.intent] if intent and intent.intent else leases
         answer = self._ask(MatchedParts, "match_parts", requests, intent and plain(intent), hold=held)
         return leases, self._noticed(answer)
@@ -169,13 +171,14 @@ class DirectoryClient:
         """Give back staging slots of a lease, and take others."""
         return self._ask(Window, "next_window", request)
 
-    def reserve(self, node: str, keys: bytes, start: int, block_bytes: int) -> tuple[int, Reserved | None]:
+    def reserve(self, node: str, keys: Keys, start: int) -> tuple[int, Reserved | None]:
         """Slots for what is missing of keys[start:], to write it from the memory called `node`.
 
         Returns (id of the reservation, which is held until `release`, answer). None: nothing is held.
         """
         reservation = next(self._ids)
-        request = ReserveRequest(reservation, node, keys, start, block_bytes)
+        cache = keys.cache
+        request = ReserveRequest(reservation, node, keys.tobytes(), start, cache.block_bytes, cache.tenant)
         return reservation, self._ask(Reserved, "reserve", request, hold=(reservation,))
 
     def commit(self, reservation: int, locations: bytes, keys: bytes, written: bytes, wait: bool = True) -> int:
@@ -203,9 +206,9 @@ class DirectoryClient:
         if done < expected and not self._closed.is_set():
             self.fault("commit", f"{expected - done} of {expected} blocks that were written are not offered")
 
-    def pin(self, keys: bytes) -> int:
-        """Have blocks stay until `unpin`. Returns how many of the keys are pinned now."""
-        return _count(self._ask(Counted, "pin", keys))
+    def pin(self, keys: bytes, ttl: float | None = None, priority: int | None = None) -> int:
+        """See KVCache.pin. Returns how many of the keys are pinned now."""
+        return _count(self._ask(Counted, "pin", keys, ttl, priority))
 
     def unpin(self, keys: bytes) -> None:
         """End what `pin` began."""

@@ -105,8 +105,7 @@ class JointMatch:
         directory = self._session.directory
         ids, answer = directory.match_parts(
             [part.memory for part in self._parts],
-            [part.tobytes() for part in keys],
-            [(part.cache.block_bytes, part.cache.block_tokens) for part in keys],
+            keys,
             [part.window for part in self._parts],
             intent,
         )

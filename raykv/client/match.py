@@ -49,7 +49,7 @@ class Match:
         try:
             with self._span() as it:
                 for part in self._parts():
-                    if not self._take(part, *directory.match(node, part.tobytes(), self._block_bytes, self._stage)):
+                    if not self._take(part, *directory.match(node, part, self._stage)):
                         break
                 hits = found_tokens(self._leases, self._keys.cache)
                 tell(it, hit_tokens=self.num_tokens, **hits)
@@ -64,7 +64,7 @@ class Match:
         directory, node, begin = self._session.directory, self._session.memory_name, time.monotonic()
         with self._span() as it:
             for part in self._parts():
-                if not self._take(part, *await directory.amatch(node, part.tobytes(), self._block_bytes, self._stage)):
+                if not self._take(part, *await directory.amatch(node, part, self._stage)):
                     break
             hits = found_tokens(self._leases, self._keys.cache)
             tell(it, hit_tokens=self.num_tokens, **hits)

@@ -43,6 +43,7 @@ class KVPool(Administration):
         parallel: str = "",
         part: int = 0,
         salt: str = "",
+        tenant: str = "",
         recompute_tokens_per_s: float = RECOMPUTE_TOKENS_PER_S,
     ) -> KVCache:
         """A key space of blocks of `block_tokens` tokens and `block_bytes` bytes.
@@ -50,8 +51,9 @@ class KVPool(Administration):
         Equal arguments give equal caches, in every process of the cluster. Whatever makes KV differ must be in them, or
         one engine reads bytes that are no KV of its own: model, revision, dtype, layout (of a block's bytes), parallel
         (shape), part (index of a piece of a model that spans nodes). salt separates tenants that cooperate.
-        recompute_tokens_per_s: how fast the engine prefills, which limits waits for an external tier. It is no part of
-        what the cache is.
+        tenant: who is charged for the blocks that are stored or matched through this cache (see `set_quota`), and how
+        metrics call that; default: the salt's hash. recompute_tokens_per_s: how fast the engine prefills, which limits
+        waits for an external tier. Both are no part of what the cache is: tenants may share blocks.
         Raises ValueError for arguments that are missing or make no block.
         """
         if not model or block_tokens < 1 or block_bytes < 1:
@@ -76,7 +78,7 @@ class KVPool(Administration):
             block_tokens=block_tokens,
             block_bytes=block_bytes,
         )
-        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root), keys.tenant_of(salt))
+        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root), tenant or keys.tenant_of(salt))
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Reservation:
         keys: (n, 16), at most KEYS_PER_CALL. position: of keys[0] in its chain.
         """
         self._session, self._block_bytes = session, keys.cache.block_bytes
-        self._id, granted = session.directory.reserve(session.memory_name, keys.tobytes(), start, self._block_bytes)
+        self._id, granted = session.directory.reserve(session.memory_name, keys, start)
         self.covered = granted.covered if granted else start
         indices = np.frombuffer(granted.indices if granted else b"", np.int32)
         self._rows, self._keys = indices - start, np.asarray(keys)[indices]

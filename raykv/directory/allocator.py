@@ -20,6 +20,7 @@ from raykv.protocol import LOCATION, host_of, slot_bytes
 
 QUARANTINED_PER_HEARTBEAT = 4096
 CLOSED_PER_CALL = 8  # slabs
+NOBODY = -1  # in the place of a tenant: no writer's
 SLOTS_MAX = 1 << 22  # of a slab: 16 times what one of 1 GiB has
 
 
@@ -160,6 +161,7 @@ class Allocator:
         """The slabs that were used longest ago, those first in which nobody holds a slot; none with a pinned block.
 
         Of those with held slots, slabs that are being emptied already come first: others would lose their blocks too.
+        Then those without which every tenant has its minimum.
         """
         if count <= 0:
             return set()
@@ -168,7 +170,8 @@ class Allocator:
         for number, record in node.slabs.items():
             if record not in kept:
                 slab = self._size_classes.census(record)
-                order.append((slab.held, number not in node.closing, slab.newest, number))
+                lacking = bool(self._lacking_without(record))
+                order.append((slab.held, number not in node.closing, lacking, slab.newest, number))
         return {entry[-1] for entry in sorted(order)[:count]}
 
     def size_class(self, node: Node, stride: int) -> int:
@@ -177,25 +180,36 @@ class Allocator:
             return -1
         if stride not in node.size_classes:
             window = max(1, node.window_bytes // stride)
-            node.size_classes[stride] = self._size_classes.add(node.index, stride, window, node.offered_to)
+            node.size_classes[stride] = self._size_classes.add(
+                node.index, stride, window, node.offered_to, charge=0 if node.on_gpu else stride
+            )
         return node.size_classes[stride]
 
-    def provision(self, writer: Node, size_class: int, stride: int, need: int) -> bool:
+    def provision(self, writer: Node, size_class: int, stride: int, need: int, tenant: int) -> bool:
         """Give a size slabs until `need` more blocks fit: spare ones, the writer's first, then slabs of other sizes.
 
-        Returns whether it took any slab of another size.
+        No more than the writer's tenant may have. Returns whether it took any slab of another size.
         """
         with_spare = self._nodes_with_spare(writer)
         if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # nobody has any to give
             return False
-        took = self.provide_slots(writer, size_class, stride, 1)  # without one it can't stage for other nodes either
+        took = self.provide_slots(
+            writer, size_class, stride, 1, tenant
+        )  # without one it can't stage for other nodes either
+        if charge := int(self._c.size_classes[size_class]["charge"]):
+            need = min(need, self._left(tenant, charge))
         for node in (writer, *sorted(with_spare, key=lambda other: other.name != writer.host)):
             its_class = self.size_class(node, stride)
             need -= max(0, self._open_spare(node, its_class, stride, need)) if its_class >= 0 else 0
             if need <= 0:
                 return took
         need += max(0, self._size_classes.room(size_class))
-        return self._reclaim(writer, size_class, stride, self._size_classes.room, need) or took
+        return self._reclaim(writer, size_class, stride, self._size_classes.room, need, tenant) or took
+
+    def _left(self, tenant: int, stride: int) -> int:
+        """How many blocks more a tenant may have before its own must go."""
+        quota = self._c.quotas[tenant]
+        return max(0, int(quota["maximum"] - quota["used"]) // stride)
 
     def _nodes_with_spare(self, writer: Node) -> list[Node]:
         """Nodes that take any writer's blocks and have spare slabs, but for the writer's."""
@@ -207,7 +221,7 @@ class Allocator:
     def make_room(self, node: Node, size_class: int, stride: int, need: int) -> None:
         """As `provision`, on this node only."""
         if self._open_spare(node, size_class, stride, need) < need:
-            self._reclaim(node, size_class, stride, self._size_classes.room, need)
+            self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
 
     def staging_class(self, reader: Node | None, stride: int) -> int:
         """The size class that blocks are pulled into for a reader; -1 where there is none, or no store that pulls."""
@@ -220,30 +234,33 @@ class Allocator:
             self._open_slab(node, node.spare[-1], size_class, stride)
         return self._size_classes.room(size_class)
 
-    def provide_slots(self, node: Node, size_class: int, stride: int, need: int) -> bool:
+    def provide_slots(self, node: Node, size_class: int, stride: int, need: int, tenant: int = NOBODY) -> bool:
         """Give a size slots on a node that cost no primary of that size: `need` of spare slabs, or one at least.
 
         Returns as `provision`.
         """
         while self._size_classes.takeable(size_class) < need and node.spare:
             self._open_slab(node, node.spare[-1], size_class, stride)
-        return self._reclaim(node, size_class, stride, self._size_classes.takeable, 1)
+        return self._reclaim(node, size_class, stride, self._size_classes.takeable, 1, tenant)
 
-    def _reclaim(self, node: Node, size_class: int, stride: int, measure: Callable[[int], int], need: int) -> bool:
+    def _reclaim(
+        self, node: Node, size_class: int, stride: int, measure: Callable[[int], int], need: int, tenant: int
+    ) -> bool:
         """Take slabs of other sizes until `measure(size_class)` is `need`.
 
-        Any slab will do while this size has nothing to evict, else only one whose newest block is older than this
-        size's oldest. To find it costs a look at all rows, so that is done once in a slab's worth of evictions.
-        Returns whether it took any.
+        Any slab will do while this size has nothing to evict for the tenant, else only one whose newest block is older
+        than the oldest that may go. To find it costs a look at all rows, so that is done once in a slab's worth of
+        evictions. Returns whether it took any.
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
-            tick = self._size_classes.oldest_tick(size_class)
+            oldest = self._size_classes.oldest_tick(size_class)
             evicted = int(self._c.size_classes[size_class]["evicted"])
-            if tick >= 0 and evicted - node.checked.get(size_class, 0) < node.slab_bytes // stride:
+            if oldest >= 0 and evicted - node.checked.get(size_class, 0) < node.slab_bytes // stride:
                 break
             node.checked[size_class] = evicted
-            newest, number = self._oldest_slab(node, size_class)
+            newest, number = self._oldest_slab(node, size_class, tenant)
+            tick = oldest if tenant == NOBODY else self._size_classes.oldest_tick_for(size_class, tenant)
             if number < 0 or 0 <= tick <= newest:
                 break
             node.spare.append(self._size_classes.close(node.index, node.slabs.pop(number)))
@@ -251,15 +268,27 @@ class Allocator:
             took = True
         return took
 
-    def _oldest_slab(self, node: Node, size_class: int) -> tuple[int, int]:
-        """(tick of its newest block, number) of the other sizes' slab that was used longest ago; number -1: none."""
-        oldest = (0, -1)
+    def _oldest_slab(self, node: Node, size_class: int, tenant: int) -> tuple[int, int]:
+        """(tick of its newest block, number) of the other sizes' slab that was used longest ago; number -1: none.
+
+        None without which another tenant would lack some of its minimum. Those without blocks of the tenant come first
+        while it lacks some itself.
+        """
+        found = []
         for number, record in node.slabs.items():
             if self._c.slabs[record]["size_class"] != size_class:
-                slab = self._size_classes.census(record)
-                if not slab.held and (oldest[1] < 0 or slab.newest < oldest[0]):
-                    oldest = (slab.newest, number)
-        return oldest
+                slab, lacking = self._size_classes.census(record), self._lacking_without(record)
+                if not slab.held and not lacking - {tenant}:
+                    found.append((tenant in lacking, slab.newest, number))
+        return min(found, key=lambda entry: entry[:2])[1:] if found else (0, -1)
+
+    def _lacking_without(self, record: int) -> set[int]:
+        """Tenants that would have less than their minimum without a slab that has blocks of theirs."""
+        if self._size_classes.tenants == 1:
+            return set()
+        used = self._size_classes.used_by_tenant(record)
+        quotas = self._c.quotas
+        return set(np.flatnonzero((used > 0) & (quotas["used"] - used < quotas["minimum"])).tolist())
 
     def _open_slab(self, node: Node, number: int, size_class: int, stride: int, gen: int | None = None) -> None:
         """gen: the format's, where the slab was found formatted."""

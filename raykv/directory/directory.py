@@ -5,12 +5,14 @@ slot a block gets is in kernels/placement.py, which block is evicted in kernels/
 Directory is raykv.actors.directory.
 """
 
+import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from raykv.config import CLIENT_TTL_S
+from raykv.config import CLIENT_TTL_S, Quota
 from raykv.directory.allocator import Node
 from raykv.directory.arrays import RowArray, key_array, split_keys
 from raykv.directory.clients import Hold
@@ -141,18 +143,23 @@ class Directory(Readers):
         firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
         granted, (locations, staged_locations) = np.empty(len(keys), np.int32), np.empty((2, len(keys)), LOCATION)
         missing = placement.find_missing(self._c, keys, firsts, start, size_class)
-        if missing and self._allocator.provision(writer, size_class, stride, missing):
+        tenant = self.quotas.number(request.tenant)
+        if missing and self._allocator.provision(writer, size_class, stride, missing, tenant):
             index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
-        others, heap = self._classes_in_turn(writer, stride), self._size_classes.heaps[stride]
+        others, heaps = self._classes_in_turn(writer, stride), self._size_classes.heaps[stride]
         covered, grants = placement.reserve(
-            *(self._c, keys, firsts, start, size_class, others, heap, self.locality, request.block_bytes),
+            *(self._c, keys, firsts, start, size_class, others, heaps, self.locality, request.block_bytes, tenant),
             *(source, gens, staged, staged_gens, granted, locations, staged_locations),
         )
-        if not grants:  # else the client asks for the rest in another call
-            self.counters["refused"] += len(keys) - covered
         client.holds[request.reservation] = Hold(
             call.seq, writer.index, size_class, keys, source, gens, staged, staged_gens, True, request.reservation, now
         )
+        if not grants and covered < len(keys):  # else the client asks for the rest in another call
+            charge = int(self._c.size_classes[size_class]["charge"])
+            may_go = partial(self.quotas.may_go, tenant=tenant, size=charge)
+            if self.pins.give_up(size_class, len(keys) - covered, may_go):
+                return self.reserve(call, request, now)
+            self.counters["refused"] += len(keys) - covered
         return Reserved(
             self.epoch,
             covered,
@@ -192,10 +199,19 @@ class Directory(Readers):
 
     # ------------------------------------------------------------------ blocks by their keys
 
-    def pin(self, call: Call, keys: bytes, now: float) -> Counted:
-        """Have blocks stay until `unpin`. Counts the keys that are pinned now."""
+    def pin(
+        self, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
+    ) -> Counted:
+        """Have blocks stay until `unpin`, or for `ttl` seconds from now. Counts the keys that are pinned now.
+
+        priority: those with the lowest are given up first where a writer on their node would be refused; None: never.
+        """
         self._on_call(call, now)
-        return Counted(self.epoch, self.pins.pin(split_keys(keys)))
+        if not isinstance(priority, int | None):
+            raise ValueError(f"a priority {priority!r}: give an int, or None")
+        if ttl is not None and not ttl > 0:
+            raise ValueError(f"a pin of {ttl!r} seconds: give more than 0, or None for one without an end")
+        return Counted(self.epoch, self.pins.pin(split_keys(keys), math.inf if ttl is None else now + ttl, priority))
 
     def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         """End pins. Counts the keys that were pinned."""
@@ -284,6 +300,18 @@ class Directory(Readers):
             return NO_GPU_DEMOTIONS
         return self._gpu_demotion.next(node, host)
 
+    # ------------------------------------------------------------------ tenants
+
+    def set_quota(self, tenant: str, quota: Quota, now: float) -> None:
+        """Set what a tenant has at least and at most. ValueError where the minima of all would be above 1."""
+        self._check(now)
+        self.quotas.set(tenant, quota)
+
+    def remove_quota(self, tenant: str, now: float) -> bool:
+        """Have a tenant compete with all that have no quota. Returns whether it had one."""
+        self._check(now)
+        return self.quotas.remove(tenant)
+
     # ------------------------------------------------------------------ the whole pool
 
     def indices(self) -> dict[int, str]:
@@ -314,5 +342,6 @@ class Directory(Readers):
             **self.totals(),
             "nodes": {name: self._allocator.stats(node, now) for name, node in self.nodes.items()},
             "tiers": tiers,
+            "tenants": self.quotas.stats(),
             "external_cache_usage": used / max(1, sum(tier["capacity"] for tier in tiers.values())),
         }

@@ -19,6 +19,7 @@ from raykv.directory.intents import Intents
 from raykv.directory.kernels import columns, index, leases, slabs
 from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS
 from raykv.directory.pins import Pins
+from raykv.directory.quotas import Quotas
 from raykv.directory.size_classes import SizeClasses
 from raykv.directory.tier_catalog import TierCatalog
 from raykv.protocol import (
@@ -61,6 +62,7 @@ class Membership:
         self.nodes = self._allocator.nodes
         self.clients = Clients(self._size_classes, client_ttl)
         self.pins = Pins(self._size_classes)
+        self.quotas = Quotas(self._size_classes)
         self.intents = Intents()
         self._indices = itertools.count()
         self._leaving: set[str] = set()  # nodes that are about to leave, joined or not
@@ -98,6 +100,7 @@ class Membership:
         )
         node.leaving = node.host in self._leaving
         self.nodes[name] = node
+        self.quotas.resize(self.nodes.values())
         return Joined(node.index, self.epoch)
 
     def _new_index(self, tier: bool) -> int:
@@ -199,6 +202,7 @@ class Membership:
             return SlabTarget(0, b"")
         if report.limit != node.limit:
             node.limit, node.window_bytes = report.limit, staging_window(node.slab_bytes * report.limit)
+            self.quotas.resize(self.nodes.values())
         for stride, size_class in node.size_classes.items():
             self._size_classes.resize_window(size_class, max(1, node.window_bytes // stride))
         given_back = set(numbers_back[numbers_back >= 0].tolist())
@@ -230,6 +234,7 @@ class Membership:
         for client in self.clients.expired(now):
             self._forget_swapped(self.clients.expire(client))
             self.intents.end_all(client)
+        self.pins.expire(now)
         self.intents.expire(now)
 
     def _set_state(self, node: Node, state: str) -> None:
@@ -263,11 +268,11 @@ class Membership:
             if node.leaving:
                 self._promote_replicas(node)
         tier = shared.index if shared and not shared.unreached else -1
-        locations, keys, total = [], [], 0
+        locations, keys, total, heads = [], [], 0, np.empty(columns.TENANTS_MAX, np.int64)
         for node in nodes:
             for stride, size_class in node.size_classes.items():
                 rows = np.empty(SOLE_COPIES_PER_CALL, np.int64)
-                n = leases.sole_copies(self._c, size_class, tier, rows, 0)
+                n = leases.sole_copies(self._c, size_class, tier, heads, rows, 0)
                 for record in node.slabs.values():
                     if self._c.slabs[record]["size_class"] == size_class:
                         n = leases.held_sole_copies(self._c, *self._size_classes.span(record), tier, rows, n)
@@ -296,6 +301,7 @@ class Membership:
         if node is None:
             return 0
         self._set_state(node, "dead")
+        self.quotas.resize(self.nodes.values())
         slots = sum(self._size_classes.span(record)[1] for record in node.slabs.values())
         for record in node.slabs.values():
             self._size_classes.close(node.index, record)

@@ -1,4 +1,11 @@
-"""Blocks that stay until somebody unpins them, in memory or in an external tier."""
+"""Blocks that stay until somebody unpins them, or for a time, in memory or in an external tier.
+
+A pin with a priority is given up where a writer would be refused for it: the lowest first, then the oldest.
+"""
+
+from collections.abc import Callable
+from itertools import islice
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +20,68 @@ class Pins(dict[bytes, tuple[int, int]]):
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes
+        self._ends: dict[bytes, float] = {}  # when pins end that do so by themselves
+        self._next_end = inf  # not after the first of them
+        self._priorities: dict[bytes, int] = {}  # of pins that may be given up
+        self._by_priority: dict[int, dict[bytes, None]] = {}  # the same, the oldest first
 
-    def pin(self, keys: list[bytes]) -> int:
-        """Pin the keys that are stored. Returns how many of `keys` are pinned now."""
+    def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None) -> int:
+        """Pin the keys that are stored until `end`, and have them give way by `priority`: None: not at all.
+
+        Also those that were pinned in another way. Returns how many of `keys` are pinned now.
+        """
+        self._hold(keys)
+        pinned = [key for key in keys if key in self]
+        self._forget_terms(pinned)
+        if end < inf:
+            self._ends.update(dict.fromkeys(pinned, end))
+            self._next_end = min(self._next_end, end)
+        if priority is not None:
+            self._priorities.update(dict.fromkeys(pinned, priority))
+            self._by_priority.setdefault(priority, {}).update(dict.fromkeys(pinned))
+        return len(pinned)
+
+    def give_up(self, size_class: int, count: int, may_go: Callable[[int], bool]) -> bool:
+        """Unpin blocks of a size class that nothing else holds, `count` at most. Returns whether there were any.
+
+        may_go: whether the blocks of a tenant, by its number, may be evicted.
+        """
+        found = (
+            key
+            for priority in sorted(self._by_priority)
+            for key in self._by_priority[priority]
+            if key in self and self._would_go(self[key], size_class, may_go)
+        )
+        given_up = list(islice(found, count))
+        self.unpin(given_up)
+        return bool(given_up)
+
+    def _would_go(self, held: tuple[int, int], size_class: int, may_go: Callable[[int], bool]) -> bool:
+        """Whether an unpinned row could be evicted."""
+        (row, gen), classes = held, self._size_classes
+        record = classes.c.rows[row]
+        in_memory = record["gen"] == gen and record["state"] == columns.READY
+        return bool(in_memory and record["holds"] == 1 and classes.of_row(row) == size_class) and may_go(
+            classes.tenant_of_row(row)
+        )
+
+    def _forget_terms(self, keys: list[bytes]) -> None:
+        for key in keys if self._ends else ():
+            self._ends.pop(key, None)
+        for key in keys if self._priorities else ():
+            if (priority := self._priorities.pop(key, None)) is not None:
+                del self._by_priority[priority][key]
+                if not self._by_priority[priority]:
+                    del self._by_priority[priority]
+
+    def expire(self, now: float) -> None:
+        """End those whose time is over."""
+        if now >= self._next_end:
+            self.unpin([key for key in self if self._ends.get(key, inf) <= now])
+            self._ends = {key: end for key, end in self._ends.items() if key in self}
+            self._next_end = min(self._ends.values(), default=inf)
+
+    def _hold(self, keys: list[bytes]) -> None:
         new = list(dict.fromkeys(key for key in keys if key not in self))
         firsts, rows, gens = (np.empty(len(new), np.int64) for _ in range(3))
         index.find(self._size_classes.c, key_array(b"".join(new)), firsts)
@@ -23,18 +89,18 @@ class Pins(dict[bytes, tuple[int, int]]):
         self.update(
             (key, (row, gen)) for key, row, gen in zip(new, rows.tolist(), gens.tolist(), strict=True) if row >= 0
         )
-        return sum(key in self for key in keys)
 
     def unpin(self, keys: list[bytes]) -> int:
         """Returns how many of the keys were pinned."""
         held = [self.pop(key) for key in keys if key in self]
+        self._forget_terms(keys)
         self._release(held)
         return len(held)
 
     def renew(self, keys: list[bytes]) -> None:
         """Hold the copies that are to stay now: once a key is in an external tier, its copy in memory may go."""
         before = {key: self.pop(key) for key in keys if key in self}
-        self.pin(list(before))
+        self._hold(list(before))
         self._release(list(before.values()))
 
     def repair(self) -> None:

@@ -178,6 +178,7 @@ class Readers(Membership):
             index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
         counts = leases.match(
             *(self._c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
+            self.quotas.number(request.tenant),
             *(source, gens, staged, staged_gens, locations, staged_locations),
         )
         n = counts[0]
@@ -324,6 +325,8 @@ def _check(requests: tuple[MatchRequest, ...], keys: list[KeyArray], intent: Int
     for request in requests:
         if not (is_count(request.window) and is_count(request.tokens) and request.tokens):
             raise ValueError(f"a window of {request.window!r} blocks of {request.tokens!r} tokens: give counts")
+        if not isinstance(request.tenant, str):
+            raise ValueError(f"a tenant {request.tenant!r}: give its name")
     if intent and not isinstance(intent.intent, int):
         raise ValueError(f"an intent {intent.intent!r}: give an id")
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from raykv.directory.arrays import LocationArray, RowArray
 from raykv.directory.kernels import columns, eviction, index, slabs
 from raykv.directory.kernels import slots as free_slots
-from raykv.directory.kernels.columns import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS
+from raykv.directory.kernels.columns import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS, TENANTS
 from raykv.protocol import COUNTER_BITS, LOCATION
 from raykv.system import reserved
 
@@ -45,20 +45,24 @@ class SizeClasses:
 
     def __init__(self, epoch: int) -> None:
         self._reserved = reserved.zeros(RESERVED_ROWS, 64, columns.ROW)  # a copy of all rows would hold up callers
+        self._tenants = reserved.zeros(RESERVED_ROWS, 64, np.uint8)
         self.c = columns.Columns(
             rows=self._reserved[:64],
+            tenants=self._tenants[:64],
             table=np.zeros(128, np.int64),
             lists=np.zeros(0, columns.LIST),
             size_classes=np.zeros(0, columns.SIZE_CLASS),
             slabs=np.zeros(0, columns.SLAB),
             pages=np.zeros(1, np.int32),
             grid=np.full((1, 1), -1, np.int32),
-            state=np.zeros(4, np.int64),
+            quotas=np.zeros(columns.TENANTS_MAX, columns.TENANT),
+            state=np.zeros(5, np.int64),
         )
-        self.c.state[EPOCH] = epoch
+        self.c.quotas["maximum"] = columns.NO_LIMIT
+        self.c.state[EPOCH], self.c.state[TENANTS] = epoch, 1
         self.sizes: dict[int, list[int]] = {}  # size classes by slot size
         self.classes: dict[int, RowArray] = {}  # the same as arrays
-        self.heaps: dict[int, NDArray[np.void]] = {}  # of `eviction.coldest`, by slot size
+        self.heaps: dict[int, NDArray[np.void]] = {}  # of `eviction.coldest`, one a tenant, by slot size
         self._class_count = 0
         self._slab_count = 0
         self._page_count = 0
@@ -76,29 +80,38 @@ class SizeClasses:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns."""
-        return sum(array.nbytes for array in self.c)
+        """Bytes of all columns that are in use."""
+        unused = self.c.tenants.nbytes if self.tenants == 1 else 0
+        return sum(array.nbytes for array in self.c) - unused
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants are told apart, with tenant 0."""
+        return int(self.c.state[TENANTS])
 
     # ------------------------------------------------------------------ size classes
 
-    def add(self, node: int, stride: int, window: int, offered: int) -> int:
-        """Make a size class for slots of `stride` bytes, of which `window` may be staging. Returns its number."""
-        size_class = self._add(node, window, offered)
+    def add(self, node: int, stride: int, window: int, offered: int, charge: int) -> int:
+        """Make a size class for slots of `stride` bytes, of which `window` may be staging. Returns its number.
+
+        charge: bytes for which a primary's tenant is charged.
+        """
+        size_class = self._add(node, window, offered, charge)
         self.sizes.setdefault(stride, []).append(size_class)
         self._reset_heap(stride)
         return size_class
 
     def add_tier(self, tier: int, offered: int) -> int:
         """Make a size class of an external tier, where no writer's blocks go, so that none evicts there."""
-        return self._add(tier, 0, offered)
+        return self._add(tier, 0, offered, 0)
 
-    def _add(self, node: int, window: int, offered: int) -> int:
+    def _add(self, node: int, window: int, offered: int, charge: int) -> int:
         size_class = self._class_count
         self._class_count += 1
         lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
         lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0)
         size_classes = _grown(self.c.size_classes, self._class_count)
-        size_classes[size_class] = (node, offered, window, 0, 0, 0)
+        size_classes[size_class] = (node, offered, window, 0, 0, 0, charge)
         self.c = self.c._replace(lists=lists, size_classes=size_classes)
         return size_class
 
@@ -118,10 +131,28 @@ class SizeClasses:
         self._reset_heap(stride)
 
     def _reset_heap(self, stride: int) -> None:
-        heap = np.zeros(len(self.sizes[stride]), columns.HEAP)
+        heaps = np.zeros((self.tenants, len(self.sizes[stride])), columns.HEAP)
         self.classes[stride] = np.array(self.sizes[stride], np.int64)
-        heap["size_class"] = self.sizes[stride]  # a valid heap: ticks of 0 are a lower bound of all
-        self.heaps[stride] = heap
+        heaps["size_class"] = self.sizes[stride]  # valid heaps: ticks of 0 are a lower bound of all
+        self.heaps[stride] = heaps
+
+    # ------------------------------------------------------------------ tenants
+
+    def set_tenants(self, count: int) -> None:
+        """Tell so many tenants apart. Those that are no longer must have no rows."""
+        self.c.state[TENANTS] = count
+        for stride in self.sizes:
+            self._reset_heap(stride)
+
+    def give_up(self, tenant: int) -> None:
+        """Charge tenant 0 for everything that this one has."""
+        for size_classes in self.sizes.values():
+            for size_class in size_classes:
+                index.give_up_list(self.c, size_class, tenant)
+        self.c.tenants[self.c.tenants == tenant] = 0
+        for name in ("used", "evicted"):
+            self.c.quotas[0][name] += self.c.quotas[tenant][name]
+        self.c.quotas[tenant] = (0, 0, columns.NO_LIMIT, 0)
 
     def room(self, size_class: int) -> int:
         """Slots that writers may take without evicting; negative where the staging window lacks some."""
@@ -132,8 +163,13 @@ class SizeClasses:
         return int(free_slots.takeable(self.c, size_class))
 
     def oldest_tick(self, size_class: int) -> int:
-        """Tick of the last use of the size class's next victim; -1 where it has none."""
+        """Tick of the last use of the size class's oldest victim; -1 where it has none."""
         row = int(eviction.oldest(self.c, size_class))
+        return int(self.c.rows[row]["last"]) if row >= 0 else -1
+
+    def oldest_tick_for(self, size_class: int, tenant: int) -> int:
+        """As `oldest_tick`, of those that a tenant's block evicts; its own only where it is within its minimum not."""
+        row = int(eviction.oldest_candidate(self.c, size_class, tenant))
         return int(self.c.rows[row]["last"]) if row >= 0 else -1
 
     # ------------------------------------------------------------------ slabs
@@ -177,6 +213,21 @@ class SizeClasses:
         newest, held = slabs.census(self.c, *self.span(record), counts)
         return Census(counts, int(newest), bool(held))
 
+    def of_row(self, row: int) -> int:
+        """The size class of a row."""
+        return int(self.c.slabs[self.c.pages[row >> PAGE_BITS]]["size_class"])
+
+    def tenant_of_row(self, row: int) -> int:
+        """Who is charged for a row's key."""
+        return int(self.c.tenants[row]) if self.tenants > 1 else 0
+
+    def used_by_tenant(self, record: int) -> NDArray[np.int64]:
+        """Bytes of a slab's primaries that each tenant is charged for, but for those that are being written."""
+        base, slots = self.span(record)
+        ready = self.c.rows["state"][base : base + slots] == columns.READY
+        counts = np.bincount(self.c.tenants[base : base + slots][ready], minlength=columns.TENANTS_MAX)
+        return counts * int(self.c.size_classes[self.c.slabs[record]["size_class"]]["charge"])
+
     def _take_pages(self, pages: int) -> int:
         """Returns the first of a run of row pages: one of a closed slab of the same size, else new ones."""
         for i, (first, length) in enumerate(self._free_pages):
@@ -186,13 +237,14 @@ class SizeClasses:
         first = self._page_count
         self._page_count += pages
         rows = self._grown_rows(self._page_count << PAGE_BITS)
+        tenants = self._tenants[: len(rows)]
         old = table = self.c.table
         length = len(old)
         while self._page_count << PAGE_BITS > length * 3 // 4:
             length *= 2
         if length > len(old):
             table = reserved.zeros(length, length, np.int64)  # in huge pages: probes go all over it
-        self.c = self.c._replace(rows=rows, pages=_grown(self.c.pages, self._page_count), table=table)
+        self.c = self.c._replace(rows=rows, tenants=tenants, pages=_grown(self.c.pages, self._page_count), table=table)
         if table is not old:
             index.rehash(self.c, old)
         return first
@@ -204,6 +256,8 @@ class SizeClasses:
         if length > len(self._reserved):
             self._reserved = reserved.zeros(8 * length, length, columns.ROW)
             self._reserved[: len(rows)] = rows
+            self._tenants = reserved.zeros(8 * length, length, np.uint8)
+            self._tenants[: len(rows)] = self.c.tenants
         return self._reserved[: max(length, len(rows) + len(rows) // 8)]
 
     def _grow_grid(self, node: int, number: int) -> None:

@@ -269,7 +269,10 @@ class TierCatalog:
         slots = dict.fromkeys(tier.size_classes.values(), 0)
         for record in tier.slabs.values():
             slots[int(self._c.slabs[record]["size_class"])] += self._size_classes.span(record)[1]
-        free = {number: int(self._c.lists[number * columns.LISTS_PER_CLASS]["count"]) for number in slots}
+        free = {
+            number: int(self._c.lists[number * columns.LISTS_PER_CLASS + columns.FREE_LIST]["count"])
+            for number in slots
+        }
         blocks = {stride: slots[number] - free[number] for stride, number in tier.size_classes.items()}
         return {
             "state": _state(tier),

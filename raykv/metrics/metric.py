@@ -22,6 +22,7 @@ def _by(process: str, *metrics: tuple[str, str, str, tuple[str, ...]]) -> dict[s
 
 
 NODE, MEMORY, ROUTE, MODEL = ("node",), ("node", "tier"), ("node", "from", "transport"), ("node", "model", "tenant")
+TENANT = ("tenant",)
 
 METRICS: dict[str, Metric] = {
     **_by(
@@ -63,6 +64,10 @@ METRICS: dict[str, Metric] = {
         ("memory_blocks", "gauge", "Slots by what is in them: ready, replica, writing, ...", (*MEMORY, "state")),
         ("memory_alive", "gauge", "1 while the node's store reports to the directory, else 0.", MEMORY),
         ("coldest_block_age_seconds", "gauge", "Since the block that is evicted next was used.", MEMORY),
+        ("tenant_used_bytes", "gauge", "Memory of a tenant's blocks, each counted once.", TENANT),
+        ("tenant_minimum_bytes", "gauge", "Memory that others can't take from a tenant.", TENANT),
+        ("tenant_maximum_bytes", "gauge", "Memory that a tenant can have.", TENANT),
+        ("tenant_evicted_blocks_total", "counter", "Blocks of a tenant that made room for others.", TENANT),
         ("external_capacity_bytes", "gauge", "Capacity of an external tier; node `shared`: of all nodes.", NODE),
         ("external_used_bytes", "gauge", "Of it, what is in use.", NODE),
         ("external_blocks", "gauge", "Blocks in an external tier.", NODE),

@@ -132,7 +132,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
 
 
 def granted(pool: raykv.KVPool, keys: raykv.Keys) -> Any:
-    reservation, answer = pool.session.directory.reserve(pool.node_id, keys.tobytes(), 0, BLOCK)
+    reservation, answer = pool.session.directory.reserve(pool.node_id, keys, 0)
     if answer is not None and len(answer.locations) == len(keys) * LOCATION.itemsize:
         return reservation, answer
     pool.session.directory.release(reservation)

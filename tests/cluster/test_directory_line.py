@@ -205,8 +205,8 @@ def test_what_a_late_answer_granted_is_not_held(faulty: raykv.KVPool, monkeypatc
     lookups = faulty.stats()["lookups"]
     with monkeypatch.context() as hasty, standing_still(faulty), ThreadPoolExecutor(3) as threads:
         hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.25)
-        match = threads.submit(directory.match, node, kept.tobytes(), BLOCK, 0)
-        reserve = threads.submit(directory.reserve, node, late.tobytes(), 0, BLOCK)
+        match = threads.submit(directory.match, node, kept, 0)
+        reserve = threads.submit(directory.reserve, node, late, 0)
         pin = threads.submit(directory.pin, kept.tobytes())
         assert (match.result()[1], reserve.result()[1], pin.result()) == (None, None, 0)
         assert directory.faults["directory"] >= 3 and not directory._held

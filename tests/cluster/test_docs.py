@@ -51,6 +51,11 @@ def test_operations(cluster: Any, no_pool: None, tmp_path: Path) -> None:
     assert (tmp_path / "status.json").read_text().startswith("{")
 
 
+def test_quotas(cluster: Any, no_pool: None, tmp_path: Path) -> None:
+    page = run_here("docs/quotas.md", cluster, tmp_path)
+    assert page["cache"].id.tenant == "team-a"
+
+
 def test_tiers(cluster: Any, no_pool: None, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of this test")

@@ -22,10 +22,12 @@ from raykv.client.directory_line import DirectoryLine
 from raykv.client.pipeline import Pipeline
 from raykv.client.pool import KVPool
 from raykv.client.session import Session
+from raykv.keys import CacheId, Keys
 from raykv.protocol import ArenaDescription, Inventory, Reserved, SlabReport
 from raykv.system.wire import Address
 
 NODE, SLABS, SLAB_BYTES, BLOCK_BYTES = "node", 4096, 1 << 20, 4096
+CACHE = CacheId("contract", 1, BLOCK_BYTES, b"")
 STATES = MISSING, PENDING, READY = range(3)
 
 
@@ -110,7 +112,7 @@ class Content:
                 self._client.heartbeat()
             return
         if key not in self._pending:
-            reservation, granted = self._client.reserve(NODE, key, 0, BLOCK_BYTES)
+            reservation, granted = self._client.reserve(NODE, Keys(np.frombuffer(key, np.uint8)[None], CACHE), 0)
             assert granted is not None and np.frombuffer(granted.indices, np.int32).tolist() == [0]
             self._pending[key] = reservation, granted
         if state == READY:

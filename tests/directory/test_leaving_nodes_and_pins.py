@@ -381,6 +381,55 @@ def test_a_block_that_is_only_in_the_tier_can_be_pinned_there() -> None:
     assert set(split(got.to_delete)) == {KEYS[0], KEYS[2], KEYS[3]} and len(split(got.keys)) == 3
 
 
+def test_a_pin_ends_with_its_time() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:3])
+    pinned = pool.directory.pin(pool.call("a"), b"".join(KEYS[:2]), pool.now, 5.0)
+    assert pinned.done == 2 and pool.directory.pin(pool.call("a"), KEYS[2], pool.now, 60.0).done == 1
+    pool.directory.pin(pool.call("a"), KEYS[1], pool.now)  # for good: the last call counts
+    pool.tick(4.0)
+    assert list(pool.directory.pins) == KEYS[:3]
+    pool.tick(2.0)
+    assert list(pool.directory.pins) == KEYS[1:3]
+    pool.store("a", KEYS[10:20])
+    assert pool.has(KEYS[:3]) == [False, True, True]
+    for ttl in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="a pin of"):
+            pool.directory.pin(pool.call("a"), KEYS[2], pool.now, ttl)
+    pool.tick(60.0)
+    assert list(pool.directory.pins) == KEYS[1:2]
+
+
+def test_a_pin_with_a_priority_gives_way_to_a_writer_who_would_be_refused() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    for key, priority in zip(KEYS, (2, None, 1, 1, 0, None, None), strict=False):
+        pool.directory.pin(pool.call("a"), key, pool.now, None, priority)
+    pool.directory.pin(pool.call("a"), KEYS[2], pool.now, None, 1)  # the younger of its priority now
+    for n, gone in enumerate((4, 3, 2, 0)):
+        hold, got = pool.reserve("a", KEYS[10 + n : 11 + n])
+        assert got.covered == 1 and not pool.has(KEYS[gone : gone + 1])[0]
+        pool.commit("a", hold, got, KEYS[10 + n : 11 + n])
+        pool.directory.pin(pool.call("a"), KEYS[10 + n], pool.now)
+    assert pool.reserve("a", KEYS[20:22])[1].covered == 0
+    assert pool.directory.stats(pool.now)["refused"] == 2, "none that was retried"
+    assert list(pool.directory.pins) == [KEYS[1], KEYS[5], KEYS[6], *KEYS[10:14]]
+
+
+def test_a_pin_is_not_given_up_while_anything_else_may_go() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    pool.directory.pin(pool.call("a"), b"".join(KEYS[:6]), pool.now, None, 0)
+    pool.store("a", KEYS[10:20])
+    assert pool.has(KEYS[:6]) == [True] * 6 and len(pool.directory.pins) == 6
+    lease, _ = pool.match("a", KEYS[:6])  # who reads them holds them, too
+    _, got = pool.reserve("a", KEYS[30:33])
+    assert (got.covered, len(pool.directory.pins)) == (1, 6)
+    assert pool.reserve("a", KEYS[40:43])[1].covered == 0 and len(pool.directory.pins) == 6
+    pool.release("a", lease)
+    assert pool.reserve("a", KEYS[40:42])[1].covered == 2 and len(pool.directory.pins) == 4
+
+
 def test_clear_ends_pins() -> None:
     pool = Pool()
     pool.store("a", KEYS[:3])

@@ -32,7 +32,7 @@ OPS = (
     *("locate_prefix", "stored", "node_lost", "restart", "wait", "clear"),
     *("tier_heartbeat", "report_existing", "demote", "demote"),
     *("pin", "unpin", "forget", "preempted", "leave_node", "sole_copies"),
-    *("demote_gpu", "demote_gpu", "set_slab_target"),
+    *("demote_gpu", "demote_gpu", "set_slab_target", "set_quota"),
 )
 SEEDS_OF_BURSTS = st.integers(0, 1 << 30)
 
@@ -135,4 +135,5 @@ def test_invariants_hold_for_confused_callers() -> None:
 def test_the_answers_of_the_oracle_arrive_on_both_ways(machine: type[Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raykv.actors.directory.time", Clock)
     monkeypatch.setattr("raykv.registry.take_epoch", lambda pool, at_least: at_least)
+    monkeypatch.setattr("raykv.registry.put_quota", lambda pool, tenant, quota: None)
     assert run(machine, 7, SERVED_STEPS) >= SERVED_STEPS

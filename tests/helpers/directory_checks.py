@@ -21,6 +21,7 @@ def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[
     """State of every slot by (node, slab, slot), and the age by which it is evicted."""
     out = {}
     c = directory._size_classes.c
+    names = {number: name for name, number in directory.quotas._numbers.items()} | {0: ""}
     for there in _all(directory):
         for number, record in there.slabs.items():
             base, slots = directory._size_classes.span(record)
@@ -34,6 +35,7 @@ def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[
                     holds,
                     uses,
                     int(c.slabs[record]["gen"]),
+                    names[int(c.tenants[base + slot])] if columns.STATES[state] in IN_TABLE else "",
                 )
     return out
 
@@ -41,13 +43,16 @@ def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[
 def rows_of_oracle(oracle: Oracle) -> dict[tuple[int, int, int], tuple[Any, ...]]:
     return {
         (row.slab.node, row.slab.number, row.slot): _row(
-            row.state, row.key, row.gen, row.last, row.holds, row.uses, row.slab.gen
+            *(row.state, row.key, row.gen, row.last, row.holds, row.uses, row.slab.gen),
+            row.tenant if row.state in IN_TABLE else "",
         )
         for row in oracle.rows()
     }
 
 
-def _row(state: str, key: bytes, gen: int, last: int, holds: int, uses: int, slab_gen: int) -> tuple[Any, ...]:
+def _row(
+    state: str, key: bytes, gen: int, last: int, holds: int, uses: int, slab_gen: int, tenant: str
+) -> tuple[Any, ...]:
     return (
         state,
         key if state in IN_TABLE else None,
@@ -56,6 +61,7 @@ def _row(state: str, key: bytes, gen: int, last: int, holds: int, uses: int, sla
         holds,
         uses if state in IN_TABLE else None,
         slab_gen,
+        tenant,
     )
 
 
@@ -115,6 +121,7 @@ def check_invariants(directory: Directory) -> None:
     for node in directory.stats(0.0)["nodes"].values():
         assert sum(node[name] for name in columns.STATES) == node["slots"]
     _check_lists(directory, live)
+    _check_tenants(directory, live)
     _check_table(directory, live)
     _check_holds(directory, live)
     _check_tiers(directory)
@@ -134,9 +141,10 @@ def _check_lists(directory: Directory, live: Any) -> None:
     }
     seen = set()
     for size_class, kept in size_classes.items():
-        for which, of in enumerate((columns.FREE, kept, columns.REPLICA)):
+        lists = [columns.FREE, columns.REPLICA, *[kept] * columns.TENANTS_MAX]
+        for which, of in enumerate(lists):
             head, tail, count, clean_tail, clean_count = c.lists[size_class * columns.LISTS_PER_CLASS + which].tolist()
-            assert which == 1 or (clean_tail, clean_count) == (-1, 0)
+            assert which >= columns.READY_LISTS or (clean_tail, clean_count) == (-1, 0)
             before, row, length, last, clean = -1, head, 0, 1 << 62, 0
             while row >= 0:
                 length += 1
@@ -168,6 +176,25 @@ def _check_lists(directory: Directory, live: Any) -> None:
         assert not listed or unheld or state in (columns.READY, columns.EXTERNAL)
         assert holds > 0 or state not in (columns.WRITING, columns.STAGING, columns.DROPPED)
         assert holds == 0 or state not in (columns.FREE, columns.QUARANTINED)
+
+
+def _check_tenants(directory: Directory, live: Any) -> None:
+    """Each is charged for its primaries in memory, all copies of a key are charged to one, and it has one list."""
+    c, count = directory._size_classes.c, directory._size_classes.tenants
+    assert count == max(directory.quotas._numbers.values(), default=0) + 1
+    charge = c.size_classes["charge"][c.slabs["size_class"][c.pages[live >> columns.PAGE_BITS]]]
+    primaries = np.isin(c.rows["state"][live], (columns.READY, columns.WRITING))
+    used = np.bincount(c.tenants[live], charge * primaries, columns.TENANTS_MAX)
+    assert (c.quotas["used"] == used).all(), "a tenant is charged for what it has not"
+    for key in chains_of(directory) if count > 1 else ():
+        assert len({int(c.tenants[row]) for row in chain_of(directory, key)}) == 1, "a key of two tenants"
+    charges = c.size_classes["charge"][: directory._size_classes._class_count]
+    for size_class, its_charge in enumerate(charges.tolist()):
+        for tenant in range(columns.TENANTS_MAX):
+            row = int(c.lists[size_class * columns.LISTS_PER_CLASS + columns.READY_LISTS + tenant]["head"])
+            while row >= 0:
+                assert tenant == (c.tenants[row] if its_charge else 0), "a block in the list of another tenant"
+                row = int(c.rows[row]["next"])
 
 
 def _size_class_of(directory: Directory, row: int) -> int:

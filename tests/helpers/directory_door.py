@@ -166,7 +166,10 @@ class DirectoryDoor:
 
     def call_keys(self, m: Mutator) -> None:
         method = m.choice(["pin", "unpin", "forget", "preempted"])
-        getattr(self.directory, method)(self._call(m), m.maybe(m.bytes_of, self._keys(m)), self.now)
+        terms = (
+            [m.choice([None, 1.0, m.number(), "1"]), m.choice([None, 1, m.number(), "1"])] if method == "pin" else []
+        )
+        getattr(self.directory, method)(self._call(m), m.maybe(m.bytes_of, self._keys(m)), self.now, *terms)
 
     def call_client_heartbeat(self, m: Mutator) -> None:
         self.directory.client_heartbeat(self._call(m), self.now)

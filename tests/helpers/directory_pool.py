@@ -79,10 +79,12 @@ class Pool:
             int.from_bytes(node.encode(), "big"), self.seq, struct.pack(f"<{len(held)}Q", *held), pulled, corrupt
         )
 
-    def match(self, node: str, keys: list[bytes], size: int = PAGE, stage: int = KEYS_PER_CALL) -> tuple[int, Matched]:
+    def match(
+        self, node: str, keys: list[bytes], size: int = PAGE, stage: int = KEYS_PER_CALL, tenant: str = ""
+    ) -> tuple[int, Matched]:
         """(lease, answer)."""
         self.id += 1
-        request = MatchRequest(self.id, node, b"".join(keys), size, stage)
+        request = MatchRequest(self.id, node, b"".join(keys), size, stage, tenant=tenant)
         got = self.directory.match(self.call(node), request, self.now)
         self.held.setdefault(node, []).append(self.id)
         return self.id, got
@@ -119,9 +121,11 @@ class Pool:
         request = NextWindowRequest(call.client, lease, start, stop, size, again)
         return self.directory.next_window(self.call(by) if by else call, request, self.now)
 
-    def reserve(self, node: str, keys: list[bytes], start: int = 0, size: int = PAGE) -> tuple[int, Reserved]:
+    def reserve(
+        self, node: str, keys: list[bytes], start: int = 0, size: int = PAGE, tenant: str = ""
+    ) -> tuple[int, Reserved]:
         self.id += 1
-        request = ReserveRequest(self.id, node, b"".join(keys), start, size)
+        request = ReserveRequest(self.id, node, b"".join(keys), start, size, tenant)
         got = self.directory.reserve(self.call(node), request, self.now)
         self.held.setdefault(node, []).append(self.id)
         return self.id, got
@@ -143,15 +147,15 @@ class Pool:
     def heartbeat(self, node: str, pulled: bytes = b"", corrupt: bytes = b"") -> None:
         self.directory.client_heartbeat(self.call(node, pulled, corrupt), self.now)
 
-    def store(self, node: str, keys: list[bytes], size: int = PAGE) -> list[str]:
+    def store(self, node: str, keys: list[bytes], size: int = PAGE, tenant: str = "") -> list[str]:
         """Store keys. Returns the node that each new one is on."""
-        hold, got = self.reserve(node, keys, size=size)
+        hold, got = self.reserve(node, keys, size=size, tenant=tenant)
         self.commit(node, hold, got, keys)
         return [self.name(location[0]) for location in unpack(got.locations)]
 
-    def read(self, node: str, keys: list[bytes], size: int = PAGE) -> int:
+    def read(self, node: str, keys: list[bytes], size: int = PAGE, tenant: str = "") -> int:
         """Match and release. Returns how many blocks were hit."""
-        lease, got = self.match(node, keys, size)
+        lease, got = self.match(node, keys, size, tenant=tenant)
         self.release(node, lease)
         return blocks(got)
 

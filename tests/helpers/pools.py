@@ -291,7 +291,7 @@ def served(pool: raykv.KVPool, nodes: int) -> bool:
 
 def locations(pool: raykv.KVPool, cache: raykv.KVCache, keys: Keys) -> NDArray[np.void]:
     """Where the blocks of a match are."""
-    lease, answer = pool.session.directory.match(pool.node_id, keys.tobytes(), cache.block_bytes, 0)
+    lease, answer = pool.session.directory.match(pool.node_id, keys, 0)
     pool.session.directory.release(lease)
     assert answer
     return np.frombuffer(answer.source, LOCATION)

@@ -173,6 +173,12 @@ def _arguments(directory: Directory, name: str, args: tuple[Any, ...]) -> Sequen
     elif name == "adopt":
         node, found, Clock.now, offered = args
         arguments = [node, _report(directory, node, offered), found]
+    elif name == "set_quota":
+        tenant, quota, Clock.now = args
+        arguments = [tenant, quota.minimum, quota.maximum]
+    elif name == "pin":
+        call, keys, Clock.now, *terms = args
+        arguments = [call, keys, *terms]
     else:
         *arguments, Clock.now = args
     return [arguments[0], _report(directory, *arguments)] if name == "heartbeat" else arguments

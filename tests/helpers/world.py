@@ -28,6 +28,7 @@ from helpers.oracle.gpu_demotion import BYTES_PER_CALL
 from helpers.oracle.oracle import SOLE_COPIES_PER_CALL, Oracle
 from helpers.oracle.slots import LOCATION, unpack
 from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, TIER_SLAB
+from raykv.config import Quota
 from raykv.directory import demotion, intents, membership, tier_catalog
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import columns
@@ -57,6 +58,7 @@ SIZES = (4096, 8000, 12288)  # block_bytes: slots of 1, 2 and 3 pages
 SLAB = 8 * 4096
 NAMES = ("a", "b", "c", "d")
 LONGEST = 12
+TENANTS = ("", "one", "two", "three")
 TTL = 10.0
 
 
@@ -93,6 +95,7 @@ class Held:
 class Worker:
     id: int
     node: str
+    tenant: str = ""
     seq: int = 0
     holds: dict[int, Held] = field(default_factory=dict)
     pulled: list[bytes] = field(default_factory=list)
@@ -153,6 +156,7 @@ class World:
         self.tiered = [name for name in self.hosts if self.tiers != "none" and rng.random() < 0.9]
         self.capacity = rng.choice([1, 2, 6, 6, 30]) * TIER_SLAB + rng.choice([0, 4096])
         self.share, self.min_hits = rng.choice([0.0, 0.25, 0.5, 1.0, 1.0]), rng.choice([0, 0, 0, 0, 1, 2])
+        self.quotas = self._quotas() if rng.random() < 0.5 else {}
         self.tier_content: dict[str, dict[bytes, None]] = {}  # by tier: its keys, oldest first
         self._new_directory()
 
@@ -166,11 +170,14 @@ class World:
 
     def _worker(self) -> Worker:
         self.ids += 1
-        return Worker(self.ids, self.rng.choice([*self.names, *self.names, *self.gpus, *self.gpus, "nowhere"]))
+        node = self.rng.choice([*self.names, *self.names, *self.gpus, *self.gpus, "nowhere"])
+        return Worker(self.ids, node, self.rng.choice(TENANTS))
 
     def _new_directory(self) -> None:
         self.real, self.model = self._pair()
         self.log.clear()
+        for tenant, quota in self.quotas.items():
+            self.do("set_quota", tenant, quota, self.now)
         for name in self.names:
             if self.rng.random() < 0.9:
                 self.join(name)
@@ -316,7 +323,8 @@ class World:
 
     def _match(self, worker: Worker, size: int, keys: list[bytes]) -> int:
         lease = self.new_id(worker)
-        request = MatchRequest(lease, worker.node, b"".join(keys), size, self.rng.choice([LONGEST, 0, 1, 3]))
+        stage = self.rng.choice([LONGEST, 0, 1, 3])
+        request = MatchRequest(lease, worker.node, b"".join(keys), size, stage, tenant=worker.tenant)
         got = self.do("match", self.call(worker), request, self.now)
         worker.holds.pop(lease, None)
         self._leased(worker, lease, size, keys, got)
@@ -334,7 +342,7 @@ class World:
         requests = [
             MatchRequest(
                 *(lease, rng.choice([worker.node, *self.names, *self.names, "nowhere"]), b"".join(part), size),
-                *(rng.choice([LONGEST, 0, 1, 3]), window, tokens),
+                *(rng.choice([LONGEST, 0, 1, 3]), window, tokens, worker.tenant),
             )
             for lease, part, window, tokens in zip(leases, parts, windows, tokens, strict=True)
         ]
@@ -404,7 +412,7 @@ class World:
                 key for client in self.real.clients.values() for key in client.swapped
             }  # such a client may have expired
             stored = [key for key in keys if self._present(key) and key not in swapped]
-        request = ReserveRequest(reservation, worker.node, b"".join(keys), start, size)
+        request = ReserveRequest(reservation, worker.node, b"".join(keys), start, size, worker.tenant)
         got = self.do("reserve", call, request, self.now)
         assert all(self._present(key) for key in stored), "a batch evicted its own keys"
         worker.holds.pop(reservation, None)
@@ -469,7 +477,10 @@ class World:
 
     def pin(self) -> None:
         keys = self.keys()[1][: self.rng.choice([1, 1, 3, LONGEST])]
-        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now)
+        if self.rng.random() < 0.15:
+            keys = list(DEPTH)  # all that is stored
+        ttl, priority = self.rng.choice([None, None, 0.4, 3.0]), self.rng.choice([None, 0, 0, 1, 2])
+        self.do("pin", self.call(self.rng.choice(self.workers)), b"".join(keys), self.now, ttl, priority)
 
     def unpin(self) -> None:
         rng = self.rng
@@ -488,6 +499,29 @@ class World:
             self.do("disconnect", self.workers[i].id, self.now)
         if self.rng.random() < 0.8:  # else it calls again
             self.workers[i] = self._worker()
+
+    # ------------------------------------------------------------------ tenants
+
+    def set_quota(self) -> None:
+        """Give a tenant a quota, or another one, or none any more."""
+        rng = self.rng
+        tenant = rng.choice(TENANTS[1:])
+        if rng.random() < 0.2:
+            self.quotas.pop(tenant, None)
+            self.do("remove_quota", tenant, self.now)
+            return
+        self.quotas[tenant] = self._quota(1 - sum(q.minimum for name, q in self.quotas.items() if name != tenant))
+        self.do("set_quota", tenant, self.quotas[tenant], self.now)
+
+    def _quotas(self) -> dict[str, Quota]:
+        """Of some tenants, from the start."""
+        tenants = self.rng.sample(TENANTS[1:], self.rng.randint(1, 3))
+        return {tenant: self._quota(1 / len(tenants)) for tenant in tenants}
+
+    def _quota(self, left: float) -> Quota:
+        """left: what its minimum may be."""
+        minimum = self.rng.choice([0.0, 0.1, 0.25, 0.5, 1.0]) * left
+        return Quota(minimum, max(minimum, self.rng.choice([0.0, 0.1, 0.3, 0.6, 1.0, 1.0])))
 
     # ------------------------------------------------------------------ nodes
 
@@ -805,7 +839,7 @@ World.MIXES = {
     "all": {
         **{**_USE, **_UPKEEP, **_BY_KEY},
         **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.leave_node: 0.3, World.sole_copies: 0.6},
-        World.set_slab_target: 0.5,
+        **{World.set_slab_target: 0.5, World.set_quota: 0.5},
     },
     "use": {**_USE, World.heartbeats: 1},
     "gpus": {
@@ -820,6 +854,11 @@ World.MIXES = {
         **{World.heartbeats: 4, World.demote: 3, World.node_lost: 0.3, World.clear: 0.1, World.set_slab_target: 0.3},
         **{World.pin: 0.5, World.unpin: 0.5, World.forget: 0.5},
     },
+    "tenants": {
+        **{World.match: 6, World.reserve: 10, World.commit: 10, World.release: 9, World.match_parts: 1},
+        **{World.set_quota: 1, World.heartbeats: 4, World.demote: 2, World.demote_gpu: 2, World.tier_heartbeat: 1},
+        **{World.pin: 0.2, World.unpin: 0.3, World.report: 0.5, World.node_lost: 0.2},
+    },
     "write": {World.reserve: 4, World.commit: 3, World.release: 1},
     "read": {World.match: 6, World.next_window: 3, World.release: 2, World.reserve: 1, World.commit: 1},
     "nodes": {**_USE, World.heartbeats: 4, World.node_lost: 4, World.wait: 2},
@@ -833,6 +872,14 @@ World.MIXES = {
     },
     "drain": {**_USE, **_BY_KEY, World.leave_node: 2, World.sole_copies: 6, World.node_lost: 0.7, World.heartbeats: 4},
     "pins": {**_USE, **_BY_KEY, World.pin: 6, World.unpin: 5, World.report: 1, World.node_lost: 1, World.heartbeats: 4},
+    "full of pins": {
+        World.reserve: 8,
+        World.commit: 8,
+        World.release: 6,
+        World.pin: 6,
+        World.heartbeats: 1,
+        World.unpin: 0.3,
+    },
     "disconnect": {**_USE, World.disconnect: 4, World.wait: 3, World.heartbeats: 4},
 }
 

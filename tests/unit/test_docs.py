@@ -17,7 +17,7 @@ from docs import draw_imports, draw_plots, hooks
 from raykv.cli.main import main
 from raykv.tiers import MARKER, Block, parse
 
-RUN = {"README.md", "getting-started.md", "engines.md", "tiers.md", "operations.md", "scheduling.md"}
+RUN = {"README.md", "getting-started.md", "engines.md", "tiers.md", "quotas.md", "operations.md", "scheduling.md"}
 NAMED = re.compile(r"`((?:\w+/)*\w+\.(?:py|md|sh|json))(?:: ([\w.]+(?:, [\w.]+)*))?`")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]

@@ -53,26 +53,33 @@ SIZE_CLASS = np.dtype(  # the slots of one size on one node
         ("staging", "<i8"),
         ("quarantined", "<i8"),
         ("evicted", "<i8"),
+        ("charge", "<i8"),  # bytes that a primary counts for its tenant: those of a slot; 0 on a GPU and in a tier
     ]
 )
+TENANT = np.dtype([("used", "<i8"), ("minimum", "<i8"), ("maximum", "<i8"), ("evicted", "<i8")])  # bytes, blocks
+TENANTS_MAX = 16  # with tenant 0: whoever has no quota
+NO_LIMIT = 1 << 62  # bytes
 SLAB = np.dtype([("base", "<i8"), ("slots", "<i8"), ("size_class", "<i4"), ("number", "<i4"), ("gen", "<i8")])
-LISTS_PER_CLASS = 3  # free rows, READY (or EXTERNAL) rows, REPLICA rows
+FREE_LIST, REPLICA_LIST, READY_LISTS = range(3)  # of a size class: one of READY (or EXTERNAL) rows for each tenant
+LISTS_PER_CLASS = READY_LISTS + TENANTS_MAX
 HEAP = np.dtype([("tick", "<i8"), ("size_class", "<i8")])
 
-CLOCK, COUNTER, EPOCH, ENTRIES = range(4)  # of Columns.state
+CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS = range(5)  # of Columns.state
 
 
 class Columns(NamedTuple):
     """All state that kernels touch."""
 
     rows: NDArray[np.void]  # ROW
+    tenants: NDArray[np.uint8]  # of each row: who is charged for its key. Neither read nor written while there is one
     table: NDArray[np.int64]  # tag << 32 | row + 1, or 0
     lists: NDArray[np.void]  # LIST, LISTS_PER_CLASS of each size class
     size_classes: NDArray[np.void]  # SIZE_CLASS
     slabs: NDArray[np.void]  # SLAB
     pages: NDArray[np.int32]  # slab of each page of rows
     grid: NDArray[np.int32]  # slab of (node, number of the slab there), or -1
-    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES
+    quotas: NDArray[np.void]  # TENANT, of each tenant
+    state: NDArray[np.int64]  # CLOCK, COUNTER, EPOCH, ENTRIES, TENANTS (how many there are)
 
 
 # Types of arguments of kernels that Python calls. What is only read may be read-only, so these take any array.
@@ -85,16 +92,18 @@ FLAGS = types.Array(types.uint8, 1, "C", readonly=True)
 MASK = types.Array(types.bool_, 1, "C")
 LOCATIONS_OUT = numba.typeof(np.zeros(0, LOCATION))
 LOCATIONS = LOCATIONS_OUT.copy(readonly=True)
-HEAPS = numba.typeof(np.zeros(0, HEAP))
+HEAPS = numba.typeof(np.zeros((0, 0), HEAP))
 C = numba.typeof(
     Columns(
         rows=np.zeros(0, ROW),
+        tenants=np.zeros(0, np.uint8),
         table=np.zeros(0, np.int64),
         lists=np.zeros(0, LIST),
         size_classes=np.zeros(0, SIZE_CLASS),
         slabs=np.zeros(0, SLAB),
         pages=np.zeros(0, np.int32),
         grid=np.zeros((0, 0), np.int32),
+        quotas=np.zeros(0, TENANT),
         state=np.zeros(0, np.int64),
     )
 )

@@ -13,6 +13,7 @@ from raykv.directory.kernels.columns import (
     FLAGS,
     FLOAT,
     FREE,
+    FREE_LIST,
     INT,
     KEYS,
     KEYS_OUT,
@@ -20,6 +21,7 @@ from raykv.directory.kernels.columns import (
     MASK,
     READY,
     ROWS,
+    TENANTS,
     C,
 )
 from raykv.directory.kernels.eviction import oldest
@@ -34,6 +36,7 @@ from raykv.directory.kernels.index import (
     node_of,
     present,
     probe,
+    ready_list,
     row_at,
     size_class_of,
     touch,
@@ -53,8 +56,31 @@ def shortfall(c, size_class, slots, share):
     Such slots are free, hold a replica, or hold a clean block. Staging slots do not count.
     """
     oldest(c, size_class)  # takes held rows, which are no victims, off the old end
-    primaries = c.lists[size_class * LISTS_PER_CLASS + 1]
-    return np.int64(np.ceil(slots * share)) - max(0, room(c, size_class)) - primaries.clean_count
+    want, short = _wanted(c, size_class, slots, share), np.int64(0)
+    for tenant in range(c.state[TENANTS]):
+        short += max(0, _lack(c, size_class, tenant, want))
+    return short
+
+
+@kernel
+def _wanted(c, size_class, slots, share):
+    """How many blocks of a size class are to be clean."""
+    return np.int64(np.ceil(slots * share)) - max(0, room(c, size_class))
+
+
+@kernel
+def _lack(c, size_class, tenant, want):
+    """How many of a tenant's blocks to demote, of which as large a share is to be clean as of the others'.
+
+    Else the clean blocks of one that has its minimum, which none evicts, would do for all.
+    """
+    total = np.int64(0)
+    for other in range(c.state[TENANTS]):
+        total += c.lists[ready_list(size_class, other)].count
+    primaries = c.lists[ready_list(size_class, tenant)]
+    if total == 0:
+        return want if tenant == 0 else np.int64(0)
+    return -(-want * primaries.count // total) - primaries.clean_count
 
 
 @kernel
@@ -94,9 +120,9 @@ def take_tier_slot(c, tier_class, evicted, count):
     A block that is in memory too is read there, so its age in the tier is too high: others are evicted first.
     Returns (row or -1, new count).
     """
-    row = np.int64(c.lists[tier_class * LISTS_PER_CLASS].head)
+    row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
     if row >= 0:
-        unlink(c, tier_class * LISTS_PER_CLASS, row)
+        unlink(c, tier_class * LISTS_PER_CLASS + FREE_LIST, row)
         return row, count
     row = oldest(c, tier_class)
     for _ in range(CHANCES):
@@ -121,15 +147,14 @@ def demote(c, size_class, slots, share, min_uses, tier_class, examined, pinned, 
     source[i], target[i], out: the row in memory, which is not held for that (the copier checks its generation), and
     the DEMOTING row. evicted, out: keys evicted from the tier. Returns (number of blocks, number of evicted keys).
     """
-    which = size_class * LISTS_PER_CLASS + 1
     n, count, row = 0, 0, np.int64(0)
     for _ in range(examined):
         if n == len(source) or shortfall(c, size_class, slots, share) <= 0:
             break
-        clean_tail = c.lists[which].clean_tail
-        row = np.int64(c.rows[clean_tail].prev if clean_tail >= 0 else c.lists[which].tail)
+        row = _oldest_unclean(c, size_class, _wanted(c, size_class, slots, share))
         if row < 0:
             break
+        which = list_of(c, row, READY)
         if share < 1.0 and c.rows[row].holds > 0:  # no victim; when its last hold ends, it is the youngest
             unlink(c, which, row)
             continue
@@ -150,6 +175,20 @@ def demote(c, size_class, slots, share, min_uses, tier_class, examined, pinned, 
         ):
             n, count = _start_in_tier(c, held, tier_class, source, target, evicted, n, count)
     return n, count
+
+
+@kernel
+def _oldest_unclean(c, size_class, want):
+    """The oldest primary of a size class that is not known to be clean, of tenants that lack some; or -1."""
+    oldest_row = np.int64(-1)
+    for tenant in range(c.state[TENANTS]):
+        if _lack(c, size_class, tenant, want) <= 0:
+            continue
+        primaries = c.lists[ready_list(size_class, tenant)]
+        row = np.int64(c.rows[primaries.clean_tail].prev if primaries.clean_tail >= 0 else primaries.tail)
+        if oldest_row < 0 or (row >= 0 and c.rows[row].last < c.rows[oldest_row].last):
+            oldest_row = row
+    return oldest_row
 
 
 @kernel
@@ -219,7 +258,7 @@ def _row_in(c, tier, k0, k1):
 def report_existing(c, tier_class, keys, refused):
     """Take up blocks that a tier has from before, oldest first. refused[i], out: there is no room for keys[i]."""
     for i in range(len(keys)):
-        row = np.int64(c.lists[tier_class * LISTS_PER_CLASS].head)
+        row = np.int64(c.lists[tier_class * LISTS_PER_CLASS + FREE_LIST].head)
         known = _row_in(c, c.size_classes[tier_class].node, keys[i, 0], keys[i, 1]) >= 0
         refused[i] = row < 0 and not known
         if row < 0 or known:
@@ -233,5 +272,6 @@ def report_existing(c, tier_class, keys, refused):
 @kernel(C, INT)
 def forget_clean_tail(c, size_class):
     """Look at a size class's blocks again from the oldest on, since some of the clean ones no longer are."""
-    c.lists[size_class * LISTS_PER_CLASS + 1].clean_tail = -1
-    c.lists[size_class * LISTS_PER_CLASS + 1].clean_count = 0
+    for tenant in range(c.state[TENANTS]):
+        c.lists[ready_list(size_class, tenant)].clean_tail = -1
+        c.lists[ready_list(size_class, tenant)].clean_count = 0

@@ -1,13 +1,13 @@
 """Which block is evicted: the line that evicts is in `evict`.
 
-Each size class keeps its primaries in a list by age. A writer's own size class evicts its oldest, unless the oldest of
-the whole cluster was idle much longer (`victim`). Called by `placement.reserve` for a writer, and by `restore_window`
-where blocks have used up a staging window.
+Each size class keeps the primaries of each tenant in a list by age. A writer's own size class evicts its oldest, unless
+the oldest of the whole cluster was idle much longer (`victim`). Called by `placement.reserve` for a writer, and by
+`restore_window` where blocks have used up a staging window. Whose blocks may go is in tenants.py: with one tenant, all.
 """
 
 import numpy as np
 
-from raykv.directory.kernels.columns import CLOCK, INT, LISTS_PER_CLASS, REPLICA, TO_ALL, C
+from raykv.directory.kernels.columns import CLOCK, INT, REPLICA, TENANTS, TO_ALL, C
 from raykv.directory.kernels.index import (
     alone,
     delete,
@@ -17,38 +17,79 @@ from raykv.directory.kernels.index import (
     prefetch,
     prefetch_entry,
     probe,
+    ready_list,
     row_at,
+    size_class_of,
     unlink,
 )
 from raykv.directory.kernels.slots import room
+from raykv.directory.kernels.tenants import ANYBODY, OTHERS, OWN, may_go, tenant_of, whose
 from raykv.system.jit import kernel
 
 
 @kernel(C, INT)
 def oldest(c, size_class):
     """The size class's oldest primary that nobody holds, or -1. Held ones that are older leave the list for good."""
-    row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
+    return _oldest_for(c, size_class, -1, ANYBODY)
+
+
+@kernel
+def oldest_of(c, size_class, tenant):
+    """As `oldest`, of one tenant."""
+    which = ready_list(size_class, tenant)
+    row = np.int64(c.lists[which].tail)
     while row >= 0 and c.rows[row].holds > 0:
-        unlink(c, size_class * LISTS_PER_CLASS + 1, row)
-        row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
+        unlink(c, which, row)
+        row = np.int64(c.lists[which].tail)
     return row
 
 
 @kernel
-def coldest(c, heap):
-    """The size class whose oldest primary is the oldest of all, or -1.
+def _oldest_for(c, size_class, tenant, who):
+    """As `oldest`, of those that may go for a tenant: see `may_go`."""
+    row = np.int64(-1)
+    for owner in range(c.state[TENANTS]):
+        if may_go(c, owner, tenant, who, c.size_classes[size_class].charge):
+            tail = oldest_of(c, size_class, owner)
+            if row < 0 or (tail >= 0 and c.rows[tail].last < c.rows[row].last):
+                row = tail
+    return row
 
-    heap: of one slot size; each tick is a lower bound of the last use of that size class's oldest primary. The oldest
-    primary of a size class only ever gets younger, so a stale tick is too low, never too high: correct the top until
-    it is exact.
+
+@kernel(C, INT, INT)
+def oldest_candidate(c, size_class, tenant):
+    """As `oldest`, of those that may go for a tenant."""
+    return _oldest_for(c, size_class, tenant, whose(c, tenant, c.size_classes[size_class].charge))
+
+
+@kernel
+def near_victim(c, size_class, tenant):
+    """The row that a tenant's block evicts where it may go nowhere else, or -1: its own where there is no other."""
+    row = oldest_candidate(c, size_class, tenant)
+    return row if row >= 0 else _oldest_for(c, size_class, tenant, OWN)
+
+
+@kernel
+def surplus(c, size_class):
+    """The row that goes where no writer asks for it, or -1: the oldest that takes nobody's minimum, else the oldest."""
+    row = _oldest_for(c, size_class, -1, OTHERS)
+    return row if row >= 0 else oldest(c, size_class)
+
+
+@kernel
+def coldest(c, heap, tenant):
+    """A tenant's oldest primary of all size classes of one slot size, or -1.
+
+    heap: of that tenant and slot size; each tick is a lower bound of the last use of its oldest primary in that size
+    class. That only ever gets younger, so a stale tick is too low, never too high: correct the top until it is exact.
     """
     clock = c.state[CLOCK]
     while True:
         size_class = heap[0].size_class
-        tail = oldest(c, size_class)
+        tail = oldest_of(c, size_class, tenant)
         exact = c.rows[tail].last if tail >= 0 and c.size_classes[size_class].offered == TO_ALL else clock + 1
         if heap[0].tick == exact:
-            return size_class if exact <= clock else np.int64(-1)
+            return tail if exact <= clock else np.int64(-1)
         i = 0
         while True:
             child = 2 * i + 1
@@ -64,20 +105,42 @@ def coldest(c, heap):
 
 
 @kernel
-def victim(c, size_class, heap, locality, may_leave):
-    """The size class that evicts for a writer on `size_class`, or -1: its own, or that of the cluster's oldest block.
+def _coldest_for(c, heaps, tenant, who, size):
+    """As `coldest`, of those that may go for a tenant. heaps: of all tenants. size: bytes of a slot."""
+    row = np.int64(-1)
+    for owner in range(c.state[TENANTS]):
+        if c.quotas[owner].used > 0 and may_go(c, owner, tenant, who, size):  # to look for nothing costs most
+            tail = coldest(c, heaps[owner], owner)
+            if row < 0 or (tail >= 0 and c.rows[tail].last < c.rows[row].last):
+                row = tail
+    return row
+
+
+@kernel
+def victim(c, size_class, heaps, locality, may_leave, tenant, size):
+    """The row that is evicted for a tenant's writer on `size_class`, or -1: its oldest, or that of the cluster.
 
     locality: how many times as long that one must have been idle. may_leave: whether a slot on another node will do.
+    size: bytes of a slot.
     """
-    tail = oldest(c, size_class)
-    far_class = coldest(c, heap) if may_leave else np.int64(-1)
-    if far_class < 0:  # no other will do; a GPU is not in the heap, and may have a victim
-        return np.int64(size_class) if tail >= 0 else np.int64(-1)
+    near, far = whose(c, tenant, c.size_classes[size_class].charge), whose(c, tenant, size)
+    row = _victim(c, size_class, heaps, locality, may_leave, tenant, size, near, far)
+    if row < 0 and far == OTHERS:
+        row = _victim(c, size_class, heaps, locality, may_leave, tenant, size, OWN, OWN)
+    return row
+
+
+@kernel
+def _victim(c, size_class, heaps, locality, may_leave, tenant, size, near, far):
+    """As `victim`, of those that may go. near, far: see `whose`."""
+    tail = _oldest_for(c, size_class, tenant, near)
+    far_tail = _coldest_for(c, heaps, tenant, far, size) if may_leave else np.int64(-1)
+    if far_tail < 0:  # no other will do; a GPU is not in the heap, and may have a victim
+        return tail
     if tail < 0:
-        return far_class
-    far = c.state[CLOCK] - c.rows[oldest(c, far_class)].last
-    near = c.state[CLOCK] - c.rows[tail].last
-    return far_class if far > locality * near else np.int64(size_class)
+        return far_tail
+    idle, far_idle = c.state[CLOCK] - c.rows[tail].last, c.state[CLOCK] - c.rows[far_tail].last
+    return far_tail if far_idle > locality * idle else tail
 
 
 @kernel
@@ -94,34 +157,34 @@ def drop_replicas(c, first):
 
 
 @kernel
-def evict(c, size_class):
-    """Forget the size class's oldest primary, which must exist. Its row is the caller's.
+def evict(c, row):
+    """Forget a primary that nobody holds. Its row is the caller's.
 
     Replicas that nobody holds go with it: they are as old, since `release` touches the primary of what was read. One
     that became the primary would use up the staging window of its node.
     """
-    row = oldest(c, size_class)
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
         drop_replicas(c, row_at(c, position))
     forget(c, row)  # the eviction
-    c.size_classes[size_class].evicted += 1
+    c.size_classes[size_class_of(c, row)].evicted += 1
+    c.quotas[tenant_of(c, row)].evicted += 1
     return row
 
 
 @kernel(C, INT, INT)
 def restore_window(c, size_class, slots):
     """Evict until the staging window lacks no slot, at most `slots` times. Returns how many are still to be freed."""
-    while slots > 0 and room(c, size_class) < 0 and oldest(c, size_class) >= 0:
-        free(c, evict(c, size_class))
+    while slots > 0 and room(c, size_class) < 0 and surplus(c, size_class) >= 0:
+        free(c, evict(c, surplus(c, size_class)))
         slots -= 1
     return slots if room(c, size_class) < 0 else 0
 
 
 @kernel
-def victim_ahead(c, size_class, steps):
-    """The row that the size class evicts `steps` evictions from now, or -1. Prefetches all before it."""
-    row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].tail)
+def victim_ahead(c, size_class, tenant, steps):
+    """A tenant's row that the size class evicts `steps` evictions from now, or -1. Prefetches all before it."""
+    row = np.int64(c.lists[ready_list(size_class, tenant)].tail)
     for _ in range(steps):
         if row < 0:
             break

@@ -8,10 +8,11 @@ import numpy as np
 
 from raykv.directory.kernels.columns import DEMOTING, DROPPED, INT, MASK, READY, REPLICA, ROWS, C
 from raykv.directory.kernels.demotion import start_demotion
-from raykv.directory.kernels.eviction import evict, oldest
-from raykv.directory.kernels.index import delete, first_of, link_old, list_of, listed, suspend, touch, unlink
+from raykv.directory.kernels.eviction import evict, near_victim, oldest
+from raykv.directory.kernels.index import charge, delete, first_of, link_old, list_of, listed, suspend, touch, unlink
 from raykv.directory.kernels.leases import has_primary
 from raykv.directory.kernels.slots import room, take
+from raykv.directory.kernels.tenants import is_full, tenant_of
 from raykv.system.jit import kernel
 
 
@@ -19,7 +20,8 @@ from raykv.system.jit import kernel
 def demote_gpu(c, size_class, host_class, want, source, target):
     """Demote a GPU's oldest primaries that nobody holds, `want` at most.
 
-    Each takes a slot of the node's memory (`host_class`): one that costs nothing, else that of the oldest block there.
+    Each takes a slot of the node's memory (`host_class`): one that costs nothing, else that of the oldest block there
+    that may go for its tenant.
     source[i], target[i], out: the row on the GPU, which is not held for that (the copier checks its generation), and
     the DEMOTING row in memory. Returns how many.
     """
@@ -27,12 +29,14 @@ def demote_gpu(c, size_class, host_class, want, source, target):
     while row >= 0 and n < want:
         younger = np.int64(c.rows[row].prev)
         if c.rows[row].holds == 0 and not _being_demoted(c, row):
-            if room(c, host_class) > 0:
+            tenant = tenant_of(c, row)
+            if room(c, host_class) > 0 and not is_full(c, tenant, c.size_classes[host_class].charge):
                 target_row = take(c, host_class)
-            elif oldest(c, host_class) >= 0:
-                target_row = evict(c, host_class)
             else:
-                break
+                target_row = near_victim(c, host_class, tenant)
+                if target_row < 0:
+                    break
+                evict(c, target_row)
             start_demotion(c, row, target_row, source, target, n)
             c.rows[target_row].uses = c.rows[row].uses
             n += 1
@@ -69,6 +73,8 @@ def gpu_demoted(c, rows, stored):
             suspend(c, row)
         else:
             c.rows[row].state = REPLICA if has_primary(c, row) else READY
+            if c.rows[row].state == READY:
+                charge(c, row, 1)
             c.rows[row].holds = 0
             touch(c, row)
             count += 1
@@ -87,6 +93,7 @@ def _make_replicas(c, row):
         if other != row and c.rows[other].state == READY:
             if listed(c, other):
                 unlink(c, list_of(c, other, READY), other)
+            charge(c, other, -1)
             c.rows[other].state = REPLICA
             if c.rows[other].holds == 0:
                 link_old(c, list_of(c, other, REPLICA), other)

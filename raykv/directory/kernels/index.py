@@ -22,18 +22,24 @@ from raykv.directory.kernels.columns import (
     EPOCH,
     EXTERNAL,
     FREE,
+    FREE_LIST,
+    INT,
     KEYS,
     LISTS_PER_CLASS,
     NOWHERE,
     PAGE_BITS,
     QUARANTINED,
     READY,
+    READY_LISTS,
     REPLICA,
+    REPLICA_LIST,
     ROWS,
     STAGING,
+    TENANTS,
     WRITING,
     C,
 )
+from raykv.directory.kernels.tenants import tenant_of
 from raykv.protocol import COUNTER_BITS
 from raykv.system.jit import kernel
 
@@ -97,10 +103,12 @@ def first_of(c, row):
 
 @kernel
 def insert(c, row):
-    """Append a row to its key's chain."""
+    """Append a row to its key's chain, whose tenant is charged for it too."""
     k0, k1 = c.rows[row].k0, c.rows[row].k1
     c.rows[row].same = -1
     position = probe(c, k0, k1)
+    if c.state[TENANTS] > 1:
+        c.tenants[row] = c.tenants[row_at(c, position)] if position >= 0 else 0
     if position >= 0:
         last = row_at(c, position)
         while c.rows[last].same >= 0:
@@ -187,7 +195,81 @@ def prefetch_entry(c, row):
 @kernel
 def list_of(c, row, state):
     """Number of the list for rows of a state, in the row's size class."""
-    return size_class_of(c, row) * LISTS_PER_CLASS + (0 if state == FREE else 2 if state == REPLICA else 1)
+    size_class = size_class_of(c, row)
+    if state == FREE:
+        return size_class * LISTS_PER_CLASS + FREE_LIST
+    if state == REPLICA:
+        return size_class * LISTS_PER_CLASS + REPLICA_LIST
+    counts = c.state[TENANTS] > 1 and c.size_classes[size_class].charge > 0  # else the size class has one list
+    return ready_list(size_class, tenant_of(c, row) if counts else 0)
+
+
+@kernel
+def ready_list(size_class, tenant):
+    """Number of the list of a tenant's READY (or EXTERNAL) rows."""
+    return size_class * LISTS_PER_CLASS + READY_LISTS + tenant
+
+
+@kernel
+def charge(c, row, blocks):
+    """Charge a row's tenant for so many blocks more (1, or -1)."""
+    c.quotas[tenant_of(c, row)].used += blocks * c.size_classes[size_class_of(c, row)].charge
+
+
+@kernel
+def assign(c, first, tenant):
+    """Charge a key to a tenant: it has stored or matched it. first: the key's first row."""
+    row = np.int64(first)
+    while row >= 0:
+        if tenant_of(c, row) != tenant:
+            _assign_row(c, row, tenant)
+        row = np.int64(c.rows[row].same)
+
+
+@kernel
+def _assign_row(c, row, tenant):
+    state = c.rows[row].state
+    is_primary = (state == READY) | (state == WRITING)
+    moves = state == READY and c.size_classes[size_class_of(c, row)].charge > 0
+    if moves and listed(c, row):
+        unlink(c, list_of(c, row, READY), row)
+    if is_primary:
+        charge(c, row, -1)
+    c.tenants[row] = tenant
+    if is_primary:
+        charge(c, row, 1)
+    if moves and c.rows[row].holds == 0:
+        touch(c, row)
+
+
+@kernel(C, INT, INT)
+def give_up_list(c, size_class, tenant):
+    """Move a tenant's primaries into the list of tenant 0, by age. Both lists are clean no more."""
+    source, target = ready_list(size_class, tenant), ready_list(size_class, 0)
+    for which in (source, target):
+        c.lists[which].clean_tail = -1
+        c.lists[which].clean_count = 0
+    younger = np.int64(c.lists[target].tail)
+    row = np.int64(c.lists[source].tail)
+    while row >= 0:
+        after = np.int64(c.rows[row].prev)
+        while younger >= 0 and c.rows[younger].last < c.rows[row].last:
+            younger = np.int64(c.rows[younger].prev)
+        older = np.int64(c.rows[younger].next if younger >= 0 else c.lists[target].head)
+        c.rows[row].prev = younger
+        c.rows[row].next = older
+        if younger >= 0:
+            c.rows[younger].next = row
+        else:
+            c.lists[target].head = row
+        if older >= 0:
+            c.rows[older].prev = row
+        else:
+            c.lists[target].tail = row
+        c.lists[target].count += 1
+        row = after
+    c.lists[source].head = c.lists[source].tail = -1
+    c.lists[source].count = 0
 
 
 @kernel
@@ -302,6 +384,7 @@ def withdraw(c, row):
     if c.rows[row].state == STAGING:
         c.size_classes[size_class_of(c, row)].staging -= 1
     else:
+        charge(c, row, -1)
         promote(c, row)
     delete(c, row)
 
@@ -391,6 +474,7 @@ def set_role(c, row, state):
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
     c.rows[row].state = state
+    charge(c, row, 1 if state == READY else -1)
     if c.rows[row].holds == 0:
         touch(c, row)
 
@@ -400,6 +484,8 @@ def forget(c, row):
     """Take a stored row out of table and lists. If it was the primary, a replica takes its place."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
+    if c.rows[row].state == READY:
+        charge(c, row, -1)
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if alone(c, position, row):  # most are: no second probe
         close_gap(c, position)
@@ -427,6 +513,8 @@ def grant(c, row, k0, k1, state):
     c.rows[row].holds = 1
     c.rows[row].uses = 0
     insert(c, row)
+    if state == WRITING:
+        charge(c, row, 1)
 
 
 @kernel(C, ROWS)

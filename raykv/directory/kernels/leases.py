@@ -13,23 +13,26 @@ from raykv.directory.kernels.columns import (
     HOLDS_MAX,
     INT,
     KEYS,
-    LISTS_PER_CLASS,
     LOCATIONS_OUT,
     QUARANTINED,
     READY,
     REPLICA,
     ROWS,
     STAGING,
+    TENANTS,
     TO_ALL,
     TO_OWN,
     TO_READERS,
     WRITING,
     C,
 )
-from raykv.directory.kernels.eviction import oldest
+from raykv.directory.kernels.eviction import evict, oldest, oldest_of
 from raykv.directory.kernels.index import (
+    assign,
+    charge,
     find,
     first_of,
+    free,
     hold,
     is_tier_row,
     listed,
@@ -37,6 +40,7 @@ from raykv.directory.kernels.index import (
     present,
     probe,
     quarantine,
+    ready_list,
     row_at,
     set_role,
     size_class_of,
@@ -49,6 +53,7 @@ from raykv.directory.kernels.index import (
 from raykv.directory.kernels.lookup import best
 from raykv.directory.kernels.slabs import locate
 from raykv.directory.kernels.slots import stage, takeable
+from raykv.directory.kernels.tenants import tenant_of
 from raykv.system.jit import kernel
 
 UNSTAGED = -2  # remote, and without a staging row yet
@@ -91,7 +96,7 @@ def _staging_need(c, firsts, node, size_class, limit):
     return need if at_hand < need else np.int64(0)
 
 
-@kernel(C, KEYS, ROWS, INT, INT, INT, INT, INT, ROWS, ROWS, ROWS, ROWS, LOCATIONS_OUT, LOCATIONS_OUT)
+@kernel(C, KEYS, ROWS, INT, INT, INT, INT, INT, INT, ROWS, ROWS, ROWS, ROWS, LOCATIONS_OUT, LOCATIONS_OUT)
 def match(
     c,
     keys,
@@ -101,6 +106,7 @@ def match(
     limit,
     host,
     block_bytes,
+    tenant,
     source,
     gens,
     staged,
@@ -113,7 +119,7 @@ def match(
     host: the node whose GPU the reader is, else -1. Returns (number of blocks, how many of them are on other nodes, how
     many in external tiers, how many on `host`).
     """
-    n, remote = _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged, staged_gens)
+    n, remote = _hold_prefix(c, keys, firsts, node, size_class, limit, tenant, source, staged, staged_gens)
     external, promoted = 0, 0
     for i in range(n):
         gens[i] = locate(c, source[i], block_bytes, locations, i)
@@ -126,8 +132,8 @@ def match(
 
 
 @kernel
-def _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged, staged_gens):
-    """Hold the longest ready prefix.
+def _hold_prefix(c, keys, firsts, node, size_class, limit, tenant, source, staged, staged_gens):
+    """Hold the longest ready prefix, and charge it to a tenant.
 
     firsts: the keys' first rows, of `find`. node, size_class: the reader's, -1 where it has none. source[i], out: the
     row to read. staged[i], out: the row on the reader's node to pull it into; -1 where the source is there already;
@@ -141,6 +147,8 @@ def _hold_prefix(c, keys, firsts, node, size_class, limit, source, staged, stage
             break
         hold(c, row)  # hold all before the first staging, which may evict replicas
         _count_use(c, firsts[n])
+        if c.state[TENANTS] > 1:
+            assign(c, firsts[n], tenant)
         source[n] = row
         staged[n] = -1
         if node_of(c, row) != node:
@@ -338,8 +346,18 @@ def pulled(c, rows, gens, promoted):
             c.size_classes[size_class].staging -= 1
             c.rows[row].state = REPLICA if has_primary(c, row) else READY
             if c.rows[row].state == READY:
+                charge(c, row, 1)
                 _succeed(c, row)
                 promoted[size_class] += 1
+                _keep_maximum(c, tenant_of(c, row), size_class)
+
+
+@kernel
+def _keep_maximum(c, tenant, size_class):
+    """Evict a tenant's oldest block where it is above its maximum, if it has one there that nobody holds."""
+    row = oldest_of(c, size_class, tenant) if c.quotas[tenant].used > c.quotas[tenant].maximum else np.int64(-1)
+    if row >= 0:
+        free(c, evict(c, row))
 
 
 @kernel
@@ -418,19 +436,29 @@ def count_sole_copies(c, base, slots, tier):
     return n
 
 
-@kernel(C, INT, INT, ROWS, INT)
-def sole_copies(c, size_class, tier, out, n):
+@kernel(C, INT, INT, ROWS, ROWS, INT)
+def sole_copies(c, size_class, tier, heads, out, n):
     """Append the size class's primaries that are on no other node that stays to out[n:], youngest first.
 
-    tier: index of an external tier that outlives the node, -1 if there is none. Returns the new n.
+    tier: index of an external tier that outlives the node, -1 if there is none. heads: room for a number a tenant.
+    Returns the new n.
     """
-    oldest(c, size_class)  # takes held rows at the old end out of the list, so that `held_sole_copies` finds them
-    row = np.int64(c.lists[size_class * LISTS_PER_CLASS + 1].head)
-    while row >= 0 and n < len(out):
+    oldest(c, size_class)  # takes held rows at the old end out of the lists, so that `held_sole_copies` finds them
+    for tenant in range(c.state[TENANTS]):
+        heads[tenant] = c.lists[ready_list(size_class, tenant)].head
+    while n < len(out):
+        youngest = 0
+        for tenant in range(1, c.state[TENANTS]):
+            head, best = heads[tenant], heads[youngest]
+            if head >= 0 and (best < 0 or c.rows[head].last > c.rows[best].last):
+                youngest = tenant
+        row = heads[youngest]
+        if row < 0:
+            break
         if _is_sole_copy(c, row, tier):
             out[n] = row
             n += 1
-        row = np.int64(c.rows[row].next)
+        heads[youngest] = c.rows[row].next
     return n
 
 

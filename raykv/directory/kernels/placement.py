@@ -14,14 +14,28 @@ from raykv.directory.kernels.columns import (
     LOCATIONS_OUT,
     READY,
     ROWS,
+    TENANTS,
     TO_ALL,
     WRITING,
     C,
 )
-from raykv.directory.kernels.eviction import evict, next_ahead, oldest, victim, victim_ahead
-from raykv.directory.kernels.index import find, free, grant, hold, present, quarantine, taken
+from raykv.directory.kernels.eviction import evict, next_ahead, surplus, victim, victim_ahead
+from raykv.directory.kernels.index import (
+    assign,
+    find,
+    first_of,
+    free,
+    grant,
+    hold,
+    present,
+    quarantine,
+    size_class_of,
+    taken,
+)
 from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
+from raykv.directory.kernels.tenants import is_full
+from raykv.protocol import ALIGN
 from raykv.system.jit import kernel
 
 UNKNOWN = 2  # whether a block was written: nothing is done about it
@@ -50,7 +64,7 @@ def _missing(c, firsts, start):
 
 
 @kernel(
-    *(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, INT),
+    *(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, INT, INT),
     *(ROWS, ROWS, ROWS, ROWS, INDICES_OUT, LOCATIONS_OUT, LOCATIONS_OUT),
 )
 def reserve(
@@ -60,9 +74,10 @@ def reserve(
     start,
     size_class,
     others,
-    heap,
+    heaps,
     locality,
     block_bytes,
+    tenant,
     source,
     gens,
     staged,
@@ -76,8 +91,9 @@ def reserve(
     gens, staged_gens, out: generations of `source` and `staged`. locations[j], staged_locations[j], out: of the slots
     of keys[granted[j]].
     """
+    size = -(-block_bytes // ALIGN) * ALIGN
     covered, grants = _grant_missing(
-        c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted
+        c, keys, firsts, start, size_class, others, heaps, locality, size, tenant, source, staged, granted
     )
     for i in range(len(keys)):
         gens[i] = c.rows[source[i]].gen if source[i] >= 0 else 0
@@ -89,21 +105,21 @@ def reserve(
 
 
 @kernel
-def _grant_missing(c, keys, firsts, start, size_class, others, heap, locality, source, staged, granted):
+def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, size, tenant, source, staged, granted):
     """Hold what is present of keys[:], then grant slots to what is missing of keys[start:].
 
     A key goes to the writer's size class while that has room, else to one of `others` that has, else a block is
-    evicted (`victim`).
+    evicted (`victim`). Room is not for a tenant that has its maximum: one of its own blocks goes for each.
 
     firsts: the keys' first rows, of `find`. size_class: of the writer's node. others: the size classes of this slot
-    size, in the order in which they are tried. source[i], out: the held or granted row, -1 where another client
-    writes the key. staged[i], out: the row on the writer's node to write into where the granted one is elsewhere, else
-    -1. granted, out: indices of the granted keys.
+    size, in the order in which they are tried. size: bytes of a slot. source[i], out: the held or granted row, -1 where
+    another client writes the key. staged[i], out: the row on the writer's node to write into where the granted one is
+    elsewhere, else -1. granted, out: indices of the granted keys.
     Returns (leading keys that are covered, number of grants). The first key that is not covered found no room, or came
     after this call had used up the staging window.
     """
     n, grants, tried, elsewhere = len(keys), 0, 0, 0
-    ahead = victim_ahead(c, size_class, AHEAD)
+    ahead = victim_ahead(c, size_class, tenant, AHEAD)
     for i in range(n):  # hold all before the first eviction: a batch must not evict its own keys
         source[i] = -1
         staged[i] = -1
@@ -112,6 +128,8 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heap, locality, s
             row = np.int64(c.rows[row].same)
         if row >= 0:
             hold(c, row)
+            if c.state[TENANTS] > 1:
+                assign(c, firsts[i], tenant)
             source[i] = row
     for i in range(start, n):
         k0, k1 = keys[i, 0], keys[i, 1]
@@ -120,31 +138,39 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heap, locality, s
         ahead = next_ahead(c, ahead)
         can_leave = can_stage(c, size_class)
         may_leave = can_leave or elsewhere > 0  # else other calls use the window, and the block is stored here or not
-        target = np.int64(-1)
-        if room(c, size_class) > 0:
+        leaving, target = np.int64(-1), np.int64(-1)
+        if room(c, size_class) > 0 and not is_full(c, tenant, c.size_classes[size_class].charge):
             target = np.int64(size_class)
-        while target < 0 and may_leave and tried < len(others):
+        while target < 0 and may_leave and tried < len(others) and not is_full(c, tenant, size):
             if c.size_classes[others[tried]].offered == TO_ALL and room(c, others[tried]) > 0:
                 target = np.int64(others[tried])
             else:
                 tried += 1
-        has_room = target >= 0
+        has_room = bool(target >= 0)
         if not has_room:
-            target = victim(c, size_class, heap, locality, can_leave or (may_leave and locality == 1.0))
-            if target < 0:
+            has_own_room = room(c, size_class) > 0  # which the tenant may use only once another of its blocks is gone
+            far = can_leave or has_own_room or (may_leave and locality == 1.0)
+            leaving = victim(c, size_class, heaps, locality, far, tenant, size)
+            if leaving < 0:
                 return i, grants
+            target = size_class_of(c, leaving)
+            if has_own_room and target != size_class:
+                free(c, evict(c, leaving))
+                has_room, target = True, np.int64(size_class)
         if target != size_class:
             if not can_leave:  # this call used up the window: the rest is for another call, and evicts nothing here
                 return i, grants
             elsewhere += 1
             staged[i] = stage(c, size_class, k0, k1)  # before an eviction promotes a replica, which uses the window
-        row = take(c, target) if has_room else evict(c, target)
+        row = take(c, target) if has_room else evict(c, leaving)
         grant(c, row, k0, k1, WRITING)
+        if c.state[TENANTS] > 1:
+            assign(c, first_of(c, row), tenant)
         source[i] = row
         granted[grants] = i
         grants += 1
-        if not has_room and room(c, target) < 0 and oldest(c, target) >= 0:
-            free(c, evict(c, target))  # replicas that became primaries have used up its staging window
+        if not has_room and room(c, target) < 0 and surplus(c, target) >= 0:
+            free(c, evict(c, surplus(c, target)))  # replicas that became primaries have used up its staging window
     return n, grants
 
 

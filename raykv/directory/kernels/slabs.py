@@ -24,6 +24,7 @@ from raykv.directory.kernels.columns import (
     C,
 )
 from raykv.directory.kernels.index import (
+    charge,
     delete,
     forget,
     free,
@@ -188,6 +189,8 @@ def _fill(c, row, k0, k1, gen):
     c.rows[row].uses = 0
     c.rows[row].state = REPLICA if taken(c, k0, k1) else READY
     insert(c, row)
+    if c.rows[row].state == READY:
+        charge(c, row, 1)
 
 
 @kernel(C, ROWS, ROWS)

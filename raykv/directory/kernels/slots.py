@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from raykv.directory.kernels.columns import INT, LISTS_PER_CLASS, STAGING, C
+from raykv.directory.kernels.columns import FREE_LIST, INT, LISTS_PER_CLASS, REPLICA_LIST, STAGING, C
 from raykv.directory.kernels.index import forget, grant, unlink
 from raykv.system.jit import kernel
 
@@ -10,12 +10,12 @@ from raykv.system.jit import kernel
 @kernel
 def take(c, size_class):
     """Take a row that costs no primary: a free one, else the oldest replica's. -1 if there is none."""
-    free_list = size_class * LISTS_PER_CLASS
+    free_list = size_class * LISTS_PER_CLASS + FREE_LIST
     row = np.int64(c.lists[free_list].head)
     if row >= 0:
         unlink(c, free_list, row)
         return row
-    row = np.int64(c.lists[free_list + 2].tail)
+    row = np.int64(c.lists[size_class * LISTS_PER_CLASS + REPLICA_LIST].tail)
     if row >= 0:
         forget(c, row)
     return row
@@ -24,7 +24,8 @@ def take(c, size_class):
 @kernel(C, INT)
 def takeable(c, size_class):
     """Slots that cost no primary: free ones, and those of replicas that nobody holds."""
-    return c.lists[size_class * LISTS_PER_CLASS].count + c.lists[size_class * LISTS_PER_CLASS + 2].count
+    first = size_class * LISTS_PER_CLASS
+    return c.lists[first + FREE_LIST].count + c.lists[first + REPLICA_LIST].count
 
 
 @kernel(C, INT)

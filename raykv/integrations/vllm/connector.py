@@ -290,7 +290,8 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
         part_bytes = _block_bytes(vllm_config, kv_cache_config) // len(parts.parts[0])
         most = [blocks_within(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         extra["blocks_per_chunk"] = min([-(-CHUNK_BYTES // part_bytes), *filter(None, most)])
-    extra["cache"] = identity(vllm_config, kv_cache_config, parts.name)
+    tenant = {"tenant": extra["tenant"]} if "tenant" in extra else {}
+    extra["cache"] = identity(vllm_config, kv_cache_config, parts.name) | tenant
 
 
 def _cut(vllm_config: Any, kv_cache_config: Any) -> Cut:

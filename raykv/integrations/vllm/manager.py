@@ -36,7 +36,7 @@ from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.tail import Tail
 from raykv.integrations.vllm.waiting import UNMEASURED, Wait
 from raykv.integrations.vllm.weights import Weights
-from raykv.keys import Keys, tenant_of
+from raykv.keys import Keys
 from raykv.metrics.span import under
 from raykv.protocol import LOCATION
 
@@ -141,9 +141,10 @@ class ChunksOfGroup(NamedTuple):
 
 @dataclass
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks that the workers are to offer, by group."""
+    """Chunks that the workers are to offer, by group. salt: of the request, which may be a tenant's."""
 
     groups: dict[int, ChunksOfGroup]
+    salt: str | None = None
 
 
 class Found(NamedTuple):
@@ -294,7 +295,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
                 rows = _keys(self.caches[group.group_idx], of_group, chain.origin)
                 parts = {part: of_part.tobytes() for part, of_part in rows.items()}
                 groups[group.place] = ChunksOfGroup(parts, _run(chain, of_group).start)
-        return PrepareStoreOutput(keys, ChunksToStore(groups), [])
+        return PrepareStoreOutput(keys, ChunksToStore(groups, chain.origin.salt), [])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
@@ -519,5 +520,5 @@ def _first(caches: dict[int, dict[int, KVCache]]) -> KVCache:
 
 def _keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
     """By part, of one group. vLLM's hashes have the salt already: here it names the tenant."""
-    hashes, tenant = [get_offload_block_hash(key) + origin.weights for key in keys], tenant_of(origin.salt)
-    return {part: Keys(cache.rekey(hashes), cache.id._replace(tenant=tenant)) for part, cache in caches.items()}
+    hashes = [get_offload_block_hash(key) + origin.weights for key in keys]
+    return {part: Keys(cache.rekey(hashes), cache.id.for_salt(origin.salt)) for part, cache in caches.items()}

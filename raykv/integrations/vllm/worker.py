@@ -30,7 +30,7 @@ from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
 from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.ranks import Rank
-from raykv.keys import Keys, tenant_of
+from raykv.keys import Keys
 from raykv.metrics.span import under
 from raykv.protocol import KEY_BYTES
 
@@ -246,7 +246,9 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return []
         caches = self._caches[run.group]
         reserved = [
-            cache.reserve(Keys(_rows_of_keys(keys[part])[left_out:], cache.id), position + left_out)
+            cache.reserve(
+                Keys(_rows_of_keys(keys[part])[left_out:], cache.id.for_salt(target.salt)), position + left_out
+            )
             for part, cache in caches.items()
         ]
         return [Offer(run, number, reservation) for number, reservation in enumerate(reserved)]
@@ -307,7 +309,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """Of a read, if somebody follows requests."""
         if not any(blocks.followed for blocks in part.leased):
             return None
-        cache = next(iter(self._caches[part.group].values())).id._replace(tenant=tenant_of(origin.salt))
+        cache = next(iter(self._caches[part.group].values())).id.for_salt(origin.salt)
         found = found_tokens(leases, cache)
         name = lease_name(part.leased[0].owner, part.leased[0].lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)

@@ -24,10 +24,12 @@ class GpuDemotion(Tiers):
     def open(self, node: Node, number: int, size_class: SizeClass, gen: int) -> None:
         raise NotImplementedError
 
-    def reclaim(self, node: Node, size_class: SizeClass, measure: Callable[[SizeClass], int], need: int) -> None:
+    def reclaim(
+        self, node: Node, size_class: SizeClass, measure: Callable[[SizeClass], int], need: int, tenant: str | None
+    ) -> None:
         raise NotImplementedError
 
-    def evict(self, size_class: SizeClass) -> Row:
+    def evict(self, row: Row) -> Row:
         raise NotImplementedError
 
     @staticmethod
@@ -67,13 +69,15 @@ class GpuDemotion(Tiers):
             return []
         while host.spare and self.room(there) < want:
             self.open(host, host.spare[-1], there, self.next_gen())
-        self.reclaim(host, there, self.room, want)
+        self.reclaim(host, there, self.room, want, None)
         unheld = sorted((row for row in size_class.of("ready") if not row.holds), key=lambda row: row.last)
         pairs: list[tuple[Row, Row]] = []
         for row in [row for row in unheld if not self.being_demoted_to_memory(row.key)][:want]:
-            if self.room(there) <= 0 and not self.oldest(there):
+            has_room = self.room(there) > 0 and not self.is_full(row.tenant, there)
+            gone = None if has_room else self.near_victim(row.tenant, there)
+            if not has_room and not gone:
                 break
-            location = self.take(there) if self.room(there) > 0 else self.evict(there)
+            location = self.evict(gone) if gone else self.take(there)
             self.grant(location, row.key, "demoting")
             location.uses = row.uses
             pairs.append((row, location))

@@ -27,6 +27,7 @@ from helpers.oracle.slots import (
     split,
     unpack,
 )
+from helpers.oracle.tenants import Whose
 from raykv.protocol import (
     ArenaDescription,
     Call,
@@ -67,6 +68,9 @@ class Oracle(Readers):
         self.leaving: set[str] = set()
         self.lacking: dict[SizeClass, int] = {}
         self.next_check = 0.0
+        self.pin_ends: dict[bytes, float | None] = {}
+        self.pin_ranks: dict[bytes, tuple[int, int] | None] = {}
+        self.pin_count = 0
 
     # ------------------------------------------------------------------ writers
 
@@ -74,37 +78,46 @@ class Oracle(Readers):
         self, call: Call, request: ReserveRequest, now: float, choices: dict[int, int] | None = None
     ) -> Reserved:
         """choices: the node's index that the directory chose for each granted key."""
-        reservation, node, keys, start, block_bytes = request
+        reservation, node, keys, start, block_bytes, name = request
         client = self.on_call(call, now)
         self.end(client, reservation)
+        tenant = self.name_of(name)
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         writer = self.nodes.get(node)
         size_class = self.size_class(writer, stride) if writer and self.answers(writer) else None
         if writer is None or size_class is None or not 0 <= start <= len(wanted):
             return Reserved(self.epoch, start, b"", b"", b"")
-        self.provision(writer, size_class, sum(not self.taken(key) for key in wanted[start:]))
+        self.provision(writer, size_class, sum(not self.taken(key) for key in wanted[start:]), tenant)
         hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set(), reservation)
         for key in wanted:
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.holds < HOLDS_MAX]
             hold.source.append(self.hold(copies[0]) if copies else None)
+            if copies:
+                self.assign(key, tenant)
         covered, granted, away = len(wanted), [], False
         for i in range(start, len(wanted)):
             if hold.source[i] or self.taken(wanted[i]):
                 continue
-            target, has_room = self.target(size_class, self.can_stage(size_class), away, (choices or {}).get(i, -1))
+            target, gone = self.target(size_class, tenant, away, (choices or {}).get(i, -1))
+            if gone and target is not size_class and self.room(size_class) > 0:  # its tenant has its maximum
+                self.free(self.evict(gone))
+                target, gone = size_class, None
             if target is None or (target is not size_class and not self.can_stage(size_class)):
                 covered = i  # no room, or this call used up its window
                 break
             if target is not size_class:
                 away = True
                 hold.staged[i] = self.stage(size_class, wanted[i])
-            hold.source[i] = self.grant(self.take(target) if has_room else self.evict(target), wanted[i], "writing")
+            hold.source[i] = self.grant(self.evict(gone) if gone else self.take(target), wanted[i], "writing")
+            self.assign(wanted[i], tenant)
             granted.append(i)
-            if not has_room and self.room(target) < 0 and self.oldest(target):
-                self.free(self.evict(target))  # others had used up its staging window
-        if not granted:
-            self.counters["refused"] += len(wanted) - covered
+            if gone and self.room(target) < 0 and (gone := self.surplus(target)):
+                self.free(self.evict(gone))  # others had used up its staging window
         client.holds[reservation] = hold
+        if not granted and covered < len(wanted):
+            if self.give_up_pins(size_class, tenant, len(wanted) - covered):
+                return self.reserve(call, request, now, choices)
+            self.counters["refused"] += len(wanted) - covered
         return Reserved(
             self.epoch,
             covered,
@@ -113,39 +126,51 @@ class Oracle(Readers):
             pack([hold.staged[i] for i in granted], block_bytes),
         )
 
-    def target(self, size_class: SizeClass, can_leave: bool, away: bool, choice: int) -> tuple[SizeClass | None, bool]:
-        """(size class that the next block is stored in or None, whether it has room)."""
-        if self.room(size_class) > 0:
-            return size_class, True
-        tail = self.oldest(size_class)
-        if not can_leave and not away:
-            return (size_class if tail else None), False
+    def target(
+        self, size_class: SizeClass, tenant: str, away: bool, choice: int
+    ) -> tuple[SizeClass | None, Row | None]:
+        """(size class that the next block is stored in or None, the row that is evicted for it unless it has room)."""
+        has_room, can_leave = self.room(size_class) > 0, self.can_stage(size_class)
+        if has_room and not self.is_full(tenant, size_class):
+            return size_class, None
         others = [s for s in self.sizes[size_class.stride] if s.stays]
         there = {node.index: node for node in self.nodes.values()}
         host = there[size_class.node].host  # a GPU's writer goes to its own node's memory next
         others.sort(key=lambda s: there[s.node].name != host)
-        for other in others:
-            if self.room(other) > 0:
-                return other, True
-        if not can_leave and self.locality > 1:  # with exact LRU the client asks again for another node's victim
-            return (size_class if tail else None), False
-        tails = [(row.last, s) for s in others if (row := self.oldest(s))]
-        if not tails:
-            return (size_class if tail else None), False
-        age = self.clock - min(last for last, _ in tails)
-        if tail and age <= self.locality * (self.clock - tail.last):
-            return size_class, False
-        coldest = [s for last, s in tails if self.clock - last == age]
-        return next((s for s in coldest if s.node == choice), coldest[0]), False
+        for other in others if can_leave or away else []:
+            if self.room(other) > 0 and not self.is_full(tenant, other):
+                return other, None
+        # with exact LRU the client asks again for another node's victim
+        far = others if can_leave or has_room or (away and self.locality == 1) else []
+        near_choices = self.choices_for(tenant, size_class)
+        far_choices = self.choices_for(tenant, far[0]) if far else near_choices
+        own = max(len(near_choices), len(far_choices)) - 1
+        gone = self.victim(size_class, far, near_choices[0], far_choices[0], choice)
+        if gone is None and own:
+            gone = self.victim(size_class, far, near_choices[-1], far_choices[-1], choice)
+        return (gone.slab.size_class if gone else None), gone
 
-    def evict(self, size_class: SizeClass) -> Row:
-        """Drop the key whose primary is the size class's oldest, except copies that somebody holds."""
-        row = self.oldest(size_class)
-        assert row is not None
+    def victim(
+        self, size_class: SizeClass, others: list[SizeClass], near: Whose, far: Whose, choice: int
+    ) -> Row | None:
+        """The writer's own oldest, or the oldest of all if that was idle much longer."""
+        tail = self.oldest_of(size_class, near)
+        tails = [row for s in others if (row := self.oldest_of(s, far))]
+        if not tails:
+            return tail
+        age = self.clock - min(row.last for row in tails)
+        if tail and age <= self.locality * (self.clock - tail.last):
+            return tail
+        coldest = [row for row in tails if self.clock - row.last == age]
+        return next((row for row in coldest if row.slab.node == choice), coldest[0])
+
+    def evict(self, row: Row) -> Row:
+        """Drop a key by its primary, except copies that somebody holds."""
         for other in [r for r in self.table[row.key] if r.state == "replica" and r.holds == 0]:
             self.drop(other)
         self.take_out(row)
-        self.evicted[size_class] += 1
+        self.evicted[row.slab.size_class] += 1
+        self.evicted_of[row.tenant] += 1
         return row
 
     def commit(self, call: Call, request: CommitRequest, now: float) -> Counted:
@@ -169,11 +194,39 @@ class Oracle(Readers):
 
     # ------------------------------------------------------------------ blocks by name
 
-    def pin(self, call: Call, keys: bytes, now: float) -> Counted:
+    def pin(
+        self, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
+    ) -> Counted:
         self.on_call(call, now)
-        return Counted(self.epoch, self.pin_keys(split(keys)))
+        return Counted(self.epoch, self.pin_keys(split(keys), None if ttl is None else now + ttl, priority))
 
-    def pin_keys(self, keys: list[bytes]) -> int:
+    def pin_keys(self, keys: list[bytes], end: float | None = None, priority: int | None = None) -> int:
+        """Pin keys until then, or for good. priority: None: they are not given up."""
+        self.hold_pinned(keys)
+        for key in keys:
+            if key in self.pins:
+                self.pin_ends[key] = end
+        for key in dict.fromkeys(keys):
+            if key in self.pins:
+                self.pin_count += 1
+                self.pin_ranks[key] = None if priority is None else (priority, self.pin_count)
+        return sum(key in self.pins for key in keys)
+
+    def give_up_pins(self, size_class: SizeClass, tenant: str, count: int) -> bool:
+        """Unpin what then goes for a writer who is refused: the lowest priority first, then the oldest pin."""
+        ranked = sorted((rank, key) for key in self.pins if (rank := self.pin_ranks.get(key)) is not None)
+        given_up = list[bytes]()
+        for _, key in ranked:
+            row, gen = self.pins[key]
+            there = row.gen == gen and row.state == "ready" and row.holds == 1 and row.slab.size_class is size_class
+            own = row.tenant == tenant or not size_class.counts
+            taken = not self.is_full(tenant, size_class) and self.spared(size_class.stride)(row.tenant)
+            if there and (own or taken) and len(given_up) < count:
+                given_up.append(key)
+        self.unpin_keys(given_up)
+        return bool(given_up)
+
+    def hold_pinned(self, keys: list[bytes]) -> None:
         """Hold the copies that are to stay: the one in a tier, else the primary."""
         for key in keys:
             copies = [row for row in self.table.get(key, ()) if row.holds < HOLDS_MAX]
@@ -181,7 +234,6 @@ class Oracle(Readers):
             lasting += [row for row in copies if row.state == "external"]
             if key not in self.pins and lasting:
                 self.pins[key] = self.hold(lasting[-1])
-        return sum(key in self.pins for key in keys)
 
     def unpin_keys(self, keys: list[bytes]) -> int:
         held = [self.pins.pop(key) for key in keys if key in self.pins]
@@ -191,7 +243,7 @@ class Oracle(Readers):
 
     def renew_pins(self, keys: list[bytes]) -> None:
         before = {key: self.pins.pop(key) for key in keys if key in self.pins}
-        self.pin_keys(list(before))
+        self.hold_pinned(list(before))
         for item in reversed(before.values()):
             self.end_read(item)
 
@@ -259,6 +311,7 @@ class Oracle(Readers):
                 if not self.has_primary(row):
                     self.succeed(row)
                     promoted[row.slab.size_class] += 1
+                    self.keep_maximum(row.slab.size_class, row.tenant)
         if call.pulled:  # else ended holds come first
             self.restore_windows(promoted)
         if promoted:
@@ -280,6 +333,12 @@ class Oracle(Readers):
             self.repair_pins()
         return client
 
+    def keep_maximum(self, size_class: SizeClass, tenant: str) -> None:
+        """What was read from elsewhere is charged too: one of the tenant's own blocks there goes for it."""
+        gone = self.oldest_of(size_class, lambda owner: owner == tenant)
+        if size_class.counts and self.used(tenant) > self.maximum(tenant) and gone:
+            self.free(self.evict(gone))
+
     def restore_windows(self, promoted: Counter[SizeClass]) -> None:
         """Primaries took so many staging slots: spare slabs make up for them, else as many evictions."""
         for size_class in [size_class for size_class in self.evicted if promoted[size_class]]:
@@ -293,8 +352,8 @@ class Oracle(Readers):
             assert isinstance(node, Node)
             while node.spare and self.room(size_class) < 0:
                 self.open(node, node.spare[-1], size_class, self.next_gen())
-            while slots and self.room(size_class) < 0 and self.oldest(size_class):
-                self.free(self.evict(size_class))
+            while slots and self.room(size_class) < 0 and (gone := self.surplus(size_class)):
+                self.free(self.evict(gone))
                 slots -= 1
             self.lacking[size_class] = slots
             if not slots or self.room(size_class) >= 0 or len(size_class.rows) <= size_class.window:
@@ -316,6 +375,7 @@ class Oracle(Readers):
             if gone.swapped:
                 self.forget_keys(list(gone.swapped))
             self.intents.end_all(i)
+        self.unpin_keys([key for key in self.pins if (end := self.pin_ends.get(key)) is not None and end <= now])
         self.intents.expire(now)
 
     # ------------------------------------------------------------------ nodes
@@ -537,11 +597,13 @@ class Oracle(Readers):
         size_class.rows += slab.rows
         size_class.free += reversed(slab.rows)  # slot 0 is taken first
 
-    def provision(self, writer: Node, size_class: SizeClass, need: int) -> None:
+    def provision(self, writer: Node, size_class: SizeClass, need: int, tenant: str) -> None:
         """Spare slabs until `need` more blocks fit, the writer's own first; then slabs of other sizes."""
         if need == 0 or self.room(size_class) >= need:
             return
-        self.provide_slots(writer, size_class, 1)
+        self.provide_slots(writer, size_class, 1, tenant)
+        if size_class.counts:
+            need = min(need, max(0, self.maximum(tenant) - self.used(tenant)) // size_class.stride)
         others = [n for n in self.nodes.values() if n is not writer and n.spare and self.stores(n)]
         others.sort(key=lambda n: n.name != writer.host)
         for node in [writer, *others]:
@@ -553,15 +615,18 @@ class Oracle(Readers):
             need -= max(0, self.room(there))
             if need <= 0:
                 return
-        self.reclaim(writer, size_class, self.room, max(0, self.room(size_class)) + need)
+        self.reclaim(writer, size_class, self.room, max(0, self.room(size_class)) + need, tenant)
 
-    def provide_slots(self, node: Node, size_class: SizeClass, need: int) -> None:
+    def provide_slots(self, node: Node, size_class: SizeClass, need: int, tenant: str | None = None) -> None:
         """Give a size slabs until it can stage `need` blocks."""
         while self.takeable(size_class) < need and node.spare:
             self.open(node, node.spare[-1], size_class, self.next_gen())
-        self.reclaim(node, size_class, self.takeable, 1)
+        self.reclaim(node, size_class, self.takeable, 1, tenant)
 
-    def reclaim(self, node: Node, size_class: SizeClass, measure: Callable[[SizeClass], int], need: int) -> None:
+    def reclaim(
+        self, node: Node, size_class: SizeClass, measure: Callable[[SizeClass], int], need: int, tenant: str | None
+    ) -> None:
+        """tenant: for which; None: for none."""
         while len(node.size_classes) > 1 and measure(size_class) < need:
             tail = self.oldest(size_class)
             if (
@@ -571,17 +636,27 @@ class Oracle(Readers):
                 return
             node.checked[size_class] = self.evicted[size_class]
             ages = [
-                (max((r.last for r in slab.rows if r.state in PRESENT), default=-1), slab)
+                (tenant in self.losing(slab), max((r.last for r in slab.rows if r.state in PRESENT), default=-1), slab)
                 for slab in node.slabs.values()
-                if slab.size_class is not size_class and not any(r.holds or r.state == "quarantined" for r in slab.rows)
+                if slab.size_class is not size_class
+                and not any(r.holds or r.state == "quarantined" for r in slab.rows)
+                and not self.losing(slab) - {tenant}
             ]
             if not ages:
                 return
-            newest, slab = min(ages, key=lambda age: age[0])
+            _, newest, slab = min(ages, key=lambda age: age[:2])
+            if tenant is not None:
+                tail = self.oldest_of(size_class, self.choices_for(tenant, size_class)[0])
             if tail and tail.last <= newest:
                 return
             self.close(node.slabs.pop(slab.number))
             self.open(node, slab.number, size_class, self.next_gen())
+
+    def losing(self, slab: Slab) -> set[str]:
+        """Tenants that would have less than their minimum without a slab."""
+        has = Counter(row.tenant for row in slab.rows if row.state == "ready" and slab.size_class.counts)
+        sizes = {tenant: count * slab.size_class.stride for tenant, count in has.items()}
+        return {tenant for tenant, size in sizes.items() if self.used(tenant) - size < self.minimum(tenant)}
 
     # ------------------------------------------------------------------ all
 
@@ -618,6 +693,7 @@ class Oracle(Readers):
             **self.counters,
             "nodes": {name: self.node_stats(node, now) for name, node in self.nodes.items()},
             "tiers": {name: self.tier_stats(tier) for name, tier in self.tiers.items()},
+            "tenants": self.tenants(),
             "external_cache_usage": self.usage(),
             "pinned": len(self.pins),
             "intents": len(self.intents.all),

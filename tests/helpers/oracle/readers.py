@@ -45,7 +45,7 @@ class Readers(GpuDemotion):
     def on_call(self, call: Call, now: float) -> Client:
         raise NotImplementedError
 
-    def provide_slots(self, node: Node, size_class: SizeClass, need: int) -> None:
+    def provide_slots(self, node: Node, size_class: SizeClass, need: int, tenant: str | None = None) -> None:
         raise NotImplementedError
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
@@ -184,6 +184,7 @@ class Readers(GpuDemotion):
                 copy.uses = min(USES_MAX, copy.uses + 1)
             hold.keys.append(key)
             hold.source.append(self.hold(row))
+            self.assign(key, self.name_of(request.tenant))
             hold.staged.append(self.hold(staging) if staging else None)
         covered = self.cover(hold, stage)
         behind = range(covered, len(hold.keys))

@@ -27,6 +27,7 @@ class Row:
     uses: int = 0  # matches since it was stored
     aged: bool = False  # a hold on it has ended since it was stored or became the primary: `last` is its age
     clean: bool = False  # clean, and not used since
+    tenant: str = ""  # who is charged for its key, of those with a quota
 
     @property
     def fleeting(self) -> bool:
@@ -56,10 +57,21 @@ class SizeClass:
         """Whether all clients may store blocks there, for good."""
         return self.offered and not self.leaving and not self.on_gpu
 
+    @property
+    def counts(self) -> bool:
+        """Whether tenants are charged for blocks there."""
+        return not self.on_gpu and not is_tier(self.node)
+
     def line(self) -> list[Row]:
-        """Primaries by age from the next victim on; older ones are held."""
-        rows = sorted((row for row in self.of("ready") if row.aged), key=lambda row: row.last)
-        return rows[next((i for i, row in enumerate(rows) if not row.holds), len(rows)) :]
+        """Primaries by age, of each tenant from its next victim on; older ones are held."""
+        lines = [self.line_of(tenant) for tenant in {row.tenant if self.counts else "" for row in self.rows}]
+        return sorted((row for line in lines for row in line), key=lambda row: row.last)
+
+    def line_of(self, tenant: str) -> list[Row]:
+        """Where tenants are not charged, all blocks are nobody's."""
+        theirs = [row for row in self.of("ready") if row.aged and (row.tenant if self.counts else "") == tenant]
+        theirs.sort(key=lambda row: row.last)
+        return theirs[next((i for i, row in enumerate(theirs) if not row.holds), len(theirs)) :]
 
 
 @dataclass(eq=False)
@@ -192,13 +204,19 @@ class Slots:
         """A block that was found in a slot: the first copy of a key is primary."""
         row.state = "replica" if self.taken(key) else "ready"
         row.key, row.gen, row.holds, row.uses = key, gen, 0, 0
-        self.table.setdefault(key, []).append(row)
+        self.insert(row)
         self.touch(row)
+
+    def insert(self, row: Row) -> None:
+        """Another copy is charged to whom the others are."""
+        copies = self.table.setdefault(row.key, [])
+        row.tenant = copies[0].tenant if copies else ""
+        copies.append(row)
 
     def grant(self, row: Row, key: bytes, state: str) -> tuple[Row, int]:
         row.key, row.gen, row.state, row.holds = key, self.next_gen(), state, 1
         row.uses, row.aged, row.clean = 0, False, False
-        self.table.setdefault(key, []).append(row)
+        self.insert(row)
         return row, row.gen
 
     def next_gen(self) -> int:

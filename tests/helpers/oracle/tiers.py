@@ -3,9 +3,11 @@
 import math
 import struct
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
-from helpers.oracle.slots import IN_TABLE, PRESENT, Node, Row, SizeClass, Slab, Slots, Tier, pack, split, unpack
+from helpers.oracle.slots import IN_TABLE, PRESENT, Node, Row, SizeClass, Slab, Tier, pack, split, unpack
+from helpers.oracle.tenants import Tenants
 from raykv.protocol import DemotionReport, Demotions, ExistingBlocks, TierReply, TierReport
 
 # In worlds all is small: a tier's slab holds 3, 2 or 1 blocks of `world.SIZES`.
@@ -16,19 +18,15 @@ CHANCES = 8
 NOTHING = Demotions(b"", b"", b"", b"", 0)
 
 
-class Tiers(Slots):
+class Tiers(Tenants):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch)
         self.share, self.min_hits = share, min_hits
-        self.nodes: dict[str, Node] = {}
         self.tiers: dict[str, Tier] = {}  # by owner; "" is shared by all
         self.by_index: dict[int, Node | Tier] = {}
         self.sizes: dict[int, list[SizeClass]] = {}  # of memory
         self.pins: dict[bytes, tuple[Row, int]] = {}
         self.joins = 0
-
-    def check(self, now: float) -> None:
-        raise NotImplementedError
 
     def repair_pins(self) -> None:
         raise NotImplementedError
@@ -256,9 +254,13 @@ class Tiers(Slots):
             return []
         self.provide_tier_slots(tier, there, min(most, short))
         pairs: list[tuple[Row, Row]] = []
-        for row in [row for row in size_class.line() if not row.clean]:
+        while True:
             if len(pairs) == most or self.shortfall(size_class, share) <= 0:
                 return pairs
+            line = [row for row in size_class.line() if not row.clean and self.lack(size_class, row, share) > 0]
+            if not line:
+                break
+            row = line[0]
             if share < 1 and row.holds:
                 row.aged = False  # until a hold on it ends
                 continue
@@ -283,12 +285,22 @@ class Tiers(Slots):
         return location is not None
 
     def shortfall(self, size_class: SizeClass, share: float) -> int:
-        """How many blocks to demote until enough slots can be taken without loss."""
-        return (
-            math.ceil(len(size_class.rows) * share)
-            - max(0, self.room(size_class))
-            - sum(row.clean for row in size_class.line())
-        )
+        """How many blocks to demote until enough slots can be taken without loss, of each tenant its part."""
+        line = size_class.line()
+        if not line:
+            return max(0, self.wanted(size_class, share))
+        heads = {row.tenant if size_class.counts else "": row for row in line}
+        return sum(max(0, self.lack(size_class, row, share)) for row in heads.values())
+
+    def wanted(self, size_class: SizeClass, share: float) -> int:
+        return math.ceil(len(size_class.rows) * share) - max(0, self.room(size_class))
+
+    def lack(self, size_class: SizeClass, row: Row, share: float) -> int:
+        """How many blocks to demote of those that are charged to the tenant of a row."""
+        line = size_class.line()
+        theirs = [other for other in line if not size_class.counts or other.tenant == row.tenant]
+        part = Fraction(len(theirs), len(line))
+        return math.ceil(self.wanted(size_class, share) * part) - sum(other.clean for other in theirs)
 
     def take_tier_slot(self, tier: Tier, size_class: SizeClass) -> Row | None:
         """A free slot, else that of the oldest; a few that are in memory too are passed over."""

@@ -1,0 +1,51 @@
+"""What tenants have: the bytes that each is charged for, and whose blocks may go for whom.
+
+A tenant is a number below `TENANTS`; 0 is whoever has no quota. A key is charged to who stored or matched it last: all
+its rows have one tenant. What counts are primaries in the memory of nodes, ready or being written.
+"""
+
+import numpy as np
+
+from raykv.directory.kernels.columns import TENANTS
+from raykv.system.jit import kernel
+
+ANYBODY, OWN, OTHERS, FAIR = range(4)  # whose blocks may go: see `may_go`
+
+
+@kernel
+def tenant_of(c, row):
+    """Who is charged for a row's key."""
+    return np.int64(c.tenants[row]) if c.state[TENANTS] > 1 else np.int64(0)
+
+
+@kernel
+def is_full(c, tenant, size):
+    """Whether a tenant is above its maximum with `size` bytes more."""
+    return size > 0 and c.quotas[tenant].used + size > c.quotas[tenant].maximum
+
+
+@kernel
+def whose(c, tenant, size):
+    """Whose blocks may go for one more of `size` bytes of a tenant.
+
+    OWN: it is above its maximum with it. OTHERS: it is within its minimum with it, and must be able to grow even where
+    its own blocks are the oldest. FAIR: else.
+    """
+    if size == 0:
+        return ANYBODY
+    if is_full(c, tenant, size):
+        return OWN
+    return OTHERS if c.quotas[tenant].used + size <= c.quotas[tenant].minimum else FAIR
+
+
+@kernel
+def may_go(c, owner, tenant, who, size):
+    """Whether a block of `size` bytes of `owner` may go for `tenant` (-1: for nobody).
+
+    FAIR: its own, and those of tenants that have their minimum without it. OTHERS: the latter only.
+    """
+    if who == ANYBODY:
+        return True
+    if owner == tenant:
+        return who != OTHERS
+    return who != OWN and c.quotas[owner].used - size >= c.quotas[owner].minimum
