@@ -153,7 +153,10 @@ class DirectoryActor:
         for name in registry.names(self._pool, "leaving"):
             directory.leave(name, time.monotonic())
         for tenant, quota in registry.quotas(self._pool).items():
-            directory.set_quota(tenant, quota, time.monotonic())
+            try:
+                directory.set_quota(tenant, quota, time.monotonic())
+            except ValueError:  # two directories wrote at once
+                log.exception("%r goes on without the quota of %r", self, tenant)
         directory.resume(self._metrics.saved())
         self._state = directory
         self._metrics.attach(directory, self._lock)

@@ -104,6 +104,16 @@ class PoolConfig:
         return secret
 
 
+TENANT_CHARACTERS = 64  # of a tenant's name, at most: it is a label of metrics
+
+
+def check_tenant(name: object) -> str:
+    """The name of a tenant. Raises ValueError for what can't be one."""
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= TENANT_CHARACTERS:
+        raise ValueError(f"tenant={name!r}: give a name of 1 to {TENANT_CHARACTERS} printable characters")
+    return name
+
+
 @dataclass(frozen=True)
 class Quota:
     """A tenant's share of a pool's memory. Raises ValueError for shares that are not possible.

@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     LLAMA: {},
     "gpt-oss-shape": {"sliding_window": 128},
     "gemma3-shape": {"sliding_window": 512, "num_hidden_layers": 18},
-    "deepseek-shape": {},
+    "deepseek-shape": {"num_key_value_heads": 8, "head_dim": 64},  # of what is rotated
     "qwen3-next-shape": {},
 }
 OF_SHAPE = {"deepseek-shape": "deepseek-v3"}

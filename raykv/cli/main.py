@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -210,26 +211,35 @@ def quota(context: click.Context, name: str, as_json: bool) -> None:
 SHARE = click.FloatRange(0, 1)
 
 
+def _own_or_group_name(context: click.Context) -> str:
+    """The pool that `--name` says after the subcommand, else the one that it says before."""
+    after = context.get_parameter_source("name") is not ParameterSource.DEFAULT
+    given = context if after or context.parent is None else context.parent
+    return str(given.params["name"])
+
+
 @quota.command("set")
 @click.argument("tenant")
 @click.option("--minimum", type=SHARE, default=0.0, show_default=True, help="Of the pool's memory: nobody takes it.")
 @click.option("--maximum", type=SHARE, default=1.0, show_default=True, help="Of the pool's memory; 1: no limit.")
 @NAME
-def quota_set(tenant: str, minimum: float, maximum: float, name: str) -> None:
+@click.pass_context
+def quota_set(context: click.Context, tenant: str, minimum: float, maximum: float, name: str) -> None:
     """Set a tenant's quota, in the place of the one that it had."""
     from raykv.cli import shell
 
-    shell.administer(name).set_quota(tenant, minimum, maximum)
+    shell.administer(_own_or_group_name(context)).set_quota(tenant, minimum, maximum)
 
 
 @quota.command("remove")
 @click.argument("tenant")
 @NAME
-def quota_remove(tenant: str, name: str) -> None:
+@click.pass_context
+def quota_remove(context: click.Context, tenant: str, name: str) -> None:
     """Have a tenant share what is left with all that have no quota."""
     from raykv.cli import shell
 
-    if not shell.administer(name).remove_quota(tenant):
+    if not shell.administer(_own_or_group_name(context)).remove_quota(tenant):
         raise click.ClickException(f"tenant {tenant!r} has no quota: see `raykv quota`")
 
 

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raykv import registry
-from raykv.config import Quota, Size, memory_size
+from raykv.config import Quota, Size, check_tenant, memory_size
 from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
 from raykv.system import free_memory
@@ -99,12 +99,10 @@ class Administration:
         maximum one of the tenant's own blocks goes for each that it stores. Both are kept until the pool stops.
         tenant: as of `cache`; without one, the hash of the salt. minimum, maximum: shares of the memory of all nodes
         (GPUs do not count), 0 to 1.
-        Raises ValueError for shares that are not possible, where the minima of all tenants would be above 1, and for a
-        16th tenant with a quota; RayError if the directory does not answer.
+        Raises ValueError for what is no name, for shares that are not possible, where the minima of all tenants would
+        be above 1, and for a 16th tenant with a quota; RayError if the directory does not answer.
         """
-        quota = Quota(minimum, maximum)
-        if not tenant:
-            raise ValueError("a quota is a tenant's: give its name, as of `pool.cache(tenant=...)`")
+        tenant, quota = check_tenant(tenant), Quota(minimum, maximum)
         directory = registry.find_directory(self.name)
         with _plainly(ValueError):
             ray.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)

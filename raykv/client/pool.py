@@ -8,6 +8,7 @@ from raykv.client.administration import Administration
 from raykv.client.cache import KVCache
 from raykv.client.session import Session, connect
 from raykv.client.stop import stop_pool
+from raykv.config import check_tenant
 
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
 
@@ -78,7 +79,8 @@ class KVPool(Administration):
             block_tokens=block_tokens,
             block_bytes=block_bytes,
         )
-        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root), tenant or keys.tenant_of(salt))
+        named = check_tenant(tenant) if tenant != "" else keys.tenant_of(salt)
+        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root), named)
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:

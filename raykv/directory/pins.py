@@ -101,6 +101,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         """Hold the copies that are to stay now: once a key is in an external tier, its copy in memory may go."""
         before = {key: self.pop(key) for key in keys if key in self}
         self._hold(list(before))
+        self._forget_terms([key for key in before if key not in self])
         self._release(list(before.values()))
 
     def repair(self) -> None:

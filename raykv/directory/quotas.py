@@ -6,7 +6,7 @@ Only tenants with a quota are told apart, each by a number. All others are tenan
 from collections.abc import Iterable
 from typing import Any
 
-from raykv.config import Quota
+from raykv.config import Quota, check_tenant
 from raykv.directory.allocator import Node
 from raykv.directory.kernels.columns import NO_LIMIT, TENANTS_MAX
 from raykv.directory.size_classes import SizeClasses
@@ -25,7 +25,8 @@ class Quotas(dict[str, Quota]):
         return self._numbers.get(tenant, 0)
 
     def set(self, tenant: str, quota: Quota) -> None:
-        """ValueError where the minima of all would be more than there is, or too many tenants had a quota."""
+        """ValueError for what is no name, where all minima would be more than there is, or too many had a quota."""
+        check_tenant(tenant)
         others = sum(other.minimum for name, other in self.items() if name != tenant)
         if others + quota.minimum > 1 + 1e-9:
             raise ValueError(

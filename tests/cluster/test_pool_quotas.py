@@ -139,8 +139,19 @@ def test_the_command(pool: raykv.KVPool, cluster: Any) -> None:
     assert "has no quota" in quota("remove", "team a/b").stderr
     with pytest.raises(ValueError, match="is above maximum"):
         pool.set_quota("b", 0.5, 0.25)
-    with pytest.raises(ValueError, match="give its name"):
-        pool.set_quota("")
+    for name in ("", 5, "a" * 65, "new\nline"):
+        with pytest.raises(ValueError, match="give a name"):
+            pool.set_quota(name)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give a name"):
+        pool.cache(model="m", block_tokens=1, block_bytes=BLOCK, tenant=7)  # type: ignore[arg-type]
+
+
+def test_the_shell_takes_the_pool_before_and_after_what_to_do(cluster: Any, pool: raykv.KVPool) -> None:
+    before = ("--name", pool.name)
+    assert command("quota", *before, "set", "early", "--minimum", "0.1", address=cluster.address).returncode == 0
+    assert "early" in pool.quotas()
+    assert command("quota", *before, "remove", "early", address=cluster.address).returncode == 0
+    assert "early" not in pool.quotas()
 
 
 def test_a_pin_ends_with_its_time(pool: raykv.KVPool) -> None:
