@@ -254,13 +254,15 @@ class Allocator:
         """
         took = False
         while len(node.size_classes) > 1 and measure(size_class) < need:
-            oldest = self._size_classes.oldest_tick(size_class)
+            if tenant == NOBODY:
+                tick = self._size_classes.oldest_tick(size_class)
+            else:
+                tick = self._size_classes.oldest_tick_for(size_class, tenant)
             evicted = int(self._c.size_classes[size_class]["evicted"])
-            if oldest >= 0 and evicted - node.checked.get(size_class, 0) < node.slab_bytes // stride:
+            if tick >= 0 and evicted - node.checked.get(size_class, 0) < node.slab_bytes // stride:
                 break
             node.checked[size_class] = evicted
             newest, number = self._oldest_slab(node, size_class, tenant)
-            tick = oldest if tenant == NOBODY else self._size_classes.oldest_tick_for(size_class, tenant)
             if number < 0 or 0 <= tick <= newest:
                 break
             node.spare.append(self._size_classes.close(node.index, node.slabs.pop(number)))

@@ -3,8 +3,9 @@
 A pin with a priority is given up where a writer would be refused for it: the lowest first, then the oldest.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain
 from math import inf
 
 import numpy as np
@@ -41,29 +42,28 @@ class Pins(dict[bytes, tuple[int, int]]):
             self._by_priority.setdefault(priority, {}).update(dict.fromkeys(pinned))
         return len(pinned)
 
-    def give_up(self, size_class: int, count: int, may_go: Callable[[int], bool]) -> bool:
+    def give_up(self, size_class: int, count: int, may_go: Callable[[int, int], bool]) -> bool:
         """Unpin blocks of a size class that nothing else holds, `count` at most. Returns whether there were any.
 
-        may_go: whether the blocks of a tenant, by its number, may be evicted.
+        may_go: whether one more block of a tenant, by its number, may be evicted after so many others of it.
         """
-        found = (
-            key
-            for priority in sorted(self._by_priority)
-            for key in self._by_priority[priority]
-            if key in self and self._would_go(self[key], size_class, may_go)
-        )
-        given_up = list(islice(found, count))
+        given_up, of_tenant = list[bytes](), Counter[int]()
+        for key in chain.from_iterable(self._by_priority[priority] for priority in sorted(self._by_priority)):
+            if len(given_up) == count:
+                break
+            tenant = self._size_classes.tenant_of_row(self[key][0]) if key in self else 0
+            if key in self and self._is_all_that_holds(self[key], size_class) and may_go(tenant, of_tenant[tenant]):
+                given_up.append(key)
+                of_tenant[tenant] += 1
         self.unpin(given_up)
         return bool(given_up)
 
-    def _would_go(self, held: tuple[int, int], size_class: int, may_go: Callable[[int], bool]) -> bool:
-        """Whether an unpinned row could be evicted."""
+    def _is_all_that_holds(self, held: tuple[int, int], size_class: int) -> bool:
+        """Whether a pinned row of a size class could be evicted without its pin."""
         (row, gen), classes = held, self._size_classes
         record = classes.c.rows[row]
         in_memory = record["gen"] == gen and record["state"] == columns.READY
-        return bool(in_memory and record["holds"] == 1 and classes.of_row(row) == size_class) and may_go(
-            classes.tenant_of_row(row)
-        )
+        return bool(in_memory and record["holds"] == 1 and classes.of_row(row) == size_class)
 
     def _forget_terms(self, keys: list[bytes]) -> None:
         for key in keys if self._ends else ():

@@ -128,7 +128,27 @@ def test_the_last_who_stored_or_matched_a_block_is_charged() -> None:
     assert used(pool) == {"": 4, "a": 0, "b": 0}
 
 
+def test_who_reads_what_is_in_anothers_minimum_does_not_take_it_from_there() -> None:
+    pool = pool_with(a=Quota(maximum=0.25), b=Quota(minimum=0.5))
+    pool.store("n", B[:9], tenant="b")
+    assert pool.read("n", B[:9], tenant="a") == 9
+    assert used(pool) == {"": 0, "a": 1, "b": 8}  # b can spare one
+    pool.store("n", A[:8], tenant="a")
+    flood(pool, A[100:200])
+    assert used(pool)["b"] == 8 and pool.has(B[1:9]) == [True] * 8
+
+
 # ---------------------------------------------------------------------- quotas
+
+
+def test_a_maximum_that_was_lowered_is_reached_block_by_block() -> None:
+    pool = pool_with(a=Quota())
+    pool.store("n", A[:12], tenant="a")
+    pool.directory.set_quota("a", Quota(maximum=0.25), pool.now)
+    flood(pool, A[100:104])
+    assert used(pool) == {"": 0, "a": 8}
+    flood(pool, A[104:112])
+    assert used(pool) == {"": 0, "a": 4}
 
 
 def test_a_removed_quota_leaves_the_blocks_to_all_by_age() -> None:
@@ -162,6 +182,26 @@ def test_a_slab_of_another_block_size_is_not_taken_from_a_minimum() -> None:
     assert pool.has(B[:9]) == [True] * 9
     pool.store("n", KEYS[900:901], size=4 * PAGE, tenant="c")  # which has none: a slab of a's goes, however young
     assert used(pool)["c"] == 4 and pool.has(B[:9]) == [True] * 9
+
+
+def test_a_slab_of_nobodys_minimum_is_found_behind_those_of_minima() -> None:
+    pool = pool_with(slots=4, slabs=5, b=Quota(minimum=0.65), c=Quota(minimum=0.2))
+    pool.store("n", B[:11], tenant="b")
+    flood(pool, A[:100], size=2 * PAGE)
+    assert pool.store("n", KEYS[900:901], tenant="c") == ["n"]
+    assert pool.has(B[:11]) == [True] * 11 and used(pool)["c"] == 1
+
+
+def test_pins_that_are_given_up_leave_a_minimum() -> None:
+    pool = pool_with(b=Quota(minimum=0.5))
+    pool.store("n", B[:9], tenant="b")
+    pool.store("n", A[:7])
+    for keys, priority in ((B[:9], 1), (A[:7], 2)):
+        pool.directory.pin(pool.call("w"), b"".join(keys), pool.now, None, priority)
+    pool.store("n", A[100:105], tenant="a")
+    stats = pool.directory.stats(pool.now)
+    assert used(pool)["b"] == 8 and stats["pinned"] == 16 - 5
+    assert pool.has(B[1:9]) == [True] * 8
 
 
 def test_impossible_quotas_are_refused() -> None:

@@ -172,6 +172,14 @@ def evict(c, row):
     return row
 
 
+@kernel
+def keep_maximum(c, tenant, size_class):
+    """Evict a tenant's oldest block where it is above its maximum, if it has one there that nobody holds."""
+    row = oldest_of(c, size_class, tenant) if c.quotas[tenant].used > c.quotas[tenant].maximum else np.int64(-1)
+    if row >= 0:
+        free(c, evict(c, row))
+
+
 @kernel(C, INT, INT)
 def restore_window(c, size_class, slots):
     """Evict until the staging window lacks no slot, at most `slots` times. Returns how many are still to be freed."""

@@ -6,7 +6,7 @@ nothing. While it is copied, its row in memory is DEMOTING and held, so that nob
 
 import numpy as np
 
-from raykv.directory.kernels.columns import DEMOTING, DROPPED, INT, MASK, READY, REPLICA, ROWS, C
+from raykv.directory.kernels.columns import DEMOTING, DROPPED, INT, MASK, READY, REPLICA, ROWS, TENANTS, C
 from raykv.directory.kernels.demotion import start_demotion
 from raykv.directory.kernels.eviction import evict, near_victim, oldest
 from raykv.directory.kernels.index import charge, delete, first_of, link_old, list_of, listed, suspend, touch, unlink
@@ -29,19 +29,24 @@ def demote_gpu(c, size_class, host_class, want, source, target):
     while row >= 0 and n < want:
         younger = np.int64(c.rows[row].prev)
         if c.rows[row].holds == 0 and not _being_demoted(c, row):
-            tenant = tenant_of(c, row)
-            if room(c, host_class) > 0 and not is_full(c, tenant, c.size_classes[host_class].charge):
-                target_row = take(c, host_class)
-            else:
-                target_row = near_victim(c, host_class, tenant)
-                if target_row < 0:
-                    break
-                evict(c, target_row)
-            start_demotion(c, row, target_row, source, target, n)
-            c.rows[target_row].uses = c.rows[row].uses
-            n += 1
+            target_row = _take_in_memory(c, host_class, tenant_of(c, row))
+            if target_row >= 0:
+                start_demotion(c, row, target_row, source, target, n)
+                c.rows[target_row].uses = c.rows[row].uses
+                n += 1
+            elif c.state[TENANTS] == 1:  # there is none for those behind it either
+                break
         row = younger
     return n
+
+
+@kernel
+def _take_in_memory(c, host_class, tenant):
+    """Take a row of the node's memory for a tenant, or -1."""
+    if room(c, host_class) > 0 and not is_full(c, tenant, c.size_classes[host_class].charge):
+        return take(c, host_class)
+    row = near_victim(c, host_class, tenant)
+    return evict(c, row) if row >= 0 else row
 
 
 @kernel

@@ -217,8 +217,21 @@ def charge(c, row, blocks):
 
 
 @kernel
+def claim(c, first, tenant):
+    """Charge a key to a tenant that uses it too, unless whoever has it would fall below its minimum without it."""
+    owner, size = tenant_of(c, first), np.int64(0)
+    row = np.int64(first)
+    while row >= 0:
+        if c.rows[row].state == READY or c.rows[row].state == WRITING:
+            size += c.size_classes[size_class_of(c, row)].charge
+        row = np.int64(c.rows[row].same)
+    if size == 0 or c.quotas[owner].used - size >= c.quotas[owner].minimum:
+        assign(c, first, tenant)
+
+
+@kernel
 def assign(c, first, tenant):
-    """Charge a key to a tenant: it has stored or matched it. first: the key's first row."""
+    """Charge a key to a tenant. first: the key's first row."""
     row = np.int64(first)
     while row >= 0:
         if tenant_of(c, row) != tenant:

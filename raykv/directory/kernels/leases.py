@@ -26,13 +26,12 @@ from raykv.directory.kernels.columns import (
     WRITING,
     C,
 )
-from raykv.directory.kernels.eviction import evict, oldest, oldest_of
+from raykv.directory.kernels.eviction import keep_maximum, oldest
 from raykv.directory.kernels.index import (
-    assign,
     charge,
+    claim,
     find,
     first_of,
-    free,
     hold,
     is_tier_row,
     listed,
@@ -148,7 +147,7 @@ def _hold_prefix(c, keys, firsts, node, size_class, limit, tenant, source, stage
         hold(c, row)  # hold all before the first staging, which may evict replicas
         _count_use(c, firsts[n])
         if c.state[TENANTS] > 1:
-            assign(c, firsts[n], tenant)
+            claim(c, firsts[n], tenant)
         source[n] = row
         staged[n] = -1
         if node_of(c, row) != node:
@@ -349,15 +348,7 @@ def pulled(c, rows, gens, promoted):
                 charge(c, row, 1)
                 _succeed(c, row)
                 promoted[size_class] += 1
-                _keep_maximum(c, tenant_of(c, row), size_class)
-
-
-@kernel
-def _keep_maximum(c, tenant, size_class):
-    """Evict a tenant's oldest block where it is above its maximum, if it has one there that nobody holds."""
-    row = oldest_of(c, size_class, tenant) if c.quotas[tenant].used > c.quotas[tenant].maximum else np.int64(-1)
-    if row >= 0:
-        free(c, evict(c, row))
+                keep_maximum(c, tenant_of(c, row), size_class)
 
 
 @kernel

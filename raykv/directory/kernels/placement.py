@@ -19,9 +19,10 @@ from raykv.directory.kernels.columns import (
     WRITING,
     C,
 )
-from raykv.directory.kernels.eviction import evict, next_ahead, surplus, victim, victim_ahead
+from raykv.directory.kernels.eviction import evict, keep_maximum, next_ahead, surplus, victim, victim_ahead
 from raykv.directory.kernels.index import (
     assign,
+    claim,
     find,
     first_of,
     free,
@@ -129,7 +130,7 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, 
         if row >= 0:
             hold(c, row)
             if c.state[TENANTS] > 1:
-                assign(c, firsts[i], tenant)
+                claim(c, firsts[i], tenant)
             source[i] = row
     for i in range(start, n):
         k0, k1 = keys[i, 0], keys[i, 1]
@@ -166,6 +167,7 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, 
         grant(c, row, k0, k1, WRITING)
         if c.state[TENANTS] > 1:
             assign(c, first_of(c, row), tenant)
+            keep_maximum(c, tenant, target)
         source[i] = row
         granted[grants] = i
         grants += 1

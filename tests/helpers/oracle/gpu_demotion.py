@@ -72,11 +72,13 @@ class GpuDemotion(Tiers):
         self.reclaim(host, there, self.room, want, None)
         unheld = sorted((row for row in size_class.of("ready") if not row.holds), key=lambda row: row.last)
         pairs: list[tuple[Row, Row]] = []
-        for row in [row for row in unheld if not self.being_demoted_to_memory(row.key)][:want]:
+        for row in [row for row in unheld if not self.being_demoted_to_memory(row.key)]:
+            if len(pairs) == want:
+                break
             has_room = self.room(there) > 0 and not self.is_full(row.tenant, there)
             gone = None if has_room else self.near_victim(row.tenant, there)
-            if not has_room and not gone:
-                break
+            if not has_room and not gone:  # others' tenants may have more
+                continue
             location = self.evict(gone) if gone else self.take(there)
             self.grant(location, row.key, "demoting")
             location.uses = row.uses

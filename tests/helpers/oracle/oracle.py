@@ -93,7 +93,7 @@ class Oracle(Readers):
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.holds < HOLDS_MAX]
             hold.source.append(self.hold(copies[0]) if copies else None)
             if copies:
-                self.assign(key, tenant)
+                self.claim(key, tenant)
         covered, granted, away = len(wanted), [], False
         for i in range(start, len(wanted)):
             if hold.source[i] or self.taken(wanted[i]):
@@ -110,6 +110,7 @@ class Oracle(Readers):
                 hold.staged[i] = self.stage(size_class, wanted[i])
             hold.source[i] = self.grant(self.evict(gone) if gone else self.take(target), wanted[i], "writing")
             self.assign(wanted[i], tenant)
+            self.keep_maximum(target, tenant)
             granted.append(i)
             if gone and self.room(target) < 0 and (gone := self.surplus(target)):
                 self.free(self.evict(gone))  # others had used up its staging window
@@ -215,14 +216,15 @@ class Oracle(Readers):
     def give_up_pins(self, size_class: SizeClass, tenant: str, count: int) -> bool:
         """Unpin what then goes for a writer who is refused: the lowest priority first, then the oldest pin."""
         ranked = sorted((rank, key) for key in self.pins if (rank := self.pin_ranks.get(key)) is not None)
-        given_up = list[bytes]()
+        given_up, size, of_tenant = list[bytes](), size_class.stride, Counter[str]()
         for _, key in ranked:
             row, gen = self.pins[key]
             there = row.gen == gen and row.state == "ready" and row.holds == 1 and row.slab.size_class is size_class
             own = row.tenant == tenant or not size_class.counts
-            taken = not self.is_full(tenant, size_class) and self.spared(size_class.stride)(row.tenant)
+            taken = not self.is_full(tenant, size_class) and self.spared((1 + of_tenant[row.tenant]) * size)(row.tenant)
             if there and (own or taken) and len(given_up) < count:
                 given_up.append(key)
+                of_tenant[row.tenant] += 1
         self.unpin_keys(given_up)
         return bool(given_up)
 
@@ -334,7 +336,7 @@ class Oracle(Readers):
         return client
 
     def keep_maximum(self, size_class: SizeClass, tenant: str) -> None:
-        """What was read from elsewhere is charged too: one of the tenant's own blocks there goes for it."""
+        """Above it, one of the tenant's own blocks there goes."""
         gone = self.oldest_of(size_class, lambda owner: owner == tenant)
         if size_class.counts and self.used(tenant) > self.maximum(tenant) and gone:
             self.free(self.evict(gone))
@@ -628,7 +630,10 @@ class Oracle(Readers):
     ) -> None:
         """tenant: for which; None: for none."""
         while len(node.size_classes) > 1 and measure(size_class) < need:
-            tail = self.oldest(size_class)
+            if tenant is None:
+                tail = self.oldest(size_class)
+            else:
+                tail = self.oldest_of(size_class, self.choices_for(tenant, size_class)[0])
             if (
                 tail
                 and self.evicted[size_class] - node.checked.get(size_class, 0) < node.slab_bytes // size_class.stride
@@ -645,8 +650,6 @@ class Oracle(Readers):
             if not ages:
                 return
             _, newest, slab = min(ages, key=lambda age: age[:2])
-            if tenant is not None:
-                tail = self.oldest_of(size_class, self.choices_for(tenant, size_class)[0])
             if tail and tail.last <= newest:
                 return
             self.close(node.slabs.pop(slab.number))

@@ -184,7 +184,7 @@ class Readers(GpuDemotion):
                 copy.uses = min(USES_MAX, copy.uses + 1)
             hold.keys.append(key)
             hold.source.append(self.hold(row))
-            self.assign(key, self.name_of(request.tenant))
+            self.claim(key, self.name_of(request.tenant))
             hold.staged.append(self.hold(staging) if staging else None)
         covered = self.cover(hold, stage)
         behind = range(covered, len(hold.keys))

@@ -43,8 +43,15 @@ class Tenants(Slots):
         """Who is charged: all without a quota are one."""
         return tenant if tenant in self.quotas else ""
 
+    def claim(self, key: bytes, tenant: str) -> None:
+        """Somebody uses a key too. Who has it keeps what is within its minimum."""
+        rows = [row for row in self.table[key] if row.state in ("ready", "writing") and row.slab.size_class.counts]
+        owner, size = self.table[key][0].tenant, sum(row.slab.size_class.stride for row in rows)
+        if not size or self.used(owner) - size >= self.minimum(owner):
+            self.assign(key, tenant)
+
     def assign(self, key: bytes, tenant: str) -> None:
-        """Somebody has used a key."""
+        """Charge a key to somebody."""
         for row in self.table[key]:
             if row.tenant == tenant:
                 continue
