@@ -285,7 +285,14 @@ class Directory(Readers):
             share, examined, pinned = 1.0, sum(slots.values()), np.concatenate([pinned, held])
         elif node.spare and share < 1.0:  # there is room
             share = 0.0
-        return self._tier_catalog.demote(name, node.size_classes, slots, share, examined, pinned)
+        shares = {stride: self._share(node, stride, count, share) for stride, count in slots.items()}
+        return self._tier_catalog.demote(name, node.size_classes, slots, shares, examined, pinned)
+
+    def _share(self, node: Node, stride: int, slots: int, share: float) -> float:
+        """Of a size's slots, to be free or clean: a slab of them, too, where another size may take one whole."""
+        if not 0.0 < share < 1.0 or not slots or len(node.size_classes) == 1:
+            return share
+        return max(share, min(1.0, (node.slab_bytes // stride) / slots))
 
     def demote_gpu(self, name: str, report: GpuDemotionReport, now: float) -> GpuDemotions:
         """Which of a GPU's blocks to copy to its node's memory next."""

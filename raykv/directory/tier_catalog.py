@@ -157,11 +157,11 @@ class TierCatalog:
         node: str,
         size_classes: dict[int, int],
         slots: dict[int, int],
-        share: float,
+        shares: dict[int, float],
         examined: int,
         pinned: RowArray,
     ) -> Demotions:
-        """Choose a node's blocks to demote, oldest first, until `share` of its `slots` (by size) is free or clean.
+        """Choose a node's blocks to demote, oldest first, until `shares` of its `slots`, by size, are free or clean.
 
         examined: rows of a size to look at, at most: then there may be more to demote than it found. pinned: rows that
         are demoted too where nothing else is left.
@@ -173,7 +173,7 @@ class TierCatalog:
         for stride, size_class in size_classes.items():
             tier_class = self._size_class(tier, stride + ALIGN)
             want = blocks_per_call(stride, left, BATCH_BYTES)
-            short = int(demotion.shortfall(self._c, size_class, slots[stride], share))
+            short = int(demotion.shortfall(self._c, size_class, slots[stride], shares[stride]))
             if tier_class < 0 or want <= 0 or short <= 0:
                 continue
             self._provide_slots(tier, tier_class, min(want, short))
@@ -182,7 +182,7 @@ class TierCatalog:
                 self._c,
                 size_class,
                 slots[stride],
-                share,
+                shares[stride],
                 self.min_uses,
                 tier_class,
                 examined,

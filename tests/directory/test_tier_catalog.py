@@ -88,6 +88,19 @@ def test_nothing_is_demoted_while_a_slab_is_spare_unless_everything_is_to_be() -
     assert len(pool.demote_all("a", whole=True)) == 7
 
 
+def test_a_slab_that_another_size_may_take_is_free_or_clean() -> None:
+    pool = Pool(slots=8, slabs=2, share=0.25)
+    heartbeat(pool)
+    list_existing(pool, [])
+    pool.store("a", KEYS[:3])
+    pool.store("a", KEYS[100:102], size=2 * PAGE)
+    assert sorted(pool.demote_all("a")) == [*KEYS[:3], *KEYS[100:102]], "though four slots of the first are free"
+    pool.read("a", KEYS[100:102], size=2 * PAGE)
+    for key in KEYS[200:220]:
+        pool.store("a", [key], size=2 * PAGE)
+    assert not any(pool.has(KEYS[:3])) and all(in_external_tier(pool, KEYS[:3]))
+
+
 def test_one_answer_demotes_at_most_a_batch_but_at_least_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:7])

@@ -195,7 +195,7 @@ class Tiers(Tenants):
             share = 0.0
         source, left, chosen = b"", BATCH_BYTES, []
         for size_class in node.size_classes.values():
-            pairs = self.choose(tier, size_class, share, left, held)
+            pairs = self.choose(tier, size_class, self.share_of(node, size_class, share), left, held)
             source += pack([(row, row.gen) for row, _ in pairs], size_class.stride)
             left -= len(pairs) * size_class.stride
             chosen += [(location, location.gen) for _, location in pairs]
@@ -240,6 +240,12 @@ class Tiers(Tenants):
             self.drop(row)
             tier.to_delete.setdefault(row.key)
         return bool(unreported)
+
+    def share_of(self, node: Node, size_class: SizeClass, share: float) -> float:
+        """Another size may take a slab whole."""
+        if not 0 < share < 1 or not size_class.rows or len(node.size_classes) == 1:
+            return share
+        return max(share, min(1.0, (node.slab_bytes // size_class.stride) / len(size_class.rows)))
 
     def choose(
         self, tier: Tier, size_class: SizeClass, share: float, left: int, held: list[Row]
