@@ -3,6 +3,7 @@
 import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool
+from helpers.oracle.slots import split
 
 from raykv.config import Quota
 
@@ -190,6 +191,15 @@ def test_a_slab_of_nobodys_minimum_is_found_behind_those_of_minima() -> None:
     flood(pool, A[:100], size=2 * PAGE)
     assert pool.store("n", KEYS[900:901], tenant="c") == ["n"]
     assert pool.has(B[:11]) == [True] * 11 and used(pool)["c"] == 1
+
+
+def test_blocks_of_a_gpu_behind_those_of_a_full_tenant_are_demoted() -> None:
+    pool = Pool(slots=17, nodes=("n", "n/gpu"))
+    pool.directory.set_quota("a", Quota(maximum=0.0), pool.now)
+    pool.store("n/gpu", A[:2], tenant="a")
+    pool.store("n/gpu", B[:14])
+    moved = split(pool.demote_gpu("n/gpu").keys)
+    assert moved and not {*A[:2]} & {*moved}
 
 
 def test_pins_that_are_given_up_leave_a_minimum() -> None:
