@@ -34,6 +34,7 @@ class CacheId(NamedTuple):
     block_bytes: int
     digest: bytes  # of the cache's root, and so of everything that it is made of
     tenant: str = ""  # who is charged for blocks, and what metrics are told apart by: see `for_salt`
+    is_named: bool = False  # whether the tenant was given, and is not that of the cache's salt
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CacheId) and self.digest == other.digest and self[:3] == other[:3]
@@ -45,8 +46,8 @@ class CacheId(NamedTuple):
         return hash(self.digest)
 
     def for_salt(self, salt: str | bytes | None) -> "CacheId":
-        """The same, for a prompt with that salt: where the cache has no tenant, the salt is one's (`tenant_of`)."""
-        return self._replace(tenant=tenant_of(salt)) if salt and not self.tenant else self
+        """The same, for a prompt with that salt: where no tenant was given, the salt is one's (`tenant_of`)."""
+        return self._replace(tenant=tenant_of(salt)) if salt and not self.is_named else self
 
     def __str__(self) -> str:
         return (

@@ -61,7 +61,7 @@ class KVCache:
 
         token_ids: 1-D list, numpy array or torch tensor of ints that fit int32.
         lora: str or bytes, id of the adapter. salt: str or bytes, separates tenants. Both change every key.
-        The salt is also who is charged for the blocks, where the cache has neither a tenant nor a salt.
+        The salt is also who is charged for the blocks, where the cache was given no tenant.
         extra: what else a block's KV depends on, such as the hash of an image: {block: str or bytes}, or one value (or
         None) a block. It changes the keys from that block on.
         Raises ValueError for anything else.

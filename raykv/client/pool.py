@@ -79,8 +79,9 @@ class KVPool(Administration):
             block_tokens=block_tokens,
             block_bytes=block_bytes,
         )
-        named = check_tenant(tenant) if tenant != "" else keys.tenant_of(salt)
-        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root), named)
+        is_named = tenant != ""
+        tenant = check_tenant(tenant) if is_named else keys.tenant_of(salt)
+        cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root), tenant, is_named)
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:

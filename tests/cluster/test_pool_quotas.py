@@ -104,6 +104,7 @@ def test_quotas_outlive_the_directory(pool: raykv.KVPool) -> None:
     prompts, cache = stored(pool, "b"), cache_of(pool, "b")
     kill(pool, "directory")
     eventually(lambda: [read(cache, keys).read for keys in prompts] == [PROMPT] * PROMPTS)  # charged from now on
+    eventually(lambda: pool.quotas()["b"]["minimum_bytes"] == 28 * MIB)  # both nodes have joined
     quotas = pool.quotas()
     assert quotas.keys() == {"", "b"} and (quotas["b"]["minimum"], quotas["b"]["maximum"]) == (MINIMUM, 0.5)
     with flood(pool, "a") as blocks:
