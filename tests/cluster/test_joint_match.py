@@ -61,3 +61,26 @@ def test_the_stores_of_the_readers_nodes_bring_what_only_a_tier_has(
     match.release()
     pool.session.directory.heartbeat()
     eventually(lambda: settled(pool))
+
+
+def test_what_a_reader_pulled_by_a_lease_stays_on_its_node_though_that_ends_at_once(
+    start: Callable[..., raykv.KVPool],
+) -> None:
+    pool = start(cpu_memory=8 * MIB)
+    cache, there = pool.cache(model="m", block_tokens=16, block_bytes=SIZE), other_node(pool)
+    keys, reader = cache.keys(tokens(1, BLOCKS)), worker(pool, other_node(pool), Reader)
+    eventually(lambda: store(cache, keys) >= 0 and len(locations(pool, cache, keys)) == BLOCKS)
+
+    match = JointMatch(pool.session, [Part(there, keys)], 20.0).ask()
+    (leased,) = match.leased(0, 0, BLOCKS)
+    assert (ray.get(reader.read.remote(leased), timeout=60) == payload(keys, SIZE)).all()
+    match.release()
+    pool.session.directory.heartbeat()
+    assert pool.stats()["nodes"][there]["replica"] == BLOCKS
+
+    match = JointMatch(pool.session, [Part(there, keys)], 20.0).ask()
+    assert all(
+        (np.frombuffer(piece.source, LOCATION)["node"] == piece.node).all() for piece in match.leased(0, 0, BLOCKS)
+    )
+    match.release()
+    eventually(lambda: settled(pool))
