@@ -10,6 +10,7 @@ floor.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -35,6 +36,7 @@ llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
 REQUESTS, TOKENS = 24, 30
+TRIES, TRY_S = 24, 5.0  # until another directory is in charge
 STEP = ("schedule", "update_from_output")  # what a step does in the scheduler, beside the model
 CONNECTOR = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
@@ -87,7 +89,11 @@ def engine(model: str, pool: str | None) -> Any:
 
 
 def stop_directory(pool: str) -> None:
-    os.kill(ray.get(registry.find_directory(pool).ping.remote(), timeout=60), signal.SIGSTOP)
+    """Stop the directory in charge: another than the last one, which may not have been replaced yet."""
+    for _ in range(TRIES):
+        with contextlib.suppress(ray.exceptions.GetTimeoutError):
+            return os.kill(ray.get(registry.find_directory(pool).ping.remote(), timeout=TRY_S), signal.SIGSTOP)
+    raise TimeoutError(f"no directory took over in {TRIES * TRY_S} s")
 
 
 def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] = lambda: None) -> dict[str, float]:
