@@ -193,9 +193,8 @@ class Allocator:
         with_spare = self._nodes_with_spare(writer)
         if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # nobody has any to give
             return False
-        took = self.provide_slots(
-            writer, size_class, stride, 1, tenant
-        )  # without one it can't stage for other nodes either
+        # without one slot it can't stage for other nodes either
+        took = self.provide_slots(writer, size_class, stride, 1, tenant)
         if charge := int(self._c.size_classes[size_class]["charge"]):
             need = min(need, self._left(tenant, charge))
         for node in (writer, *sorted(with_spare, key=lambda other: other.name != writer.host)):

@@ -16,7 +16,7 @@ from raykv.config import CLIENT_TTL_S, Quota
 from raykv.directory.allocator import Node
 from raykv.directory.arrays import RowArray, key_array, split_keys
 from raykv.directory.clients import Hold
-from raykv.directory.kernels import columns, demotion, index, placement, slabs
+from raykv.directory.kernels import columns, demotion, index, placement, slabs, tenants
 from raykv.directory.kernels.columns import ENTRIES
 from raykv.directory.membership import COUNTERS
 from raykv.directory.readers import Readers
@@ -148,7 +148,8 @@ class Directory(Readers):
             index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
         others, heaps = self._classes_in_turn(writer, stride), self._size_classes.heaps[stride]
         covered, grants = placement.reserve(
-            *(self._c, keys, firsts, start, size_class, others, heaps, self.locality, request.block_bytes, tenant),
+            *(self._c, keys, firsts, start, size_class, others, heaps, self.locality),
+            *(stride, request.block_bytes, tenant),
             *(source, gens, staged, staged_gens, granted, locations, staged_locations),
         )
         client.holds[request.reservation] = Hold(
@@ -156,7 +157,7 @@ class Directory(Readers):
         )
         if not grants and covered < len(keys):  # else the client asks for the rest in another call
             charge = int(self._c.size_classes[size_class]["charge"])
-            may_go = partial(self.quotas.may_go, tenant=tenant, size=charge)
+            may_go = partial(tenants.may_give_up, self._c, tenant, charge)
             if self.pins.give_up(size_class, len(keys) - covered, may_go):
                 return self.reserve(call, request, now)
             self.counters["refused"] += len(keys) - covered

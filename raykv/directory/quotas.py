@@ -55,17 +55,6 @@ class Quotas(dict[str, Quota]):
         self._capacity = sum(node.slab_bytes * node.limit - node.window_bytes for node in nodes if not node.on_gpu)
         self._apply()
 
-    def may_go(self, owner: int, others: int, tenant: int, size: int) -> bool:
-        """Whether a block of `size` bytes of `owner` may go for one of `tenant`, after so many others of it.
-
-        The rule is that of kernels/tenants.py.
-        """
-        records = self._size_classes.c.quotas
-        if size == 0 or owner == tenant:
-            return True
-        is_full = records[tenant]["used"] + size > records[tenant]["maximum"]
-        return bool(not is_full and records[owner]["used"] - (others + 1) * size >= records[owner]["minimum"])
-
     def stats(self) -> dict[str, dict[str, Any]]:
         """By tenant, "" for all without a quota: bytes used, minimum and maximum as shares and in bytes, evictions."""
         return {"": self._stats(0, Quota())} | {

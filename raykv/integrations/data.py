@@ -27,10 +27,8 @@ from raykv.scheduling.batches import Prompts
 
 BLOCK_TOKENS = 64  # prompts are compared by so many at a time: to share fewer saves next to nothing
 KEY_BYTES = 8  # two that are equal by chance cost a place in the order, and nothing else
-BLOCKS, ROWS = (
-    8,
-    1000,
-)  # of Ray Data, an engine: at least so many, so that loads are even; of at most about so many rows
+BLOCKS = 8  # of Ray Data, an engine, at least, so that loads are even
+ROWS = 1000  # of a block, about, at most
 RANK = "__raykv_rank"
 
 

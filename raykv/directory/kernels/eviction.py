@@ -11,7 +11,7 @@ from raykv.directory.kernels.columns import CLOCK, INT, REPLICA, TENANTS, TO_ALL
 from raykv.directory.kernels.index import (
     alone,
     delete,
-    forget,
+    forget_at,
     free,
     list_of,
     prefetch,
@@ -67,13 +67,6 @@ def near_victim(c, size_class, tenant):
     """The row that a tenant's block evicts where it may go nowhere else, or -1: its own where there is no other."""
     row = oldest_candidate(c, size_class, tenant)
     return row if row >= 0 else _oldest_for(c, size_class, tenant, OWN)
-
-
-@kernel
-def surplus(c, size_class):
-    """The row that goes where no writer asks for it, or -1: the oldest that takes nobody's minimum, else the oldest."""
-    row = _oldest_for(c, size_class, -1, OTHERS)
-    return row if row >= 0 else oldest(c, size_class)
 
 
 @kernel
@@ -166,10 +159,24 @@ def evict(c, row):
     position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if not alone(c, position, row):
         drop_replicas(c, row_at(c, position))
-    forget(c, row)  # the eviction
+    forget_at(c, row, position)  # the eviction
     c.size_classes[size_class_of(c, row)].evicted += 1
     c.quotas[tenant_of(c, row)].evicted += 1
     return row
+
+
+@kernel
+def evict_surplus(c, size_class):
+    """Free the slot of the oldest block that may go without taking a minimum, else of the oldest.
+
+    Returns whether there was one.
+    """
+    row = _oldest_for(c, size_class, -1, OTHERS)
+    if row < 0:
+        row = oldest(c, size_class)
+    if row >= 0:
+        free(c, evict(c, row))
+    return row >= 0
 
 
 @kernel
@@ -183,8 +190,7 @@ def keep_maximum(c, tenant, size_class):
 @kernel(C, INT, INT)
 def restore_window(c, size_class, slots):
     """Evict until the staging window lacks no slot, at most `slots` times. Returns how many are still to be freed."""
-    while slots > 0 and room(c, size_class) < 0 and surplus(c, size_class) >= 0:
-        free(c, evict(c, surplus(c, size_class)))
+    while slots > 0 and room(c, size_class) < 0 and evict_surplus(c, size_class):
         slots -= 1
     return slots if room(c, size_class) < 0 else 0
 

@@ -269,49 +269,41 @@ def give_up_list(c, size_class, tenant):
         while younger >= 0 and c.rows[younger].last < c.rows[row].last:
             younger = np.int64(c.rows[younger].prev)
         older = np.int64(c.rows[younger].next if younger >= 0 else c.lists[target].head)
-        c.rows[row].prev = younger
-        c.rows[row].next = older
-        if younger >= 0:
-            c.rows[younger].next = row
-        else:
-            c.lists[target].head = row
-        if older >= 0:
-            c.rows[older].prev = row
-        else:
-            c.lists[target].tail = row
-        c.lists[target].count += 1
+        link_between(c, target, younger, row, older)
         row = after
     c.lists[source].head = c.lists[source].tail = -1
     c.lists[source].count = 0
 
 
 @kernel
-def link(c, which, row):
-    """Put a row at the young end of a list."""
-    head = c.lists[which].head
-    c.rows[row].prev = -1
-    c.rows[row].next = head
-    if head >= 0:
-        c.rows[head].prev = row
+def link_between(c, which, younger, row, older):
+    """Put a row into a list, between two rows that are neighbours there; -1 stands for none."""
+    c.rows[row].prev = younger
+    c.rows[row].next = older
+    if younger >= 0:
+        c.rows[younger].next = row
+    else:
+        c.lists[which].head = row
+    if older >= 0:
+        c.rows[older].prev = row
     else:
         c.lists[which].tail = row
-    c.lists[which].head = row
     c.lists[which].count += 1
+
+
+@kernel
+def link(c, which, row):
+    """Put a row at the young end of a list."""
+    link_between(c, which, np.int64(-1), row, np.int64(c.lists[which].head))
 
 
 @kernel
 def link_old(c, which, row):
     """Put a row at the old end of a list, as the oldest there."""
-    tail = c.lists[which].tail
-    c.rows[row].prev = tail
-    c.rows[row].next = -1
+    tail = np.int64(c.lists[which].tail)
     if tail >= 0:
-        c.rows[tail].next = row
         c.rows[row].last = min(c.rows[row].last, c.rows[tail].last - 1)
-    else:
-        c.lists[which].head = row
-    c.lists[which].tail = row
-    c.lists[which].count += 1
+    link_between(c, which, tail, row, np.int64(-1))
 
 
 @kernel
@@ -495,11 +487,16 @@ def set_role(c, row, state):
 @kernel
 def forget(c, row):
     """Take a stored row out of table and lists. If it was the primary, a replica takes its place."""
+    forget_at(c, row, probe(c, c.rows[row].k0, c.rows[row].k1))
+
+
+@kernel
+def forget_at(c, row, position):
+    """As `forget`. position: of the key's entry."""
     if listed(c, row):
         unlink(c, list_of(c, row, c.rows[row].state), row)
     if c.rows[row].state == READY:
         charge(c, row, -1)
-    position = probe(c, c.rows[row].k0, c.rows[row].k1)
     if alone(c, position, row):  # most are: no second probe
         close_gap(c, position)
         c.state[ENTRIES] -= 1

@@ -19,7 +19,7 @@ from raykv.directory.kernels.columns import (
     WRITING,
     C,
 )
-from raykv.directory.kernels.eviction import evict, keep_maximum, next_ahead, surplus, victim, victim_ahead
+from raykv.directory.kernels.eviction import evict, evict_surplus, keep_maximum, next_ahead, victim, victim_ahead
 from raykv.directory.kernels.index import (
     assign,
     claim,
@@ -36,7 +36,6 @@ from raykv.directory.kernels.index import (
 from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
 from raykv.directory.kernels.tenants import is_full
-from raykv.protocol import ALIGN
 from raykv.system.jit import kernel
 
 UNKNOWN = 2  # whether a block was written: nothing is done about it
@@ -65,7 +64,7 @@ def _missing(c, firsts, start):
 
 
 @kernel(
-    *(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, INT, INT),
+    *(C, KEYS, ROWS, INT, INT, ROWS, HEAPS, FLOAT, INT, INT, INT),
     *(ROWS, ROWS, ROWS, ROWS, INDICES_OUT, LOCATIONS_OUT, LOCATIONS_OUT),
 )
 def reserve(
@@ -77,6 +76,7 @@ def reserve(
     others,
     heaps,
     locality,
+    size,
     block_bytes,
     tenant,
     source,
@@ -92,7 +92,6 @@ def reserve(
     gens, staged_gens, out: generations of `source` and `staged`. locations[j], staged_locations[j], out: of the slots
     of keys[granted[j]].
     """
-    size = -(-block_bytes // ALIGN) * ALIGN
     covered, grants = _grant_missing(
         c, keys, firsts, start, size_class, others, heaps, locality, size, tenant, source, staged, granted
     )
@@ -171,8 +170,8 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, 
         source[i] = row
         granted[grants] = i
         grants += 1
-        if not has_room and room(c, target) < 0 and surplus(c, target) >= 0:
-            free(c, evict(c, surplus(c, target)))  # replicas that became primaries have used up its staging window
+        if not has_room and room(c, target) < 0:
+            evict_surplus(c, target)  # replicas that became primaries have used up its staging window
     return n, grants
 
 

@@ -6,7 +6,7 @@ its rows have one tenant. What counts are primaries in the memory of nodes, read
 
 import numpy as np
 
-from raykv.directory.kernels.columns import TENANTS
+from raykv.directory.kernels.columns import INT, TENANTS, C
 from raykv.system.jit import kernel
 
 ANYBODY, OWN, OTHERS, FAIR = range(4)  # whose blocks may go: see `may_go`
@@ -49,3 +49,10 @@ def may_go(c, owner, tenant, who, size):
     if owner == tenant:
         return who != OTHERS
     return who != OWN and c.quotas[owner].used - size >= c.quotas[owner].minimum
+
+
+@kernel(C, INT, INT, INT, INT)
+def may_give_up(c, tenant, size, owner, others):
+    """Whether a pinned block of `owner` may go for one of `tenant`, after `others` of it. size: bytes of each."""
+    who = whose(c, tenant, size)
+    return may_go(c, owner, tenant, FAIR if who == OTHERS else who, (others + 1) * size)

@@ -245,10 +245,9 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if blocks != len(run.ids) or run.chunks + left_out != _count(keys):
             return []
         caches = self._caches[run.group]
+        left = {part: _rows_of_keys(keys[part])[left_out:] for part in caches}
         reserved = [
-            cache.reserve(
-                Keys(_rows_of_keys(keys[part])[left_out:], cache.id.for_salt(target.salt)), position + left_out
-            )
+            cache.reserve(Keys(left[part], cache.id.for_salt(target.salt)), position + left_out)
             for part, cache in caches.items()
         ]
         return [Offer(run, number, reservation) for number, reservation in enumerate(reserved)]
