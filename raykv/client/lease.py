@@ -185,7 +185,7 @@ class Lease:
         valid = np.zeros(len(self), np.bool_)
         for blocks, where in self._arrivals(len(self), stream=True):
             valid[blocks] = self._copy(where, self.keys[blocks], rows[blocks], verify)
-        if self._owner != self._session.directory.client:  # who may release it now, and with it what nobody has reported
+        if self._owner != self._session.directory.client:  # who may release it now: what is unreported by then is lost
             self._session.directory.heartbeat()
         return _leading(valid)
 

@@ -77,7 +77,7 @@ class Pins(dict[bytes, tuple[int, int]]):
     def expire(self, now: float) -> None:
         """End those whose time is over."""
         if now >= self._next_end:
-            self.unpin([key for key, end in self._ends.items() if end <= now])
+            self.unpin([key for key in self if self._ends.get(key, inf) <= now])
             self._next_end = min(self._ends.values(), default=inf)
 
     def _hold(self, keys: list[bytes]) -> None:
