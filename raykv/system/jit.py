@@ -93,27 +93,28 @@ def kernel(*types: Any) -> Any:
     """Compile a function without the GIL, keeping the machine code for the next process.
 
     `@kernel(C, ROWS)` is for one that Python calls: numba types of its arguments, for `compile_all`. `@kernel` is for
-    one that only kernels call: it is compiled into those.
+    one that only kernels call: it is compiled into those at every place, since a call of it hands over all columns, of
+    seven words each.
 
     Kernels borrow their arrays and make none: without numba's reference counts (an atomic operation or two for every
     `c.rows`), touching takes a third of the time.
     """
     if len(types) == 1 and isinstance(types[0], FunctionType):
-        return _jitted(types[0])
+        return _jitted(types[0], inline=True)
 
     def decorate(function: F) -> F:
-        compiled = _jitted(function)
+        compiled = _jitted(function, inline=False)
         _entries.append((compiled, types))
         return compiled
 
     return decorate
 
 
-def _jitted(function: F) -> F:
+def _jitted(function: F, inline: bool) -> F:
     others = numba.config.CACHE_DIR  # read when a function is decorated; other libraries keep theirs
     numba.config.CACHE_DIR = cache_folder()[0]
     try:
-        return cast(F, numba.njit(cache=True, nogil=True, _nrt=False)(function))
+        return cast(F, numba.njit(cache=True, nogil=True, forceinline=inline, _nrt=False)(function))
     finally:
         numba.config.CACHE_DIR = others
 

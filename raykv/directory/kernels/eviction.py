@@ -116,6 +116,9 @@ def victim(c, size_class, heaps, locality, may_leave, tenant, size):
     locality: how many times as long that one must have been idle. may_leave: whether a slot on another node will do.
     size: bytes of a slot.
     """
+    if c.state[TENANTS] == 1:  # as below, at half the cost
+        far_tail = coldest(c, heaps[0], 0) if may_leave else np.int64(-1)
+        return _idler(c, oldest_of(c, size_class, 0), far_tail, locality)
     near, far = whose(c, tenant, c.size_classes[size_class].charge), whose(c, tenant, size)
     row = _victim(c, size_class, heaps, locality, may_leave, tenant, size, near, far)
     if row < 0 and far == OTHERS:
@@ -128,6 +131,12 @@ def _victim(c, size_class, heaps, locality, may_leave, tenant, size, near, far):
     """As `victim`, of those that may go. near, far: see `whose`."""
     tail = _oldest_for(c, size_class, tenant, near)
     far_tail = _coldest_for(c, heaps, tenant, far, size) if may_leave else np.int64(-1)
+    return _idler(c, tail, far_tail, locality)
+
+
+@kernel
+def _idler(c, tail, far_tail, locality):
+    """Of two rows, each of which may be -1, the far one if it was idle much longer (`locality`), else the near one."""
     if far_tail < 0:  # no other will do; a GPU is not in the heap, and may have a victim
         return tail
     if tail < 0:
