@@ -19,7 +19,7 @@ from ray.core.generated.gcs_pb2 import (  # type: ignore[attr-defined]
     GcsNodeInfo,
     NodeSnapshot,
 )
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from raykv import registry
 from raykv.actors.directory import start_directory
@@ -244,6 +244,12 @@ class Supervisor:
         if registry.in_charge(self._pool).name != old:  # the other one took over by itself
             return registry.find_directory(self._pool)
         directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
+        stood_by = self._standing_by is not None and _is_alive(self._standing_by)
+        try:
+            ray.get(directory.ping.remote(), timeout=REPLACE_AFTER_S if stood_by else START_DEADLINE_S)
+        except GetTimeoutError:  # it hangs too: the next look starts it anew
+            ray.kill(directory)
+            raise
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
         self._answered = time.monotonic()
         if registry.in_charge(self._pool).name != old:

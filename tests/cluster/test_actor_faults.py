@@ -34,6 +34,14 @@ def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
     return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
 
 
+def both_directories(pool: raykv.KVPool) -> list[int]:
+    """Their processes; none while there is only one."""
+    try:
+        return [pid(registry.find(registry.directory_name(pool.name, number))) for number in (1, 2)]
+    except ValueError:
+        return []
+
+
 def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[raykv.Keys], list[Any]]:
     """Blocks of both nodes, and a worker on each."""
     cache = a_cache(pool)
@@ -92,6 +100,17 @@ def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., 
 
 
 @both_ways_at_once
+def test_another_directory_is_in_charge_though_both_hang(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    cache, prompts, _ = on_both(pool)
+    epoch, processes = pool.stats()["epoch"], eventually(lambda: both_directories(pool))
+    for process in processes:
+        suspend(process)
+    eventually(lambda: pool.stats().get("epoch", 0) > epoch)
+    come_back(cache, prompts)
+    assert pid(registry.find_directory(pool.name)) not in processes
+
+
 def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
     start: Callable[..., raykv.KVPool], transport: str
 ) -> None:
