@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is in this process
@@ -36,7 +37,7 @@ llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
 REQUESTS, TOKENS = 24, 30
-TRIES, TRY_S = 24, 5.0  # until another directory is in charge
+TRIES, TRY_S = 60, 5.0  # until two directories answer
 STEP = ("schedule", "update_from_output")  # what a step does in the scheduler, beside the model
 CONNECTOR = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
@@ -56,7 +57,7 @@ def main() -> None:
         found = {"without": measured(engine(model, None), arguments.rounds, 0)}
         pooled = engine(model, POOL)
         found["answers"] = measured(pooled, arguments.rounds, 1000)
-        found["stopped"] = measured(pooled, arguments.rounds, 2000, before_round=lambda: stop_directory(pool.name))
+        found["stopped"] = measured(pooled, arguments.rounds, 2000, before_round=partial(stop_directory, pool.name, []))
     if arguments.json:
         print(json.dumps(found))
         return
@@ -88,12 +89,18 @@ def engine(model: str, pool: str | None) -> Any:
     )
 
 
-def stop_directory(pool: str) -> None:
-    """Stop the directory in charge: another than the last one, which may not have been replaced yet."""
+def stop_directory(pool: str, last: list[int]) -> None:
+    """Stop the directory in charge, and keep its process in `last`. The one before it is ended, and stands by again."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(last.pop(), signal.SIGKILL) if last else None
     for _ in range(TRIES):
-        with contextlib.suppress(ray.exceptions.GetTimeoutError):
-            return os.kill(ray.get(registry.find_directory(pool).ping.remote(), timeout=TRY_S), signal.SIGSTOP)
-    raise TimeoutError(f"no directory took over in {TRIES * TRY_S} s")
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it is being started again
+            both = [registry.find(registry.directory_name(pool, number)) for number in (1, 2)]
+            ray.get([each.ping.remote() for each in both], timeout=TRY_S)
+            last.append(ray.get(registry.find_directory(pool).ping.remote(), timeout=TRY_S))
+            return os.kill(last[0], signal.SIGSTOP)
+        time.sleep(1.0)
+    raise TimeoutError(f"after {TRIES} s pool {pool!r} still has no two directories that answer")
 
 
 def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] = lambda: None) -> dict[str, float]:
