@@ -99,7 +99,6 @@ def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., 
     eventually(lambda: settled(pool))
 
 
-@both_ways_at_once
 def test_another_directory_is_in_charge_though_both_hang(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     cache, prompts, _ = on_both(pool)
@@ -111,6 +110,7 @@ def test_another_directory_is_in_charge_though_both_hang(start: Callable[..., ra
     assert pid(registry.find_directory(pool.name)) not in processes
 
 
+@both_ways_at_once
 def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
     start: Callable[..., raykv.KVPool], transport: str
 ) -> None:
