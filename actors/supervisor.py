@@ -244,11 +244,12 @@ class Supervisor:
         if registry.in_charge(self._pool).name != old:  # the other one took over by itself
             return registry.find_directory(self._pool)
         directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
-        stood_by = self._standing_by is not None and _is_alive(self._standing_by)
+        stood_by = self._successor == _other(old) and self._standing_by is not None and _is_alive(self._standing_by)
         try:
             ray.get(directory.ping.remote(), timeout=REPLACE_AFTER_S if stood_by else START_DEADLINE_S)
-        except GetTimeoutError:  # it hangs too: the next look starts it anew
-            ray.kill(directory)
+        except GetTimeoutError:
+            if registry.in_charge(self._pool).name == old:  # else it took over meanwhile
+                self._give_up_successor(directory, "it does not answer either")
             raise
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
         self._answered = time.monotonic()
@@ -271,12 +272,15 @@ class Supervisor:
         if self._standing_by is None or not _is_alive(self._standing_by):
             self._standing_by = start_directory(self._pool, self._successor, there)
         if self._successor_is_bad(others) and registry.in_charge(self._pool).name == self._in_charge:
-            log.warning("%r: the directory that stands by is started anew: it is of no use where it is", self)
-            ray.kill(self._standing_by)
-            self._standing_by = self._successor_answer = None
+            self._give_up_successor(self._standing_by, "it is of no use where it is")
             self._successors_given_up += 1
         elif self._successor_answer is None:
             self._successor_answer, self._successor_asked = self._standing_by.node_id.remote(), time.monotonic()
+
+    def _give_up_successor(self, successor: Any, why: str) -> None:
+        log.warning("%r: the directory that stands by is started anew: %s", self, why)
+        ray.kill(successor)
+        self._standing_by = self._successor_answer = None
 
     def _successor_is_bad(self, others: list[str]) -> bool:
         """Whether it has not answered for too long, or is on none of the other nodes though there are some."""

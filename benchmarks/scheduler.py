@@ -91,8 +91,9 @@ def engine(model: str, pool: str | None) -> Any:
 
 def stop_directory(pool: str, last: list[int]) -> None:
     """Stop the directory in charge, and keep its process in `last`. The one before it is ended, and stands by again."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(last.pop(), signal.SIGKILL) if last else None
+    if last:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(last.pop(), signal.SIGKILL)
     for _ in range(TRIES):
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it is being started again
             both = [registry.find(registry.directory_name(pool, number)) for number in (1, 2)]
@@ -100,7 +101,7 @@ def stop_directory(pool: str, last: list[int]) -> None:
             last.append(ray.get(registry.find_directory(pool).ping.remote(), timeout=TRY_S))
             return os.kill(last[0], signal.SIGSTOP)
         time.sleep(1.0)
-    raise TimeoutError(f"after {TRIES} s pool {pool!r} still has no two directories that answer")
+    raise TimeoutError(f"{TRIES} times pool {pool!r} had no two directories that answer")
 
 
 def measured(llm: Any, rounds: int, seed: int, before_round: Callable[[], None] = lambda: None) -> dict[str, float]:

@@ -37,9 +37,9 @@ class Shape(NamedTuple):
 SHAPES = {
     "llama": Shape("Llama", {}),
     "qwen3": Shape("Qwen3", {}),
-    "qwen3-moe": Shape("Qwen3Moe", QWENS),
+    "qwen3-moe": Shape("Qwen3Moe", {**QWENS, "norm_topk_prob": True}),  # as released
     "mixtral": Shape("Mixtral", EXPERTS),
-    "gemma2": Shape("Gemma2", {"layer_types": IN_TURN, "sliding_window": WINDOW}),
+    "gemma2": Shape("Gemma2", {"layer_types": IN_TURN, "sliding_window": WINDOW, "tie_word_embeddings": True}),
     "gemma3": Shape(
         "Gemma3", {"num_hidden_layers": 6, "layer_types": MANY, "sliding_window": WINDOW}, config="Gemma3Text"
     ),

@@ -185,7 +185,7 @@ class Lease:
         valid = np.zeros(len(self), np.bool_)
         for blocks, where in self._arrivals(len(self), stream=True):
             valid[blocks] = self._copy(where, self.keys[blocks], rows[blocks], verify)
-        if self._owner != self._session.directory.client:  # who may release it now: what is unreported by then is lost
+        if self._owner != self._session.directory.client:  # who may release it as soon as this returns
             self._session.directory.heartbeat()
         return _leading(valid)
 

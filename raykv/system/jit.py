@@ -93,8 +93,8 @@ def kernel(*types: Any) -> Any:
     """Compile a function without the GIL, keeping the machine code for the next process.
 
     `@kernel(C, ROWS)` is for one that Python calls: numba types of its arguments, for `compile_all`. `@kernel` is for
-    one that only kernels call: it is compiled into those at every place, since a call of it hands over all columns, of
-    seven words each.
+    one that only kernels call: it is compiled into those at every place: a call of it would hand over all columns, of
+    seven words and more each.
 
     Kernels borrow their arrays and make none: without numba's reference counts (an atomic operation or two for every
     `c.rows`), touching takes a third of the time.

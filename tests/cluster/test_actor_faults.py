@@ -20,6 +20,7 @@ from helpers.pools import (
     read,
     served,
     settled,
+    stopped,
     suspend,
     tokens,
     worker,
@@ -103,11 +104,10 @@ def test_another_directory_is_in_charge_though_both_hang(start: Callable[..., ra
     pool = start()
     cache, prompts, _ = on_both(pool)
     epoch, processes = pool.stats()["epoch"], eventually(lambda: both_directories(pool))
-    for process in processes:
-        suspend(process)
-    eventually(lambda: pool.stats().get("epoch", 0) > epoch)
-    come_back(cache, prompts)
-    assert pid(registry.find_directory(pool.name)) not in processes
+    with stopped(processes[0]), stopped(processes[1]):
+        eventually(lambda: pool.stats().get("epoch", 0) > epoch)
+        come_back(cache, prompts)
+        assert pid(registry.find_directory(pool.name)) not in processes
 
 
 @both_ways_at_once

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from helpers.pools import MIB, eventually, locations, other_node, payload, settled, store, tokens, worker
+from helpers.pools import MIB, eventually, locations, other_node, patient, payload, settled, store, tokens, worker
 from numpy.typing import NDArray
 
 import raykv
@@ -25,6 +25,7 @@ class Reader:
     """Reads by another process's leases."""
 
     def __init__(self, pool: str) -> None:
+        patient()
         self.pool = raykv.attach(pool)
 
     def read(self, leased: Leased) -> NDArray[np.uint8]:

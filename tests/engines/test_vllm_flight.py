@@ -71,6 +71,7 @@ def engines(
 def test_eight_requests_of_two_engines_compute_a_prompt_once(engines: Engines) -> None:
     for seed in (10, 11, 12):
         new, before = prompt(seed), waits(engines.one) + waits(engines.two)
+        eventually(lambda: engines.pool.stats()["intents"] == 0)
         asked = engines.two.answer.remote(*[new] * 4)
         eventually(lambda: engines.pool.stats()["intents"])  # on a busy machine one may be done before the other begins
         both = ray.get([engines.one.answer.remote(*[new] * 4), asked], timeout=300)
