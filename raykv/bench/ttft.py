@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from raykv.bench.floors import Bytes, Lane
 from raykv.bench.shapes import SHAPES, configuration
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
@@ -22,7 +22,8 @@ POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
 BLOCK_BYTES = 2 * MIB  # 64 KiB a token: 16 layers of 4 heads of 128, keys and values, in float32
 ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
-FLOOR_FACTOR = 1.3
+LANE_FACTOR = 1.1  # of what the pool's lane takes, in the floor of a hit on another node
+IDLE_S = 1.2  # vLLM's workers poll for a second after a step: another engine's would take the cores of the next answer
 WARM, ROUNDS = 1, 8
 PAUSE_S = 0.05
 LLAMA = "llama-shape"
@@ -39,7 +40,8 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),  # else Ray sets 1
+    # else Ray sets 1. A core is left to vLLM's scheduler, as vLLM advises, and to the pool
+    "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -121,24 +123,6 @@ class Engine:
         return float(sum(np.fromfile(file, np.float64)[0] for file in files))
 
 
-class Bytes:
-    """As many bytes as a prompt's KV, on one node: how long does Ray take to bring them to another?"""
-
-    def __init__(self, size: int) -> None:
-        self.bytes = np.random.default_rng(0).integers(0, 255, size, np.uint8)
-
-    def array(self) -> NDArray[np.uint8]:
-        return self.bytes
-
-    def seconds(self, other: Any) -> float:
-        import ray
-
-        begin = time.perf_counter()
-        array = ray.get(other.array.remote())
-        assert array.nbytes == self.bytes.nbytes
-        return time.perf_counter() - begin
-
-
 def run(model: str = LLAMA) -> dict[str, Any]:
     """Milliseconds, medians. An engine on the other node computed the remote prompts, which this one never read.
 
@@ -162,10 +146,10 @@ def run(model: str = LLAMA) -> dict[str, Any]:
         ray.get(reader.answer.remote(WARM + ROUNDS))  # how fast it computes says how long it waits for a tier
         ray.get(reader.reset.remote())  # waits until what it computed is offered
         kept = _kept(pool, writer)
-        far, near = on_node(Bytes, there, kept.bytes), on_node(Bytes, here, kept.bytes)
+        far, near = (Floors(on_node(Bytes, n, kept.bytes), on_node(Lane, n, POOL, kept.bytes)) for n in (there, here))
         try:
             for turn in range(WARM + ROUNDS):
-                figures = _round(turn, pool, kept, writer, reader, plain, far, near)
+                figures = _round(turn, pool, kept, writer, reader, plain) | _floors(turn, near, far)
                 for name, value in figures.items() if turn >= WARM else ():
                     columns[name].append(value)
         finally:
@@ -186,6 +170,13 @@ class Kept(NamedTuple):
     bytes: int
 
 
+class Floors(NamedTuple):
+    """Actors of one node."""
+
+    bytes: Any
+    lane: Any
+
+
 def _kept(pool: Any, writer: Any) -> Kept:
     """Of one that nobody asks for again. Asked twice: a store that the directory was late for is lost."""
     import ray
@@ -201,23 +192,21 @@ def _kept(pool: Any, writer: Any) -> Kept:
     return found
 
 
-def _round(
-    turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: Any, far: Any, near: Any
-) -> dict[str, float]:
+def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: Any) -> dict[str, float]:
     import ray
 
     pool.clear()
     order = [writer, plain] if turn % 2 else [plain, writer]
-    computed = {engine: ray.get(engine.answer.remote(turn)) for engine in order}
+    computed = {engine: _alone(engine, turn) for engine in order}
     while pool.stats().get("keys", 0) < kept.keys:  # offered once more: a store that the directory was late for is lost
         ray.get(writer.answer.remote(turn))
+    ray.get([engine.reset.remote() for engine in (writer, reader)])  # waits until all is offered
+    answers = {"remote": _alone(reader, turn), "own": _alone(reader, turn)}
     ray.get(reader.reset.remote())
-    answers = {"remote": ray.get(reader.answer.remote(turn)), "own": ray.get(reader.answer.remote(turn))}
-    ray.get(reader.reset.remote())
-    answers["local"] = ray.get(reader.answer.remote(turn))
+    answers["local"] = _alone(reader, turn)
     _push_out(turn, pool)
     ray.get(reader.reset.remote())
-    answers["tier"] = ray.get(reader.answer.remote(turn))
+    answers["tier"] = _alone(reader, turn)
     cached = {name: answer.cached for name, answer in answers.items()}
     pooled = {cached[name] for name in ("remote", "local", "tier")}
     assert len(pooled) == 1 and 0.9 * PROMPT_TOKENS < min(pooled) <= cached["own"], f"tokens cached: {cached}"
@@ -230,8 +219,27 @@ def _round(
         **{name: answer.ms for name, answer in answers.items()},
         "unequal": sum(answer.said != same for answer in answers.values() if answer.cached in pooled),
         "cached": cached["remote"],
-        "ray_get": ray.get(near.seconds.remote(far)),
     }
+
+
+def _alone(engine: Any, turn: int) -> Answer:
+    """The answer of an engine while the others are idle."""
+    import ray
+
+    time.sleep(IDLE_S)
+    answer: Answer = ray.get(engine.answer.remote(turn))
+    return answer
+
+
+def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
+    """Milliseconds to bring a prompt's bytes from the other node by Ray and by the pool, and to copy them here."""
+    import ray
+
+    ray.get(far.lane.store.remote(turn))
+    seconds = {"lane": ray.get(near.lane.seconds.remote(turn))}
+    seconds["ray_get"] = ray.get(near.bytes.seconds.remote(far.bytes))
+    seconds["memcpy"] = ray.get(near.bytes.memcpy_seconds.remote())
+    return {name: 1e3 * value for name, value in seconds.items()}
 
 
 def _push_out(turn: int, pool: Any) -> None:
@@ -245,7 +253,7 @@ def _push_out(turn: int, pool: Any) -> None:
 
 def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in columns.items()}
-    gbps = kept.bytes / medians["ray_get"] / 1e9
+    rounds = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     added = sorted(cold - without for cold, without in zip(columns["cold"], columns["without"], strict=True))
     low, high = _interval(added)
     return {
@@ -254,14 +262,18 @@ def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
         "pool_local_ms": medians["local"],
         "pool_remote_ms": medians["remote"],
         "pool_tier_ms": medians["tier"],
-        "ray_get_gbps": gbps,
-        "remote_floor_ms": medians["own"] + FLOOR_FACTOR * medians["ray_get"] * 1e3,
+        "ray_get_ms": medians["ray_get"],
+        "lane_ms": medians["lane"],
+        "memcpy_ms": medians["memcpy"],
+        "local_of_floor": statistics.median(r["local"] / (r["own"] + r["memcpy"]) for r in rounds),
+        "remote_of_floor": statistics.median(
+            row["remote"] / (row["own"] + LANE_FACTOR * row["lane"]) for row in rounds
+        ),
         "connector_ms": medians["connector"],
         "without_ms": medians["without"],
         "cold_less_without_ms": statistics.median(added),
         "cold_less_without_low_ms": low,
         "cold_less_without_high_ms": high,
-        "local_of_own_hit": medians["local"] / medians["own"],
         "unequal_answers": int(sum(columns["unequal"])),
         "prompt_tokens": PROMPT_TOKENS,
         "read_tokens": int(medians["cached"]),
