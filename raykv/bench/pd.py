@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raykv.bench import ttft
-from raykv.bench.floors import Bytes
+from raykv.bench.floors import BLOCK_BYTES, Bytes
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 
 POOL = "bench-pd"
 PROMPT_TOKENS = 1537
-BYTES = PROMPT_TOKENS * ttft.BLOCK_BYTES // ttft.BLOCK_TOKENS
+BYTES = PROMPT_TOKENS * BLOCK_BYTES // ttft.BLOCK_TOKENS
 ARENA_BYTES = 2048 * MIB
 DELAYS_MS = (0, 10, 30, 100, 500)  # from the prefill's answer to the request of its decode
 TOKENS = 8

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raykv.bench.floors import Bytes, Lane
+from raykv.bench.floors import BLOCK_BYTES, Bytes, Lane
 from raykv.bench.shapes import SHAPES, configuration
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 
 POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
-BLOCK_BYTES = 2 * MIB  # 64 KiB a token: 16 layers of 4 heads of 128, keys and values, in float32
 ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
 LANE_FACTOR = 1.1  # of what the pool's lane takes, in the floor of a hit on another node
 IDLE_S = 1.2  # vLLM's workers poll for a second after a step: another engine's would take the cores of the next answer
@@ -236,9 +235,11 @@ def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
     import ray
 
     ray.get(far.lane.store.remote(turn))
-    seconds = {"lane": ray.get(near.lane.seconds.remote(turn))}
-    seconds["ray_get"] = ray.get(near.bytes.seconds.remote(far.bytes))
-    seconds["memcpy"] = ray.get(near.bytes.memcpy_seconds.remote())
+    seconds = {
+        "lane": ray.get(near.lane.seconds.remote(turn)),
+        "ray_get": ray.get(near.bytes.seconds.remote(far.bytes)),
+        "memcpy": ray.get(near.bytes.memcpy_seconds.remote()),
+    }
     return {name: 1e3 * value for name, value in seconds.items()}
 
 
@@ -266,9 +267,7 @@ def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
         "lane_ms": medians["lane"],
         "memcpy_ms": medians["memcpy"],
         "local_of_floor": statistics.median(r["local"] / (r["own"] + r["memcpy"]) for r in rounds),
-        "remote_of_floor": statistics.median(
-            row["remote"] / (row["own"] + LANE_FACTOR * row["lane"]) for row in rounds
-        ),
+        "remote_of_floor": statistics.median(r["remote"] / (r["own"] + LANE_FACTOR * r["lane"]) for r in rounds),
         "connector_ms": medians["connector"],
         "without_ms": medians["without"],
         "cold_less_without_ms": statistics.median(added),
