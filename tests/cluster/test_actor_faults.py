@@ -14,6 +14,7 @@ from helpers.pools import (
     eventually,
     keep,
     kill,
+    load,
     node_store,
     other_node,
     pid,
@@ -21,7 +22,6 @@ from helpers.pools import (
     served,
     settled,
     stopped,
-    suspend,
     tokens,
     worker,
 )
@@ -53,12 +53,6 @@ def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[raykv.Keys], list[A
     return cache, prompts, workers
 
 
-def carried(load: list[Any]) -> None:
-    """Blocks were stored and read, and none wrong. Every worker read some; who is late finds all of them stored."""
-    stored, readings, wrong = map(sum, zip(*ray.get(load, timeout=120), strict=True))
-    assert stored and readings and not wrong
-
-
 @both_ways_at_once
 def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
     start: Callable[..., raykv.KVPool], transport: str
@@ -66,11 +60,10 @@ def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
     pool = start(transport=transport)
     cache, prompts, workers = on_both(pool)
     epoch = pool.stats()["epoch"]
-    load = [there.churn.remote(25.0, seed=i, prompts=4, blocks=20) for i, there in enumerate(workers)]
-    kill(pool, pool.node_id)
-    kill(pool, "directory")
-    kill(pool, other_node(pool))
-    carried(load)
+    with load(workers, prompts=4, blocks=20):
+        for part in (pool.node_id, "directory", other_node(pool)):
+            kill(pool, part)
+            come_back(cache, prompts)
     come_back(cache, prompts, workers)
     eventually(lambda: settled(pool))
     assert pool.stats()["epoch"] > epoch and pool.stats()["corrupt"] == 0
@@ -121,8 +114,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
     process, epoch = pid(old), pool.stats()["epoch"]
     late = cache.keys(tokens(300, 4))
     hold, grant = eventually(lambda: granted(pool, late))
-    suspend(process)
-    try:
+    with stopped(process):
         with cache.match(prompts[0]) as match:  # a miss, in its deadline
             assert match.num_blocks == 0
         eventually(lambda: registry.in_charge(pool.name).name != f"raykv/{pool.name}/directory-1")
@@ -138,13 +130,12 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
         faults = dict(directory.faults)
         assert directory.commit(hold, grant.locations, late.tobytes(), b"\1" * 4) == 0
         assert directory.faults == faults, "it answered, and took none of them"
-        load = [there.churn.remote(10.0, seed=i, prompts=4, blocks=20) for i, there in enumerate(workers)]
         now = pool.stats()["epoch"]
-    finally:
-        os.kill(process, signal.SIGCONT)
-    carried(load)
+        with load(workers, prompts=4, blocks=20):
+            os.kill(process, signal.SIGCONT)
+            eventually(lambda: not os.path.exists(f"/proc/{process}"))
+            come_back(cache, prompts)
     assert pool.stats()["epoch"] == now
-    eventually(lambda: not os.path.exists(f"/proc/{process}"))
     come_back(cache, prompts, workers)
     assert read(cache, late).matched == 0
     eventually(lambda: settled(pool))
@@ -172,13 +163,11 @@ def test_a_killed_supervisor_comes_back_and_a_raylet_dies_under_load(
     keep(cache, kept)
     near = worker(pool, pool.node_id, be_patient=False)
     come_back(cache, [kept], [near])
-    load = near.churn.remote(20.0, seed=1, prompts=4, blocks=20)
-    cluster.remove_node(node, allow_graceful=False)
-    eventually(lambda: pool.stats()["nodes"].get(node.node_id, {}).get("state") in (None, "suspect"))
-    assert read(cache, lost).matched == 0  # it is not offered any more,
-    eventually(lambda: node.node_id not in pool.stats()["nodes"])  # and then Ray gives it up
-    stored, readings, wrong = ray.get(load, timeout=120)
-    assert stored and readings and not wrong
+    with load([near], prompts=4, blocks=20):
+        cluster.remove_node(node, allow_graceful=False)
+        eventually(lambda: pool.stats()["nodes"].get(node.node_id, {}).get("state") in (None, "suspect"))
+        assert read(cache, lost).matched == 0  # it is not offered any more,
+        eventually(lambda: node.node_id not in pool.stats()["nodes"])  # and then Ray gives it up
     come_back(cache, [kept], [near])
     keep(cache, lost)
     eventually(lambda: settled(pool))

@@ -19,6 +19,7 @@ from helpers.pools import (
     holds,
     keep,
     kill,
+    load,
     locations,
     other_node,
     payload,
@@ -106,15 +107,10 @@ def test_a_node_is_given_less_memory_and_more(pool: raykv.KVPool) -> None:
 def test_a_resize_under_load_gives_no_wrong_block(pool: raykv.KVPool) -> None:
     nodes = (pool.node_id, other_node(pool))
     workers = [worker(pool, node_id) for node_id in nodes for _ in range(2)]
-    load = [there.churn.remote(12.0, seed=i, prompts=12, blocks=24) for i, there in enumerate(workers)]
-    end, sizes = time.monotonic() + 12.0, 0
-    while time.monotonic() < end:
-        for node_id, size in zip(nodes, ((16, 96), (80, 12), (SIZE // MIB, SIZE // MIB))[sizes % 3], strict=True):
-            assert pool.resize(node_id, size * MIB) == size * MIB
-        sizes += 1
-    for stored, readings, wrong in ray.get(load, timeout=120):
-        assert stored and readings and not wrong
-    assert sizes >= 2
+    with load(workers, prompts=12, blocks=24):
+        for sizes in 2 * ((16, 96), (80, 12), (SIZE // MIB, SIZE // MIB)):
+            for node_id, size in zip(nodes, sizes, strict=True):
+                assert pool.resize(node_id, size * MIB) == size * MIB
     faults = [ray.get(there.faults.remote(), timeout=60) for there in workers]
     eventually(lambda: settled(pool))
     assert pool.stats()["corrupt"] == 0, faults

@@ -4,9 +4,11 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -163,11 +165,16 @@ class Worker:
     def release(self, keys: Keys) -> None:
         self.matches.pop(keys.tobytes()).release()
 
-    def churn(self, seconds: float, seed: int, prompts: int, blocks: int) -> tuple[int, int, int]:
-        """Store and read what others do, so long and until something was read: (blocks stored, read, of them wrong)."""
+    def churn(
+        self, seconds: float, seed: int, prompts: int, blocks: int, while_there: str = "/"
+    ) -> tuple[int, int, int]:
+        """Store and read what others do, until something was read: (blocks stored, read, of them wrong).
+
+        For so many seconds, or as long as that file is there.
+        """
         cache, random, end = self.cache(), np.random.default_rng(seed), time.monotonic() + seconds
         stored = readings = wrong = 0
-        while time.monotonic() < end or not readings:
+        while (time.monotonic() < end and os.path.exists(while_there)) or not readings:
             keys = cache.keys(tokens(int(random.integers(prompts)), int(random.integers(1, blocks + 1))))
             found = read(cache, keys, verify=bool(random.integers(2)))
             readings, wrong = readings + found.read, wrong + found.wrong
@@ -176,6 +183,18 @@ class Worker:
 
     def faults(self) -> dict[str, int]:
         return dict(self.pool.session.directory.faults)
+
+
+@contextlib.contextmanager
+def load(workers: Sequence[Any], prompts: int, blocks: int) -> Iterator[None]:
+    """They store and read meanwhile: some blocks are stored, each reads some, and none is wrong."""
+    ray.get([there.pid.remote() for there in workers], timeout=120)
+    with tempfile.NamedTemporaryFile() as going:
+        asked = {"prompts": prompts, "blocks": blocks, "while_there": going.name}
+        running = [there.churn.remote(math.inf, seed=i, **asked) for i, there in enumerate(workers)]
+        yield
+    stored, readings, wrong = zip(*ray.get(running, timeout=120), strict=True)
+    assert any(stored) and all(readings) and not any(wrong)
 
 
 class Attached:
