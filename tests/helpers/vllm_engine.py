@@ -1,6 +1,7 @@
 """A vLLM engine as an actor, for the tests that share a pool between several."""
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -123,6 +124,7 @@ class Engine:
         """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM."""
         # vLLM looks for kernels in all that this process has imported, also where whatever it asks for is a function
         llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
+        gc.freeze()  # vLLM collects garbage five times as it starts, and all that was imported is looked at: a second
         transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
         transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
