@@ -24,7 +24,9 @@ ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
 LANE_FACTOR = 1.1  # of what the pool's lane takes, in the floor of a hit on another node
 IDLE_S = 1.2  # vLLM's workers poll for a second after a step: another engine's would take the cores of the next answer
 WARM, ROUNDS = 1, 8
+AFTER = WARM + ROUNDS + 2  # turns that others' prompts have
 PAUSE_S = 0.05
+WINDOWS = 10  # of staging, as long as a prompt is for a reader with little memory: an eighth of it is the window
 LLAMA = "llama-shape"
 # those of `shapes`, as large as this Llama. Beside their names what differs
 MODELS: dict[str, dict[str, Any]] = {
@@ -151,6 +153,10 @@ def run(model: str = LLAMA) -> dict[str, Any]:
                 figures = _round(turn, pool, kept, writer, reader, plain) | _floors(turn, near, far)
                 for name, value in figures.items() if turn >= WARM else ():
                     columns[name].append(value)
+            pool.resize(here, kept.bytes * 8 // WINDOWS)
+            for turn in range(AFTER, AFTER + ROUNDS):
+                for name, value in _long_round(turn, pool, kept, writer, reader).items():
+                    columns[name].append(value)
         finally:
             ray.get([engine.close.remote() for engine in (writer, reader, plain)])
     return {"model": model, **_figures(columns, kept)}
@@ -197,9 +203,7 @@ def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: An
     pool.clear()
     order = [writer, plain] if turn % 2 else [plain, writer]
     computed = {engine: _alone(engine, turn) for engine in order}
-    while pool.stats().get("keys", 0) < kept.keys:  # offered once more: a store that the directory was late for is lost
-        ray.get(writer.answer.remote(turn))
-    ray.get([engine.reset.remote() for engine in (writer, reader)])  # waits until all is offered
+    _have_stored(turn, pool, kept, writer, reader)
     answers = {"remote": _alone(reader, turn), "own": _alone(reader, turn)}
     ray.get(reader.reset.remote())
     answers["local"] = _alone(reader, turn)
@@ -219,6 +223,29 @@ def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: An
         "unequal": sum(answer.said != same for answer in answers.values() if answer.cached in pooled),
         "cached": cached["remote"],
     }
+
+
+def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> dict[str, float]:
+    """Of a reader whose node keeps little of the prompt: its first and its second request read all of it."""
+    import ray
+
+    pool.clear()
+    ray.get(writer.answer.remote(turn))
+    _have_stored(turn, pool, kept, writer, reader)
+    first = _alone(reader, turn)
+    ray.get(reader.reset.remote())
+    second, own = _alone(reader, turn), _alone(reader, turn)
+    assert 0.9 * PROMPT_TOKENS < first.cached == second.cached, f"tokens cached: {first.cached}, then {second.cached}"
+    return {"windows": first.ms, "own_of_windows": own.ms}
+
+
+def _have_stored(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> None:
+    """All of a prompt is in the pool, and nothing of it in a cache of an engine's own."""
+    import ray
+
+    while pool.stats().get("keys", 0) < kept.keys:  # offered once more: a store that the directory was late for is lost
+        ray.get(writer.answer.remote(turn))
+    ray.get([engine.reset.remote() for engine in (writer, reader)])  # waits until all is offered
 
 
 def _alone(engine: Any, turn: int) -> Answer:
@@ -268,6 +295,9 @@ def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
         "memcpy_ms": medians["memcpy"],
         "local_of_floor": statistics.median(r["local"] / (r["own"] + r["memcpy"]) for r in rounds),
         "remote_of_floor": statistics.median(r["remote"] / (r["own"] + LANE_FACTOR * r["lane"]) for r in rounds),
+        "pool_windows_ms": medians["windows"],
+        "windows": WINDOWS,
+        "windows_of_floor": medians["windows"] / (medians["own_of_windows"] + LANE_FACTOR * medians["lane"]),
         "connector_ms": medians["connector"],
         "without_ms": medians["without"],
         "cold_less_without_ms": statistics.median(added),
