@@ -21,8 +21,8 @@ demo: .venv/.demo
 check: .venv/.test  # what needs no Ray cluster
 	$(MAKE) --no-print-directory --jobs=2 lint units
 
-test: check  # clusters mostly wait: two at a time, and `alone` when one of them is done
-	$(MAKE) --no-print-directory --jobs=2 clusters engines alone
+test: check  # clusters half wait: the others beside them
+	$(MAKE) --no-print-directory --jobs=3 clusters engines alone
 
 lint:
 	.venv/bin/ruff check
