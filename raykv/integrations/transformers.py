@@ -75,7 +75,13 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
 
 
 def model_cache(
-    pool: KVPool, model: Any, *, name: str | None = None, revision: str | None = None, block_tokens: int = 16
+    pool: KVPool,
+    model: Any,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    block_tokens: int = 16,
+    tenant: str = "",
 ) -> KVCache:
     """The cache of `pool` that engines with this model share.
 
@@ -83,6 +89,7 @@ def model_cache(
     model: a causal language model of transformers, on one device, with full attention in every layer.
     name, revision: must tell this model's weights and settings from any other's. Default: where it was loaded from, and
         the commit that the hub named.
+    tenant: who is charged for the blocks (see KVPool.cache).
     Returns a KVCache whose other arguments are read off the model.
     Raises ValueError for a model without a name, or one whose layers keep anything but full attention.
     """
@@ -97,6 +104,7 @@ def model_cache(
         block_bytes=math.prod(shape) * model.dtype.itemsize,
         dtype=str(model.dtype).removeprefix("torch."),
         layout="transformers/layers,2,kv_heads,tokens,head_dim=" + ",".join(map(str, shape)),
+        tenant=tenant,
     )
 
 

@@ -72,6 +72,27 @@ PANELS = (
         (("{{node}} {{tier}}", "max by (node, tier) (@coldest_block_age_seconds)"),),
     ),
     Panel(
+        "Hit rate of tenants",
+        "Of the tokens that each one's engines asked for, those that the pool had.",
+        "percentunit",
+        (
+            (
+                "{{tenant}}",
+                "sum by (tenant) (rate(@hit_tokens_total[5m])) / sum by (tenant) (rate(@asked_tokens_total[5m]))",
+            ),
+        ),
+    ),
+    Panel(
+        "Memory of tenants",
+        "Of those with a quota, beside what it keeps for them and lets them have; without a name all others together.",
+        "bytes",
+        (
+            ("{{tenant}} uses", "max by (tenant) (@tenant_used_bytes)"),
+            ("{{tenant}} minimum", "max by (tenant) (@tenant_minimum_bytes)"),
+            ("{{tenant}} maximum", "max by (tenant) (@tenant_maximum_bytes)"),
+        ),
+    ),
+    Panel(
         "Evictions, stores and refusals",
         "Blocks a second.",
         "short",

@@ -151,6 +151,22 @@ def test_pages_of_another_node_come_too(
     assert there._session.node_id == other_node(pool)
 
 
+@pytest.mark.parametrize("extra", [{"interface_v1": 1}, {}], ids=["zero_copy", "flat"])
+def test_pages_are_charged_to_the_tenant_that_is_configured(
+    hicache: SimpleNamespace, pool: raykv.KVPool, extra: dict[str, Any]
+) -> None:
+    host, keys = hicache.kv_pool("page_first", PAGE), hashes(17 + len(extra), 2)
+    made = storage(hicache, pool, host, extra_config={**extra, "pool": pool.name, "tenant": "team-a"})
+    pool.set_quota("team-a", minimum=0.1)
+    assert pool.quotas()["team-a"]["used"] == 0
+    if extra:
+        assert put(made, host, keys, [0, 1]) == [True, True]
+    else:
+        assert made.batch_set(keys, [content(host, key) for key in keys])
+    assert pool.quotas()["team-a"]["used"] >= 2 * content(host, keys[0]).nbytes
+    assert pool.remove_quota("team-a")
+
+
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model": ({}, {"model_name": "n"}),
     "rank": ({"tp_size": 2}, {"tp_size": 2, "tp_rank": 1}),

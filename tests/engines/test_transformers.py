@@ -215,7 +215,7 @@ def test_a_continuation_as_long_as_the_prompt_is_no_repetition(model: Any, cache
 
 def test_a_models_cache_is_known_by_weights_layout_and_dtype(model: Any) -> None:
     size_class: Any = SizeClass()
-    model_cache(size_class, model, name="tiny", revision="r1", block_tokens=8)
+    model_cache(size_class, model, name="tiny", revision="r1", block_tokens=8, tenant="team-a")
     assert size_class.identity == {
         "model": "tiny",
         "revision": "r1",
@@ -223,6 +223,7 @@ def test_a_models_cache_is_known_by_weights_layout_and_dtype(model: Any) -> None
         "block_bytes": 3 * 2 * 2 * 8 * 8 * model.dtype.itemsize,
         "dtype": str(model.dtype).removeprefix("torch."),
         "layout": "transformers/layers,2,kv_heads,tokens,head_dim=3,2,2,8,8",
+        "tenant": "team-a",
     }
     with pytest.raises(ValueError, match="name="):
         model_cache(size_class, model)

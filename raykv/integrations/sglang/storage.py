@@ -41,11 +41,13 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, more: Any = None) -> None:
         """storage_config: HiCacheStorageConfig; in its extra_config `pool` is the pool's name. more: unused.
 
+        `tenant` beside `pool` is who is charged for the blocks (see KVPool.cache).
+
         Raises as `raykv.attach`, and ValueError for a model without a name: then SGLang does not start.
         """
         self._config, extra = storage_config, storage_config.extra_config or {}
         identity(storage_config, KV)
-        self._zero_copy = bool(extra.get("interface_v1", 0))
+        self._zero_copy, self._tenant = bool(extra.get("interface_v1", 0)), extra.get("tenant", "")
         self._pool = attach(extra.get("pool", "default"))
         self._session = self._pool.session
         self._flat: FlatPages | None = None
@@ -76,7 +78,8 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _caches(self, name: str) -> dict[str, Any]:
         """Arguments of the cache of a host pool. A block is what one page hash stands for, of every pool."""
-        return {**identity(self._config, name), "block_tokens": self.mem_pool_host.page_size}
+        page_tokens = self.mem_pool_host.page_size
+        return {**identity(self._config, name), "block_tokens": page_tokens, "tenant": self._tenant}
 
     # ------------------------------------------------------------------ zero copy
 
