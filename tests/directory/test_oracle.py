@@ -7,8 +7,8 @@ import itertools
 from typing import Any
 
 import pytest
-from helpers.served_world import Clock, ServedWorld, SocketWorld
-from helpers.world import World
+from helpers.world.served import Clock, ServedWorld, SocketWorld
+from helpers.world.world import World
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test

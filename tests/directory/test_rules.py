@@ -9,7 +9,7 @@ import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
 from helpers.oracle.slots import LOCATION, unpack
-from helpers.world import DOCUMENTS
+from helpers.world.documents import DOCUMENTS
 
 from raykv.directory.allocator import staging_window
 from raykv.directory.kernels import columns

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ray import cloudpickle
 
 from helpers.pools import PATIENCE_S, WAYS
-from helpers.world import World
+from helpers.world.world import World
 from raykv.actors.directory import CALLS, DirectoryActor
 from raykv.actors.directory_metrics import DirectoryMetrics
 from raykv.actors.followers import Followers

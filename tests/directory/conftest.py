@@ -1,0 +1,10 @@
+import pytest
+from helpers.directory_tiers import SLAB
+
+from raykv.directory import tier_catalog
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An external tier of few blocks has several slabs."""
+    monkeypatch.setattr(tier_catalog, "slab_bytes", lambda _: SLAB)

@@ -1,0 +1,276 @@
+"""Blocks that a client pins, forgets or swaps out, by example."""
+
+import pytest
+from helpers.directory_checks import check_invariants
+from helpers.directory_pool import KEYS, Pool, blocks
+from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tiered
+from helpers.oracle.slots import split
+
+from raykv.directory.kernels import columns
+from raykv.protocol import Inventory
+
+pytestmark = pytest.mark.usefixtures("small_slabs")
+
+
+def pin(pool: Pool, keys: list[bytes], node: str = "a") -> int:
+    return pool.directory.pin(pool.call(node), b"".join(keys), pool.now).done
+
+
+def unpin(pool: Pool, keys: list[bytes], node: str = "a") -> None:
+    pool.directory.unpin(pool.call(node), b"".join(keys), pool.now)
+
+
+def forget(pool: Pool, keys: list[bytes], node: str = "a") -> None:
+    pool.directory.forget(pool.call(node), b"".join(keys), pool.now)
+
+
+def preempted(pool: Pool, keys: list[bytes], node: str = "a") -> int:
+    return pool.directory.preempted(pool.call(node), b"".join(keys), pool.now).done
+
+
+def test_a_pinned_block_survives_eviction_until_it_is_unpinned() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    assert pin(pool, [*KEYS[5:7], *KEYS[100:103]]) == 2 and pin(pool, KEYS[5:6]) == 1
+    pool.store("a", KEYS[10:15])
+    pool.tick(11.0)  # the client that pinned it is gone
+    pool.store("a", KEYS[20:25])
+    assert pool.has(KEYS[:7]) == [False] * 5 + [True] * 2
+    unpin(pool, KEYS[5:7])
+    pool.store("a", KEYS[30:37])
+    assert not any(pool.has(KEYS[:7])) and pool.directory.stats(pool.now)["pinned"] == 0
+    check_invariants(pool.directory)
+
+
+def test_a_pin_moves_to_another_copy_when_its_node_dies() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:2])
+    pool.replicate("b", KEYS[:1])
+    assert pin(pool, KEYS[:2], "b") == 2
+    pool.directory.remove_node("a", pool.now)
+    assert list(pool.directory.pins) == KEYS[:1]
+    check_invariants(pool.directory)
+    pool.store("b", KEYS[10:17])
+    assert pool.has(KEYS[:1]) == [True]
+
+
+def test_a_pin_moves_to_the_copy_in_the_tier_when_the_block_is_found_corrupt() -> None:
+    pool = tiered(slabs=1)
+    pool.store("a", KEYS[:1])
+    pool.demote_all("a", whole=True)
+    pin(pool, KEYS[:1])
+    _, got = pool.match("a", KEYS[:1])
+    pool.heartbeat("a", corrupt=got.source)
+    assert pool.has(KEYS[:1]) == [False]
+    for first in (10, 20):
+        pool.store("a", KEYS[first : first + 5])
+        pool.demote_all("a", whole=True)
+    assert in_external_tier(pool, KEYS[:1]) == [True], "others were evicted there"
+    check_invariants(pool.directory)
+
+
+def test_a_block_that_is_only_in_the_tier_can_be_pinned_there() -> None:
+    pool = tiered(slabs=1)
+    only_in_tier(pool, KEYS[:4])
+    assert pin(pool, KEYS[1:2]) == 1
+    got = pool.demote("a", whole=True)
+    assert set(split(got.to_delete)) == {KEYS[0], KEYS[2], KEYS[3]} and len(split(got.keys)) == 3
+
+
+def test_a_pin_ends_with_its_time() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:3])
+    pinned = pool.directory.pin(pool.call("a"), b"".join(KEYS[:2]), pool.now, 5.0)
+    assert pinned.done == 2 and pool.directory.pin(pool.call("a"), KEYS[2], pool.now, 60.0).done == 1
+    pool.directory.pin(pool.call("a"), KEYS[1], pool.now)  # for good: the last call counts
+    pool.tick(4.0)
+    assert list(pool.directory.pins) == KEYS[:3]
+    pool.tick(2.0)
+    assert list(pool.directory.pins) == KEYS[1:3]
+    pool.store("a", KEYS[10:20])
+    assert pool.has(KEYS[:3]) == [False, True, True]
+    for ttl in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="a pin of"):
+            pool.directory.pin(pool.call("a"), KEYS[2], pool.now, ttl)
+    pool.tick(60.0)
+    assert list(pool.directory.pins) == KEYS[1:2]
+
+
+def test_a_pin_with_a_priority_gives_way_to_a_writer_who_would_be_refused() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    for key, priority in zip(KEYS, (2, None, 1, 1, 0, None, None), strict=False):
+        pool.directory.pin(pool.call("a"), key, pool.now, None, priority)
+    pool.directory.pin(pool.call("a"), KEYS[2], pool.now, None, 1)  # the younger of its priority now
+    for n, gone in enumerate((4, 3, 2, 0)):
+        hold, got = pool.reserve("a", KEYS[10 + n : 11 + n])
+        assert got.covered == 1 and not pool.has(KEYS[gone : gone + 1])[0]
+        pool.commit("a", hold, got, KEYS[10 + n : 11 + n])
+        pool.directory.pin(pool.call("a"), KEYS[10 + n], pool.now)
+    assert pool.reserve("a", KEYS[20:22])[1].covered == 0
+    assert pool.directory.stats(pool.now)["refused"] == 2, "none that was retried"
+    assert list(pool.directory.pins) == [KEYS[1], KEYS[5], KEYS[6], *KEYS[10:14]]
+
+
+def test_a_pin_is_not_given_up_while_anything_else_may_go() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:7])
+    pool.directory.pin(pool.call("a"), b"".join(KEYS[:6]), pool.now, None, 0)
+    pool.store("a", KEYS[10:20])
+    assert pool.has(KEYS[:6]) == [True] * 6 and len(pool.directory.pins) == 6
+    lease, _ = pool.match("a", KEYS[:6])  # who reads them holds them, too
+    _, got = pool.reserve("a", KEYS[30:33])
+    assert (got.covered, len(pool.directory.pins)) == (1, 6)
+    assert pool.reserve("a", KEYS[40:43])[1].covered == 0 and len(pool.directory.pins) == 6
+    pool.release("a", lease)
+    assert pool.reserve("a", KEYS[40:42])[1].covered == 2 and len(pool.directory.pins) == 4
+
+
+def test_clear_ends_pins() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:3])
+    pin(pool, KEYS[:3])
+    pool.directory.clear(pool.now)
+    assert pool.count("free") == 8 and not pool.directory.pins
+    check_invariants(pool.directory)
+
+
+def test_a_pin_ends_with_a_block_that_a_header_vetoes() -> None:
+    pool = Pool()
+    _, got = pool.reserve("a", KEYS[:1])
+    pool.store("a", KEYS[1:2])
+    pool.commit("a", 1, got, KEYS[:1])
+    pin(pool, KEYS[:1])
+    zero = bytes(4)
+    pool.adopt("a", Inventory(got.locations, KEYS[9], zero, zero, b""))  # the header has another key
+    assert not pool.directory.pins and pool.count("free") == 7
+    check_invariants(pool.directory)
+
+
+def test_every_copy_of_a_forgotten_block_is_freed_at_once() -> None:
+    pool = Pool(nodes="ab", window=2)
+    pool.store("a", KEYS[:3])
+    pool.replicate("b", KEYS[:2])
+    pin(pool, KEYS[:1])
+    forget(pool, [*KEYS[:2], KEYS[0], KEYS[50]])
+    assert pool.has(KEYS[:3]) == [False, False, True] and not pool.directory.pins
+    assert (pool.count("free", "a"), pool.count("free", "b")) == (7, 8)
+    check_invariants(pool.directory)
+
+
+def test_a_forgotten_block_that_is_leased_is_freed_when_the_lease_ends() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:2])
+    lease, _ = pool.match("a", KEYS[:2])
+    forget(pool, KEYS[:2])
+    assert pool.has(KEYS[:2]) == [False, False] and pool.count("dropped") == 2
+    assert blocks(pool.match("a", KEYS[:2])[1]) == 0
+    pool.release("a", lease)
+    assert pool.count("free") == 8
+
+
+def test_a_block_being_written_is_not_forgotten() -> None:
+    pool = Pool()
+    hold, got = pool.reserve("a", KEYS[:1])
+    forget(pool, KEYS[:1])
+    assert pool.commit("a", hold, got, KEYS[:1]) == 1 and pool.has(KEYS[:1]) == [True]
+
+
+def test_a_forgotten_block_is_deleted_in_the_tier() -> None:
+    pool = Pool()
+    heartbeat(pool)
+    list_existing(pool, KEYS[:2])
+    forget(pool, KEYS[:1])
+    assert split(pool.demote("a").to_delete) == KEYS[:1] and in_external_tier(pool, KEYS[:2]) == [False, True]
+
+
+def test_a_swapped_request_stays_until_it_is_forgotten() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:5])
+    assert preempted(pool, KEYS[:5]) == 5
+    pool.store("a", KEYS[10:17])
+    assert all(pool.has(KEYS[:5])) and pool.count("ready") == 7
+    forget(pool, KEYS[:5])
+    assert not any(pool.has(KEYS[:5])) and not pool.directory.pins
+    assert preempted(pool, KEYS[10:12]) == 2
+    assert pool.directory.stats(pool.now)["num_cumulative_preemption"] == 2
+
+
+def test_a_swapped_request_of_which_a_block_is_missing_is_forgotten() -> None:
+    pool = Pool()
+    pool.store("a", KEYS[:5])
+    assert preempted(pool, KEYS[:6]) == 0
+    assert not any(pool.has(KEYS[:5])) and pool.count("free") == 8
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_a_swapped_request_is_forgotten_when_its_engine_is_gone(vanishes: bool) -> None:
+    pool = Pool(nodes="ab")
+    pool.store("a", KEYS[:3])
+    assert preempted(pool, KEYS[:3], "b") == 3
+    if vanishes:
+        pool.tick(11.0)
+        pool.directory.stats(pool.now)
+    else:
+        pool.directory.disconnect(ord("b"), pool.now)
+    assert not any(pool.has(KEYS[:3])) and not pool.directory.pins
+
+
+def test_pinned_blocks_are_demoted_last_and_then_pinned_in_the_tier() -> None:
+    pool = tiered(slabs=2)
+    pool.store("a", KEYS[:7])
+    assert preempted(pool, KEYS[:6]) == 6
+    assert pool.demote_all("a") == [KEYS[6], KEYS[0]], "a quarter is to be free or clean: that is two"
+    assert pool.store("a", KEYS[10:12]) == ["a"] * 2
+    assert pool.has(KEYS[:7]) == [False] + [True] * 5 + [False]
+    pool.demote_all("a", whole=True)
+    assert all(in_external_tier(pool, KEYS[:6]))
+    for first in range(100, 170, 7):
+        pool.store("a", KEYS[first : first + 7])
+        pool.demote_all("a", whole=True)
+    assert not any(pool.has(KEYS[:6])) and all(in_external_tier(pool, KEYS[:6])), "others were evicted there"
+    forget(pool, KEYS[:6])
+    assert not any(in_external_tier(pool, KEYS[:6])) and not pool.directory.pins
+
+
+def test_a_block_that_is_already_in_the_tier_is_pinned_there() -> None:
+    pool = tiered(slabs=2)
+    pool.store("a", KEYS[:6])
+    pool.demote_all("a", whole=True)
+    assert preempted(pool, KEYS[:6]) == 6
+    assert pool.store("a", KEYS[10:17]) == ["a"] * 7, "memory is for others"
+    assert not any(pool.has(KEYS[:6])) and all(in_external_tier(pool, KEYS[:6]))
+
+
+def test_blocks_can_be_pulled_from_a_tier_while_all_others_are_pinned() -> None:
+    pool = tiered(slots=8, slabs=4, window=2)
+    only_in_tier(pool, KEYS[:4])
+    for key in KEYS[900:907]:
+        forget(pool, [key])
+    pool.store("a", KEYS[10:16])
+    assert pin(pool, KEYS[10:16]) == 6
+    for key in KEYS[:4]:  # each as by a reader of its own
+        lease, got = pool.match("a", [key])
+        assert blocks(got) == 1
+        pool.heartbeat("a", pulled=got.staged)
+        pool.release("a", lease)
+    check_invariants(pool.directory)
+
+
+def test_a_block_that_is_forgotten_while_it_is_demoted_is_deleted_in_the_tier() -> None:
+    pool = tiered()
+    pool.store("a", KEYS[:2])
+    demoting = pool.demote("a", whole=True)
+    forget(pool, KEYS[:1])
+    assert not in_external_tier(pool, KEYS[:1], columns.DEMOTING)[0]
+    assert split(pool.demote("a", demoting).to_delete) == KEYS[:1] and in_external_tier(pool, KEYS[:2]) == [False, True]
+    check_invariants(pool.directory)
+
+
+def test_leased_blocks_are_demoted_too_when_everything_is() -> None:
+    pool = tiered(share=1.0)
+    pool.store("a", KEYS[:5])
+    lease, _ = pool.match("a", KEYS[2:5])
+    assert set(pool.demote_all("a", whole=True)) == set(KEYS[:5])
+    pool.release("a", lease)
+    check_invariants(pool.directory)
