@@ -102,8 +102,10 @@ def test_a_node_without_a_store_and_why(
 def test_a_command_is_no_client_and_no_job_of_the_dashboard(pool: raykv.KVPool, cluster: Any) -> None:
     pool.session.directory.heartbeat()
     eventually(lambda: all_alive(pool))
+    before = pool.stats()["connections"]
     found = last_json(command("status", "--name", pool.name, "--json", address=cluster.address))
-    assert found["connections"] <= pool.stats()["connections"] and found["clients"] == 1, "this process"
+    around = max(before, pool.stats()["connections"])  # a store's line may open or close meanwhile
+    assert found["connections"] <= around and found["clients"] == 1, "this process"
     jobs, _ = asyncio.run(get_driver_jobs(GcsClient(address=ray.get_runtime_context().gcs_address)))
     assert jobs, "this process's"
     assert not [job.entrypoint for job in jobs.values() if "raykv.cli" in (job.entrypoint or "")]
