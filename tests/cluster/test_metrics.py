@@ -86,13 +86,15 @@ def test_hits_are_counted_by_where_they_came_from(pool: raykv.KVPool, prometheus
     after = pool.stats()
     asked = {name: after[name] - before[name] for name in ("lookups", "hits", "remote_hits")}
     assert asked == {"lookups": 32, "hits": 32, "remote_hits": 8}
-    eventually(lambda: counted(prometheus, pool, "lookup_blocks_total") == after["lookups"])
-    assert counted(prometheus, pool, "hit_blocks_total", source="node") == after["remote_hits"]
     here = after["hits"] - after["remote_hits"] - after["external_hits"]
-    assert counted(prometheus, pool, "hit_blocks_total", source="memory") == here
+    # each by itself: Ray's agent takes the counters of one process in several messages, and may be scraped between two
+    eventually(lambda: counted(prometheus, pool, "lookup_blocks_total") == after["lookups"])
+    eventually(lambda: counted(prometheus, pool, "hit_blocks_total", source="node") == after["remote_hits"])
+    eventually(lambda: counted(prometheus, pool, "hit_blocks_total", source="memory") == here)
     saved = f"sum({of(pool, 'saved_tokens_total', model='a-model', node=pool.node_id)})"
     eventually(lambda: prometheus.value(saved) >= 16 * 32)
-    assert prometheus.value(f"sum({of(pool, 'hit_tokens_total', source='node')})") == 16 * 8
+    read_elsewhere = f"sum({of(pool, 'hit_tokens_total', source='node')})"
+    eventually(lambda: prometheus.value(read_elsewhere) == 16 * 8)
     pulled = f"sum({of(pool, 'pulled_bytes_total', node=pool.node_id)})"
     eventually(lambda: prometheus.value(pulled) == 8 * BLOCK)
 
