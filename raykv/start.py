@@ -149,12 +149,19 @@ def _start_actors(question: Question, settings: dict[str, Any], on_progress: Pro
 
 
 def _await_directory(pool: str, directory: Any, on_progress: Progress | None) -> None:
-    """Wait until it serves. RayError if it can't start."""
+    """Wait until it serves. RayError if it can't start, TimeoutError if it does not in START_DEADLINE_S."""
     answer, end = directory.ping.remote(), time.monotonic() + START_DEADLINE_S
-    while not ray.wait([answer], timeout=PROGRESS_S)[0] and time.monotonic() < end:
-        if on_progress and (found := registry.get(pool, "compiled")):
-            on_progress(*(int(part) for part in found.split()))
-    ray.get(answer, timeout=0)
+    while not ray.wait([answer], timeout=PROGRESS_S)[0]:
+        found = (registry.get(pool, "compiled") or b"").split()
+        if on_progress and found:
+            on_progress(*(int(part) for part in found))
+        if time.monotonic() > end:
+            compiled = b" of ".join(found).decode() or "none"
+            raise TimeoutError(
+                f"pool {pool!r} does not serve after {START_DEADLINE_S:.0f} s; kernels compiled: {compiled}. "
+                "Start it again: those are kept, and a machine with less to do compiles faster"
+            )
+    ray.get(answer)
 
 
 def _why_not_there(node_id: str, store: Any) -> str:

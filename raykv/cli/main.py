@@ -35,6 +35,8 @@ class Commands(click.Group):
 
             if isinstance(error, RayError):
                 raise click.ClickException(f"the pool does not answer, try again: {error}") from error
+            if isinstance(error, TimeoutError):
+                raise click.ClickException(str(error)) from error
             raise
 
 
