@@ -21,19 +21,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is in this process
-
-import llvmlite.binding.ffi
 import numpy as np
 import ray
 
 from raykv import registry
-from raykv.bench import ttft
+from raykv.bench import one_process, ttft
 from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
-
-# vLLM looks for kernels in all that its worker has imported, also where whatever it asks for is a function
-llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB
 REQUESTS, TOKENS = 24, 30
@@ -50,7 +44,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    os.environ.update(ttft.ENVIRONMENT)
+    os.environ.update(ttft.ENVIRONMENT | one_process.ENVIRONMENT)
+    one_process.prepare()
     with tempfile.TemporaryDirectory() as folder, local_cluster(1) as _, local_pool(POOL, ARENA_BYTES) as pool:
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # else a worker joins the machine's newest
         model = ttft.save_model(folder)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raykv.bench import one_process
 from raykv.bench.floors import BLOCK_BYTES, Bytes, Lane
 from raykv.bench.shapes import SHAPES, configuration
 from raykv.bench.testbed import local_cluster, local_pool, on_node
@@ -22,7 +23,7 @@ POOL = "bench-ttft"
 PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
 ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
 LANE_FACTOR = 1.1  # of what the pool's lane takes, in the floor of a hit on another node
-IDLE_S = 1.2  # vLLM's workers poll for a second after a step: another engine's would take the cores of the next answer
+IDLE_S = 0.2  # what an engine that answered before has to store may take cores so long
 WARM, ROUNDS = 1, 8
 AFTER = WARM + ROUNDS + 2  # turns that others' prompts have
 PAUSE_S = 0.05
@@ -72,9 +73,10 @@ class Engine:
 
         dtype: processors without bfloat16 compute it three times slower than float32.
         """
-        from vllm import LLM
-
         from raykv.bench import timed_connector
+
+        one_process.prepare()
+        from vllm import LLM
 
         self.folder = Path(folder) if folder else None
         self.llm = LLM(
@@ -111,6 +113,8 @@ class Engine:
     def reset(self) -> None:
         """Forget the engine's own prefix cache."""
         while not self.llm.reset_prefix_cache():  # a block is still to be stored
+            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # in this process: nobody else steps
+                self.llm.llm_engine.step()
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -338,5 +342,5 @@ def _dtype(model: str) -> str:
 
 def _engine(node_id: str, model: str, folder: str = "", dtype: str = "float32") -> Any:
     own = tempfile.mkdtemp(dir=folder) if folder else ""
-    options = {"env_vars": ENVIRONMENT}
+    options = {"env_vars": ENVIRONMENT | one_process.ENVIRONMENT}
     return on_node(Engine, node_id, model, own, POOL, "kv_both", dtype, runtime_env=options)

@@ -1,13 +1,11 @@
 """A vLLM engine as an actor, for the tests that share a pool between several."""
 
 import contextlib
-import gc
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding.ffi
 import psutil
 import ray
 import torch
@@ -19,6 +17,7 @@ from vllm.v1.engine.core_client import InprocClient
 import raykv.client.lease
 import raykv.integrations.vllm.waiting
 from helpers.pools import PATIENCE_S, patient
+from raykv.bench import one_process
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
 from raykv.integrations.vllm.manager import ChunksToLoad
 
@@ -30,20 +29,19 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-# vLLM's default is three processes, one after the other of which imports it: 20 s on 2 cores, where one process takes 8
-IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -> Any:
     """An Engine as an actor. node: of Ray. arguments, options: of Engine.
 
     apart: with scheduler and worker in processes of their own, as is vLLM's default. test_vllm tests that default, and
-    where ranks are several or processes are killed there is no other way; the rest ask for what is the same in one.
+    where ranks are several or processes are killed there is no other way; the rest ask for what is the same in one,
+    which starts in 8 s instead of 20.
     """
     actor = ray.remote(Engine).options(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        runtime_env={"env_vars": ENVIRONMENT if apart else ENVIRONMENT | IN_ONE_PROCESS},
+        runtime_env={"env_vars": ENVIRONMENT if apart else ENVIRONMENT | one_process.ENVIRONMENT},
     )
     return actor.remote(*arguments, **options)
 
@@ -122,9 +120,7 @@ class Engine:
         **options: Any,
     ) -> None:
         """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM."""
-        # vLLM looks for kernels in all that this process has imported, also where whatever it asks for is a function
-        llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
-        gc.freeze()  # vLLM collects garbage five times as it starts, and all that was imported is looked at: a second
+        one_process.prepare()
         transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
         transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
