@@ -116,6 +116,14 @@ def test_a_store_that_fails_ends_the_start(name: str, cluster: Any) -> None:
     assert nothing_left(name)
 
 
+def test_a_start_that_takes_too_long_says_how_far_it_came(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for deadline in ("START_DEADLINE_S", "PROGRESS_S"):
+        monkeypatch.setattr(sys.modules["raykv.start"], deadline, 0.0)
+    with pytest.raises(TimeoutError, match=rf"pool '{name}' does not serve after 0 s; kernels compiled: .*again"):
+        raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB))
+    assert nothing_left(name)
+
+
 @pytest.mark.parametrize("seconds", [0.1, 1.0])
 def test_ctrl_c_stops_what_was_started(name: str, seconds: float) -> None:
     def interrupt(*_: object) -> None:
