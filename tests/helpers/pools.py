@@ -67,14 +67,14 @@ def payload(keys: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint8]:
     return mixed.view(np.uint8).reshape(len(keys), block_bytes)
 
 
-def eventually(check: Callable[[], T], deadline: float = 90.0) -> T:
-    """The first true answer of `check`."""
+def eventually(check: Callable[[], T], deadline: float = 90.0, seen: Callable[[], object] = lambda: "") -> T:
+    """The first true answer of `check`. seen: is said with a failure."""
     end = time.monotonic() + deadline
     while True:
         answer = check()
         if answer:
             return answer
-        assert time.monotonic() < end, f"still {answer!r} after {deadline} s"
+        assert time.monotonic() < end, f"still {answer!r} after {deadline} s {seen()}"
         time.sleep(0.05)
 
 
@@ -124,8 +124,12 @@ def keep(cache: raykv.KVCache, keys: Keys) -> None:
 
 def come_back(cache: raykv.KVCache, prompts: list[Keys], workers: Sequence[Any] = ()) -> None:
     """All of it can be read again some time, by this process and the workers."""
-    for keys in prompts:
-        eventually(lambda keys=keys: holds(cache, keys))  # type: ignore[misc]
+    for number, keys in enumerate(prompts):
+
+        def seen(keys: Keys = keys, number: int = number) -> str:
+            return f"prompt {number}: {read(cache, keys)}, faults {cache.session.directory.faults}"
+
+        eventually(lambda keys=keys: holds(cache, keys), seen=seen)  # type: ignore[misc]
         for there in workers:
             eventually(lambda there=there, keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
 
