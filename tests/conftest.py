@@ -11,7 +11,6 @@ import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # as operations.md says: at 15 stores starve beside the other lanes
 TESTS = os.path.dirname(__file__)
 ROOTS = (TESTS, os.path.dirname(TESTS))  # of helpers, and of examples
 ACTORS = tuple(os.path.join(TESTS, folder) for folder in ("cluster", "engines"))  # of classes that Ray's workers run
