@@ -32,6 +32,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
             model_loading_config={"model_id": MODEL, "model_source": arguments["model"]},
             engine_kwargs={
                 "kv_transfer_config": kv_transfer_config(arguments.get("pool", "default"), role),
+                "dtype": "float32",  # in bfloat16 some CPUs say other words where a prompt is computed in other pieces
                 "max_model_len": 2048,
                 "block_size": 32,
                 "enforce_eager": True,
