@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from raykv.bench import ttft
+from raykv.bench import one_process, ttft
 from raykv.bench.shapes import SHAPES, VOCABULARY, WINDOW, save
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 
 POOL = "models"
 BLOCK_TOKENS, LONG = 32, 3000
-ENVIRONMENT = {**ttft.ENVIRONMENT, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENVIRONMENT = ttft.ENVIRONMENT | one_process.ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
 PATIENCE_S = 5.0  # what is found is measured, not how soon
 
 

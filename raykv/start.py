@@ -152,16 +152,20 @@ def _await_directory(pool: str, directory: Any, on_progress: Progress | None) ->
     """Wait until it serves. RayError if it can't start, TimeoutError if it does not in START_DEADLINE_S."""
     answer, end = directory.ping.remote(), time.monotonic() + START_DEADLINE_S
     while not ray.wait([answer], timeout=PROGRESS_S)[0]:
-        found = (registry.get(pool, "compiled") or b"").split()
-        if on_progress and found:
-            on_progress(*(int(part) for part in found))
         if time.monotonic() > end:
-            compiled = b" of ".join(found).decode() or "none"
+            compiled = " of ".join(map(str, _compiled(pool))) or "none"
             raise TimeoutError(
                 f"pool {pool!r} does not serve after {START_DEADLINE_S:.0f} s; kernels compiled: {compiled}. "
                 "Start it again: those are kept, and a machine with less to do compiles faster"
             )
+        if on_progress and (compiling := _compiled(pool)):
+            on_progress(*compiling)
     ray.get(answer)
+
+
+def _compiled(pool: str) -> list[int]:
+    """Kernels that its directory has compiled, and how many it is to; empty where it compiles none."""
+    return [int(part) for part in (registry.get(pool, "compiled") or b"").split()]
 
 
 def _why_not_there(node_id: str, store: Any) -> str:
