@@ -75,9 +75,10 @@ def engines(
     model, fault = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("vllm") / "fault"
     save_model(model)
     places = {ray_engine.HEAD: ("left", "right"), "left": ("left", "right"), "right": ("right", "left")}
-    actors = [ray_engine.start(driver, ranks, pool.name, str(model), str(fault)) for driver, ranks in places.items()]
-    for actor in actors:
-        ray.get(actor.answer.remote(prompt(0, 40)), timeout=600)
+    actors = []
+    for driver, ranks in places.items():  # in turn: a rank that answers late, since others start, is taken for dead
+        actors.append(ray_engine.start(driver, ranks, pool.name, str(model), str(fault)))
+        ray.get(actors[-1].answer.remote(prompt(0, 40)), timeout=600)
     shared: list[set[str]] = [ray.get(actor.files.remote(), timeout=60) for actor in actors]
     yield Engines(pool, left, right, *actors)
     for actor in actors:

@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from helpers.pools import MIB
 from helpers.vllm_engine import ENVIRONMENT, Engine
+from raykv.bench import one_process
 
 PLUGIN = str(Path(__file__).parent / "ray_cpu")
 HEAD = "node:__internal_head__"  # a resource of the head's node
@@ -50,7 +51,7 @@ def start(driver: str, places: Sequence[str], *arguments: Any, **extra: Any) -> 
     arguments: of RayEngine, less the number of ranks.
     """
     group = placement_group([{driver: 0.001}, *({"GPU": 1, place: 0.001} for place in places)])
-    environment = ENVIRONMENT | {
+    environment = ENVIRONMENT | one_process.ENVIRONMENT | {
         "PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"])),
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # else vLLM joins the machine's newest cluster
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions for all workers

@@ -35,8 +35,8 @@ def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -
     """An Engine as an actor. node: of Ray. arguments, options: of Engine.
 
     apart: with scheduler and worker in processes of their own, as is vLLM's default. test_vllm tests that default, and
-    where ranks are several or processes are killed there is no other way; the rest ask for what is the same in one,
-    which starts in 8 s instead of 20.
+    where ranks are several or processes are killed there is no other way, unless Ray starts the workers; the rest ask
+    for what is the same in one, which starts in 8 s instead of 20.
     """
     actor = ray.remote(Engine).options(
         num_cpus=0,
