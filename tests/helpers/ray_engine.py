@@ -51,7 +51,9 @@ def start(driver: str, places: Sequence[str], *arguments: Any, **extra: Any) -> 
     arguments: of RayEngine, less the number of ranks.
     """
     group = placement_group([{driver: 0.001}, *({"GPU": 1, place: 0.001} for place in places)])
-    environment = ENVIRONMENT | one_process.ENVIRONMENT | {
+    environment = {
+        **ENVIRONMENT,
+        **one_process.ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join((PLUGIN, os.environ["PYTHONPATH"])),
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # else vLLM joins the machine's newest cluster
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions for all workers
