@@ -15,7 +15,6 @@ from typing import Any
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import (  # type: ignore[attr-defined]
-    ActorTableData,
     GcsNodeInfo,
     NodeSnapshot,
 )
@@ -26,6 +25,7 @@ from raykv.actors.directory import start_directory
 from raykv.actors.drain import drain
 from raykv.actors.node_store import start_store
 from raykv.actors.readiness import why_not_usable
+from raykv.actors.successor import START_DEADLINE_S, Successor, is_alive
 from raykv.config import HEARTBEAT_S
 from raykv.errors import reason_of
 from raykv.metrics.exporter import EXPORT_S, Exporter
@@ -38,13 +38,10 @@ LATE_S = 2.0  # after which a look at the directory is overdue
 REST_S = 4.0  # between close looks while nothing changes
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
 SILENT_S = 10.0  # a new store that says nothing for so long may be one that can't be imported
-RETRY_S = 30.0  # a store that could not start is started again, and a successor that Ray put on the wrong node
-START_DEADLINE_S = 120.0
+RETRY_S = 30.0  # a store that could not start is started again
 DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
 NOTICE_S = 30.0  # to drain a node of which Ray does not say when it leaves
 STOP_DEADLINE_S = 10.0
-SUCCESSOR_AFTER_S = 10.0  # a pool that has just started has better things to do
-SUCCESSOR_LOOK_S = 5.0
 
 
 class Supervisor:
@@ -62,11 +59,7 @@ class Supervisor:
         now, failures = time.monotonic(), registry.failures(pool)  # of a supervisor before this one
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
         self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
-        self._successor_at = now + SUCCESSOR_AFTER_S  # when the successor is looked after again
-        self._successor, self._successor_answer = 0, None  # its number, and its answer that is due
-        self._standing_by: Any = None  # the successor's handle, once it was found
-        self._successor_asked, self._successors_given_up = now, 0
-        self._successor_moved = -RETRY_S  # when one was given up for the node that it was on
+        self._successor = Successor(pool)
         self._rests_until = 0.0  # the last close look found all well
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
@@ -109,7 +102,7 @@ class Supervisor:
         self._exporter.set("start_time_seconds", self._started, role="supervisor")
         self._exporter.set("ray_nodes", len(self._living))
         for node_id in self._living:
-            up = node_id in self._served and node_id in self._stores and _is_alive(self._stores[node_id])
+            up = node_id in self._served and node_id in self._stores and is_alive(self._stores[node_id])
             self._exporter.set("store_up", float(up), node=node_id)
         self._exporter.set("directory_up", float(self._exported - self._answered < REST_S + LATE_S))
         self._exporter.flush()
@@ -131,7 +124,7 @@ class Supervisor:
 
     def _at_rest(self) -> bool:
         """Whether the last close look is not long ago, all was well, and Ray has told of no store that died since."""
-        alive = all(_is_alive(store) for store in self._stores.values())
+        alive = all(is_alive(store) for store in self._stores.values())
         return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
 
     def _look_closely(self, living: set[str]) -> None:
@@ -245,12 +238,12 @@ class Supervisor:
         if registry.in_charge(self._pool).name != old:  # the other one took over by itself
             return registry.find_directory(self._pool)
         directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
-        stood_by = self._successor == _other(old) and self._standing_by is not None and _is_alive(self._standing_by)
+        stood_by = self._successor.stands_by(_other(old))
         try:
             ray.get(directory.ping.remote(), timeout=REPLACE_AFTER_S if stood_by else START_DEADLINE_S)
         except GetTimeoutError:
             if registry.in_charge(self._pool).name == old:  # else it took over meanwhile
-                self._give_up_successor(directory, "it does not answer either")
+                self._successor.give_up(directory, "it does not answer either")
             raise
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
         self._answered = time.monotonic()
@@ -262,51 +255,13 @@ class Supervisor:
 
     def _keep_successor(self, directory: Any, living: set[str]) -> None:
         """Have the other directory stand by, on another node where there is one."""
-        if time.monotonic() < self._successor_at:
+        if not self._successor.is_due():
             return
-        self._successor_at = time.monotonic() + SUCCESSOR_LOOK_S
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
         others = sorted((living & self._served) - {node_id} - set(registry.names(self._pool, "leaving")))
-        there = others[self._successors_given_up % len(others)] if others else node_id
-        if self._successor != _other(self._in_charge):  # it took over: what is due was asked of another
-            self._successor, self._successor_answer, self._standing_by = _other(self._in_charge), None, None
-        if self._standing_by is None or not _is_alive(self._standing_by):
-            self._standing_by = start_directory(self._pool, self._successor, there)
-        if self._successor_is_bad(others) and registry.in_charge(self._pool).name == self._in_charge:
-            self._give_up_successor(self._standing_by, "it is of no use where it is")
-            self._successors_given_up += 1
-        elif self._successor_answer is None:
-            self._successor_answer, self._successor_asked = self._standing_by.node_id.remote(), time.monotonic()
-
-    def _give_up_successor(self, successor: Any, why: str) -> None:
-        log.warning("%r: the directory that stands by is started anew: %s", self, why)
-        ray.kill(successor)
-        self._standing_by = self._successor_answer = None
-
-    def _successor_is_bad(self, others: list[str]) -> bool:
-        """Whether it has not answered for too long, or is on none of the other nodes though there are some.
-
-        The latter once in RETRY_S: Ray may put it there again and again, and each start takes seconds of a core.
-        """
-        answer = self._successor_answer
-        if answer is None:
-            return False
-        if not ray.wait([answer], timeout=0)[0]:
-            return time.monotonic() > self._successor_asked + START_DEADLINE_S
-        self._successor_answer = None
-        try:
-            elsewhere = bool(others) and ray.get(answer) not in others
-        except RayError:  # it is being restarted
-            return False
-        if elsewhere and time.monotonic() > self._successor_moved + RETRY_S:
-            self._successor_moved = time.monotonic()
-            return True
-        return False
-
-
-def _is_alive(actor: Any) -> bool:
-    """What Ray has told this process of an actor: it costs no question."""
-    return bool(actor._get_local_state() == ActorTableData.ALIVE)
+        bad = self._successor.look(_other(self._in_charge), node_id, others)
+        if bad is not None and registry.in_charge(self._pool).name == self._in_charge:  # else it took over meanwhile
+            self._successor.give_up(bad, "it is of no use where it is")
 
 
 def _other(name: str) -> int:

@@ -1,0 +1,125 @@
+"""The directory that stands by is started on another node, and moved there when Ray put it elsewhere, but seldom."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
+from ray.exceptions import RayActorError
+
+from raykv.actors import successor
+from raykv.actors.successor import LOOK_S, MOVE_AFTER_S, START_DEADLINE_S, Successor
+
+NUMBER, IN_CHARGE = 2, "head"
+
+
+class Directory:
+    """The handle of an actor on a node: what Ray has told of it, and what it answers."""
+
+    def __init__(self, node_id: str) -> None:
+        self.state, self.answers = ActorTableData.ALIVE, True
+        self.error: Exception | None = None
+        self.node_id = SimpleNamespace(remote=lambda: (self, node_id))
+
+    def _get_local_state(self) -> int:
+        return int(self.state)
+
+
+class Ray:
+    """Ray, and a clock. puts: where it puts the next directory, whatever it is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.puts = 100.0, ""
+        self.asked: list[str] = []  # nodes
+        self.killed: list[Directory] = []
+        monkeypatch.setattr(successor, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(successor, "start_directory", self._start)
+        monkeypatch.setattr(successor, "ray", SimpleNamespace(wait=self._wait, get=self._get, kill=self.killed.append))
+
+    def _start(self, pool: str, number: int, node_id: str) -> Directory:
+        assert (pool, number) == ("pool", NUMBER)
+        self.asked.append(node_id)
+        return Directory(self.puts or node_id)
+
+    def _wait(self, answers: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        done = [answer for answer in answers if answer[0].answers]
+        return done, [answer for answer in answers if answer not in done]
+
+    def _get(self, answer: tuple[Directory, str]) -> str:
+        if answer[0].error:
+            raise answer[0].error
+        return answer[1]
+
+    def look(self, kept: Successor, others: list[str], seconds: float = LOOK_S) -> bool:
+        """Look after some time, and give up what is bad. Whether it was."""
+        self.now += seconds
+        assert kept.is_due()
+        if bad := kept.look(NUMBER, IN_CHARGE, others):
+            kept.give_up(bad, "test")
+        assert not kept.is_due()
+        return bad is not None
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    return Ray(monkeypatch)
+
+
+@pytest.fixture
+def kept(ray: Ray) -> Successor:
+    kept = Successor("pool")
+    assert not kept.is_due()
+    ray.now += successor.FIRST_LOOK_S
+    return kept
+
+
+def test_it_stands_by_on_another_node_where_there_is_one(ray: Ray, kept: Successor) -> None:
+    assert not kept.stands_by(NUMBER)
+    assert not any(ray.look(kept, ["a", "b"]) for _ in range(10))
+    assert ray.asked == ["a"] and kept.stands_by(NUMBER) and not kept.stands_by(1)
+
+
+def test_on_one_node_it_stays_where_it_is(ray: Ray, kept: Successor) -> None:
+    assert not any(ray.look(kept, []) for _ in range(10))
+    assert ray.asked == [IN_CHARGE]
+
+
+def test_it_moves_once_there_is_another_node(ray: Ray, kept: Successor) -> None:
+    ray.look(kept, [])
+    assert ray.look(kept, ["a"]) and len(ray.killed) == 1 and not kept.stands_by(NUMBER)
+    assert not any(ray.look(kept, ["a"]) for _ in range(10))
+    assert ray.asked == [IN_CHARGE, "a"]
+
+
+def test_one_that_ray_puts_back_is_moved_seldom(ray: Ray, kept: Successor) -> None:
+    ray.puts = IN_CHARGE
+    moved = [ray.now for _ in range(100) if ray.look(kept, ["a", "b"])]
+    assert len(moved) > 10 and min(b - a for a, b in itertools.pairwise(moved)) >= MOVE_AFTER_S
+    assert ray.asked[:4] == ["a", "b", "a", "b"]
+
+
+def test_one_that_does_not_answer_is_started_anew(ray: Ray, kept: Successor) -> None:
+    ray.look(kept, ["a", "b"])
+    (directory,) = [kept._handle]
+    directory.answers = False
+    assert not ray.look(kept, ["a", "b"], START_DEADLINE_S - 1)
+    assert ray.look(kept, ["a", "b"]) and ray.killed == [directory]
+    assert not ray.look(kept, ["a", "b"]) and ray.asked == ["a", "b"]
+
+
+def test_one_that_ray_restarts_is_left_alone_and_one_that_is_dead_is_replaced(ray: Ray, kept: Successor) -> None:
+    ray.look(kept, ["a"])
+    kept._handle.error = RayActorError()
+    assert not any(ray.look(kept, ["a"]) for _ in range(3)) and ray.asked == ["a"]
+    kept._handle.state = ActorTableData.DEAD
+    assert not kept.stands_by(NUMBER)
+    assert not ray.look(kept, ["a"]) and ray.asked == ["a", "a"] and not ray.killed
+
+
+def test_one_that_took_over_is_no_successor(ray: Ray, kept: Successor, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.look(kept, ["a"])
+    monkeypatch.setattr(successor, "start_directory", lambda pool, number, node_id: Directory(node_id))
+    ray.now += LOOK_S
+    assert kept.look(1, "a", [IN_CHARGE]) is None
+    assert kept.stands_by(1) and not kept.stands_by(NUMBER)
