@@ -1,0 +1,189 @@
+"""raykv beside Mooncake Store over TCP, with a bare socket as the floor: blocks of two nodes, and questions for keys.
+
+    pip install -e '.[test]'
+    python benchmarks/beside_mooncake.py --mooncake PYTHON [--pairs 24] [--json]
+
+PYTHON is that of an environment with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy`, whose wheel
+needs Debian's libibverbs1, librdmacm1 and libnuma1. Both have two nodes, which are processes on this machine. In each
+turn one after the other stores 64 blocks of 2 MiB on one node, and reads them there and on the other one. raykv sums
+each block when it is stored and verifies it when it comes; Mooncake does neither. raykv's reader on the same node is
+another process, Mooncake's is the one that stored.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import ray
+
+from raykv.bench import cross
+from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.config import MIB
+
+HOST = "127.0.0.1"
+WARM, KEYS = 8, 512
+ASKED = 1 << 20  # the turn that Mooncake's KEYS keys are of
+START_S = 15.0
+
+
+class Writer(cross.Writer):
+    def store_seconds(self, turn: int) -> float:
+        """Until every reader finds them."""
+        keys = cross._keys(self.cache, turn)
+        begin = time.perf_counter()
+        count = self.cache.store(keys, self.blocks, wait=True)
+        seconds = time.perf_counter() - begin
+        assert count == cross.BLOCKS, f"{count} of {cross.BLOCKS} blocks stored"
+        return seconds
+
+
+class Reader(cross.Reader):
+    def read_seconds(self, turn: int) -> float:
+        """From wherever they are."""
+        keys = cross._keys(self.cache, turn)
+        begin = time.perf_counter()
+        with self.cache.match(keys) as match:
+            count = match.read(self.out)
+        seconds = time.perf_counter() - begin
+        assert count == cross.BLOCKS, f"{count} of {cross.BLOCKS} blocks read"
+        return seconds
+
+    def ask_seconds(self) -> float:
+        """Of finding KEYS keys, and leasing their blocks."""
+        small = self.pool.cache(model="small", block_tokens=1, block_bytes=4096)
+        keys = small.keys(np.arange(KEYS))
+        assert small.store(keys, np.zeros((KEYS, 4096), np.uint8), wait=True) == KEYS
+        begin = time.perf_counter()
+        with small.match(keys) as match:
+            seconds = time.perf_counter() - begin
+            assert match.num_tokens == KEYS
+        return seconds
+
+
+class Mooncake:
+    """A client of Mooncake in a process of its own; see mooncake_client.py."""
+
+    def __init__(self, python: str, master: int) -> None:
+        command = [python, str(Path(__file__).with_name("mooncake_client.py")), str(master)]
+        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        print(json.dumps([name, *arguments]), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer, f"Mooncake's client ended at {name}"
+        return json.loads(answer)
+
+
+@contextmanager
+def mooncake(python: str) -> Iterator[tuple[Mooncake, Mooncake]]:
+    """Two clients of a master, a node each."""
+    port, metrics = _port(), _port()
+    options = [f"--rpc_address={HOST}", f"--rpc_port={port}", f"--metrics_host={HOST}", f"--metrics_port={metrics}"]
+    quiet = subprocess.DEVNULL
+    processes: list[subprocess.Popen[Any]] = [
+        subprocess.Popen([str(Path(python).with_name("mooncake_master")), *options], stdout=quiet, stderr=quiet)
+    ]
+    try:
+        _wait_for(port)
+        clients = Mooncake(python, port), Mooncake(python, port)
+        processes += [client.process for client in clients]
+        yield clients
+    finally:
+        for process in reversed(processes):
+            process.kill()
+            process.wait()
+
+
+def measure(python: str, pairs: int) -> dict[str, list[float]]:
+    """Seconds of each turn, by what was done."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    os.environ.update(RAY_worker_niceness="0")  # as operations.md says, and as Mooncake's processes run
+    with (
+        local_cluster(2, 512 * MIB) as (here, there),
+        local_pool(cross.POOL, 1024 * MIB, transport="tcp") as pool,
+        mooncake(python) as (far, near),
+    ):
+        writer = on_node(Writer, there)
+        beside, reader = on_node(Reader, there, writer), on_node(Reader, here, writer)
+        ray.get(reader.connect.remote(ray.get(writer.listen.remote())))
+        far_memory = far.ask("name")
+        far.ask("put_small", ASKED, KEYS)
+
+        def ours(turn: int) -> Iterator[tuple[str, float]]:
+            pool.clear()
+            yield "raykv store", ray.get(writer.store_seconds.remote(turn))
+            yield "raykv read here", ray.get(beside.read_seconds.remote(turn))
+            yield "raykv read there", ray.get(reader.read_seconds.remote(turn))
+            yield "raykv ask", ray.get(reader.ask_seconds.remote())
+            yield "socket", ray.get(reader.socket_read.remote())
+
+        def theirs(turn: int) -> Iterator[tuple[str, float]]:
+            yield "mooncake store", far.ask("store", turn, far_memory)
+            yield "mooncake read here", far.ask("read", turn)
+            yield "mooncake read there", near.ask("read", turn)
+            yield "mooncake ask", near.ask("ask", ASKED, KEYS)
+            far.ask("remove", turn)
+
+        for turn in range(WARM + pairs):
+            for system in (ours, theirs) if turn % 2 else (theirs, ours):
+                for name, took in system(turn):
+                    if turn >= WARM:
+                        seconds[name].append(took)
+    return seconds
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])
+
+
+def _wait_for(port: int) -> None:
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            return socket.create_connection((HOST, port), 1).close()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+def figures(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Of each kind of work: milliseconds of both, medians, and of the paired ratios the median and the quartiles."""
+    found = {}
+    for work in ("store", "read here", "read there", "ask"):
+        ours, theirs = seconds[f"raykv {work}"], seconds[f"mooncake {work}"]
+        low, ratio, high = statistics.quantiles([b / a for a, b in zip(ours, theirs, strict=True)], n=4)
+        milliseconds = {"raykv_ms": 1e3 * statistics.median(ours), "mooncake_ms": 1e3 * statistics.median(theirs)}
+        found[work] = milliseconds | {"times_as_fast": ratio, "low": low, "high": high}
+    found["socket"] = {"ms": 1e3 * statistics.median(seconds["socket"])}
+    return found
+
+
+@click.command(help=__doc__)
+@click.option("--mooncake", "python", required=True, help="The Python of an environment that has Mooncake.")
+@click.option("--pairs", default=24, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def main(python: str, pairs: int, as_json: bool) -> None:
+    found = figures(measure(python, pairs))
+    if as_json:
+        return print(json.dumps(found))
+    for work, numbers in found.items():
+        print(f"{work:12}" + "".join(f"{name} {number:.2f}  " for name, number in numbers.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A client of Mooncake Store in a process of its own, for `beside_mooncake.py`; needs `mooncake` and numpy only.
+
+    PYTHON mooncake_client.py PORT_OF_THE_MASTER
+
+It answers a JSON line with one: a list of the name of a method of Client and its arguments, with what that returns.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+HOST = "127.0.0.1"
+MIB = 1 << 20
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # as raykv.bench.cross
+SEGMENT_BYTES, BUFFER_BYTES = 1024 * MIB, 512 * MIB  # what it gives to the store, and what the store needs here
+
+
+class Client:
+    """Puts blocks into the memory of a client, and gets them into its own."""
+
+    def __init__(self, master: str) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._store: Any = MooncakeDistributedStore()
+        code = self._store.setup(HOST, "P2PHANDSHAKE", SEGMENT_BYTES, BUFFER_BYTES, "tcp", "", f"{HOST}:{master}")
+        assert code == 0, f"Mooncake's setup returned {code}"
+        self._blocks = np.random.default_rng(0).integers(0, 255, (BLOCKS, BLOCK_BYTES), np.uint8)
+        self._out = np.ones_like(self._blocks)
+        for buffer in (self._blocks, self._out):
+            assert self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0
+
+    def name(self) -> str:
+        """What others call its memory."""
+        return str(self._store.get_hostname())
+
+    def store(self, turn: int, memory: str) -> float:
+        """Seconds to put this turn's blocks into a client's memory."""
+        from mooncake.store import ReplicateConfig
+
+        config = ReplicateConfig()
+        config.replica_num, config.preferred_segment = 1, memory
+        keys, at = _keys(turn, BLOCKS), _addresses(self._blocks)
+        begin = time.perf_counter()
+        codes = self._store.batch_put_from(keys, at, [BLOCK_BYTES] * BLOCKS, config)
+        seconds = time.perf_counter() - begin
+        assert not any(codes), f"Mooncake's batch_put_from returned {codes}"
+        return seconds
+
+    def read(self, turn: int) -> float:
+        """Seconds to get this turn's blocks from wherever they are."""
+        keys, at = _keys(turn, BLOCKS), _addresses(self._out)
+        begin = time.perf_counter()
+        sizes = self._store.batch_get_into(keys, at, [BLOCK_BYTES] * BLOCKS)
+        seconds = time.perf_counter() - begin
+        assert set(sizes) == {BLOCK_BYTES}, f"Mooncake's batch_get_into returned {sizes}"
+        assert np.array_equal(self._out, self._blocks)
+        self._out[:] = 1
+        return seconds
+
+    def remove(self, turn: int) -> None:
+        self._store.batch_remove(_keys(turn, BLOCKS), True)
+
+    def put_small(self, turn: int, count: int) -> None:
+        """So many keys to ask for."""
+        keys, at = _keys(turn, count), [self._blocks.ctypes.data] * count
+        assert not any(self._store.batch_put_from(keys, at, [64] * count))
+
+    def ask(self, turn: int, count: int) -> float:
+        """Seconds to ask whether so many keys are there."""
+        keys = _keys(turn, count)
+        begin = time.perf_counter()
+        found = self._store.batch_is_exist(keys)
+        seconds = time.perf_counter() - begin
+        assert set(found) == {1}, f"Mooncake's batch_is_exist returned {found}"
+        return seconds
+
+
+def _keys(turn: int, count: int) -> list[str]:
+    """As long as those that vLLM's connector of Mooncake gives."""
+    return [f"bench@{turn:032x}{i:032x}" for i in range(count)]
+
+
+def _addresses(blocks: "np.ndarray[Any, Any]") -> list[int]:
+    return [block.ctypes.data for block in blocks]
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Mooncake prints
+    client = Client(sys.argv[1])
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(client, name)(*arguments)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
