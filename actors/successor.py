@@ -40,7 +40,7 @@ class Successor:
     def look(self, number: int, in_charge: str, others: list[str]) -> Any:
         """Start it if it does not run. Returns its handle if it is of no use where it is.
 
-        number: its own. in_charge: the node of the directory in charge. others: nodes where it may be, if there are such.
+        number: its own. in_charge: the node of the directory in charge. others: the other nodes where it may be.
         """
         self._look_at = time.monotonic() + LOOK_S
         if self._number != number:  # it took over: what is due was asked of another
