@@ -29,9 +29,12 @@ class Successor:
         self._asked = 0.0  # time.monotonic()
         self._moved, self._given_up = -MOVE_AFTER_S, 0
 
-    def is_due(self) -> bool:
-        """Whether it is time to `look` again."""
-        return time.monotonic() >= self._look_at
+    def due(self) -> bool:
+        """Whether to look at it now. It is due again LOOK_S later, whatever comes of this look."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        return True
 
     def stands_by(self, number: int) -> bool:
         """Whether it is the pool's directory of that number, and runs."""
@@ -42,7 +45,6 @@ class Successor:
 
         number: its own. in_charge: the node of the directory in charge. others: the other nodes where it may be.
         """
-        self._look_at = time.monotonic() + LOOK_S
         if self._number != number:  # it took over: what is due was asked of another
             self._number, self._answer, self._handle = number, None, None
         if self._handle is None or not is_alive(self._handle):
@@ -55,14 +57,17 @@ class Successor:
         return None
 
     def give_up(self, successor: Any, why: str) -> None:
-        """End it. The next look starts it anew, on the next node. successor: its handle."""
+        """End it: it is started anew, by the next look on the next node. successor: its handle."""
         log.warning("pool %s: the directory that stands by is started anew: %s", self._pool, why)
         ray.kill(successor)
         self._handle = self._answer = None
         self._given_up += 1
 
     def _is_bad(self, others: list[str]) -> bool:
-        """Whether it has not answered for too long, or is on none of the other nodes though there are some."""
+        """Whether it has not answered for too long, or is on none of the other nodes though there are some.
+
+        One that was moved less than MOVE_AFTER_S ago is left where it is. An answer is looked at once.
+        """
         if self._answer is None:
             return False
         if not ray.wait([self._answer], timeout=0)[0]:

@@ -255,7 +255,7 @@ class Supervisor:
 
     def _keep_successor(self, directory: Any, living: set[str]) -> None:
         """Have the other directory stand by, on another node where there is one."""
-        if not self._successor.is_due():
+        if not self._successor.due():
             return
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
         others = sorted((living & self._served) - {node_id} - set(registry.names(self._pool, "leaving")))
@@ -291,7 +291,7 @@ def _gcs(address: str) -> Any:
     return GcsClient(address=address)
 
 
-def start_supervisor(pool: str, node_id: str) -> Any:
+def start_supervisor(pool: str, node_id: str) -> None:
     """Start the supervisor near a node, or find it. Returns at once: from here on Ray sees to it that there is one."""
     options = registry.options(registry.supervisor_name(pool), node_id, pinned=False, threads=4)
-    return ray.remote(Supervisor).options(**options).remote(pool)
+    ray.remote(Supervisor).options(**options).remote(pool)

@@ -6,8 +6,9 @@
 PYTHON is that of an environment with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy`, whose wheel
 needs Debian's libibverbs1, librdmacm1 and libnuma1. Both have two nodes, which are processes on this machine. In each
 turn one after the other stores 64 blocks of 2 MiB on one node, and reads them there and on the other one. raykv sums
-each block when it is stored and verifies it when it comes; Mooncake does neither. raykv's reader on the same node is
-another process, Mooncake's is the one that stored.
+each block when it is stored and verifies it when it comes from another node, or where a reader asks for that
+("verified here"); Mooncake does neither by default. Mooncake keeps its connections, as vLLM's recipe for it says.
+raykv's reader on the same node is another process, Mooncake's is the one that stored.
 """
 
 import json
@@ -31,7 +32,7 @@ from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 
 HOST = "127.0.0.1"
-WARM, KEYS = 8, 512
+KEYS = 512
 ASKED = 1 << 20  # the turn that Mooncake's KEYS keys are of
 START_S = 15.0
 
@@ -48,14 +49,21 @@ class Writer(cross.Writer):
 
 
 class Reader(cross.Reader):
-    def read_seconds(self, turn: int) -> float:
-        """From wherever they are."""
+    def __init__(self, writer: Any) -> None:
+        super().__init__(writer)
+        self.blocks = ray.get(writer.array.remote()).copy()
+
+    def read_seconds(self, turn: int, node: str, verify: bool = False) -> float:
+        """From the node where they are."""
         keys = cross._keys(self.cache, turn)
         begin = time.perf_counter()
         with self.cache.match(keys) as match:
-            count = match.read(self.out)
-        seconds = time.perf_counter() - begin
+            count = match.read(self.out, verify=verify)
+            seconds = time.perf_counter() - begin
+            assert match.nodes == [node]
         assert count == cross.BLOCKS, f"{count} of {cross.BLOCKS} blocks read"
+        assert np.array_equal(self.out, self.blocks)
+        self.out[:] = 1
         return seconds
 
     def ask_seconds(self) -> float:
@@ -63,10 +71,11 @@ class Reader(cross.Reader):
         small = self.pool.cache(model="small", block_tokens=1, block_bytes=4096)
         keys = small.keys(np.arange(KEYS))
         assert small.store(keys, np.zeros((KEYS, 4096), np.uint8), wait=True) == KEYS
-        begin = time.perf_counter()
-        with small.match(keys) as match:
-            seconds = time.perf_counter() - begin
-            assert match.num_tokens == KEYS
+        for _ in range(2):  # the first is untimed: what was read before took the caches
+            begin = time.perf_counter()
+            with small.match(keys) as match:
+                seconds = time.perf_counter() - begin
+                assert match.num_tokens == KEYS
         return seconds
 
 
@@ -76,7 +85,8 @@ class Mooncake:
     def __init__(self, python: str, master: int) -> None:
         command = [python, str(Path(__file__).with_name("mooncake_client.py")), str(master)]
         pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
+        env = {**os.environ, "MC_TCP_ENABLE_CONNECTION_POOL": "1"}
+        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
 
     def ask(self, name: str, *arguments: Any) -> Any:
         assert self.process.stdin and self.process.stdout
@@ -97,9 +107,11 @@ def mooncake(python: str) -> Iterator[tuple[Mooncake, Mooncake]]:
     ]
     try:
         _wait_for(port)
-        clients = Mooncake(python, port), Mooncake(python, port)
-        processes += [client.process for client in clients]
-        yield clients
+        far = Mooncake(python, port)
+        processes.append(far.process)
+        near = Mooncake(python, port)
+        processes.append(near.process)
+        yield far, near
     finally:
         for process in reversed(processes):
             process.kill()
@@ -124,22 +136,24 @@ def measure(python: str, pairs: int) -> dict[str, list[float]]:
         def ours(turn: int) -> Iterator[tuple[str, float]]:
             pool.clear()
             yield "raykv store", ray.get(writer.store_seconds.remote(turn))
-            yield "raykv read here", ray.get(beside.read_seconds.remote(turn))
-            yield "raykv read there", ray.get(reader.read_seconds.remote(turn))
+            yield "raykv read here", ray.get(beside.read_seconds.remote(turn, there))
+            yield "raykv verified here", ray.get(beside.read_seconds.remote(turn, there, verify=True))
+            yield "raykv read there", ray.get(reader.read_seconds.remote(turn, there))
             yield "raykv ask", ray.get(reader.ask_seconds.remote())
             yield "socket", ray.get(reader.socket_read.remote())
 
         def theirs(turn: int) -> Iterator[tuple[str, float]]:
             yield "mooncake store", far.ask("store", turn, far_memory)
             yield "mooncake read here", far.ask("read", turn)
+            yield "mooncake verified here", far.ask("read", turn)  # which verifies nothing
             yield "mooncake read there", near.ask("read", turn)
             yield "mooncake ask", near.ask("ask", ASKED, KEYS)
             far.ask("remove", turn)
 
-        for turn in range(WARM + pairs):
+        for turn in range(cross.WARM + pairs):
             for system in (ours, theirs) if turn % 2 else (theirs, ours):
                 for name, took in system(turn):
-                    if turn >= WARM:
+                    if turn >= cross.WARM:
                         seconds[name].append(took)
     return seconds
 
@@ -164,7 +178,7 @@ def _wait_for(port: int) -> None:
 def figures(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Of each kind of work: milliseconds of both, medians, and of the paired ratios the median and the quartiles."""
     found = {}
-    for work in ("store", "read here", "read there", "ask"):
+    for work in ("store", "read here", "verified here", "read there", "ask"):
         ours, theirs = seconds[f"raykv {work}"], seconds[f"mooncake {work}"]
         low, ratio, high = statistics.quantiles([b / a for a, b in zip(ours, theirs, strict=True)], n=4)
         milliseconds = {"raykv_ms": 1e3 * statistics.median(ours), "mooncake_ms": 1e3 * statistics.median(theirs)}
@@ -182,7 +196,7 @@ def main(python: str, pairs: int, as_json: bool) -> None:
     if as_json:
         return print(json.dumps(found))
     for work, numbers in found.items():
-        print(f"{work:12}" + "".join(f"{name} {number:.2f}  " for name, number in numbers.items()))
+        print(f"{work:15}" + "".join(f"{name} {number:.2f}  " for name, number in numbers.items()))
 
 
 if __name__ == "__main__":
