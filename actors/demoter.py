@@ -4,7 +4,6 @@ The directory decides which blocks are demoted and which are deleted. The Demote
 own, which may wait for a slow tier, and reports what became of them.
 """
 
-import logging
 import secrets
 import threading
 import time
@@ -38,7 +37,6 @@ from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.guarded import GuardedTier
 
-log = logging.getLogger("raykv")
 POLL_S = 0.1
 IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
 SERVED_HEARTBEAT_S = 5.0  # of a tier that the directory serves: it says with every answer to `demote` that it does

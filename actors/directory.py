@@ -54,24 +54,34 @@ log = logging.getLogger("raykv")
 Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles that fastest
 
 
-CALLS = frozenset(  # what may be asked over the socket, by the clients and by the node stores
+CALLS = frozenset(  # what may be asked over the socket
     (
-        *(
-            "ping",
-            "match",
-            "match_parts",
-            "next_window",
-            "reserve",
-            "commit",
-            "pin",
-            "unpin",
-            "forget",
-            "preempted",
-            "locate_prefix",
-            "stored",
-        ),
-        *("client_heartbeat", "disconnect", "nodes", "join", "adopt", "heartbeat", "sweep_result", "tier_heartbeat"),
-        *("report_existing", "demote", "demote_gpu", "report_requests"),
+        # by the clients
+        "ping",
+        "nodes",
+        "match",
+        "match_parts",
+        "next_window",
+        "reserve",
+        "commit",
+        "pin",
+        "unpin",
+        "forget",
+        "preempted",
+        "locate_prefix",
+        "stored",
+        "client_heartbeat",
+        "disconnect",
+        # by the node stores
+        "join",
+        "adopt",
+        "heartbeat",
+        "sweep_result",
+        "tier_heartbeat",
+        "report_existing",
+        "demote",
+        "demote_gpu",
+        "report_requests",
     )
 )
 FRAME_BYTES = 64 << 20  # the longest: what a store's writers left half done, of a big arena

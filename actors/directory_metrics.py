@@ -27,7 +27,13 @@ TOTALS = {  # by metric, of Directory.totals
     "evicted_blocks_total": "evicted",
     "preempted_requests_total": "num_cumulative_preemption",
 }
-GAUGES = {"blocks": "keys", **{name: name for name in ("leases", "reservations", "clients")}, "pinned_blocks": "pinned"}
+GAUGES = {
+    "blocks": "keys",
+    "leases": "leases",
+    "reservations": "reservations",
+    "clients": "clients",
+    "pinned_blocks": "pinned",
+}
 MEMORY_EVERY = 2  # exports: it looks at every slot,
 STEP_SLOTS, STEP_S = 16_384, 0.0005  # so many at a time, which takes less than a millisecond, with a pause
 FOLDED = 1024  # times that are counted at a time
@@ -138,8 +144,9 @@ class DirectoryMetrics:
             for bound, count in zip((*CALL_SECONDS, "+Inf"), np.cumsum(sums[:-1]).tolist(), strict=True):
                 export.set("directory_call_seconds_bucket", count, method=method, le=str(bound))
         for tenant, quota in tenants.items():
-            for name in ("used", "minimum_bytes", "maximum_bytes"):
-                export.set(f"tenant_{name.removesuffix('_bytes')}_bytes", quota[name], tenant=tenant)
+            export.set("tenant_used_bytes", quota["used"], tenant=tenant)
+            export.set("tenant_minimum_bytes", quota["minimum_bytes"], tenant=tenant)
+            export.set("tenant_maximum_bytes", quota["maximum_bytes"], tenant=tenant)
             export.total("tenant_evicted_blocks_total", quota["evicted"], tenant=tenant)
         for node, tier in tiers.items():
             self._tier_figures(node or "shared", tier)

@@ -39,7 +39,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
     ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + CALL_S)
     left = _left(pool, node_id, 1)
     while left and time.monotonic() < end:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = registry.living()
         takers = alive.difference(registry.names(pool, "leaving"))
         if node_id not in alive or not takers:
             break

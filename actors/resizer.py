@@ -120,10 +120,10 @@ class Resizer:
         """
         end = time.monotonic() + seconds
         with self._resizing:
-            if self._slabs_of(cpu_memory) < self.limit and self._demoter:
+            limit = self._slabs_of(cpu_memory)
+            if limit < self.limit and self._demoter:
                 self._demoter.flush((end - time.monotonic()) / 2, lasting=False)
             limit_before, saved_before = self.limit, self._saved_size.get()
-            limit = self._slabs_of(cpu_memory)
             events.tell("resize", cpu_memory=cpu_memory, bytes=limit * self._arena.slab_bytes, deadline=seconds)
             self._saved_size.save(cpu_memory)
             self.limit, self._full = limit, ""

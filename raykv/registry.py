@@ -29,7 +29,9 @@ from raykv.system.wire import Address
 # (JSON: the cpu_memory that it was resized to), `<pool>/quota/<tenant>` (JSON: its minimum and maximum), `<pool>/tier`
 # (what was given to `register_tier`, pickled), `<pool>/model/<name>` (JSON: how prompts become keys, for routers),
 # `<pool>/failed/<node>` (why a node has no store), `<pool>/answer/<node>` (pickled: what a node says before a pool
-# starts), `<pool>/compiled` (kernels that the directory has compiled, and all).
+# starts), `<pool>/compiled` (kernels that the directory has compiled, and all), `<pool>/lock` (who starts or stops it),
+# `<pool>/last_epoch` (kept by a pool that was stopped), `<pool>/seed` (names an empty tier's content), `<pool>/totals`
+# (JSON: counters that outlive a directory).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 AWAIT_S = 120.0
@@ -92,6 +94,11 @@ def _actors(pool: str) -> str:
 def living() -> set[str]:
     """Ray node ids of the nodes that are alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def is_head(node: dict[str, Any]) -> bool:
+    """Whether a node of `ray.nodes()` is the cluster's head."""
+    return "node:__internal_head__" in node["Resources"]
 
 
 def find(name: str) -> Any:

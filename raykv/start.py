@@ -179,7 +179,7 @@ def _why_not_there(node_id: str, store: Any) -> str:
 
 def _head() -> str:
     for node in ray.nodes():
-        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
+        if node["Alive"] and registry.is_head(node):
             return str(node["NodeID"])
     return str(ray.get_runtime_context().get_node_id())
 

@@ -50,13 +50,13 @@ def main() -> None:
 @NAME
 @click.option("--cpu-memory", metavar="SIZE", default="0.3", show_default=True, help=SIZE)
 @click.option("--gpu-memory", metavar="SIZE", default="0", show_default=True, help="The same of every GPU; 0: no tier.")
-@click.option("--locality", type=float, default=1.5, show_default=True, help="1 is exact cluster-wide LRU.")
+@click.option("--locality", type=float, default=1.5, show_default=True, help="1: exact LRU over all nodes.")
 @TRANSPORT
 @click.option("--external", help="External tier: file:///mnt/nvme/raykv?capacity=200GiB, redis://..., s3://...")
 @click.option(
-    "--write", type=click.Choice(list(WRITE_SHARES)), default="back", show_default=True, help="What goes there."
+    "--write", type=click.Choice(list(WRITE_SHARES)), default="back", show_default=True, help="Old blocks; all; none."
 )
-@click.option("--min-hits", default=0, show_default=True, help="How often it must have been asked for to go there.")
+@click.option("--min-hits", default=0, show_default=True, help="Matches that a block needs before the tier gets it.")
 @click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
 @click.option("--exist-ok", is_flag=True, help="Take a pool that runs with other settings as it is.")
 @JSON
@@ -114,8 +114,8 @@ def top(name: str) -> None:
 
 @main.command()
 @NAME
-@click.option("--host", help="To listen at: 127.0.0.1, unless one is given: of Ray's head only.")
-@click.option("--port", type=click.IntRange(0, 65535), help="8270, unless one is given; 0: any that is free.")
+@click.option("--host", help="Address to listen at. Default: 127.0.0.1 of Ray's head.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port. Default: 8270; 0: any that is free.")
 @click.option("--stop", "end", is_flag=True, help="Serve the page no more.")
 @JSON
 def ui(name: str, host: str | None, port: int | None, end: bool, as_json: bool) -> None:
@@ -222,8 +222,8 @@ def _own_or_group_name(context: click.Context) -> str:
 
 @quota.command("set")
 @click.argument("tenant")
-@click.option("--minimum", type=SHARE, default=0.0, show_default=True, help="Of the pool's memory: nobody takes it.")
-@click.option("--maximum", type=SHARE, default=1.0, show_default=True, help="Of the pool's memory; 1: no limit.")
+@click.option("--minimum", type=SHARE, default=0.0, show_default=True, help="A share that no other tenant takes.")
+@click.option("--maximum", type=SHARE, default=1.0, show_default=True, help="The most that it can have; 1: no limit.")
 @NAME
 @click.pass_context
 def quota_set(context: click.Context, tenant: str, minimum: float, maximum: float, name: str) -> None:
@@ -329,8 +329,8 @@ def bench_directory(entries: int, as_json: bool) -> None:
 @bench.command("scale")
 @click.option("--nodes", default="8,64,128,256,1000", show_default=True, help="Numbers of nodes to try.")
 @click.option("--entries", default=10_000_000, show_default=True, help="Blocks of all nodes together.")
-@click.option("--seconds", default=10.0, show_default=True, help="That each number of nodes is measured.")
-@click.option("--take-over", default=0, help="Kill the directory of so many nodes, too.")
+@click.option("--seconds", default=10.0, show_default=True, help="How long each number of nodes is measured.")
+@click.option("--take-over", default=0, help="Kill the directory of a pool of so many nodes, too; 0: of none.")
 @JSON
 def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_json: bool) -> None:
     """How many nodes one directory carries, simulated by processes that speak its protocol."""

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import ray
 
+from raykv import registry
+
 SHORT = 8  # characters of a node id that are shown, where they are enough to tell nodes apart
 
 
@@ -26,7 +28,7 @@ def living_nodes() -> list[RayNode]:
             str(node["NodeManagerHostname"]),
             str(node["NodeManagerAddress"]),
             str(node["NodeName"]),
-            "node:__internal_head__" in node["Resources"],
+            registry.is_head(node),
         )
         for node in ray.nodes()
         if node["Alive"]

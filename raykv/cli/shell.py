@@ -4,12 +4,12 @@ from raykv.client.administration import Administration
 from raykv.client.session import connect, settings_of
 
 # Ray's dashboard and its job API leave out drivers whose namespace begins so; the state API still lists them.
-NAMESPACE = "_ray_internal_raykv_shell"
+SHELL_NAMESPACE = "_ray_internal_raykv_shell"
 
 
 def join(name: str) -> None:
     """Join the Ray cluster of this machine. PoolNotFound, for the pool called `name`, where there is none."""
-    connect(name, NAMESPACE)
+    connect(name, SHELL_NAMESPACE)
 
 
 def administer(name: str) -> Administration:

@@ -16,7 +16,7 @@ from raykv.system import free_memory
 
 ADMIN_DEADLINE_S = 10.0
 STORES_DEADLINE_S = 1.0  # a store that is stopped is not waited for
-STOP_DEADLINE_S = 60.0
+DRAIN_GRACE_S = 60.0  # beside its deadline, for its last round
 
 
 class Administration:
@@ -72,7 +72,7 @@ class Administration:
         """
         _check_living(node_id)
         supervisor = registry.find(registry.supervisor_name(self.name))
-        left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + STOP_DEADLINE_S)
+        left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + DRAIN_GRACE_S)
         return left
 
     def resize(self, node_id: str, cpu_memory: Size, deadline: float = 60.0) -> int:
@@ -171,4 +171,4 @@ def transports_among(names: list[str], stores: dict[str, dict[str, Any]]) -> lis
 def _check_living(node_id: str) -> None:
     living = registry.living()
     if node_id not in living:
-        raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: {', '.join(living)}")
+        raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: give one of {', '.join(living)}")

@@ -26,7 +26,7 @@ class Part(NamedTuple):
     window: int = 0
 
 
-class Call(NamedTuple):
+class LeasedCall(NamedTuple):
     """What one call leased, up to `tokens`. firsts, leases: by part, the number of its first block, and its lease."""
 
     tokens: int
@@ -53,7 +53,7 @@ class JointMatch:
         self._record: RequestRecord | None = None  # while somebody follows requests
         self._cache = parts[0].keys.cache
         self._tokens_per_s = tokens_per_s
-        self._calls: list[Call] = []
+        self._calls: list[LeasedCall] = []
         self._intent = session.directory.new_id()
         self.pending = 0
 
@@ -126,7 +126,7 @@ class JointMatch:
             raise
         tokens = (found[0].first + len(leases[0])) * self._cache.block_tokens
         before = self.tokens // self._cache.block_tokens
-        self._calls.append(Call(tokens, [before + part.first for part in found], leases))
+        self._calls.append(LeasedCall(tokens, [before + part.first for part in found], leases))
         return tokens
 
     def _lease(self, part: Part, keys: Keys, lease: int, found: MatchedPart) -> Lease:

@@ -26,7 +26,7 @@ class LocalStore(NodeStore):
         """gpu: UUID of the GPU whose memory is meant, where that has a tier; None: the node's memory.
 
         Raises ValueError where the node has no store, RayError where it does not answer, and ArenaMismatch where this
-        process sees other shared memory than the store (rule 12).
+        process sees other shared memory than the store.
         """
         super().__init__(registry.find(registry.node_store_name(pool, node_id)))
         described = StoreDescription(*ray.get(self.store.describe_arena.remote(gpu), timeout=DESCRIBE_DEADLINE_S))

@@ -85,7 +85,9 @@ class KVPool(Administration):
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
 
     def stats(self) -> dict[str, Any]:
-        """The directory's counts of the whole pool, and `faults` of this client by kind. Nothing else while it is down.
+        """The directory's counts of the whole pool, and `faults` of this client by kind.
+
+        While the directory does not answer: `failed`, `transports` (empty) and `faults` alone.
 
         nodes: counts by Ray node id; of a GPU by the node's id, "/" and the GPU's UUID.
         socket: host and port where the directory listens, and `connections` to it, of clients and of node stores; None

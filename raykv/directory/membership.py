@@ -40,9 +40,17 @@ from raykv.protocol import (
 )
 
 COUNTERS = (
-    *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),
+    "lookups",
+    "hits",
+    "remote_hits",
+    "external_hits",
+    "gpu_hits",
+    "stored",
+    "refused",
+    "corrupt",
     "num_cumulative_preemption",
-    *("gpu_hits", "promoted", "gpu_demoted"),
+    "promoted",
+    "gpu_demoted",
 )
 SOLE_COPIES_PER_CALL = 4096  # of each size
 CHECK_EVERY_S = 0.5

@@ -168,7 +168,7 @@ class SizeClasses:
         return int(self.c.rows[row]["last"]) if row >= 0 else -1
 
     def oldest_tick_for(self, size_class: int, tenant: int) -> int:
-        """As `oldest_tick`, of those that a tenant's block evicts; its own only where it is within its minimum not."""
+        """As `oldest_tick`, of the blocks that a tenant's may evict: not its own while it is within its minimum."""
         row = int(eviction.oldest_candidate(self.c, size_class, tenant))
         return int(self.c.rows[row]["last"]) if row >= 0 else -1
 

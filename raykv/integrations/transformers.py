@@ -132,8 +132,8 @@ def prefill(
 
     model: a causal language model. cache: of `model_cache` with this model.
     input_ids: 1-D, at least one token. At least the last is always computed: its logits are wanted.
-    Returns a Prefill.
     lora: the active adapter, if any. salt: what tells this request's tenant from others (see KVCache.keys).
+    Returns a Prefill.
     A pool that is down or empty makes this an ordinary prefill. Raises ValueError for input that is not 1-D, or a cache
     whose blocks are not this model's. To generate with `model.generate`, use `generate` of this module instead.
     """

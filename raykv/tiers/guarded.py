@@ -37,7 +37,7 @@ PIECE_BYTES = 16 << 20  # read at a time, while the caller uses as many
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
 CHECK_S = 10.0  # between probes of a tier that is up
 READERS = 4  # threads
-Keys = NDArray[np.uint8]
+KeyRows = NDArray[np.uint8]
 
 
 class LoadedPiece(NamedTuple):
@@ -51,7 +51,7 @@ class LoadedPiece(NamedTuple):
 
 
 class GuardedTier:
-    """A tier behind deadlines: its methods never raise, and never wait longer than a deadline. Thread-safe.
+    """A tier behind deadlines: no method raises or waits longer than one, but `check` and `scan`. Thread-safe.
 
     A tier that failed, or did not answer in time, is down: no call reaches it until a `probe` succeeds. It may be down
     from the beginning; then a `probe` opens it.
@@ -116,7 +116,7 @@ class GuardedTier:
     # ------------------------------------------------------------------ blocks
 
     def store(
-        self, keys: Keys, sums: NDArray[np.uint64], positions: NDArray[np.uint32], bodies: Sequence[memoryview]
+        self, keys: KeyRows, sums: NDArray[np.uint64], positions: NDArray[np.uint32], bodies: Sequence[memoryview]
     ) -> NDArray[np.bool_]:
         """Store n blocks. Returns (n,) which are stored now.
 
@@ -138,7 +138,7 @@ class GuardedTier:
             self.faults["refused"] += int((~stored).sum())
         return stored
 
-    def load(self, keys: Keys, block_bytes: int) -> Iterator[LoadedPiece]:
+    def load(self, keys: KeyRows, block_bytes: int) -> Iterator[LoadedPiece]:
         """Read blocks of one size, a piece at a time. Ends early where the tier fails."""
         step = max(1, PIECE_BYTES // block_bytes)
         parts = [slice(start, min(start + step, len(keys))) for start in range(0, len(keys), step)]
@@ -163,7 +163,7 @@ class GuardedTier:
             yield LoadedPiece(part, _rows(buffer, len(found), block_bytes), checksums, positions, there)
             self._free_buffer(buffer)
 
-    def _begin_load(self, keys: Keys, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
+    def _begin_load(self, keys: KeyRows, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
         """Ask for a piece. Returns the call, and the buffer that it reads into."""
         buffer, block_keys = self._take_buffer(len(keys), block_bytes), _split(keys)
         out = [row.data for row in _rows(buffer, len(keys), block_bytes)]
@@ -389,6 +389,6 @@ def _rows(memory: mmap.mmap, count: int, block_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)[: count * block_bytes].reshape(count, block_bytes)
 
 
-def _split(keys: Keys) -> list[bytes]:
+def _split(keys: KeyRows) -> list[bytes]:
     data = keys.tobytes()
     return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]

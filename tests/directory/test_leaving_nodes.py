@@ -232,8 +232,8 @@ def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(
     monkeypatch.setattr(registry, "names", lambda *_: ["a"])
     monkeypatch.setattr(drain, "_take_over", SimpleNamespace(options=lambda **_: call(lambda *_: None)))
     monkeypatch.setattr(drain, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
-    nodes = call(lambda: [{"NodeID": name, "Alive": True} for name in alive.pop(0)]).remote
-    asked = SimpleNamespace(get=lambda answer, timeout: answer, nodes=nodes, wait=lambda *_, **__: None)
+    monkeypatch.setattr(registry, "living", lambda: alive.pop(0))
+    asked = SimpleNamespace(get=lambda answer, timeout: answer, wait=lambda *_, **__: None)
     monkeypatch.setattr(drain, "ray", asked)
     assert drain.drain("p", "a", 30.0) == 4 and not alive
 

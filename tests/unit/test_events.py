@@ -55,7 +55,7 @@ def test_the_page_names_every_event() -> None:
     page = (ROOT / "docs/deploy.md").read_text()
     table = page[page.index("| `role` |") :]
     named = set(re.findall(r"`(\w+)`", table[: table.index("\n\n")]))
-    assert named - {"role", "event", "directory", "store", "supervisor"} == told
+    assert named - {"role", "event", "directory", "store", "supervisor", "ui"} == told
 
 
 def test_nobody_elses_logging_is_changed() -> None:

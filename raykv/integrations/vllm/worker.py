@@ -341,15 +341,14 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
                 job.state = "copying"
             return job.state == "copying"
 
-    def _finish(self, job: Job, state: str, size: int) -> bool:
+    def _finish(self, job: Job, state: str, size: int) -> None:
         """Report a job to vLLM, once, if it is in this state."""
         with self._mutex:
             if job.state != state or state == "done":
-                return False
+                return
             job.state = "done"
         self._done.put(TransferResult(job.id, True, size, time.perf_counter() - job.begin))
         self._some_done.set()
-        return True
 
 
 def _rows_of_keys(data: bytes) -> NDArray[np.uint8]:
