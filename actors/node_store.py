@@ -18,7 +18,8 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.actors.demoter import Demoter, content_seed, open_external
 from raykv.actors.directory_loop import DirectoryLoop
-from raykv.actors.gpu import GpuDemoter, open_gpus
+from raykv.actors.gpu_demoter import GpuDemoter
+from raykv.actors.gpu_memory import open_gpus
 from raykv.actors.node_memory import JOIN_DEADLINE_S, NodeMemory
 from raykv.actors.peers import Peers
 from raykv.actors.readiness import Question, answer

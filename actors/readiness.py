@@ -12,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors.demoter import open_external
-from raykv.actors.gpu import DRIVER
+from raykv.actors.gpu_memory import DRIVER
 from raykv.arena.files import SHM, left_behind
 from raykv.arena.gpu import device
 from raykv.config import Size, capacity_bytes

@@ -1,4 +1,4 @@
-"""The Ray actors of a pool, and how they are found: detached, named, in the namespace `raykv`."""
+"""The Ray actors of a pool, detached and named in the namespace `raykv`, and what it keeps in Ray's internal KV."""
 
 import contextlib
 import json

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.buffers import Rows
-from raykv.client.node_store import Locations, NodeStore, pieces
 from raykv.client.request_record import RequestRecord
 from raykv.client.session import Session
+from raykv.client.store_client import Locations, StoreClient, pieces
 from raykv.client.workers import giving_way
 from raykv.config import MIB
 from raykv.errors import DeviceError
@@ -77,7 +77,7 @@ class Lease:
     def __init__(
         self,
         session: Session,
-        store: NodeStore | None,
+        store: StoreClient | None,
         block_bytes: int,
         name: tuple[bytes, int, int, int, int],
         source: Locations,
@@ -236,7 +236,7 @@ class Lease:
         external = self._external[piece]
         return [part for part in (piece[~external], piece[external]) if len(part)]
 
-    def _start(self, store: NodeStore, part: Blocks) -> Any:
+    def _start(self, store: StoreClient, part: Blocks) -> Any:
         """The pull of a part, which may have begun with the match."""
         blocks, answer = self._begun.pop(int(part[0]), (0, None))
         if blocks == len(part):
@@ -405,7 +405,7 @@ class Lease:
         return arrived
 
 
-def _reached(store: NodeStore, source: Locations, node: int) -> int:
+def _reached(store: StoreClient, source: Locations, node: int) -> int:
     """How many leading blocks come neither from nor through who does not answer. node: what they call this one."""
     away = np.flatnonzero(source["node"] != node)
     silent = away[~store.reaches(source["node"][away])] if len(away) else away

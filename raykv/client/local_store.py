@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from raykv import registry
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import GpuArena
-from raykv.client.node_store import Locations, NodeStore
+from raykv.client.store_client import Locations, StoreClient
 from raykv.protocol import StoreDescription
 
 DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
 
 
-class LocalStore(NodeStore):
+class LocalStore(StoreClient):
     """The store of this process's node. While it is down its memory still serves; only other nodes' blocks are missed.
 
     name: what the directory calls the memory. index: what locations call it.

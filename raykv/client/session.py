@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from raykv import registry
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
-from raykv.client.node_store import NodeStore
+from raykv.client.store_client import StoreClient
 from raykv.client.workers import Workers
 from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound, RayKVError
@@ -53,7 +53,7 @@ class Session:
         self.directory = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
-        self._others: dict[str, NodeStore] = {}  # by what the directory calls the memory of their nodes
+        self._others: dict[str, StoreClient] = {}  # by what the directory calls the memory of their nodes
         self._renewing = threading.Lock()  # held while the node store is looked for
         self._workers = Workers("raykv")
         self._background = Workers("raykv-background")
@@ -99,13 +99,13 @@ class Session:
                 self._renewing.release()
                 self.directory.fault("store", error)
 
-    def store_of(self, memory: str) -> NodeStore | None:
+    def store_of(self, memory: str) -> StoreClient | None:
         """The store of the node that has some memory, as the directory calls it; None where it has none."""
         if memory == self.memory_name:
             return self.local
         if memory not in self._others:
             try:
-                self._others[memory] = NodeStore(registry.find(registry.node_store_name(self.name, host_of(memory))))
+                self._others[memory] = StoreClient(registry.find(registry.node_store_name(self.name, host_of(memory))))
             except (ValueError, RayError):
                 return None
         return self._others.get(memory)

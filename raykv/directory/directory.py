@@ -16,7 +16,7 @@ from raykv.config import CLIENT_TTL_S, Quota
 from raykv.directory.allocator import Node
 from raykv.directory.arrays import RowArray, key_array, split_keys
 from raykv.directory.clients import Hold
-from raykv.directory.kernels import columns, demotion, index, placement, slabs, tenants
+from raykv.directory.kernels import columns, demotion, placement, slabs, table, tenants
 from raykv.directory.kernels.columns import ENTRIES
 from raykv.directory.membership import COUNTERS
 from raykv.directory.readers import Readers
@@ -145,7 +145,7 @@ class Directory(Readers):
         missing = placement.find_missing(self._c, keys, firsts, start, size_class)
         tenant = self.quotas.number(request.tenant)
         if missing and self._allocator.provision(writer, size_class, stride, missing, tenant):
-            index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
+            table.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
         others, heaps = self._classes_in_turn(writer, stride), self._size_classes.heaps[stride]
         covered, grants = placement.reserve(
             *(self._c, keys, firsts, start, size_class, others, heaps, self.locality),

@@ -13,10 +13,10 @@ from raykv.config import SUSPECT_AFTER_S
 from raykv.directory.allocator import Allocator, Node, staging_window
 from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Client, Clients
-from raykv.directory.demotion import GpuDemotion
 from raykv.directory.found_blocks import FoundBlocks
+from raykv.directory.gpu_demotion import GpuDemotion
 from raykv.directory.intents import Intents
-from raykv.directory.kernels import columns, index, leases, slabs
+from raykv.directory.kernels import columns, leases, slabs, sole_copies, table
 from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS
 from raykv.directory.pins import Pins
 from raykv.directory.quotas import Quotas
@@ -280,14 +280,14 @@ class Membership:
         for node in nodes:
             for stride, size_class in node.size_classes.items():
                 rows = np.empty(SOLE_COPIES_PER_CALL, np.int64)
-                n = leases.sole_copies(self._c, size_class, tier, heads, rows, 0)
+                n = sole_copies.in_lists(self._c, size_class, tier, heads, rows, 0)
                 for record in node.slabs.values():
                     if self._c.slabs[record]["size_class"] == size_class:
-                        n = leases.held_sole_copies(self._c, *self._size_classes.span(record), tier, rows, n)
+                        n = sole_copies.held(self._c, *self._size_classes.span(record), tier, rows, n)
                 locations.append(self._size_classes.describe(rows[:n], stride)[1].tobytes())
                 keys.append(self._size_classes.keys_of(rows[:n]))
             spans = map(self._size_classes.span, node.slabs.values())
-            total += sum(int(leases.count_sole_copies(self._c, base, slots, tier)) for base, slots in spans)
+            total += sum(int(sole_copies.count(self._c, base, slots, tier)) for base, slots in spans)
         return SoleCopies(b"".join(locations), b"".join(keys), total)
 
     def _promote_replicas(self, node: Node) -> None:
@@ -375,7 +375,7 @@ class Membership:
         """(keys, first row of each, or -1)."""
         found = key_array(keys)
         firsts = np.empty(len(found), np.int64)
-        index.find(self._c, found, firsts)
+        table.find(self._c, found, firsts)
         return found, firsts
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.directory.arrays import RowArray, key_array
-from raykv.directory.kernels import columns, index, leases
+from raykv.directory.kernels import columns, leases, table
 from raykv.directory.size_classes import SizeClasses
 
 
@@ -83,7 +83,7 @@ class Pins(dict[bytes, tuple[int, int]]):
     def _hold(self, keys: list[bytes]) -> None:
         new = list(dict.fromkeys(key for key in keys if key not in self))
         firsts, rows, gens = (np.empty(len(new), np.int64) for _ in range(3))
-        index.find(self._size_classes.c, key_array(b"".join(new)), firsts)
+        table.find(self._size_classes.c, key_array(b"".join(new)), firsts)
         leases.hold_lasting(self._size_classes.c, firsts, rows, gens)
         self.update(
             (key, (row, gen)) for key, row, gen in zip(new, rows.tolist(), gens.tolist(), strict=True) if row >= 0

@@ -9,7 +9,7 @@ from raykv.directory.allocator import Node
 from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
 from raykv.directory.boundary import Runs, boundary, step_of
 from raykv.directory.clients import Hold
-from raykv.directory.kernels import index, leases, lookup
+from raykv.directory.kernels import leases, lists, lookup, table
 from raykv.directory.kernels.columns import NODE_MASK
 from raykv.directory.membership import Membership
 from raykv.directory.prefixes import Prefixes
@@ -175,7 +175,7 @@ class Readers(Membership):
         stage = min(max(0, request.stage), len(keys))
         need = leases.find_prefix(self._c, keys, firsts, node, size_class, stage)
         if need and reader and self._allocator.provide_slots(reader, size_class, stride, need):
-            index.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
+            table.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
         counts = leases.match(
             *(self._c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
             self.quotas.number(request.tenant),
@@ -284,7 +284,7 @@ class Readers(Membership):
         if any(node.state == "joining" for node in self.nodes.values()):
             return Stored(self.epoch, b"")
         _, found = self._find(keys)
-        index.replace_by_stored(self._c, found)
+        lists.replace_by_stored(self._c, found)
         return Stored(self.epoch, found.astype(np.uint8).tobytes())
 
     def largest_prefixes(self, n: int, now: float) -> list[dict[str, Any]]:

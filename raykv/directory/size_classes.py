@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.directory.arrays import LocationArray, RowArray
-from raykv.directory.kernels import columns, eviction, index, slabs
+from raykv.directory.kernels import columns, eviction, lists, slabs, table
 from raykv.directory.kernels import slots as free_slots
 from raykv.directory.kernels.columns import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS, TENANTS
 from raykv.protocol import COUNTER_BITS, LOCATION
@@ -148,7 +148,7 @@ class SizeClasses:
         """Charge tenant 0 for everything that this one has."""
         for size_classes in self.sizes.values():
             for size_class in size_classes:
-                index.give_up_list(self.c, size_class, tenant)
+                lists.give_up_list(self.c, size_class, tenant)
         self.c.tenants[self.c.tenants == tenant] = 0
         for name in ("used", "evicted"):
             self.c.quotas[0][name] += self.c.quotas[tenant][name]
@@ -238,15 +238,16 @@ class SizeClasses:
         self._page_count += pages
         rows = self._grown_rows(self._page_count << PAGE_BITS)
         tenants = self._tenants[: len(rows)]
-        old = table = self.c.table
+        old = entries = self.c.table
         length = len(old)
         while self._page_count << PAGE_BITS > length * 3 // 4:
             length *= 2
         if length > len(old):
-            table = reserved.zeros(length, length, np.int64)  # in huge pages: probes go all over it
-        self.c = self.c._replace(rows=rows, tenants=tenants, pages=_grown(self.c.pages, self._page_count), table=table)
-        if table is not old:
-            index.rehash(self.c, old)
+            entries = reserved.zeros(length, length, np.int64)  # in huge pages: probes go all over it
+        pages_now = _grown(self.c.pages, self._page_count)
+        self.c = self.c._replace(rows=rows, tenants=tenants, pages=pages_now, table=entries)
+        if entries is not old:
+            table.rehash(self.c, old)
         return first
 
     def _grown_rows(self, length: int) -> NDArray[np.void]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from raykv.config import KEYS_PER_CALL, MIB, slab_bytes
 from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
-from raykv.directory.demotion import Batch, blocks_per_call
+from raykv.directory.demotion_batch import Batch, blocks_per_call
 from raykv.directory.kernels import columns, demotion, slabs
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import ALIGN, SLABS_MAX, Demotions, TierReply, TierReport, slot_bytes

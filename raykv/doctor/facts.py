@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from raykv.actors.gpu import DRIVER
+from raykv.actors.gpu_memory import DRIVER
 from raykv.actors.readiness import left_behind_by_pool, machine
 from raykv.arena.files import SHM, arenas_of, left_behind
 from raykv.arena.gpu import device

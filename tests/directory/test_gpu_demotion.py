@@ -6,7 +6,7 @@ from helpers.directory_pool import KEYS, PAGE, Pool, primary
 from helpers.directory_tiers import heartbeat, list_existing
 from helpers.oracle.slots import LOCATION, split, unpack
 
-from raykv.directory import demotion, tier_catalog
+from raykv.directory import gpu_demotion, tier_catalog
 from raykv.protocol import GpuDemotions, Inventory
 
 GPU = "a/0"
@@ -136,7 +136,7 @@ def test_blocks_that_fit_in_no_slab_of_the_node_stay_on_its_gpu() -> None:
 
 
 def test_large_blocks_are_demoted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demotion, "BYTES_PER_CALL", 1)
+    monkeypatch.setattr(gpu_demotion, "BYTES_PER_CALL", 1)
     pool = pool_of()
     pool.store(GPU, KEYS[:7])
     got = pool.demote_gpu(GPU)

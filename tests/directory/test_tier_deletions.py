@@ -6,7 +6,7 @@ from helpers.directory_pool import KEYS, PAGE, Pool
 from helpers.directory_tiers import SLAB, heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 from helpers.oracle.slots import split
 
-from raykv.directory import demotion, tier_catalog
+from raykv.directory import demotion_batch, tier_catalog
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -31,7 +31,7 @@ def test_a_block_that_is_in_memory_too_is_not_the_first_evicted_from_the_tier(mo
     pool.read("a", KEYS[2:4])
     pool.store("a", KEYS[900:905])
     assert pool.has(KEYS[:4]) == [False, False, True, True]
-    monkeypatch.setattr(demotion, "KEYS_PER_CALL", 1)
+    monkeypatch.setattr(demotion_batch, "KEYS_PER_CALL", 1)
     assert split(pool.demote("a", whole=True).to_delete) == [KEYS[1]]
 
 

@@ -6,7 +6,7 @@ from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
 from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 from helpers.oracle.slots import split, unpack
 
-from raykv.directory import demotion, kernels
+from raykv.directory import demotion_batch, kernels
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -79,7 +79,7 @@ def test_a_block_read_from_the_tier_is_evicted_last_there(monkeypatch: pytest.Mo
     pool = tiered(slabs=1)
     only_in_tier(pool, KEYS[:4])
     pool.read("a", [KEYS[3]])  # which was demoted first
-    monkeypatch.setattr(demotion, "KEYS_PER_CALL", 3)
+    monkeypatch.setattr(demotion_batch, "KEYS_PER_CALL", 3)
     assert split(pool.demote("a", whole=True).to_delete) == [KEYS[2], KEYS[1], KEYS[0]]
     assert in_external_tier(pool, KEYS[3:4]) == [True]
 

@@ -18,7 +18,7 @@ import raykv
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.client.joint_match import JointMatch, Part
-from raykv.integrations.vllm.manager import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.worker import RayKVWorker, pages_of
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")

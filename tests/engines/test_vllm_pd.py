@@ -20,7 +20,7 @@ from helpers.vllm_engine import close_engines, engine_on, save_model
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.arena.buffers import rows_of
-from raykv.integrations.vllm.manager import ChunksOfGroup, ChunksToStore
+from raykv.integrations.vllm.chunks import ChunksOfGroup, ChunksToStore
 from raykv.integrations.vllm.worker import RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)

@@ -18,8 +18,8 @@ import raykv.client.lease
 import raykv.integrations.vllm.waiting
 from helpers.pools import PATIENCE_S, patient
 from raykv.bench import one_process
+from raykv.integrations.vllm.chunks import ChunksToLoad
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
-from raykv.integrations.vllm.manager import ChunksToLoad
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

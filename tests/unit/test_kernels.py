@@ -17,7 +17,7 @@ import pytest
 import raykv.arena
 import raykv.directory
 import raykv.system
-from raykv.directory.kernels import index
+from raykv.directory.kernels import table
 from raykv.system import jit
 
 
@@ -59,7 +59,7 @@ def test_every_kernel_that_python_calls_is_on_the_list(package: ModuleType, at_l
 def test_a_kernel_on_the_list_is_not_compiled_for_other_arguments() -> None:
     jit.compile_all("raykv.directory")
     with pytest.raises(TypeError, match="No matching definition"):
-        index.find("no columns", np.zeros((0, 2), np.uint64), np.zeros(0, np.int64))
+        table.find("no columns", np.zeros((0, 2), np.uint64), np.zeros(0, np.int64))
 
 
 def _folder_without_home(tmp_path: Path) -> subprocess.CompletedProcess[str]:

@@ -31,7 +31,7 @@ CLASSES = [
     ("manager.RayKVManager", f"{OFFLOAD}.base.OffloadingManager", False),
     ("worker.RayKVWorker", f"{OFFLOAD}.base.OffloadingWorker", False),
     ("ranks.Rank", f"{CONNECTORS}.base.KVConnectorHandshakeMetadata", False),
-    ("manager.ChunksToLoad", f"{OFFLOAD}.base.LoadStoreSpec", False),
+    ("chunks.ChunksToLoad", f"{OFFLOAD}.base.LoadStoreSpec", False),
 ]
 # what we read of theirs
 READ = {

@@ -25,9 +25,7 @@ from raykv.directory.kernels.columns import (
     C,
 )
 from raykv.directory.kernels.eviction import oldest
-from raykv.directory.kernels.index import (
-    delete,
-    first_of,
+from raykv.directory.kernels.lists import (
     forget,
     free,
     grant,
@@ -35,14 +33,13 @@ from raykv.directory.kernels.index import (
     list_of,
     node_of,
     present,
-    probe,
     ready_list,
-    row_at,
     size_class_of,
     touch,
     unlink,
 )
 from raykv.directory.kernels.slots import room
+from raykv.directory.kernels.table import delete, first_of, probe, row_at
 from raykv.system.jit import kernel
 
 ROWS_EXAMINED = 1 << 14  # in one call, while others wait: clean rows cost time too

@@ -8,21 +8,9 @@ the oldest of the whole cluster was idle much longer (`victim`). Called by `plac
 import numpy as np
 
 from raykv.directory.kernels.columns import CLOCK, INT, REPLICA, TENANTS, TO_ALL, C
-from raykv.directory.kernels.index import (
-    alone,
-    delete,
-    forget_at,
-    free,
-    list_of,
-    prefetch,
-    prefetch_entry,
-    probe,
-    ready_list,
-    row_at,
-    size_class_of,
-    unlink,
-)
+from raykv.directory.kernels.lists import forget_at, free, list_of, ready_list, size_class_of, unlink
 from raykv.directory.kernels.slots import room
+from raykv.directory.kernels.table import alone, delete, prefetch, prefetch_entry, probe, row_at
 from raykv.directory.kernels.tenants import ANYBODY, OTHERS, OWN, may_go, tenant_of, whose
 from raykv.system.jit import kernel
 

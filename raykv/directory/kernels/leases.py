@@ -1,7 +1,6 @@
 """What clients hold: leases of readers, the staging slots that they pull into, pins, and how a hold ends.
 
-A row may be held by a lease (a reader's), a reservation (a writer's, see placement.py), a pin or a demotion. Also here:
-which blocks would be lost with a node, since the answer is about who else has a copy.
+A row may be held by a lease (a reader's), a reservation (a writer's, see placement.py), a pin or a demotion.
 """
 
 import numpy as np
@@ -26,21 +25,15 @@ from raykv.directory.kernels.columns import (
     WRITING,
     C,
 )
-from raykv.directory.kernels.eviction import keep_maximum, oldest
-from raykv.directory.kernels.index import (
+from raykv.directory.kernels.eviction import keep_maximum
+from raykv.directory.kernels.lists import (
     charge,
     claim,
-    find,
-    first_of,
     hold,
     is_tier_row,
     listed,
     node_of,
-    present,
-    probe,
     quarantine,
-    ready_list,
-    row_at,
     set_role,
     size_class_of,
     stored,
@@ -52,6 +45,7 @@ from raykv.directory.kernels.index import (
 from raykv.directory.kernels.lookup import best
 from raykv.directory.kernels.slabs import locate
 from raykv.directory.kernels.slots import stage, takeable
+from raykv.directory.kernels.table import find, first_of, probe, row_at
 from raykv.directory.kernels.tenants import tenant_of
 from raykv.system.jit import kernel
 
@@ -406,53 +400,6 @@ def promote_replicas(c, base, slots, promoted):
             promoted[size_class_of(c, other)] += 1
 
 
-@kernel(C, INT, INT, INT, ROWS, INT)
-def held_sole_copies(c, base, slots, tier, out, n):
-    """As `sole_copies`, of those primaries of a slab that are in no list because somebody holds them."""
-    for row in range(base, base + slots):
-        if n < len(out) and c.rows[row].state == READY and not listed(c, row) and _is_sole_copy(c, row, tier):
-            out[n] = row
-            n += 1
-    return n
-
-
-@kernel(C, INT, INT, INT)
-def count_sole_copies(c, base, slots, tier):
-    """Number of a slab's sole copies, with those that are still being written."""
-    n = 0
-    for row in range(base, base + slots):
-        state = c.rows[row].state
-        if (state == READY) | (state == WRITING):
-            n += _is_sole_copy(c, row, tier)
-    return n
-
-
-@kernel(C, INT, INT, ROWS, ROWS, INT)
-def sole_copies(c, size_class, tier, heads, out, n):
-    """Append the size class's primaries that are on no other node that stays to out[n:], youngest first.
-
-    tier: index of an external tier that outlives the node, -1 if there is none. heads: room for a number a tenant.
-    Returns the new n.
-    """
-    oldest(c, size_class)  # takes held rows at the old end out of the lists, so that `held_sole_copies` finds them
-    for tenant in range(c.state[TENANTS]):
-        heads[tenant] = c.lists[ready_list(size_class, tenant)].head
-    while n < len(out):
-        youngest = 0
-        for tenant in range(1, c.state[TENANTS]):
-            head, best = heads[tenant], heads[youngest]
-            if head >= 0 and (best < 0 or c.rows[head].last > c.rows[best].last):
-                youngest = tenant
-        row = heads[youngest]
-        if row < 0:
-            break
-        if _is_sole_copy(c, row, tier):
-            out[n] = row
-            n += 1
-        heads[youngest] = c.rows[row].next
-    return n
-
-
 @kernel(C, ROWS, ROWS, ROWS)
 def hold_lasting(c, firsts, rows, gens):
     """Hold the copy of each key that is to stay. rows[i], gens[i], out: its row (-1: there is none) and generation."""
@@ -488,18 +435,6 @@ def copies(c, firsts, out):
             n += 1
             row = np.int64(c.rows[row].same)
     return n
-
-
-@kernel
-def _is_sole_copy(c, row, tier):
-    """Whether a key has no copy on a node that stays, nor in the external tier of that index."""
-    other = first_of(c, row)
-    while other >= 0:
-        state = c.rows[other].state
-        if (present(state) and stays(c, other)) or (state == EXTERNAL and node_of(c, other) == tier):
-            return False
-        other = np.int64(c.rows[other].same)
-    return True
 
 
 @kernel(C, ROWS, ROWS, ROWS, ROWS)

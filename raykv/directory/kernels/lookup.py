@@ -14,7 +14,8 @@ from raykv.directory.kernels.columns import (
     WRITING,
     C,
 )
-from raykv.directory.kernels.index import find, node_of, present, size_class_of, stored
+from raykv.directory.kernels.lists import node_of, present, size_class_of, stored
+from raykv.directory.kernels.table import find
 from raykv.system.jit import kernel
 
 

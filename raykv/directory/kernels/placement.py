@@ -20,21 +20,10 @@ from raykv.directory.kernels.columns import (
     C,
 )
 from raykv.directory.kernels.eviction import evict, evict_surplus, keep_maximum, next_ahead, victim, victim_ahead
-from raykv.directory.kernels.index import (
-    assign,
-    claim,
-    find,
-    first_of,
-    free,
-    grant,
-    hold,
-    present,
-    quarantine,
-    size_class_of,
-    taken,
-)
+from raykv.directory.kernels.lists import assign, claim, free, grant, hold, present, quarantine, size_class_of, taken
 from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
+from raykv.directory.kernels.table import find, first_of
 from raykv.directory.kernels.tenants import is_full
 from raykv.system.jit import kernel
 

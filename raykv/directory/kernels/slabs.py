@@ -23,16 +23,12 @@ from raykv.directory.kernels.columns import (
     ROWS,
     C,
 )
-from raykv.directory.kernels.index import (
+from raykv.directory.kernels.lists import (
     charge,
-    delete,
     forget,
     free,
-    insert,
     link_old,
     list_of,
-    prefetch,
-    prefetch_entry,
     size_class_of,
     stored,
     suspend,
@@ -42,6 +38,7 @@ from raykv.directory.kernels.index import (
     unlink,
     withdraw,
 )
+from raykv.directory.kernels.table import delete, insert, prefetch, prefetch_entry
 from raykv.protocol import FINISHED, STILL_WRITTEN
 from raykv.system.jit import kernel
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from raykv.directory.kernels.columns import FREE_LIST, INT, LISTS_PER_CLASS, REPLICA_LIST, STAGING, C
-from raykv.directory.kernels.index import forget, grant, unlink
+from raykv.directory.kernels.lists import forget, grant, unlink
 from raykv.system.jit import kernel
 
 

@@ -32,11 +32,12 @@ except ImportError as error:
 
 from raykv.config import MIB
 from raykv.integrations.vllm.adapters import weights_of
+from raykv.integrations.vllm.chunks import Origin
 from raykv.integrations.vllm.compat import TAKES_GROUPS, Connector, check_version, kv_replicas, load_limit
 from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, loadable, unsupported
 from raykv.integrations.vllm.identity import identity
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
-from raykv.integrations.vllm.manager import Chain, Origin
+from raykv.integrations.vllm.manager import Chain
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.serve_llm import register
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import lcm
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
-    LoadStoreSpec,
     LookupResult,
     OffloadingCounterMetadata,
     OffloadingManager,
@@ -28,8 +27,8 @@ from vllm.v1.kv_offload.base import (
 
 from raykv.client.cache import KVCache
 from raykv.client.joint_match import JointMatch, Part
-from raykv.client.lease import Leased
 from raykv.client.pool import KVPool
+from raykv.integrations.vllm.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.groups import Group, pool_part
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
@@ -51,16 +50,6 @@ METRICS = {
     FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
     WAITED: OffloadingCounterMetadata("Requests that waited for chunks which another engine computed or stored."),
 }
-
-
-class Origin(NamedTuple):
-    """Where a request comes from: vLLM's id of it, of its caller the trace headers and the salt, and the weights of the
-    LoRA adapter that it asks for (see `adapters`)."""
-
-    id: str
-    headers: Mapping[str, str] | None = None
-    salt: str | None = None
-    weights: bytes = b""
 
 
 @dataclass
@@ -106,45 +95,6 @@ class Chain:
         stop = None if self.most is None else -(-self.most // tokens)
         keys, tail = self.keys[group][first:stop], self.tail_now
         return [*keys, tail.key] if tail and get_offload_group_idx(tail.key) == group else keys
-
-
-class PartToLoad(NamedTuple):
-    """A part of a group's chunks that are leased, for the rank that reads it.
-
-    group: its place among vLLM's. number: of the part, among those that the rank has. away: some are on other nodes.
-    """
-
-    group: int
-    number: int
-    away: bool
-    leased: list[Leased]
-
-
-@dataclass
-class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie. ranks: by rank, the parts that it reads. origin: of the request."""
-
-    ranks: list[list[PartToLoad]]
-    origin: Origin
-
-
-class ChunksOfGroup(NamedTuple):
-    """Chunks that the workers are to offer. keys: by part, as bytes. position: of the first in its chain.
-
-    tail: of a prompt's tail, the engine's blocks that it is in: fewer than fill a chunk, or as many.
-    """
-
-    keys: dict[int, bytes]
-    position: int
-    tail: int = 0
-
-
-@dataclass
-class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks that the workers are to offer, by group. salt: of the request, which may be a tenant's."""
-
-    groups: dict[int, ChunksOfGroup]
-    salt: str | None = None
 
 
 class Found(NamedTuple):

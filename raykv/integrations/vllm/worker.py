@@ -28,7 +28,7 @@ from raykv.client.lease import Lease
 from raykv.client.pool import KVPool
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
-from raykv.integrations.vllm.manager import ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.chunks import ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.ranks import Rank
 from raykv.keys import Keys
 from raykv.metrics.span import under

@@ -21,7 +21,7 @@ from helpers.oracle.gpu_demotion import BYTES_PER_CALL
 from helpers.oracle.oracle import SOLE_COPIES_PER_CALL, Oracle
 from helpers.oracle.slots import unpack
 from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, TIER_SLAB
-from raykv.directory import demotion, intents, membership, tier_catalog
+from raykv.directory import demotion_batch, gpu_demotion, intents, membership, tier_catalog
 from raykv.directory.directory import Directory
 
 TTL = 10.0
@@ -144,18 +144,20 @@ def _small_calls() -> Iterator[None]:
     """With limits so small that a tier is full of a few blocks and an answer of fewer."""
     before = {name: getattr(tier_catalog, name) for name in ("slab_bytes", "BATCH_BYTES", "KEYS_PER_CALL")}
     small = {"slab_bytes": lambda _: TIER_SLAB, "BATCH_BYTES": BATCH_BYTES, "KEYS_PER_CALL": KEYS_PER_CALL}
-    gpus_before = {name: getattr(demotion, name) for name in ("BYTES_PER_CALL", "KEYS_PER_CALL")}
+    bytes_before, keys_before = gpu_demotion.BYTES_PER_CALL, vars(demotion_batch)["KEYS_PER_CALL"]
     sole_copies = membership.SOLE_COPIES_PER_CALL
     intents_before = {name: getattr(intents, name) for name in ("KEYS_MAX", "TTL_S")}
     try:
         vars(tier_catalog).update(small)
-        vars(demotion).update({"BYTES_PER_CALL": BYTES_PER_CALL, "KEYS_PER_CALL": KEYS_PER_CALL})
+        gpu_demotion.BYTES_PER_CALL = BYTES_PER_CALL
+        vars(demotion_batch).update(KEYS_PER_CALL=KEYS_PER_CALL)
         membership.SOLE_COPIES_PER_CALL = SOLE_COPIES_PER_CALL
         vars(intents).update({name: getattr(oracle_intents, name) for name in intents_before})
         yield
     finally:
         vars(tier_catalog).update(before)
-        vars(demotion).update(gpus_before)
+        gpu_demotion.BYTES_PER_CALL = bytes_before
+        vars(demotion_batch).update(KEYS_PER_CALL=keys_before)
         membership.SOLE_COPIES_PER_CALL = sole_copies
         vars(intents).update(intents_before)
 

@@ -1,68 +1,26 @@
-"""A GPU's memory as a tier of its node: opened here, and its oldest blocks demoted to the node's memory.
+"""Demotes the oldest blocks of a GPU to the memory of its node.
 
 The directory decides which blocks are demoted. The GpuDemoter asks it for them in a thread of its own, as the Demoter
 does for the external tier.
 """
 
 import logging
-import os
-from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from raykv.actors.directory_loop import DirectoryLoop
 from raykv.actors.node_memory import NodeMemory
 from raykv.arena.arena import Arena
-from raykv.arena.gpu import device
-from raykv.arena.gpu_arena import GpuArena, copy_between
+from raykv.arena.gpu_arena import copy_between
 from raykv.client.directory_line import DirectoryLine
-from raykv.config import METADATA_DEADLINE_S, slab_bytes
-from raykv.errors import CapacityError, DeviceError
-from raykv.protocol import KEY_BYTES, LOCATION, PULLED, GpuDemotionReport, GpuDemotions, SlabReport
-from raykv.transports.selector import open_transports
+from raykv.config import METADATA_DEADLINE_S
+from raykv.errors import DeviceError
+from raykv.protocol import KEY_BYTES, LOCATION, PULLED, GpuDemotionReport, GpuDemotions
 
 log = logging.getLogger("raykv")
 POLL_S, IDLE_POLL_S = 0.25, 1.0  # pause after the first answer without blocks to demote, and after many
 NOTHING_DONE = GpuDemotionReport(locations=b"", stored=b"")
-DRIVER = "/proc/driver/nvidia/version"
-
-
-def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | int, transport: str) -> list[NodeMemory]:
-    """The memory of each GPU that this process can use.
-
-    gpu_memory, transport: see PoolConfig. Raises CapacityError where a GPU has less memory, or the node has GPUs that
-    can't be used.
-    """
-    if not gpu_memory:
-        return []
-    found = device.visible()
-    if not found and os.path.exists(DRIVER):
-        raise CapacityError(
-            f"gpu_memory={gpu_memory}, but this node's GPUs can't be used: pip install 'raykv[gpu]' there, or see "
-            f"CUDA_VISIBLE_DEVICES of its raylet"
-        )
-    memories = []
-    for uuid in found:
-        arena = _open_arena(pool, fingerprint, device.device(uuid), gpu_memory)
-        transports = open_transports(arena, transport, ray.util.get_node_ip_address())
-        memories.append(_fixed_size_memory(f"{node_id}/{uuid}", arena, transports))
-    return memories
-
-
-def _open_arena(pool: str, fingerprint: bytes, gpu: device.Device, gpu_memory: float | int) -> GpuArena:
-    size = gpu.capacity(gpu_memory)
-    slab = slab_bytes(size)
-    if size < slab:
-        raise CapacityError(f"{gpu.uuid}: gpu_memory={gpu_memory} are {size} bytes: the smallest tier has {slab}")
-    return GpuArena.open_new(pool, fingerprint, gpu, slab, size // slab)
-
-
-def _fixed_size_memory(name: str, arena: GpuArena, transports: Any) -> NodeMemory:
-    """A GPU's memory is offered whole, and never resized."""
-    report = SlabReport(offered=arena.slabs, limit=arena.slabs, given_back=b"")
-    return NodeMemory(name, arena, transports, lambda: report, lambda *_: None)
 
 
 class GpuDemoter:

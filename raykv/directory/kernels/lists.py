@@ -1,19 +1,11 @@
-"""The hash table from keys to rows, the LRU lists, and what is done to one row: holds, and changes of state.
-
-All rows of one key form a chain, whose first row is in the table's entry.
+"""The LRU lists, and what is done to one row: holds, and changes of state.
 
 A row that somebody holds (`holds` > 0) is never evicted: an eviction that meets it at the old end of its list takes it
 out of the list. When the last hold ends, the row goes to the young end. Holds of a request end with its last block
 first, so that plain LRU never evicts a parent before its children.
 """
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from raykv.directory.kernels.columns import (
     CLOCK,
@@ -24,7 +16,6 @@ from raykv.directory.kernels.columns import (
     FREE,
     FREE_LIST,
     INT,
-    KEYS,
     LISTS_PER_CLASS,
     NOWHERE,
     PAGE_BITS,
@@ -39,157 +30,10 @@ from raykv.directory.kernels.columns import (
     WRITING,
     C,
 )
+from raykv.directory.kernels.table import alone, close_gap, delete, first_of, insert, probe, row_at
 from raykv.directory.kernels.tenants import tenant_of
 from raykv.protocol import COUNTER_BITS
 from raykv.system.jit import kernel
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
-    """Ask for the cache lines of array[at] (two, if it straddles them) without waiting."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        start = builder.gep(context.make_array(kind)(context, builder, arguments[0]).data, [arguments[1]])
-        number = ir.IntType(32)
-        byte = ir.IntType(8).as_pointer()
-        start = builder.bitcast(start, byte)
-        signature_ = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, signature_, "llvm.prefetch.p0")
-        size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-        for offset in (0, size - 8) if size > 8 else (0,):
-            pointer = builder.gep(start, [ir.IntType(64)(offset)])
-            builder.call(function, [pointer, number(1), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), generate
-
-
-@kernel
-def tag_of(k0, k1):
-    """31 bits of a key's hash: the upper half of its table entry."""
-    mixed = (k0 ^ (k1 * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
-    return np.int64(mixed >> np.uint64(33))
-
-
-@kernel
-def probe(c, k0, k1):
-    """Position in the table of a key, or -1."""
-    mask = len(c.table) - 1
-    tag = tag_of(k0, k1)
-    i = tag & mask
-    while True:
-        entry = c.table[i]
-        if entry == 0:
-            return -1
-        if entry >> 32 == tag:
-            row = (entry & 0xFFFFFFFF) - 1
-            if c.rows[row].k0 == k0 and c.rows[row].k1 == k1:
-                return i
-        i = (i + 1) & mask
-
-
-@kernel
-def row_at(c, position):
-    """First row of the key whose entry is at this position of the table."""
-    return (c.table[position] & 0xFFFFFFFF) - 1
-
-
-@kernel
-def first_of(c, row):
-    """First row in the chain of a row's key. The row must be in the table."""
-    return row_at(c, probe(c, c.rows[row].k0, c.rows[row].k1))
-
-
-@kernel
-def insert(c, row):
-    """Append a row to its key's chain, whose tenant is charged for it too."""
-    k0, k1 = c.rows[row].k0, c.rows[row].k1
-    c.rows[row].same = -1
-    position = probe(c, k0, k1)
-    if c.state[TENANTS] > 1:
-        c.tenants[row] = c.tenants[row_at(c, position)] if position >= 0 else 0
-    if position >= 0:
-        last = row_at(c, position)
-        while c.rows[last].same >= 0:
-            last = np.int64(c.rows[last].same)
-        c.rows[last].same = row
-        return
-    mask = len(c.table) - 1
-    tag = tag_of(k0, k1)
-    i = tag & mask
-    while c.table[i] != 0:
-        i = (i + 1) & mask
-    c.table[i] = tag << 32 | (row + 1)
-    c.state[ENTRIES] += 1
-
-
-@kernel
-def close_gap(c, hole):
-    """Backward-shift delete: no tombstones, so probes never grow longer with age."""
-    mask = len(c.table) - 1
-    i = hole
-    while True:
-        i = (i + 1) & mask
-        entry = c.table[i]
-        if entry == 0:
-            break
-        home = (entry >> 32) & mask
-        if ((i - home) & mask) >= ((i - hole) & mask):
-            c.table[hole] = entry
-            hole = i
-    c.table[hole] = 0
-
-
-@kernel
-def delete(c, row):
-    """Take a row out of its key's chain."""
-    position = probe(c, c.rows[row].k0, c.rows[row].k1)
-    first = row_at(c, position)
-    after = np.int64(c.rows[row].same)
-    c.rows[row].same = -1
-    if first != row:
-        while c.rows[first].same != row:
-            first = np.int64(c.rows[first].same)
-        c.rows[first].same = after
-    elif after >= 0:
-        c.table[position] = c.table[position] >> 32 << 32 | (after + 1)
-    else:
-        close_gap(c, position)
-        c.state[ENTRIES] -= 1
-
-
-@kernel(C, KEYS, ROWS)
-def find(c, keys, out):
-    """out[i] = first row of keys[i], or -1. Three passes over each 64 keys, so that cache misses overlap."""
-    mask = len(c.table) - 1
-    n = len(keys)
-    for start in range(0, n, 64):
-        stop = min(n, start + 64)
-        for i in range(start, stop):
-            prefetch(c.table, tag_of(keys[i, 0], keys[i, 1]) & mask)
-        for i in range(start, stop):
-            tag = tag_of(keys[i, 0], keys[i, 1])
-            position = tag & mask
-            entry = c.table[position]
-            while entry != 0 and entry >> 32 != tag:
-                position = (position + 1) & mask
-                entry = c.table[position]
-            out[i] = (entry & 0xFFFFFFFF) - 1
-            if entry != 0:
-                prefetch(c.rows, out[i])
-                prefetch(c.pages, out[i] >> PAGE_BITS)  # a row's size class is asked for with it
-        for i in range(start, stop):
-            row = out[i]
-            if row >= 0 and (c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]):
-                position = probe(c, keys[i, 0], keys[i, 1])  # two keys with one tag
-                out[i] = row_at(c, position) if position >= 0 else -1
-
-
-@kernel
-def prefetch_entry(c, row):
-    """Ask for the cache line of the table that a row's key hashes to."""
-    prefetch(c.table, tag_of(c.rows[row].k0, c.rows[row].k1) & (len(c.table) - 1))
 
 
 @kernel
@@ -507,12 +351,6 @@ def forget_at(c, row, position):
 
 
 @kernel
-def alone(c, position, row):
-    """Whether a row is the only one of its key, whose entry is at `position`."""
-    return c.rows[row].same < 0 and row_at(c, position) == row
-
-
-@kernel
 def grant(c, row, k0, k1, state):
     """Give a row that is in no list to one holder, for this key, in this state."""
     c.state[COUNTER] += 1
@@ -525,15 +363,3 @@ def grant(c, row, k0, k1, state):
     insert(c, row)
     if state == WRITING:
         charge(c, row, 1)
-
-
-@kernel(C, ROWS)
-def rehash(c, old):
-    """Move the entries of a smaller table into c.table."""
-    mask = len(c.table) - 1
-    for entry in old:
-        if entry != 0:
-            i = (entry >> 32) & mask
-            while c.table[i] != 0:
-                i = (i + 1) & mask
-            c.table[i] = entry

@@ -1,53 +1,22 @@
-"""What both demotions share: the blocks of one answer, and how many these are; and the demotion from GPUs.
+"""Which blocks go from a GPU to the memory of its node.
 
 A demotion keeps a share of a memory's slots free, or such that their loss costs no block. What goes to an external tier
-is chosen in tier_catalog.py, what goes from a GPU to the memory of its node here.
+is chosen in tier_catalog.py.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.config import KEYS_PER_CALL, MIB
+from raykv.config import MIB
 from raykv.directory.allocator import Allocator, Node
 from raykv.directory.arrays import LocationArray, RowArray
+from raykv.directory.demotion_batch import Batch, blocks_per_call
 from raykv.directory.kernels import demotion, gpu_demotion
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import LOCATION, GpuDemotions
 
 SHARE = 0.25  # of a GPU's slots
 BYTES_PER_CALL = 64 * MIB  # from a GPU, of each slot size
-
-
-def blocks_per_call(stride: int, left: int, budget: int) -> int:
-    """Blocks of `stride` bytes that one answer may demote: as many as fit in what is `left` of its budget of bytes.
-
-    At least one while nothing of the budget is used, however large it is.
-    """
-    return min(max(left // stride, int(left == budget)), KEYS_PER_CALL)
-
-
-class Batch:
-    """The blocks of one answer: where each is copied from, its key, and where it is copied to."""
-
-    def __init__(self, size_classes: SizeClasses) -> None:
-        self._size_classes = size_classes
-        self._source: list[bytes] = []
-        self._target = [np.zeros(0, np.int64)]
-
-    def add(self, stride: int, source: RowArray, target: RowArray) -> None:
-        """Blocks in slots of `stride` bytes."""
-        self._source.append(self._size_classes.describe(source, stride)[1].tobytes())
-        self._target.append(target)
-
-    @property
-    def target(self) -> RowArray:
-        return np.concatenate(self._target)
-
-    def fields(self) -> tuple[bytes, bytes, bytes]:
-        """(source, keys, target) of a message."""
-        rows = self.target
-        locations = self._size_classes.describe(rows, 0)[1]
-        return b"".join(self._source), self._size_classes.keys_of(rows), locations.tobytes()
 
 
 class GpuDemotion:

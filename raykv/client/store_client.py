@@ -22,7 +22,7 @@ def pieces(indices: NDArray[np.intp], blocks: int) -> Iterator[NDArray[np.intp]]
         yield indices[first : first + blocks]
 
 
-class NodeStore:
+class StoreClient:
     """The store of this process's node, or of another.
 
     store: handle of the actor.
