@@ -2,18 +2,7 @@
 
 import numpy as np
 
-from raykv.directory.kernels.columns import (
-    EXTERNAL,
-    HOLDS_MAX,
-    INT,
-    KEYS,
-    NODE_MASK,
-    READY,
-    ROWS,
-    STAGING,
-    WRITING,
-    C,
-)
+from raykv.directory.kernels.columns import EXTERNAL, HOLDS_MAX, INT, KEYS, NODE_MASK, READY, ROWS, STAGING, WRITING, C
 from raykv.directory.kernels.lists import node_of, present, size_class_of, stored
 from raykv.directory.kernels.table import find
 from raykv.system.jit import kernel

@@ -8,14 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from raykv.directory.kernels.columns import (
-    ENTRIES,
-    KEYS,
-    PAGE_BITS,
-    ROWS,
-    TENANTS,
-    C,
-)
+from raykv.directory.kernels.columns import ENTRIES, KEYS, PAGE_BITS, ROWS, TENANTS, C
 from raykv.system.jit import kernel
 
 
