@@ -28,6 +28,7 @@ class Hold:
     writes: bool
     group: int  # id of the first of those that were asked for together, whose blocks of one number belong together
     since: float  # seconds, of the caller's clock
+    held_up: float | None = None  # the same: since when others hold all slots that it could stage into
 
     def cut(self, n: int) -> "Hold":
         """What it holds from block n on; it does not any more."""

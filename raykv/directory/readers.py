@@ -9,7 +9,7 @@ from raykv.directory.allocator import Node
 from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
 from raykv.directory.boundary import Runs, boundary, step_of
 from raykv.directory.clients import Hold
-from raykv.directory.kernels import leases, lists, lookup, table
+from raykv.directory.kernels import eviction, leases, lists, lookup, table
 from raykv.directory.kernels.columns import NODE_MASK
 from raykv.directory.membership import Membership
 from raykv.directory.prefixes import Prefixes
@@ -31,6 +31,8 @@ from raykv.protocol import (
     is_tier,
     slot_bytes,
 )
+
+HELD_UP_S = 0.1  # that a reader waits for what others hold in its node's staging window
 
 
 @dataclass(slots=True)
@@ -234,7 +236,7 @@ class Readers(Membership):
         moved = leases.pass_by(
             self._c, hold.keys[before], hold.source[before], hold.gens[before], hold.node, hold.staged[before]
         )
-        self._provide_staging(hold, hold.staged[wanted], slot_bytes(request.block_bytes))
+        self._provide_staging(hold, hold.staged[wanted], slot_bytes(request.block_bytes), now)
         n = leases.next_window(
             self._c,
             hold.keys[wanted],
@@ -253,13 +255,23 @@ class Readers(Membership):
         passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if tell else b""
         return Window(self.epoch, source.tobytes(), staged.tobytes(), passed)
 
-    def _provide_staging(self, hold: Hold, staged: RowArray, stride: int) -> None:
-        """Give the reader of a lease slabs for what it is about to stage."""
+    def _provide_staging(self, hold: Hold, staged: RowArray, stride: int, now: float) -> None:
+        """Give the reader of a lease slabs for what it is about to stage.
+
+        While other leases hold all replicas of its window, it waits: they may be released at once. After HELD_UP_S it
+        gets slots of the oldest primaries, since whoever has those leases may be waiting for this reader.
+        """
+        since, hold.held_up = hold.held_up, None
         lack = leases.staging_lack(self._c, hold.size_class, staged) if hold.size_class >= 0 else 0
-        if lack:
-            reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
-            if reader and reader.size_classes.get(stride) == hold.size_class:
-                self._allocator.provide_slots(reader, hold.size_class, stride, lack)
+        reader = next((node for node in self.nodes.values() if node.index == hold.node), None) if lack else None
+        if reader is None or reader.size_classes.get(stride) != hold.size_class:
+            return
+        self._allocator.provide_slots(reader, hold.size_class, stride, lack)
+        if self._size_classes.takeable(hold.size_class):
+            return
+        hold.held_up = now if since is None else since
+        if now - hold.held_up >= HELD_UP_S:
+            eviction.restore_window(self._c, hold.size_class, lack)
 
     def why_missing(self, key: bytes) -> str:
         """Why a match ended at this key, in words."""

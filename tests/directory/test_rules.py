@@ -13,6 +13,7 @@ from helpers.world.documents import DOCUMENTS
 
 from raykv.directory.allocator import staging_window
 from raykv.directory.kernels import columns
+from raykv.directory.readers import HELD_UP_S
 from raykv.protocol import Call, CommitRequest, MatchRequest, ReserveRequest, SweepResult
 
 # ---------------------------------------------------------------------- locate_prefix
@@ -281,6 +282,28 @@ def test_a_reader_does_not_wait_for_what_it_holds_behind() -> None:
     more = pool.next_window("b", second, 0)
     assert [location[4] > 0 for location in unpack(more.staged)] == 3 * [True] + 5 * [False]
     pool.release("b", second)
+    check_invariants(pool.directory)
+
+
+def test_a_reader_that_others_hold_up_gets_the_slots_of_the_oldest_blocks() -> None:
+    """Two readers may each hold what the other one waits for."""
+    pool = Pool(slots=16, window=3, nodes="ab")
+    pool.store("a", KEYS[:8])
+    pool.store("b", KEYS[100:113])
+    pool.replicate("b", KEYS[:3])
+    holder, lease = pool.match("b", KEYS[:3])[0], pool.match("b", KEYS[:8], stage=0)[0]
+    for wait in (0.0, HELD_UP_S / 2):
+        pool.now += wait
+        assert staged(pool.next_window("b", lease, 3, 5)) == 0 and pool.count("ready", "b") == 13
+    pool.now += HELD_UP_S
+    more = pool.next_window("b", lease, 3, 5)
+    assert staged(more) == 2 and pool.count("ready", "b") == 11 and pool.count("replica", "b") == 3
+    assert blocks(pool.match("b", KEYS[100:113])[1]) == 11, "no parent went before its children"
+    pool.heartbeat("b", pulled=more.staged)
+    assert staged(pool.next_window("b", lease, 5, 8)) == 2, "what it has passed is free for it"
+    for each in (holder, lease):
+        pool.release("b", each)
+    pool.heartbeat("b")
     check_invariants(pool.directory)
 
 

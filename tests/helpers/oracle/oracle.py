@@ -354,12 +354,16 @@ class Oracle(Readers):
             assert isinstance(node, Node)
             while node.spare and self.room(size_class) < 0:
                 self.open(node, node.spare[-1], size_class, self.next_gen())
-            while slots and self.room(size_class) < 0 and (gone := self.surplus(size_class)):
-                self.free(self.evict(gone))
-                slots -= 1
-            self.lacking[size_class] = slots
+            self.lacking[size_class] = slots = self.restore_window(size_class, slots)
             if not slots or self.room(size_class) >= 0 or len(size_class.rows) <= size_class.window:
                 del self.lacking[size_class]
+
+    def restore_window(self, size_class: SizeClass, slots: int) -> int:
+        """Evict until the window lacks no slot, at most `slots` times. Returns how many times less it was."""
+        while slots and self.room(size_class) < 0 and (gone := self.surplus(size_class)):
+            self.free(self.evict(gone))
+            slots -= 1
+        return slots
 
     def check(self, now: float) -> None:
         if now < self.next_check:

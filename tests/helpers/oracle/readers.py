@@ -33,6 +33,8 @@ from raykv.protocol import (
     Window,
 )
 
+HELD_UP_S = 0.1
+
 
 class Readers(GpuDemotion):
     """The part of the Oracle that leases blocks to readers."""
@@ -46,6 +48,9 @@ class Readers(GpuDemotion):
         raise NotImplementedError
 
     def provide_slots(self, node: Node, size_class: SizeClass, need: int, tenant: str | None = None) -> None:
+        raise NotImplementedError
+
+    def restore_window(self, size_class: SizeClass, slots: int) -> int:
         raise NotImplementedError
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
@@ -298,7 +303,7 @@ class Readers(GpuDemotion):
             if item is None or item[0].gen != item[1] or item[0].state == "closed":
                 hold.source[i] = None
         passed = self.read_elsewhere(hold, range(min(start, len(hold.keys))))
-        self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged))
+        self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged), now)
         end, full = start, False
         while end < stop:
             item = hold.source[end]
@@ -323,13 +328,19 @@ class Readers(GpuDemotion):
         where = pack(hold.source[:start], block_bytes) if passed or again else b""
         return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)
 
-    def provide_staging(self, hold: Lease, unstaged: int) -> None:
-        """Give the reader of a lease slabs for what it is about to stage."""
+    def provide_staging(self, hold: Lease, unstaged: int, now: float) -> None:
+        """Give the reader of a lease slabs for what it is about to stage; primaries' slots, where it waits too long."""
+        since, hold.held_up = hold.held_up, None
         reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
         if reader and hold.size_class and hold.size_class in reader.size_classes.values():
             need = min(unstaged, hold.size_class.window - len(hold.size_class.of("staging")))
-            if need > 0:
-                self.provide_slots(reader, hold.size_class, need)
+            if need <= 0 or self.takeable(hold.size_class) >= need:
+                return
+            self.provide_slots(reader, hold.size_class, need)
+            if not self.takeable(hold.size_class):
+                hold.held_up = now if since is None else since
+                if now - hold.held_up >= HELD_UP_S:
+                    self.restore_window(hold.size_class, need)
 
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
         counts: Counter[str] = Counter()
