@@ -32,7 +32,7 @@ from raykv.protocol import (
     slot_bytes,
 )
 
-HELD_UP_S = 0.1  # that a reader waits for what others hold in its node's staging window
+HELD_UP_S = 0.5  # that a reader without any staging slot waits for those that others hold
 
 
 @dataclass(slots=True)
@@ -247,6 +247,8 @@ class Readers(Membership):
             hold.staged[wanted],
             hold.staged_gens[wanted],
         )
+        if (hold.staged[wanted] >= 0).any():
+            hold.held_up = None
         window = slice(start, start + n)
         _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
         hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
@@ -258,8 +260,9 @@ class Readers(Membership):
     def _provide_staging(self, hold: Hold, staged: RowArray, stride: int, now: float) -> None:
         """Give the reader of a lease slabs for what it is about to stage.
 
-        While other leases hold all replicas of its window, it waits: they may be released at once. After HELD_UP_S it
-        gets slots of the oldest primaries, since whoever has those leases may be waiting for this reader.
+        While no slot in its window can be taken, most likely since other leases hold them, it waits. After HELD_UP_S it
+        gets slots of the oldest primaries: whoever has those leases may be waiting for this reader. Not where it has
+        other slots to go on with, or on a node that leaves, whose primaries are yet to be copied.
         """
         since, hold.held_up = hold.held_up, None
         lack = leases.staging_lack(self._c, hold.size_class, staged) if hold.size_class >= 0 else 0
@@ -267,7 +270,7 @@ class Readers(Membership):
         if reader is None or reader.size_classes.get(stride) != hold.size_class:
             return
         self._allocator.provide_slots(reader, hold.size_class, stride, lack)
-        if self._size_classes.takeable(hold.size_class):
+        if self._size_classes.takeable(hold.size_class) or (staged >= 0).any() or reader.leaving:
             return
         hold.held_up = now if since is None else since
         if now - hold.held_up >= HELD_UP_S:

@@ -156,12 +156,15 @@ def test_rays_kv_aware_router_sends_a_prompt_where_the_pool_has_it(world: World)
             told.answer(prompt(160 + i, 1024))
         eventually(lambda told=told, known=known: world.agree(told, known))  # type: ignore[misc]
         assert world.blocks(known) == 28 and not told.heard.blocks(known, BLOCK, "GPU")
-    chosen = asyncio.run(routed([*workers], [theirs, mine]))
+    chosen = asyncio.run(routed([*workers], [theirs, mine], 28))
     assert chosen == [("1", 28 * BLOCK), ("0", 28 * BLOCK)]
 
 
-async def routed(workers: list[Told], prompts: list[list[int]]) -> list[tuple[str, int]]:
-    """Which of the workers, by number, Ray's router chooses for each prompt; and how many tokens it has of it."""
+async def routed(workers: list[Told], prompts: list[list[int]], blocks: int) -> list[tuple[str, int]]:
+    """Which of the workers, by number, Ray's router chooses for each prompt; and how many tokens it has of it.
+
+    blocks: how many one of them has, when the router has heard of all that was stored and removed.
+    """
     from ray.llm._internal.serve.routing_policies.kv_aware.constants import REQUEST_TOKEN_IDS_KWARG
     from ray.llm._internal.serve.routing_policies.kv_aware.kv_aware_router import KVAwareRouter
     from ray.llm._internal.serve.routing_policies.kv_aware.kv_token_tracker import KVTokenTracker, get_worker_id
@@ -185,7 +188,7 @@ async def routed(workers: list[Told], prompts: list[list[int]]) -> list[tuple[st
     for number, asked in enumerate(prompts):
         what = {"model_name": "default", "tenant_id": "default", "token_ids": asked}
         overlap, end = 0, time.monotonic() + 60
-        while not overlap and time.monotonic() < end:  # until it has heard of all
+        while overlap != blocks and time.monotonic() < end:
             for told in workers:
                 told.step()
             scores = (await tracker._svc.overlap_scores(what))["workers"]

@@ -38,7 +38,7 @@ _idle: defaultdict[str, list[Any]] = defaultdict(list)  # processes whose engine
 def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -> Any:
     """An Engine as an actor. node: of Ray. arguments, options: of Engine.
 
-    It takes the process of one that was closed, where there is any: to import vLLM takes 7 s, to start it again 0.3.
+    It takes the process of one that was closed, where there is any: to import vLLM takes 6 s, to start it again 0.3.
 
     apart: with scheduler and worker in processes of their own, as is vLLM's default. test_vllm tests that default, and
     where ranks are several or processes are killed there is no other way, unless Ray starts the workers; the rest ask
@@ -135,6 +135,7 @@ class Engine:
         **options: Any,
     ) -> None:
         """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM."""
+        raykv.integrations.vllm.waiting.PATIENCE = PATIENCE  # the engine that had this process may have set another
         one_process.prepare()
         transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))

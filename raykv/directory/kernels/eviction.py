@@ -2,7 +2,8 @@
 
 Each size class keeps the primaries of each tenant in a list by age. A writer's own size class evicts its oldest, unless
 the oldest of the whole cluster was idle much longer (`victim`). Called by `placement.reserve` for a writer, and by
-`restore_window` where blocks have used up a staging window. Whose blocks may go is in tenants.py: with one tenant, all.
+`restore_window` where blocks, or leases, use up a staging window. Whose blocks may go is in tenants.py: with one
+tenant, all.
 """
 
 import numpy as np

@@ -133,13 +133,13 @@ class Clients(Cast):
         by = worker if rng.random() < 0.7 else rng.choice(self.workers)
         stop = rng.choice([len(held.keys), held.read + rng.randint(-1, 3)])
         request = NextWindowRequest(worker.id, lease, held.read, stop, held.size, rng.random() < 0.2)
-        for pause in rng.choice([(0.0,), (0.0, 0.06, 0.06)]):  # one that gets no slot asks again
+        for pause in rng.choice([(0.0,), (0.0, 0.3, 0.3)]):  # one that gets no slot asks again
             self.now += pause
             answer = self.do("next_window", self.call(by), request, self.now)
-        passed, staged = split(answer.passed), split(answer.staged)
-        held.locations[: len(passed)] = passed
-        held.staged = [bytes(LOCATION.size)] * held.read + staged
-        self.grants.update(zip(staged, held.keys[held.read :], strict=False))
+            passed, staged = split(answer.passed), split(answer.staged)
+            held.locations[: len(passed)] = passed
+            held.staged = [bytes(LOCATION.size)] * held.read + staged
+            self.grants.update(zip(staged, held.keys[held.read :], strict=False))
 
     def reserve(self) -> None:
         rng = self.rng
