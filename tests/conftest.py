@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import raykv
     from raykv.arena.gpu.device import Device
 
+settings.register_profile("untimed", settings(), deadline=None)  # a machine may be busy
+settings.load_profile("untimed")
 MIB = 1 << 20
 NODE = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 _names = (f"t{os.getpid()}-{i}" for i in itertools.count())
