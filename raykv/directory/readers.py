@@ -247,7 +247,7 @@ class Readers(Membership):
             hold.staged[wanted],
             hold.staged_gens[wanted],
         )
-        if (hold.staged[wanted] >= 0).any():
+        if (hold.staged[wanted] >= 0).any():  # it can go on
             hold.held_up = None
         window = slice(start, start + n)
         _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
@@ -261,8 +261,8 @@ class Readers(Membership):
         """Give the reader of a lease slabs for what it is about to stage.
 
         While no slot in its window can be taken, most likely since other leases hold them, it waits. After HELD_UP_S it
-        gets slots of the oldest primaries: whoever has those leases may be waiting for this reader. Not where it has
-        other slots to go on with, or on a node that leaves, whose primaries are yet to be copied.
+        gets slots of the oldest primaries: whoever has those leases may be waiting for this reader. Not on a node
+        that leaves, whose primaries are yet to be copied.
         """
         since, hold.held_up = hold.held_up, None
         lack = leases.staging_lack(self._c, hold.size_class, staged) if hold.size_class >= 0 else 0
@@ -270,7 +270,7 @@ class Readers(Membership):
         if reader is None or reader.size_classes.get(stride) != hold.size_class:
             return
         self._allocator.provide_slots(reader, hold.size_class, stride, lack)
-        if self._size_classes.takeable(hold.size_class) or (staged >= 0).any() or reader.leaving:
+        if self._size_classes.takeable(hold.size_class) or reader.leaving:
             return
         hold.held_up = now if since is None else since
         if now - hold.held_up >= HELD_UP_S:

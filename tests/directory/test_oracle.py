@@ -106,7 +106,6 @@ def run(machine: Any, first_seed: int, steps: int) -> int:
             settings=settings(
                 max_examples=10,
                 stateful_step_count=30,
-                deadline=None,
                 database=None,
                 print_blob=True,
                 phases=(Phase.generate,),

@@ -100,7 +100,7 @@ class FaultyConnector(RayKVConnector):
         patient()
         raykv.client.lease.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        raykv.integrations.vllm.waiting.PATIENCE = extra.get("patience", PATIENCE)
+        raykv.integrations.vllm.waiting.PATIENCE = extra.get("patience", raykv.integrations.vllm.waiting.PATIENCE)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

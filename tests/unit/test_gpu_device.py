@@ -24,7 +24,7 @@ from raykv.errors import CapacityError, DeviceError
 from raykv.keys import CacheId, check
 
 MIB = 1 << 20
-one_by_one = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+one_by_one = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -42,7 +42,6 @@ def computed(prompts: list[NDArray[np.uint8]], blocks: list[list[int]]) -> list[
     return done
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5).map(keys), max_size=60), st.integers(1, 4))
 def test_every_row_is_in_one_block_beside_those_that_share_its_prefix(
     prompts: list[NDArray[np.uint8]], engines: int

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.pages import ROOT, run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -16,7 +16,6 @@ from raykv.bench.simulated_engine import Job, Policy, SimulatedEngine, Speed
 from raykv.scheduling import Budget, Request, order, plan, split
 
 BLOCK_TOKENS, PATIENCE_S = 4, 5.0
-unhurried = settings(deadline=None)
 SPEED = Speed(step_s=0.1, token_s=0.01, tokens=16)
 
 
@@ -58,7 +57,6 @@ def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
-@unhurried
 @given(
     st.lists(requests(running=False), max_size=8),
     st.lists(requests(running=True), max_size=4),
@@ -90,7 +88,6 @@ def test_a_step_is_within_its_budget_and_nobody_is_passed_over_for_long(
             assert not any(each.arrival > late.arrival for each in started)
 
 
-@unhurried
 @given(jobs(), st.integers(9, 40))  # the longest job takes 9
 def test_every_request_is_served_once_however_few_blocks_there_are(asked: list[Job], blocks: int) -> None:
     for patience in (0.0, PATIENCE_S, 1e9):
@@ -98,7 +95,6 @@ def test_every_request_is_served_once_however_few_blocks_there_are(asked: list[J
         assert not np.isnan(engine.waits).any()
 
 
-@unhurried
 @given(jobs())
 def test_no_block_is_computed_twice_while_the_cache_keeps_it(asked: list[Job]) -> None:
     """So nobody computes less; whole prompts that are cached compute their last token."""
@@ -154,7 +150,6 @@ def computed(found: list[NDArray[np.uint8]], ranked: list[int], blocks: int) -> 
     return lacking
 
 
-@unhurried
 @given(st.lists(prompts, max_size=20))
 def test_in_prefix_order_a_small_cache_computes_each_shared_block_once(found: list[NDArray[np.uint8]]) -> None:
     ranked = order(found)
@@ -176,7 +171,6 @@ def test_of_a_batch_that_is_too_large_the_first_blocks_are_compared(monkeypatch:
     assert order(found) in ([0, 2, 1, 3], [1, 3, 0, 2])
 
 
-@unhurried
 @given(st.lists(prompts, max_size=40), st.integers(1, 5))
 def test_engines_have_as_much_to_do_and_compute_little_twice(found: list[NDArray[np.uint8]], engines: int) -> None:
     parts = split(found, engines)

@@ -209,7 +209,7 @@ steps = st.tuples(st.sampled_from(("put", "delete")), st.lists(st.sampled_from(r
 
 
 @pytest.mark.parametrize("opener", [kind for kind in KINDS if kind != "s3"], indirect=True)  # too slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(steps, max_size=6))
 def test_a_tier_behaves_as_a_dictionary(tier: Tier, run: list[tuple[str, list[int]]]) -> None:
     tier.delete_many([block.key for block in BLOCKS])

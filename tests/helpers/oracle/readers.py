@@ -303,7 +303,7 @@ class Readers(GpuDemotion):
             if item is None or item[0].gen != item[1] or item[0].state == "closed":
                 hold.source[i] = None
         passed = self.read_elsewhere(hold, range(min(start, len(hold.keys))))
-        self.provide_staging(hold, range(start, stop), now)
+        self.provide_staging(hold, sum(start <= i < stop for i in hold.unstaged), now)
         end, full = start, False
         while end < stop:
             item = hold.source[end]
@@ -330,18 +330,16 @@ class Readers(GpuDemotion):
         where = pack(hold.source[:start], block_bytes) if passed or again else b""
         return Window(self.epoch, pack(hold.source[start:end], block_bytes), slots, where)
 
-    def provide_staging(self, hold: Lease, blocks: range, now: float) -> None:
+    def provide_staging(self, hold: Lease, unstaged: int, now: float) -> None:
         """Give the reader of a lease slabs for what it is about to stage; primaries' slots, where it waits too long."""
         since, hold.held_up = hold.held_up, None
         reader = next((node for node in self.nodes.values() if node.index == hold.node), None)
         if reader and hold.size_class and hold.size_class in reader.size_classes.values():
-            unstaged = sum(i in blocks for i in hold.unstaged)
             need = min(unstaged, hold.size_class.window - len(hold.size_class.of("staging")))
             if need <= 0 or self.takeable(hold.size_class) >= need:
                 return
             self.provide_slots(reader, hold.size_class, need)
-            has_some = any(hold.staged[i] for i in blocks)
-            if not self.takeable(hold.size_class) and not has_some and not reader.leaving:
+            if not self.takeable(hold.size_class) and not reader.leaving:
                 hold.held_up = now if since is None else since
                 if now - hold.held_up >= HELD_UP_S:
                     self.restore_window(hold.size_class, need)
