@@ -100,6 +100,29 @@ def test_one_computes_and_the_other_reads(engines: tuple[Engine, Engine]) -> Non
     eventually(lambda: one.pool.stats()["intents"] == 0)
 
 
+def test_what_another_request_of_the_engine_computes_is_waited_for_until_it_is_stored(
+    engines: tuple[Engine, Engine],
+) -> None:
+    """The intent is that of the request that asked first, which finds the blocks in the engine's own cache."""
+    one, two = engines
+    first, second, theirs = one.begin(), one.begin(), two.begin()
+    one.manager.lookup(KEYS[0], first)
+    eventually(lambda: one.manager._asks[first.req_id].answer.done())
+    assert one.told(second) == [MISS] * 12
+    one.manager.prepare_store(KEYS, second)
+    one.manager.release_unused(first.req_id)
+    one.pool.session.directory.heartbeat()  # it is told what is released
+    assert two.waits(theirs), "the worker has not reserved anything yet"
+    one.manager.prepare_store(KEYS, first)
+    one.store(KEYS)
+    one.manager.complete_store(KEYS, second)
+    measured = one.manager._rate
+    one.manager.complete_store(KEYS, first)
+    assert one.manager._rate == measured, "it computed nothing"
+    assert two.told(theirs) == [HIT] * 12
+    eventually(lambda: one.pool.stats()["intents"] == 0)
+
+
 def test_who_waited_computes_what_the_other_does_not(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     first, second = one.begin(KEYS[:5]), two.begin()

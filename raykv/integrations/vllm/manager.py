@@ -131,11 +131,12 @@ class Ask:
 class Computing:
     """What a request has to compute, and since when: chunks of the first group that the pool does not have.
 
-    match: by which others wait for them. missed: those that were not offered yet. offered: `complete_store` will tell.
+    answer: of the question by which others wait for them. missed: those that were not offered yet. offered:
+    `complete_store` will tell.
     """
 
     since: float
-    match: JointMatch
+    answer: Future[Found]
     missed: set[bytes]
     offered: set[bytes] = field(default_factory=set)
     measured: bool = False
@@ -204,7 +205,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         hits = found.chunks[group].stop - ask.first[group] if found.chunks else 0
         ask.counted = True
         self._counts[HITS] += hits
-        self._computing[request] = Computing(time.monotonic(), found.match, set(ask.keys[group][hits:]))
+        self._computing[request] = Computing(time.monotonic(), ask.answer, set(ask.keys[group][hits:]))
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
         """What the workers need to read chunks that `lookup` found: a run a group, leased until `complete_load`."""
@@ -283,23 +284,26 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request, and release what it holds."""
         self._failed.discard(req_context.req_id)
+        self.release_unused(req_context.req_id)
         if computing := self._computing.get(req_context.req_id):
             computing.missed.clear()  # nothing more will be offered
             self._end_if_done(req_context.req_id)
-        self.release_unused(req_context.req_id)
 
     def _end_if_done(self, request: str) -> None:
         """Others need not wait for a request that has stored what it was to compute, or will not."""
         computing = self._computing[request]
         if not computing.missed and not computing.offered:
-            computing.match.end_intent()
-            del self._computing[request]
+            _end_intent(self._computing.pop(request).answer)
 
     def release_unused(self, request: str) -> None:
         """The request has its blocks, or is done: release the leases of what it found and does not load."""
         ask = self._asks.get(request)
-        if ask is not None and not ask.loading:
-            self._forget(request)
+        if ask is None or ask.loading:
+            return
+        if not ask.counted:  # its chunks are another's of this engine, for whom others may wait by this one's intent
+            missed = set(ask.keys[self._groups[0].group_idx])
+            self._computing[request] = Computing(time.monotonic(), ask.answer, missed, measured=True)
+        self._forget(request)
 
     def on_load_failed(self, request: str) -> None:
         """The request is to be computed from now on."""
@@ -315,9 +319,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self.resets += 1
         self.caches = self._make_caches()
         for computing in self._computing.values():
-            computing.match.end_intent()
+            _end_intent(computing.answer)
         self._computing.clear()
-        for request in list(self._asks):
+        for request, ask in list(self._asks.items()):
+            _end_intent(ask.answer)
             self._forget(request)
         if self.events is not None:
             self.events.reset()
@@ -376,7 +381,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         keys = {index: chain.since(index, begin[index], of_chunk) for index, of_chunk in tokens.items()}
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
-            computing.match.end_intent()
+            _end_intent(computing.answer)
         return Ask(keys, begin, chain.origin, self._submit(keys, begin, chain.origin, wait=True))
 
     def _submit(self, keys: dict[int, list[bytes]], first: dict[int, int], origin: Origin, wait: bool) -> Future[Found]:
@@ -433,8 +438,11 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         ask = self._asks.pop(request, None)
         if ask is not None and not ask.answer.cancel():
             ask.answer.add_done_callback(lambda answer: answer.result().match.release())
-            if not ask.counted:
-                ask.answer.add_done_callback(lambda answer: answer.result().match.end_intent())
+
+
+def _end_intent(answer: Future[Found]) -> None:
+    if not answer.cancel():
+        answer.add_done_callback(lambda answer: answer.result().match.end_intent())
 
 
 def _log_failure(done: Future[None]) -> None:
