@@ -107,6 +107,7 @@ def run(machine: Any, first_seed: int, steps: int) -> int:
                 max_examples=10,
                 stateful_step_count=30,
                 database=None,
+                deadline=None,  # docs/oracle.md runs this without pytest, whose profile says so too
                 print_blob=True,
                 phases=(Phase.generate,),
                 suppress_health_check=list(HealthCheck),

@@ -47,9 +47,15 @@ def model() -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
+    return start_for_module(cpu_memory=64 * MIB)
+
+
 @pytest.fixture
-def cache(start: Callable[..., raykv.KVPool], model: Any) -> raykv.KVCache:
-    return model_cache(start(cpu_memory=64 * MIB), model, name=MODEL)
+def cache(pool: raykv.KVPool, model: Any, request: pytest.FixtureRequest) -> raykv.KVCache:
+    """Of a model's name that no other test has."""
+    return model_cache(pool, model, name=f"{MODEL} {request.node.name}")
 
 
 @pytest.mark.parametrize(
@@ -116,8 +122,7 @@ def test_a_request_that_fails_ends_no_other(cache: raykv.KVCache, model: Any) ->
     assert engine.pool.free == 100
 
 
-def test_replicas_compute_little_more_than_the_least(cluster: Any, start: Callable[..., raykv.KVPool]) -> None:
-    pool = start(cpu_memory=64 * MIB)
+def test_replicas_compute_little_more_than_the_least(pool: raykv.KVPool) -> None:
     headers = [tokens(i, 10 * BLOCK_TOKENS) for i in range(3)]
     prompts = [headers[i % 3] + tokens(100 + i, 48) for i in range(200)]
     try:

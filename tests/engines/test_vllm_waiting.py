@@ -13,7 +13,7 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.vllm_request import request
+from helpers import vllm_request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.groups import Group
@@ -32,9 +32,9 @@ FOREVER, AT_ONCE = 0.1, 1e6  # tokens a second that an engine computes, and so h
 class Engine:
     """What vLLM's scheduler does with a manager."""
 
-    def __init__(self, pool: str, stores: bool = True) -> None:
+    def __init__(self, pool: str, model: str, stores: bool = True) -> None:
         self.pool = raykv.attach(pool)
-        self.manager = RayKVManager(self.pool, {"model": "m"}, stores)
+        self.manager = RayKVManager(self.pool, {"model": model}, stores)
         self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (SIZE,))], [Group(0, 0, TOKENS, 0)])
         self.cache = self.manager.caches[0][0]
         self.manager._rate = FOREVER
@@ -42,7 +42,7 @@ class Engine:
 
     def begin(self, keys: list[Any] = KEYS, tail: Tail | None = None) -> ReqContext:
         self.requests += 1
-        return request(f"request {self.requests}", keys, tail=tail)
+        return vllm_request.request(f"request {self.requests}", keys, tail=tail)
 
     def ask(self, context: ReqContext) -> LookupResult:
         """About the first chunk; the answer of the directory if there is one."""
@@ -76,13 +76,19 @@ class Engine:
         self.manager.shutdown()
 
 
+@pytest.fixture(scope="module")
+def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
+    return start_for_module(cpu_memory=16 << 20)
+
+
 @pytest.fixture
-def engines(start: Callable[..., raykv.KVPool]) -> Iterator[tuple[Engine, Engine]]:
-    name = start(cpu_memory=16 << 20).name
-    pair = Engine(name), Engine(name)
+def engines(pool: raykv.KVPool, request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+    """Of a model that no other test has."""
+    pair = Engine(pool.name, request.node.name), Engine(pool.name, request.node.name)
     yield pair
     for engine in pair:
         engine.close()
+    eventually(lambda: pool.stats()["intents"] == 0)
 
 
 def test_one_computes_and_the_other_reads(engines: tuple[Engine, Engine]) -> None:
@@ -147,7 +153,7 @@ def test_nobody_waits_for_what_is_not_computed_any_more(engines: tuple[Engine, E
         one.manager.reset_cache()
     elif end == "asks again":  # preempted, and now of another prompt's keys
         one.manager.release_unused(first.req_id)
-        one.manager.lookup(KEYS[0], request(first.req_id, KEYS[:1]))
+        one.manager.lookup(KEYS[0], vllm_request.request(first.req_id, KEYS[:1]))
     else:
         one.close()
     if end == "asks again":
@@ -192,9 +198,9 @@ def test_engines_that_are_asked_in_another_order_do_not_wait_for_each_other(engi
 
 
 @pytest.fixture
-def reader(engines: tuple[Engine, Engine]) -> Iterator[Engine]:
+def reader(engines: tuple[Engine, Engine], request: pytest.FixtureRequest) -> Iterator[Engine]:
     """One that stores nothing."""
-    engine = Engine(engines[0].pool.name, stores=False)
+    engine = Engine(engines[0].pool.name, request.node.name, stores=False)
     yield engine
     engine.close()
 

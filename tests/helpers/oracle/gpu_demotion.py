@@ -1,10 +1,10 @@
 """The oracle's GPUs: which of their blocks are demoted to the memory of their node."""
 
 import math
-from collections.abc import Callable
 
+from helpers.oracle.allocator import Allocator
 from helpers.oracle.slots import Node, Row, SizeClass, pack, unpack
-from helpers.oracle.tiers import KEYS_PER_CALL, Tiers
+from helpers.oracle.tiers import KEYS_PER_CALL
 from raykv.protocol import GpuDemotionReport, GpuDemotions, is_tier
 
 SHARE = 0.25
@@ -12,34 +12,11 @@ BYTES_PER_CALL = 6 * 4096
 NOTHING = GpuDemotions(b"", b"", b"")
 
 
-class GpuDemotion(Tiers):
+class GpuDemotion(Allocator):
     def __init__(self, epoch: int, share: float, min_hits: int) -> None:
         super().__init__(epoch, share, min_hits)
         self.under_way: dict[str, list[tuple[Row, int]]] = {}  # by GPU, the target rows of its last answer
         self.counters: dict[str, int] = {}
-
-    def size_class(self, node: Node, stride: int) -> SizeClass | None:
-        raise NotImplementedError
-
-    def open(self, node: Node, number: int, size_class: SizeClass, gen: int) -> None:
-        raise NotImplementedError
-
-    def reclaim(
-        self, node: Node, size_class: SizeClass, measure: Callable[[SizeClass], int], need: int, tenant: str | None
-    ) -> None:
-        raise NotImplementedError
-
-    def evict(self, row: Row) -> Row:
-        raise NotImplementedError
-
-    @staticmethod
-    def answers(node: Node) -> bool:
-        """Whether clients of a node or GPU may store new blocks there."""
-        return node.state == "alive" and not node.leaving
-
-    def stores(self, node: Node) -> bool:
-        """Whether all clients may store new blocks on a node."""
-        return self.answers(node) and not node.on_gpu
 
     def demote_gpu(self, name: str, report: GpuDemotionReport, now: float) -> GpuDemotions:
         self.check(now)

@@ -5,19 +5,15 @@ from functools import partial
 from itertools import takewhile
 from math import lcm
 
-from helpers.oracle.gpu_demotion import GpuDemotion
-from helpers.oracle.intents import Intents
+from helpers.oracle.membership import Membership
 from helpers.oracle.slots import (
     HOLDS_MAX,
     LOCATION,
     PRESENT,
     STORED,
     USES_MAX,
-    Client,
     Lease,
-    Node,
     Row,
-    SizeClass,
     pack,
     split,
 )
@@ -36,22 +32,8 @@ from raykv.protocol import (
 HELD_UP_S = 0.5
 
 
-class Readers(GpuDemotion):
+class Readers(Membership):
     """The part of the Oracle that leases blocks to readers."""
-
-    def __init__(self, epoch: int, share: float, min_hits: int) -> None:
-        super().__init__(epoch, share, min_hits)
-        self.clients: dict[int, Client] = {}
-        self.intents = Intents()
-
-    def on_call(self, call: Call, now: float) -> Client:
-        raise NotImplementedError
-
-    def provide_slots(self, node: Node, size_class: SizeClass, need: int, tenant: str | None = None) -> None:
-        raise NotImplementedError
-
-    def restore_window(self, size_class: SizeClass, slots: int) -> int:
-        raise NotImplementedError
 
     def best(self, key: bytes, node: int) -> tuple[Row | None, Row | None]:
         """(copy to read: the node's own, else the primary, else any, else a tier's; copy being staged there).
@@ -359,17 +341,3 @@ class Readers(GpuDemotion):
             return Stored(self.epoch, b"")
         found = (any(row.state in STORED for row in self.table.get(key, ())) for key in split(keys))
         return Stored(self.epoch, bytes(found))
-
-    def end(self, client: Client, hold: int) -> None:
-        if hold in client.holds:
-            self.release(client.holds.pop(hold))
-
-    def release(self, *holds: Lease) -> None:
-        """Of what was asked for together, block after block, the last one of all first."""
-        for group in dict.fromkeys(hold.group for hold in holds):
-            together = [hold for hold in holds if hold.group == group]
-            for i in reversed(range(max(len(hold.source) for hold in together))):
-                for hold in reversed(together):
-                    if i < len(hold.source):
-                        self.end_read(hold.source[i])
-                        self.end_hold(hold.staged[i])

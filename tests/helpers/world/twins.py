@@ -18,7 +18,8 @@ from helpers.directory_checks import (
 )
 from helpers.oracle import intents as oracle_intents
 from helpers.oracle.gpu_demotion import BYTES_PER_CALL
-from helpers.oracle.oracle import SOLE_COPIES_PER_CALL, Oracle
+from helpers.oracle.membership import SOLE_COPIES_PER_CALL
+from helpers.oracle.oracle import Oracle
 from helpers.oracle.slots import unpack
 from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, TIER_SLAB
 from raykv.directory import demotion_batch, gpu_demotion, intents, membership, tier_catalog
