@@ -1,0 +1,199 @@
+"""`raykv bench`: what it measures, and how that is printed."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from raykv.cli.options import JSON, TRANSPORT
+from raykv.cli.spinner import spinner
+
+
+@click.group()
+def bench() -> None:
+    """Measure, each figure beside its floor of the same run."""
+
+
+@bench.command("local")
+@click.option("--blocks", metavar="COUNTS", help="Also a table by blocks of a call: 1,4,16,64, say.")
+@click.option("--block-bytes", metavar="SIZES", help="Also a table by block size: 64KiB,512KiB,2MiB, say.")
+@JSON
+def bench_local(blocks: str | None, block_bytes: str | None, as_json: bool) -> None:
+    """Store and read on one node, against memcpy, an empty actor call and a socket."""
+    from raykv.bench import block_sizes, local
+
+    shapes = block_sizes.shapes(blocks or "16", block_bytes or "2MiB") if blocks or block_bytes else None
+    _report(lambda: local.run(shapes), as_json)
+
+
+@bench.command("cross")
+@TRANSPORT
+@click.option("--link", metavar="LINK", help="Over TCP on a link of this rate, delay and loss: 10gbit,1ms,0.1%.")
+@JSON
+def bench_cross(transport: str, link: str | None, as_json: bool) -> None:
+    """Read from another node, against ray.get and a socket; or over a link, against iperf3."""
+    from raykv.bench import cross
+    from raykv.bench import link as shaped
+
+    _report(lambda: shaped.run(link) if link else cross.run(transport), as_json)
+
+
+@bench.command("directory")
+@click.option("--entries", default=1_000_000, show_default=True)
+@JSON
+def bench_directory(entries: int, as_json: bool) -> None:
+    """The directory's calls and memory, against plain dicts."""
+    from raykv.bench import directory
+
+    _report(lambda: directory.run(entries), as_json)
+
+
+@bench.command("scale")
+@click.option("--nodes", default="8,64,128,256,1000", show_default=True, help="Numbers of nodes to try.")
+@click.option("--entries", default=10_000_000, show_default=True, help="Blocks of all nodes together.")
+@click.option("--seconds", default=10.0, show_default=True, help="How long each number of nodes is measured.")
+@click.option("--take-over", default=0, help="Kill the directory of a pool of so many nodes, too; 0: of none.")
+@JSON
+def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_json: bool) -> None:
+    """How many nodes one directory carries, simulated by processes that speak its protocol."""
+    from raykv.bench import scale
+
+    _report(lambda: scale.run([int(part) for part in nodes.split(",")], entries, seconds, take_over), as_json)
+
+
+@bench.command("trace")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--nodes", default=8, show_default=True)
+@click.option("--capacity", default="5000,10000,30000", show_default=True, help="Blocks of all nodes together.")
+@click.option("--external", default=0, help="Blocks of their external tiers.")
+@JSON
+def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bool) -> None:
+    """Hit rate on a trace in Mooncake's format, against exact LRU and isolated caches."""
+    from raykv.bench import trace
+
+    _report(lambda: trace.run(file, nodes, [int(part) for part in capacity.split(",")], external), as_json)
+
+
+@bench.command("schedule")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--blocks", default=5000, show_default=True, help="Blocks of the engine, of 512 tokens.")
+@click.option("--tokens-per-s", default=20_000.0, show_default=True, help="What the engine computes.")
+@click.option("--slower", default=1.0, show_default=True, help="How many times as long the trace takes.")
+@click.option("--offset", default=0, show_default=True, help="The request to begin with.")
+@JSON
+def bench_schedule(file: str, blocks: int, tokens_per_s: float, slower: float, offset: int, as_json: bool) -> None:
+    """What one engine computes of a trace, and how long requests wait, by who is scheduled first."""
+    from raykv.bench import schedule
+
+    _report(lambda: schedule.run(file, blocks, tokens_per_s, slower, offset), as_json)
+
+
+@bench.command("tiers")
+@click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
+@JSON
+def bench_tiers(directory: str, as_json: bool) -> None:
+    """Store to and load from external tiers, against bare direct I/O and redis-py."""
+    from raykv.bench import tiers
+
+    _report(lambda: tiers.run(directory), as_json)
+
+
+@bench.command("demotion")
+@click.option("--directory", default="/var/tmp", show_default=True, help="On the disk to measure.")
+@JSON
+def bench_demotion(directory: str, as_json: bool) -> None:
+    """Store, read and match in memory while blocks are demoted to a disk, against the same while none are."""
+    from raykv.bench import demotion
+
+    _report(lambda: demotion.run(directory), as_json)
+
+
+@bench.command("ttft")
+@click.option("--engine", type=click.Choice(["vllm"]), default="vllm", show_default=True)
+@click.option(
+    "--model",
+    type=click.Choice(["llama-shape", "gpt-oss-shape", "gemma3-shape", "deepseek-shape", "qwen3-next-shape"]),
+    default="llama-shape",
+    show_default=True,
+    help="Random weights; what its layers keep: all of it, with windows beside it, a latent, or states beside it.",
+)
+@JSON
+def bench_ttft(engine: str, model: str, as_json: bool) -> None:
+    """A prompt's first token with the pool, against the engine's own prefix cache and no pool."""
+    from raykv.bench import ttft
+
+    _report(lambda: ttft.run(model), as_json)
+
+
+@bench.command("flight")
+@JSON
+def bench_flight(as_json: bool) -> None:
+    """One prompt, asked of two engines many times at once: how often it is computed, with the pool and without."""
+    from raykv.bench import flight
+
+    _report(flight.run, as_json)
+
+
+@bench.command("pd")
+@JSON
+def bench_pd(as_json: bool) -> None:
+    """A decode engine's first token after another engine's prefill, against its own prefix cache."""
+    from raykv.bench import pd
+
+    _report(pd.run, as_json)
+
+
+@bench.command("start")
+@JSON
+def bench_start(as_json: bool) -> None:
+    """Start a pool on two nodes, against an empty detached actor a node."""
+    from raykv.bench import start
+
+    _report(start.run, as_json)
+
+
+@bench.command("route")
+@JSON
+def bench_route(as_json: bool) -> None:
+    """What PrefixRouter adds to a request of Ray Serve, against an empty actor call."""
+    from raykv.bench import route
+
+    _report(route.run, as_json)
+
+
+@bench.command("gpu")
+@JSON
+def bench_gpu(as_json: bool) -> None:
+    """Copies of a GPU tier, against the same copies by cudaMemcpyAsync."""
+    from raykv.bench import gpu
+
+    _report(gpu.run, as_json)
+
+
+def _report(run: Callable[[], dict[str, Any]], as_json: bool) -> None:
+    begin = time.monotonic()
+    with spinner("measuring"):
+        figures = run()
+    figures["seconds"] = round(time.monotonic() - begin, 1)
+    if as_json:
+        click.echo(json.dumps(figures))
+        return
+    rows = figures.pop("results", None)
+    console = Console()
+    if rows:
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*(_number(value) for value in row.values()))
+        console.print(table)
+    table = Table("figure", "value", show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, _number(value))
+    console.print(table)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
