@@ -12,6 +12,7 @@ from hypothesis import settings
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ.setdefault("SCAN_EVENT_DIR_INTERVAL_SECONDS", "3600")  # every 2 s Ray looks into a file of each worker
 TESTS = os.path.dirname(__file__)
 ROOTS = (TESTS, os.path.dirname(TESTS))  # of helpers, and of examples
 ACTORS = tuple(os.path.join(TESTS, folder) for folder in ("cluster", "engines"))  # of classes that Ray's workers run
@@ -40,7 +41,8 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    head = {**NODE, "include_dashboard": False, "include_log_monitor": False}  # it looks at all workers, too
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         cluster.add_node(wait=True, **NODE)
         ray.init(address=cluster.address, log_to_driver=False)

@@ -17,7 +17,7 @@ from helpers import vllm_request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.manager import WAITED, RayKVManager
+from raykv.integrations.vllm.manager import WAITED, Chain, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.tail import Tail
 
@@ -112,8 +112,8 @@ def test_what_another_request_of_the_engine_computes_is_waited_for_until_it_is_s
     """The intent is that of the request that asked first, which finds the blocks in the engine's own cache."""
     one, two = engines
     first, second, theirs = one.begin(), one.begin(), two.begin()
-    one.manager.lookup(KEYS[0], first)
-    eventually(lambda: one.manager._asks[first.req_id].answer.done())
+    asked = one.manager._asks[first.req_id] = one.manager._ask(0, 0, first.get_state(Chain), first.req_id)
+    eventually(asked.answer.done)  # and the scheduler does not look again
     assert one.told(second) == [MISS] * 12
     one.manager.prepare_store(KEYS, second)
     one.manager.release_unused(first.req_id)
