@@ -41,8 +41,7 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    head = {**NODE, "include_dashboard": False, "include_log_monitor": False}  # it looks at all workers, too
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     try:
         cluster.add_node(wait=True, **NODE)
         ray.init(address=cluster.address, log_to_driver=False)

@@ -132,7 +132,8 @@ class Computing:
     """What a request has to compute, and since when: chunks of the first group that the pool does not have.
 
     answer: of the question by which others wait for them. missed: those that were not offered yet. offered:
-    `complete_store` will tell.
+    `complete_store` will tell. measured: whether it tells nothing (more) of how fast this engine computes, as where
+    another request of this engine computes them.
     """
 
     since: float
