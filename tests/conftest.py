@@ -13,6 +13,7 @@ from hypothesis import settings
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("SCAN_EVENT_DIR_INTERVAL_SECONDS", "3600")  # every 2 s Ray looks into a file of each worker
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else every process that imports numpy starts threads, which spin
 TESTS = os.path.dirname(__file__)
 ROOTS = (TESTS, os.path.dirname(TESTS))  # of helpers, and of examples
 ACTORS = tuple(os.path.join(TESTS, folder) for folder in ("cluster", "engines"))  # of classes that Ray's workers run
