@@ -5,7 +5,7 @@ import time
 
 import ray
 
-from raykv import registry
+from raykv import cluster
 from raykv.metrics import dashboard_files
 
 log = logging.getLogger("raykv")
@@ -38,4 +38,4 @@ class DashboardKeeper:
 
 def _on_head() -> bool:
     own = ray.get_runtime_context().get_node_id()
-    return any(node["NodeID"] == own and registry.is_head(node) for node in ray.nodes())
+    return any(node["NodeID"] == own and cluster.is_head(node) for node in ray.nodes())

@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from raykv import registry
+from raykv import internal_kv
 from raykv.actors.directory_loop import DirectoryLoop, is_absence
 from raykv.arena.arena import Arena
 from raykv.client.directory_line import DirectoryLine
@@ -60,8 +60,8 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
 
 def content_seed(pool: str) -> bytes:
     """The seed, equal in all stores of a pool, from which the content of an empty tier gets its name."""
-    registry.put(pool, "seed", secrets.token_bytes(CONTENT_BYTES), overwrite=False)
-    return registry.get(pool, "seed") or bytes(CONTENT_BYTES)
+    internal_kv.put(pool, "seed", secrets.token_bytes(CONTENT_BYTES), overwrite=False)
+    return internal_kv.get(pool, "seed") or bytes(CONTENT_BYTES)
 
 
 class Demoter:

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.actors.directory_metrics import DirectoryMetrics, timed_every
 from raykv.actors.followers import Followers
 from raykv.actors.succession import Succession
@@ -125,12 +125,14 @@ class DirectoryActor:
         self._listener: Listener | None = None
         self._lock = threading.Lock()  # guards _state, _followers
         self._metrics, self._followers = DirectoryMetrics(pool, name), Followers()
-        events.begin(registry.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
-        if registry.settings(pool) is None:  # `start` waits, and shows how far it is
-            compile_all("raykv.directory", lambda *done: registry.put(pool, "compiled", "{} {}".format(*done).encode()))
+        events.begin(named_actors.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
+        if internal_kv.settings(pool) is None:  # `start` waits, and shows how far it is
+            compile_all(
+                "raykv.directory", lambda *done: internal_kv.put(pool, "compiled", "{} {}".format(*done).encode())
+            )
         elif free_memory.free_bytes().free > SUCCESSOR_BYTES:
             _load_kernels()
-        self._settings = registry.await_settings(pool)
+        self._settings = internal_kv.await_settings(pool)
         self._succession = Succession(pool, name, _load_kernels, self._serve)
         self._succession.start()
 
@@ -156,13 +158,13 @@ class DirectoryActor:
 
     def _begin(self) -> None:
         """Answer from now on, with an empty directory of an epoch of its own."""
-        settings, epoch = self._settings, registry.take_epoch(self._pool)
+        settings, epoch = self._settings, internal_kv.take_epoch(self._pool)
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
-        for name in registry.names(self._pool, "leaving"):
+        for name in internal_kv.names(self._pool, "leaving"):
             directory.leave(name, time.monotonic())
-        for tenant, quota in registry.quotas(self._pool).items():
+        for tenant, quota in internal_kv.quotas(self._pool).items():
             try:
                 directory.set_quota(tenant, quota, time.monotonic())
             except ValueError:  # two directories wrote at once
@@ -175,7 +177,7 @@ class DirectoryActor:
             os.setpriority(os.PRIO_PROCESS, 0, 0)
         gc.freeze()  # a collection that walks all of numba would hold up every caller
         self._listener = self._listen(settings["transport"])
-        events.tell("serve", epoch=epoch, **registry.shown(settings))
+        events.tell("serve", epoch=epoch, **internal_kv.shown(settings))
 
     @property
     def _directory(self) -> Directory:
@@ -294,7 +296,7 @@ class DirectoryActor:
             before = self._directory.epoch
             joined = self._directory.join(name, ArenaDescription(*arena), time.monotonic())
         if joined.epoch != before:  # the arena knew of later directories than Ray did
-            registry.take_epoch(self._pool, joined.epoch)
+            internal_kv.take_epoch(self._pool, joined.epoch)
         events.tell("join", node=events.short(name), index=joined.node, epoch=joined.epoch)
         return tuple(joined)
 
@@ -362,14 +364,14 @@ class DirectoryActor:
         quota = Quota(minimum, maximum)
         with self._lock:
             self._directory.set_quota(tenant, quota, time.monotonic())
-        registry.put_quota(self._pool, tenant, quota)
+        internal_kv.put_quota(self._pool, tenant, quota)
         events.tell("quota", tenant=tenant, minimum=minimum, maximum=maximum)
 
     def remove_quota(self, tenant: str) -> bool:
         """Returns whether the tenant had a quota."""
         with self._lock:
             removed = self._directory.remove_quota(tenant, time.monotonic())
-        registry.put_quota(self._pool, tenant, None)
+        internal_kv.put_quota(self._pool, tenant, None)
         events.tell("quota_removed", tenant=tenant)
         return removed
 
@@ -394,6 +396,6 @@ def _load_kernels() -> None:
 
 def start_directory(pool: str, number: int, node_id: str) -> Any:
     """Start a directory near a node, or find it. Returns at once; it answers when its kernels are loaded."""
-    name = registry.directory_name(pool, number)
-    options = registry.options(name, node_id, pinned=False)
+    name = named_actors.directory_name(pool, number)
+    options = named_actors.options(name, node_id, pinned=False)
     return ray.remote(DirectoryActor).options(**options).remote(pool, name)

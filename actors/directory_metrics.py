@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import registry
+from raykv import internal_kv
 from raykv.directory.directory import Directory
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.metrics.metric import CALL_SECONDS
@@ -84,7 +84,7 @@ class DirectoryMetrics:
 
     def saved(self) -> dict[str, int]:
         """The totals of the directories before this one."""
-        self._kept = json.loads(registry.get(self._pool, "totals") or b"{}")
+        self._kept = json.loads(internal_kv.get(self._pool, "totals") or b"{}")
         return self._kept
 
     def attach(self, directory: Directory, lock: threading.Lock) -> None:
@@ -165,8 +165,8 @@ class DirectoryMetrics:
 
     def _keep(self, totals: dict[str, int]) -> None:
         """Have the next directory go on from here, if there is anything new, and if no next one is in charge."""
-        if totals != self._kept and registry.in_charge(self._pool).name == self._name:
-            registry.put(self._pool, "totals", json.dumps(totals).encode())
+        if totals != self._kept and internal_kv.in_charge(self._pool).name == self._name:
+            internal_kv.put(self._pool, "totals", json.dumps(totals).encode())
             self._kept = totals
 
     def _tier_figures(self, node: str, tier: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv import registry
+from raykv import cluster, internal_kv, named_actors
 from raykv.client.match import Match
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
@@ -33,14 +33,14 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
     begin = time.monotonic()
     end = begin + seconds
     events.tell("drain", node=node_id[:8], deadline=seconds)
-    registry.put(pool, f"leaving/{node_id}", b"")  # for a directory that restarts meanwhile
-    ray.get(registry.find_directory(pool).leave.remote(node_id), timeout=CALL_S)
-    store = registry.find(registry.node_store_name(pool, node_id))
+    internal_kv.put(pool, f"leaving/{node_id}", b"")  # for a directory that restarts meanwhile
+    ray.get(named_actors.find_directory(pool).leave.remote(node_id), timeout=CALL_S)
+    store = named_actors.find(named_actors.node_store_name(pool, node_id))
     ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + CALL_S)
     left = _left(pool, node_id, 1)
     while left and time.monotonic() < end:
-        alive = registry.living()
-        takers = alive.difference(registry.names(pool, "leaving"))
+        alive = cluster.living()
+        takers = alive.difference(internal_kv.names(pool, "leaving"))
         if node_id not in alive or not takers:
             break
         tasks = [
@@ -60,7 +60,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
 def _left(pool: str, node_id: str, before: int) -> int:
     """How many blocks would be lost with a node; as many as before while the directory does not know."""
     try:
-        answer = ray.get(registry.find_directory(pool).sole_copies.remote(node_id), timeout=CALL_S)
+        answer = ray.get(named_actors.find_directory(pool).sole_copies.remote(node_id), timeout=CALL_S)
     except (RayError, ValueError):  # restarting
         return before
     return before if answer is None else SoleCopies(*answer).total
@@ -71,9 +71,9 @@ def _take_over(pool: str, leaving: str, here: str, share: slice, seconds: float)
     """Pull a share of a leaving node's sole copies to this node, youngest first, until none is left or none arrives."""
     session, end = Session(pool, here), time.monotonic() + seconds
     try:
-        store = registry.find(registry.node_store_name(pool, leaving))
+        store = named_actors.find(named_actors.node_store_name(pool, leaving))
         while time.monotonic() < end:
-            directory = registry.find_directory(pool)
+            directory = named_actors.find_directory(pool)
             answer = ray.get(directory.sole_copies.remote(leaving), timeout=CALL_S)
             if answer is None:
                 return

@@ -15,7 +15,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.actors.demoter import Demoter, content_seed, open_external
 from raykv.actors.directory_loop import DirectoryLoop
 from raykv.actors.gpu_demoter import GpuDemoter
@@ -68,20 +68,20 @@ class NodeStore:
         yet. Its answer is put in Ray's internal KV, and nothing is done until there are settings.
         """
         self._pool, self._node_id = pool, node_id
-        events.begin(registry.restarted(), role="store", pool=pool, node=node_id[:8], pid=os.getpid())
-        if question is not None and registry.settings(pool) is None:
-            registry.put(pool, f"answer/{node_id}", pickle.dumps(answer(question)))
+        events.begin(named_actors.restarted(), role="store", pool=pool, node=node_id[:8], pid=os.getpid())
+        if question is not None and internal_kv.settings(pool) is None:
+            internal_kv.put(pool, f"answer/{node_id}", pickle.dumps(answer(question)))
         compile_all("raykv.arena")  # before the settings are there, where it can
         sha256.load()  # for clients of this node, which would compile it otherwise
-        settings = registry.await_settings(pool)
+        settings = internal_kv.await_settings(pool)
         pool_fingerprint = fingerprint(pool, bytes.fromhex(settings["secret"]))
         saved_size, total = SavedSize(pool, node_id), free_memory.total_bytes()
         slab = slab_bytes(capacity_bytes(settings["cpu_memory"], total))
         limit = max(1, capacity_bytes(saved_size.load(settings["cpu_memory"]), total) // slab)
-        events.tell("settings", bytes=limit * slab, **registry.shown(settings))
+        events.tell("settings", bytes=limit * slab, **internal_kv.shown(settings))
         tier = None
         if settings["external"]:
-            tier = open_external(pool, pool_fingerprint, settings["external"], registry.get(pool, "tier"))
+            tier = open_external(pool, pool_fingerprint, settings["external"], internal_kv.get(pool, "tier"))
             up = tier[0].open(content_seed(pool))
             events.tell("external", url=parse(settings["external"]).text, capacity=tier[1], up=up)
         # Laid out for all of the node's memory: slabs that are not offered take none.
@@ -188,8 +188,8 @@ class NodeStore:
 
     def _look_up(self, index: int) -> Peer:
         """The store of the node that locations call `index`. Raises KeyError or ValueError where there is none."""
-        nodes = ray.get(registry.find_directory(self._pool).nodes.remote(), timeout=1.0)
-        store = registry.find(registry.node_store_name(self._pool, nodes[index]))
+        nodes = ray.get(named_actors.find_directory(self._pool).nodes.remote(), timeout=1.0)
+        store = named_actors.find(named_actors.node_store_name(self._pool, nodes[index]))
         return Peer(nodes[index], store, external=is_tier(index))
 
     def _memory_at(self, index: int) -> NodeMemory:
@@ -314,7 +314,7 @@ class NodeStore:
 
 def start_store(pool: str, node_id: str, question: Question | None = None) -> Any:
     """Start the store of a node, or find it. Returns at once. question: see NodeStore."""
-    options = registry.options(registry.node_store_name(pool, node_id), node_id, pinned=True, threads=4)
+    options = named_actors.options(named_actors.node_store_name(pool, node_id), node_id, pinned=True, threads=4)
     return (
         ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
         .options(**options)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raykv import registry
+from raykv import internal_kv
 from raykv.actors.demoter import Demoter
 from raykv.arena.arena import Arena
 from raykv.arena.superblock import layout
@@ -50,14 +50,14 @@ class SavedSize(NamedTuple):
 
     def get(self) -> bytes | None:
         """What `restore` takes."""
-        return registry.get(self.pool, self._key)
+        return internal_kv.get(self.pool, self._key)
 
     def restore(self, saved: bytes | None) -> None:
         """Undo a `save`: what `get` returned before it."""
         if saved is None:
-            registry.drop(self.pool, self._key)
+            internal_kv.drop(self.pool, self._key)
         else:
-            registry.put(self.pool, self._key, saved)
+            internal_kv.put(self.pool, self._key, saved)
 
 
 class Resizer:

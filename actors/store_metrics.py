@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import registry
+from raykv import cluster
 from raykv.actors.dashboard_keeper import DashboardKeeper
 from raykv.actors.demoter import Demoter
 from raykv.actors.node_memory import NodeMemory
@@ -59,7 +59,7 @@ class StoreMetrics:
         if time.monotonic() < self._look_at or not self._routes():
             return
         self._look_at = time.monotonic() + LOOK_S
-        living = registry.living()
+        living = cluster.living()
         for memory in self._memories:
             for node_id in memory.transports.forget_others(living):
                 self._exporter.forget("from", node_id)

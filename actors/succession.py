@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ray.exceptions import RayError
 
-from raykv import registry
+from raykv import internal_kv
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.client.pipeline import Pipeline
 from raykv.config import HEARTBEAT_S
@@ -48,7 +48,7 @@ class Succession:
 
     def start(self) -> None:
         """Take charge now if this directory is named for it; else stand by."""
-        if registry.in_charge(self._pool).name == self._name:
+        if internal_kv.in_charge(self._pool).name == self._name:
             self.take()
         else:
             events.tell("stand_by")
@@ -57,21 +57,21 @@ class Succession:
     def take(self) -> None:
         """Take charge, and tell everybody. Given up if another has done so meanwhile."""
         with self._taking:
-            before = registry.in_charge(self._pool)
+            before = internal_kv.in_charge(self._pool)
             if self._serves:
                 self._step_down_if_replaced()
                 return
             self._prepare()
-            if registry.in_charge(self._pool) == before:
+            if internal_kv.in_charge(self._pool) == before:
                 address, self._known = self._take_charge(), None  # if that can't be told, `_is_lost` finds out
-                registry.put_in_charge(self._pool, self._name, address)
+                internal_kv.put_in_charge(self._pool, self._name, address)
                 self._serves = True
 
     def _step(self) -> float:
         if self._serves:
             self._step_down_if_replaced()
             return HEARTBEAT_S
-        if self._is_lost() and registry.settings(self._pool) is not None:  # else the pool is being stopped
+        if self._is_lost() and internal_kv.settings(self._pool) is not None:  # else the pool is being stopped
             events.tell("takeover", why="the directory before it does not answer")
             self.take()
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
@@ -87,7 +87,7 @@ class Succession:
 
     def _step_down_if_replaced(self) -> None:
         """End this process if another directory is in charge: Ray starts it again, as the successor."""
-        if registry.in_charge(self._pool).name != self._name:
+        if internal_kv.in_charge(self._pool).name != self._name:
             events.tell("stop", why="another directory is in charge")
             os._exit(1)
 
@@ -96,7 +96,7 @@ class Succession:
         if time.monotonic() >= self._pinged + HEARTBEAT_S:
             self._pinged = time.monotonic()
             if not self._known or self._silent:  # while it answers, nobody else is in charge
-                in_charge = registry.in_charge(self._pool)
+                in_charge = internal_kv.in_charge(self._pool)
                 if in_charge.name == self._name:  # that was told, and the answer was lost
                     return True
                 self._connect(in_charge.address)
@@ -130,7 +130,7 @@ class Succession:
                 Pipeline(address).close()
                 return False
             except ConnectionRefusedError:
-                return registry.in_charge(self._pool).address == address
+                return internal_kv.in_charge(self._pool).address == address
             except ConnectionError:  # a process that is killed listens a moment longer than it keeps its connections
                 self._loop.sleep(ENDING_LOOK_S)
             except OSError:

@@ -20,7 +20,7 @@ from ray.core.generated.gcs_pb2 import (  # type: ignore[attr-defined]
 )
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.actors.directory import start_directory
 from raykv.actors.drain import drain
 from raykv.actors.node_store import start_store
@@ -49,14 +49,14 @@ class Supervisor:
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
-        events.begin(registry.restarted(), role="supervisor", pool=pool, pid=os.getpid())
+        events.begin(named_actors.restarted(), role="supervisor", pool=pool, pid=os.getpid())
         self._stores: dict[str, Any] = {}  # by Ray node id
         self._pings: dict[str, Any] = {}  # of every store, the answer that is due
         self._silent: dict[str, float] = {}  # since when a store has not answered, or when that was last looked into
         self._living: set[str] = set()  # nodes, at the last look
         self._served: set[str] = set()  # nodes whose store has answered
         self._draining: set[str] = set()  # nodes that are being emptied, or were
-        now, failures = time.monotonic(), registry.failures(pool)  # of a supervisor before this one
+        now, failures = time.monotonic(), internal_kv.failures(pool)  # of a supervisor before this one
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
         self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
         self._successor = Successor(pool)
@@ -128,7 +128,7 @@ class Supervisor:
         return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
 
     def _look_closely(self, living: set[str]) -> None:
-        if registry.settings(self._pool) is None:  # the pool is being stopped
+        if internal_kv.settings(self._pool) is None:  # the pool is being stopped
             return
         self._drop_failed()
         for node_id in living - self._stores.keys():
@@ -142,20 +142,20 @@ class Supervisor:
         known = self._known(directory)
         for node_id in {host_of(name) for name in known.values()} - living:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
-            registry.drop(self._pool, f"memory/{node_id}")
+            internal_kv.drop(self._pool, f"memory/{node_id}")
             events.tell("remove_node", node=node_id[:8])
-        for node_id in set(registry.names(self._pool, "failed")) - living:
-            registry.drop(self._pool, f"failed/{node_id}")
+        for node_id in set(internal_kv.names(self._pool, "failed")) - living:
+            internal_kv.drop(self._pool, f"failed/{node_id}")
         self._look_for_leaving(directory, living)
         self._keep_successor(directory, living)
         self._rests_until = time.monotonic() + REST_S if known else 0.0
 
     def _look_for_leaving(self, directory: Any, living: set[str]) -> None:
-        for node_id in registry.names(self._pool, "leaving"):
+        for node_id in internal_kv.names(self._pool, "leaving"):
             if node_id in living:
                 ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # it may have restarted meanwhile
             else:
-                registry.drop(self._pool, f"leaving/{node_id}")
+                internal_kv.drop(self._pool, f"leaving/{node_id}")
         for node_id, seconds in _noticed().items():
             if node_id in self._stores and node_id not in self._draining:
                 self._draining.add(node_id)
@@ -185,7 +185,7 @@ class Supervisor:
                     self._served.add(node_id)
                     self._silent.pop(node_id, None)
                     if self._failed.pop(node_id, None):
-                        registry.drop(self._pool, f"failed/{node_id}")
+                        internal_kv.drop(self._pool, f"failed/{node_id}")
             except ActorDiedError as error:
                 del self._stores[node_id], self._pings[node_id]
                 if node_id not in self._served:
@@ -210,7 +210,7 @@ class Supervisor:
     def _has_failed(self, node_id: str, why: str) -> None:
         """A node's store could not start: whoever asks for the pool's state, or attaches there, is told why."""
         self._failed[node_id] = (time.monotonic(), why)
-        registry.put(self._pool, f"failed/{node_id}", why.encode())
+        internal_kv.put(self._pool, f"failed/{node_id}", why.encode())
         log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
 
     def _known(self, directory: Any) -> dict[int, str]:
@@ -225,42 +225,42 @@ class Supervisor:
             return {}
 
     def _directory(self) -> Any:
-        self._in_charge = registry.in_charge(self._pool).name
+        self._in_charge = internal_kv.in_charge(self._pool).name
         try:
-            return registry.find(self._in_charge)
+            return named_actors.find(self._in_charge)
         except ValueError:
             return self._start_directory(self._in_charge)
 
     def _start_directory(self, old: str) -> Any:
         """Put another directory in charge than `old`; its epoch makes all refuse that one, should it live."""
-        if registry.settings(self._pool) is None:
+        if internal_kv.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
-        if registry.in_charge(self._pool).name != old:  # the other one took over by itself
-            return registry.find_directory(self._pool)
+        if internal_kv.in_charge(self._pool).name != old:  # the other one took over by itself
+            return named_actors.find_directory(self._pool)
         directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
         stood_by = self._successor.stands_by(_other(old))
         try:
             ray.get(directory.ping.remote(), timeout=REPLACE_AFTER_S if stood_by else START_DEADLINE_S)
         except GetTimeoutError:
-            if registry.in_charge(self._pool).name == old:  # else it took over meanwhile
+            if internal_kv.in_charge(self._pool).name == old:  # else it took over meanwhile
                 self._successor.give_up(directory, "it does not answer either")
             raise
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
         self._answered = time.monotonic()
-        if registry.in_charge(self._pool).name != old:
+        if internal_kv.in_charge(self._pool).name != old:
             events.tell("replace_directory", name=old, why="it does not answer")
             with contextlib.suppress(ValueError):
-                ray.kill(registry.find(old))
-        return registry.find_directory(self._pool)
+                ray.kill(named_actors.find(old))
+        return named_actors.find_directory(self._pool)
 
     def _keep_successor(self, directory: Any, living: set[str]) -> None:
         """Have the other directory stand by, on another node where there is one."""
         if not self._successor.due():
             return
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
-        others = sorted((living & self._served) - {node_id} - set(registry.names(self._pool, "leaving")))
+        others = sorted((living & self._served) - {node_id} - set(internal_kv.names(self._pool, "leaving")))
         bad = self._successor.look(_other(self._in_charge), node_id, others)
-        if bad is not None and registry.in_charge(self._pool).name == self._in_charge:  # else it took over meanwhile
+        if bad is not None and internal_kv.in_charge(self._pool).name == self._in_charge:  # else it took over meanwhile
             self._successor.give_up(bad, "it is of no use where it is")
 
 
@@ -293,5 +293,5 @@ def _gcs(address: str) -> Any:
 
 def start_supervisor(pool: str, node_id: str) -> None:
     """Start the supervisor near a node, or find it. Returns at once: from here on Ray sees to it that there is one."""
-    options = registry.options(registry.supervisor_name(pool), node_id, pinned=False, threads=4)
+    options = named_actors.options(named_actors.supervisor_name(pool), node_id, pinned=False, threads=4)
     ray.remote(Supervisor).options(**options).remote(pool)

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import raykv
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.bench import ttft
 from raykv.bench.start import Empty
 from raykv.bench.testbed import local_cluster, on_node, undisturbed
@@ -134,12 +134,15 @@ def pool_of(node_id: str, **settings: Any) -> Iterator[list[Watched]]:
     """A pool, and its actors."""
     with undisturbed():
         raykv.start(raykv.PoolConfig(name=POOL, cpu_memory=CPU_MEMORY, **settings)).close()
-    names = {"supervisor": registry.supervisor_name(POOL), "node store": registry.node_store_name(POOL, node_id)}
+    names = {
+        "supervisor": named_actors.supervisor_name(POOL),
+        "node store": named_actors.node_store_name(POOL, node_id),
+    }
     try:
         yield [
-            actor("directory", registry.find_directory(POOL)),
+            actor("directory", named_actors.find_directory(POOL)),
             actor("successor", successor()),
-            *(actor(role, registry.find(name)) for role, name in names.items()),
+            *(actor(role, named_actors.find(name)) for role, name in names.items()),
         ]
     finally:
         with undisturbed():
@@ -148,11 +151,11 @@ def pool_of(node_id: str, **settings: Any) -> Iterator[list[Watched]]:
 
 def successor() -> Any:
     """The directory that stands by: the supervisor starts it a while after the pool."""
-    in_charge = registry.in_charge(POOL).name
-    (name,) = {registry.directory_name(POOL, number) for number in (1, 2)} - {in_charge}
-    while name not in registry.actor_names(POOL):
+    in_charge = internal_kv.in_charge(POOL).name
+    (name,) = {named_actors.directory_name(POOL, number) for number in (1, 2)} - {in_charge}
+    while name not in named_actors.names(POOL):
         time.sleep(LOOK_S)
-    return registry.find(name)
+    return named_actors.find(name)
 
 
 def ray_processes() -> list[Watched]:

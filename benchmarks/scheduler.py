@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from raykv import registry
+from raykv import named_actors
 from raykv.bench import one_process, ttft
 from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
@@ -91,9 +91,9 @@ def stop_directory(pool: str, last: list[int]) -> None:
             os.kill(last.pop(), signal.SIGKILL)
     for _ in range(TRIES):
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it is being started again
-            both = [registry.find(registry.directory_name(pool, number)) for number in (1, 2)]
+            both = [named_actors.find(named_actors.directory_name(pool, number)) for number in (1, 2)]
             ray.get([each.ping.remote() for each in both], timeout=TRY_S)
-            last.append(ray.get(registry.find_directory(pool).ping.remote(), timeout=TRY_S))
+            last.append(ray.get(named_actors.find_directory(pool).ping.remote(), timeout=TRY_S))
             return os.kill(last[0], signal.SIGSTOP)
         time.sleep(1.0)
     raise TimeoutError(f"{TRIES} times pool {pool!r} had no two directories that answer")

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import ray
 
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
 
@@ -85,12 +85,12 @@ def seconds_without(cache: Any, keys: Any) -> float:
 
 def await_successor(pool: Any) -> None:
     """Until the other directory stands by, on another node than the one in charge."""
-    in_charge = registry.in_charge(pool.name).name
+    in_charge = internal_kv.in_charge(pool.name).name
     other = f"{in_charge[:-1]}{3 - int(in_charge[-1])}"
-    here = ray.get(registry.find(in_charge).node_id.remote())
+    here = ray.get(named_actors.find(in_charge).node_id.remote())
     while True:
         try:
-            if ray.get(registry.find(other).node_id.remote(), timeout=5) != here:
+            if ray.get(named_actors.find(other).node_id.remote(), timeout=5) != here:
                 break
         except (ValueError, ray.exceptions.RayError):
             pass
@@ -99,13 +99,13 @@ def await_successor(pool: Any) -> None:
 
 
 def kill_directory(pool: Any) -> list[int]:
-    os.kill(ray.get(registry.find_directory(pool.name).ping.remote()), signal.SIGKILL)
+    os.kill(ray.get(named_actors.find_directory(pool.name).ping.remote()), signal.SIGKILL)
     return []
 
 
 def processes_of_directory_node(pool: Any) -> list[psutil.Process]:
     """The raylet of the directory's node, and all that it started."""
-    raylet = psutil.Process(ray.get(registry.find_directory(pool.name).ping.remote())).parent()
+    raylet = psutil.Process(ray.get(named_actors.find_directory(pool.name).ping.remote())).parent()
     assert raylet is not None and "raylet" in raylet.name()
     return [raylet, *raylet.children(recursive=True)]
 

@@ -10,7 +10,7 @@ A field that is `bytes` holds, little-endian and contiguous:
 - keys: 16 bytes a key;
 - ids, held: uint64; counts and generations of an array: uint64; indices: int32.
 
-Both sides of every message must have the same VERSION. `raykv.registry.settings` checks it for whoever joins a pool.
+Both sides of every message must have the same VERSION. `raykv.internal_kv.settings` checks it for whoever joins a pool.
 """
 
 import time

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raykv import registry
+from raykv import cluster, internal_kv, named_actors
 from raykv.actors.directory import start_directory
 from raykv.actors.node_store import start_store
 from raykv.actors.readiness import Question, what_to_install, why_not_usable
@@ -58,14 +58,14 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
         tier_for(parse(config.external))
     connect(config.name)
     secret = config.explicit_secret()
-    with registry.exclusive(config.name, START_DEADLINE_S):
-        running = registry.settings(config.name)
+    with internal_kv.exclusive(config.name, START_DEADLINE_S):
+        running = internal_kv.settings(config.name)
         if running is not None:
             _check_same(config, secret, running, exist_ok)
             start_supervisor(config.name, _head())  # whoever started it may have died before
             return KVPool(config.name)
         settings, question = _prepared(config, secret)
-        if registry.actor_names(config.name):  # of a start that was killed
+        if named_actors.names(config.name):  # of a start that was killed
             end_pool(config.name)
         try:
             _start_actors(question, settings, on_progress)
@@ -73,7 +73,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
             start_supervisor(config.name, _head())
             return pool
         except BaseException:  # KeyboardInterrupt, too
-            if registry.settings(config.name) is None:
+            if internal_kv.settings(config.name) is None:
                 drop_unstarted(config.name)
             else:
                 end_pool(config.name)
@@ -132,16 +132,16 @@ def _start_actors(question: Question, settings: dict[str, Any], on_progress: Pro
     """Start directory and stores of a pool that does not run, and wait until they serve."""
     pool, head = question.pool, _head()
     directory = start_directory(pool, 1, head)
-    stores = {node_id: start_store(pool, node_id, question) for node_id in registry.living()}
+    stores = {node_id: start_store(pool, node_id, question) for node_id in cluster.living()}
     answers = _answers(pool, stores)
     _check(question, answers)
     _warn_of_memory(pool, answers)
     if head in answers and not answers[head]["compiled"]:
         log.warning("pool %s: compiling its kernels, which takes a minute or so on a machine's first start", pool)
     if question.maker:
-        registry.put(pool, "tier", question.maker)
-    registry.put_in_charge(pool, registry.directory_name(pool, 1), None)
-    registry.put(pool, "settings", json.dumps(settings).encode())
+        internal_kv.put(pool, "tier", question.maker)
+    internal_kv.put_in_charge(pool, named_actors.directory_name(pool, 1), None)
+    internal_kv.put(pool, "settings", json.dumps(settings).encode())
     _await_directory(pool, directory, on_progress)
     failed = {node_id: why for node_id, store in stores.items() if (why := _why_not_there(node_id, store))}
     if failed:
@@ -165,7 +165,7 @@ def _await_directory(pool: str, directory: Any, on_progress: Progress | None) ->
 
 def _compiled(pool: str) -> list[int]:
     """Kernels that its directory has compiled, and how many it is to; empty where it compiles none."""
-    return [int(part) for part in (registry.get(pool, "compiled") or b"").split()]
+    return [int(part) for part in (internal_kv.get(pool, "compiled") or b"").split()]
 
 
 def _why_not_there(node_id: str, store: Any) -> str:
@@ -173,13 +173,13 @@ def _why_not_there(node_id: str, store: Any) -> str:
     try:
         ray.get(store.describe_arena.remote(), timeout=ASK_DEADLINE_S)
     except RayError as error:
-        return reason_of(error) if node_id in registry.living() else ""
+        return reason_of(error) if node_id in cluster.living() else ""
     return ""
 
 
 def _head() -> str:
     for node in ray.nodes():
-        if node["Alive"] and registry.is_head(node):
+        if node["Alive"] and cluster.is_head(node):
             return str(node["NodeID"])
     return str(ray.get_runtime_context().get_node_id())
 
@@ -192,9 +192,9 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
     answers: dict[str, dict[str, Any]] = {}
     begin, usable = time.monotonic(), set[str]()  # usable: those of the silent that can import raykv
     while len(answers) < len(stores) and time.monotonic() < begin + ASK_DEADLINE_S:
-        for node_id in registry.names(pool, "answer"):
-            answers[node_id] = pickle.loads(registry.get(pool, f"answer/{node_id}") or b"")
-            registry.drop(pool, f"answer/{node_id}")
+        for node_id in internal_kv.names(pool, "answer"):
+            answers[node_id] = pickle.loads(internal_kv.get(pool, f"answer/{node_id}") or b"")
+            internal_kv.drop(pool, f"answer/{node_id}")
         silent = stores.keys() - answers.keys() - usable
         if silent and time.monotonic() > begin + SILENT_S:
             usable.add(node_id := min(silent))
@@ -241,7 +241,7 @@ def _warn_of_memory(pool: str, answers: dict[str, dict[str, Any]]) -> None:
         for other, size in answer["left"].items():
             left[other] = left.get(other, 0) + size
     for other, size in left.items():
-        if other != pool and registry.get(other, "settings") is None:
+        if other != pool and internal_kv.get(other, "settings") is None:
             log.warning(
                 "pool %s does not run, but %.2f GiB of shared memory are left of it: `raykv stop --name %s` frees them",
                 other,

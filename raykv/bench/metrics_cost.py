@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raykv import registry
+from raykv import internal_kv
 from raykv.actors.directory import FRAME_BYTES, DirectoryActor, Message
 from raykv.actors.directory_metrics import DirectoryMetrics
 from raykv.actors.followers import Followers
@@ -97,7 +97,7 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
 def _export_s(directory: Directory, metrics: DirectoryMetrics) -> float:
     """Mean of EXPORTS, after two that make Ray's metrics."""
     with local_cluster(1):
-        registry.put_in_charge(POOL, "", None)
+        internal_kv.put_in_charge(POOL, "", None)
         metrics.saved()
         metrics.attach(directory, threading.Lock())
         for _ in range(2):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from ray._private.state import actors
 
-from raykv import registry
+from raykv import named_actors
 
 
 class Actor(NamedTuple):
@@ -27,9 +27,9 @@ class Actor(NamedTuple):
 
 
 def look_up(name: str) -> Actor | None:
-    """The actor of that name (see raykv.registry). None where Ray knows of none, or of none that may come back."""
+    """The actor of that name (see raykv.named_actors). None where Ray knows of none, or of none that may come back."""
     try:
-        handle = registry.find(name)
+        handle = named_actors.find(name)
     except ValueError:
         return None
     found = actors(handle._actor_id.hex())

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.cli.actors import Actor, look_up
 from raykv.cli.ray_nodes import RayNode, living_nodes
 from raykv.client.administration import ADMIN_DEADLINE_S, directory_stats, store_stats, transports_among
@@ -81,12 +81,12 @@ def look(pool: str) -> Overview:
     nodes = living_nodes()
     upkeep = _upkeep_actors(pool)
     wrong = _what_is_wrong(upkeep)
-    stores = {node.node_id: look_up(registry.node_store_name(pool, node.node_id)) for node in nodes}
+    stores = {node.node_id: look_up(named_actors.node_store_name(pool, node.node_id)) for node in nodes}
     counts = directory_stats(pool, ANSWER_S if wrong["directory"] else ADMIN_DEADLINE_S)
     if not counts:
         wrong["directory"] = wrong["directory"] or "does not answer"
     answers = store_stats(pool, {node_id for node_id, store in stores.items() if store and store.is_alive})
-    failed = registry.failures(pool)
+    failed = internal_kv.failures(pool)
     members = {}
     for node in nodes:
         store, answer = stores[node.node_id], answers.get(node.node_id)
@@ -161,10 +161,10 @@ def _member(
 
 def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
     """Those of UPKEEP, as Ray knows them."""
-    names = [registry.directory_name(pool, number) for number in (1, 2)]
+    names = [named_actors.directory_name(pool, number) for number in (1, 2)]
     with contextlib.suppress(ValueError):  # no directory is in charge
-        names.sort(key=lambda name: name != registry.in_charge(pool).name)
-    return dict(zip(UPKEEP, map(look_up, (*names, registry.supervisor_name(pool))), strict=True))
+        names.sort(key=lambda name: name != internal_kv.in_charge(pool).name)
+    return dict(zip(UPKEEP, map(look_up, (*names, named_actors.supervisor_name(pool))), strict=True))
 
 
 def _what_is_wrong(upkeep: dict[str, Actor | None]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import ray
 
-from raykv import registry
+from raykv import cluster
 
 SHORT = 8  # characters of a node id that are shown, where they are enough to tell nodes apart
 
@@ -28,7 +28,7 @@ def living_nodes() -> list[RayNode]:
             str(node["NodeManagerHostname"]),
             str(node["NodeManagerAddress"]),
             str(node["NodeName"]),
-            registry.is_head(node),
+            cluster.is_head(node),
         )
         for node in ray.nodes()
         if node["Alive"]

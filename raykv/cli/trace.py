@@ -10,7 +10,7 @@ import click
 import ray
 from ray.exceptions import RayError
 
-from raykv import registry
+from raykv import named_actors
 from raykv.cli.ray_nodes import SHORT
 from raykv.client.session import settings_of
 from raykv.config import MIB
@@ -36,7 +36,7 @@ class Follower:
         Raises PoolNotFound where the pool has ended.
         """
         try:
-            directory = registry.find_directory(self._pool)
+            directory = named_actors.find_directory(self._pool)
             answer = Followed(*ray.get(directory.follow.remote(self._cursor), timeout=DEADLINE_S))
         except (RayError, ValueError):
             settings_of(self._pool)

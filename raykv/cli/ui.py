@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayActorError
 
-from raykv import registry
+from raykv import cluster, named_actors
 from raykv.cli.actors import look_up
 from raykv.cli.overview import Overview, look
 from raykv.cli.ray_nodes import living_nodes, short_ids
@@ -32,9 +32,9 @@ def serve(pool: str, host: str | None, port: int | None) -> Page:
     Raises RayKVError where it can't be served, and ValueError where it is, elsewhere than asked for.
     """
     head = living_nodes()[0]
-    name = registry.page_name(pool)
+    name = named_actors.page_name(pool)
     found = look_up(name)
-    if found is not None and found.node_id not in registry.living():  # pinned to a head that is gone
+    if found is not None and found.node_id not in cluster.living():  # pinned to a head that is gone
         stop(pool)
     actor = start_page(pool, see, host or HOST, PORT if port is None else port, head.node_id)
     try:
@@ -59,7 +59,7 @@ def said(page: Page) -> str:
 def stop(pool: str) -> None:
     """Serve the page no more. PoolNotFound where it is not served."""
     try:
-        ray.kill(registry.find(registry.page_name(pool)))
+        ray.kill(named_actors.find(named_actors.page_name(pool)))
     except ValueError:
         raise PoolNotFound(f"no page of pool {pool!r} is served: `raykv ui --name {pool}` does so") from None
 

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raykv import registry
+from raykv import cluster, internal_kv, named_actors
 from raykv.config import Quota, Size, check_tenant, memory_size
 from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
@@ -33,7 +33,7 @@ class Administration:
         counts = directory_stats(self.name)
         names = list(counts.get("nodes", ()))
         stores = store_stats(self.name, {host_of(name) for name in names})
-        failed = registry.failures(self.name)
+        failed = internal_kv.failures(self.name)
         return {**counts, "failed": failed, "transports": transports_among(names, stores)}
 
     def clear(self) -> int:
@@ -41,20 +41,20 @@ class Administration:
 
         Raises RayError if the pool's actors do not answer, and ValueError if it has no directory.
         """
-        directory = registry.find_directory(self.name)
+        directory = named_actors.find_directory(self.name)
         floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
         stores = []
         names = ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
         for node_id in {host_of(name) for name in names}:
             with contextlib.suppress(ValueError):  # a node that was lost meanwhile
-                stores.append(registry.find(registry.node_store_name(self.name, node_id)))
+                stores.append(named_actors.find(named_actors.node_store_name(self.name, node_id)))
         content = secrets.token_bytes(CONTENT_BYTES)
         ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 
     def own_node(self) -> str:
         """Ray node id of the one node of this machine. ValueError where it has several of this cluster, or none."""
-        here = sorted(registry.living() & free_memory.ray_nodes())
+        here = sorted(cluster.living() & free_memory.ray_nodes())
         if len(here) != 1:
             raise ValueError(
                 f"this machine runs {len(here)} nodes of the Ray cluster, so which one is meant? Give its Ray node id: "
@@ -71,7 +71,7 @@ class Administration:
         RayError if the pool's actors do not answer.
         """
         _check_living(node_id)
-        supervisor = registry.find(registry.supervisor_name(self.name))
+        supervisor = named_actors.find(named_actors.supervisor_name(self.name))
         left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + DRAIN_GRACE_S)
         return left
 
@@ -87,7 +87,7 @@ class Administration:
         """
         cpu_memory = memory_size("cpu_memory", cpu_memory)
         _check_living(node_id)
-        store = registry.find(registry.node_store_name(self.name, node_id))
+        store = named_actors.find(named_actors.node_store_name(self.name, node_id))
         with _plainly(CapacityError, ValueError):
             size: int = ray.get(store.resize.remote(cpu_memory, deadline), timeout=deadline + ADMIN_DEADLINE_S)
         return size
@@ -103,7 +103,7 @@ class Administration:
         be above 1, and for a 16th tenant with a quota; RayError if the directory does not answer.
         """
         tenant, quota = check_tenant(tenant), Quota(minimum, maximum)
-        directory = registry.find_directory(self.name)
+        directory = named_actors.find_directory(self.name)
         with _plainly(ValueError):
             ray.get(directory.set_quota.remote(tenant, quota.minimum, quota.maximum), timeout=ADMIN_DEADLINE_S)
 
@@ -112,7 +112,7 @@ class Administration:
 
         Raises RayError if the directory does not answer.
         """
-        removed = registry.find_directory(self.name).remove_quota.remote(tenant)
+        removed = named_actors.find_directory(self.name).remove_quota.remote(tenant)
         return bool(ray.get(removed, timeout=ADMIN_DEADLINE_S))
 
     def quotas(self) -> dict[str, dict[str, Any]]:
@@ -122,7 +122,7 @@ class Administration:
         maximum_bytes: what these are now. evicted: blocks that made room for others since this directory took charge.
         Raises RayError if the directory does not answer.
         """
-        asked = registry.find_directory(self.name).quotas.remote()
+        asked = named_actors.find_directory(self.name).quotas.remote()
         answer: dict[str, dict[str, Any]] = ray.get(asked, timeout=ADMIN_DEADLINE_S)
         return answer
 
@@ -141,7 +141,7 @@ def _plainly(*kinds: type[Exception]) -> Iterator[None]:
 def directory_stats(pool: str, seconds: float = ADMIN_DEADLINE_S) -> dict[str, Any]:
     """The counts of the directory in charge. Empty where it does not answer in so many seconds."""
     try:
-        answer: dict[str, Any] = ray.get(registry.find_directory(pool).stats.remote(), timeout=seconds)
+        answer: dict[str, Any] = ray.get(named_actors.find_directory(pool).stats.remote(), timeout=seconds)
         return answer
     except (ValueError, RayError):
         return {}
@@ -152,7 +152,7 @@ def store_stats(pool: str, node_ids: set[str]) -> dict[str, dict[str, Any]]:
     asked = {}
     for node_id in node_ids:
         with contextlib.suppress(ValueError):
-            asked[node_id] = registry.find(registry.node_store_name(pool, node_id)).stats.remote()
+            asked[node_id] = named_actors.find(named_actors.node_store_name(pool, node_id)).stats.remote()
     answers = list(asked.values())
     done = set(ray.wait(answers, num_returns=len(answers), timeout=STORES_DEADLINE_S)[0]) if answers else set()
     found = {}
@@ -169,6 +169,6 @@ def transports_among(names: list[str], stores: dict[str, dict[str, Any]]) -> lis
 
 
 def _check_living(node_id: str) -> None:
-    living = registry.living()
+    living = cluster.living()
     if node_id not in living:
         raise ValueError(f"node {node_id!r} is not a living node of this Ray cluster: give one of {', '.join(living)}")

@@ -38,8 +38,8 @@ from raykv.protocol import (
     Stored,
     Window,
 )
-from raykv.registry import refuse_forked
 from raykv.system.bell import Bell
+from raykv.system.fork import refuse_forked
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.client.pipeline import Pipeline, Request
 from raykv.protocol import packed, unpacked
 from raykv.system.wire import Address
@@ -69,8 +69,8 @@ class DirectoryLine:
         Whether it answers shows a call. Waits for Ray's internal KV, and a little for the directory's socket.
         """
         try:
-            name, address = registry.in_charge(self._pool)
-            self.actor = registry.find(name)
+            name, address = internal_kv.in_charge(self._pool)
+            self.actor = named_actors.find(name)
         except (ValueError, RayError):
             return False
         pipeline = self._pipeline

@@ -6,7 +6,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from raykv import registry
+from raykv import named_actors
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import GpuArena
 from raykv.client.store_client import Locations, StoreClient
@@ -28,7 +28,7 @@ class LocalStore(StoreClient):
         Raises ValueError where the node has no store, RayError where it does not answer, and ArenaMismatch where this
         process sees other shared memory than the store.
         """
-        super().__init__(registry.find(registry.node_store_name(pool, node_id)))
+        super().__init__(named_actors.find(named_actors.node_store_name(pool, node_id)))
         described = StoreDescription(*ray.get(self.store.describe_arena.remote(gpu), timeout=DESCRIBE_DEADLINE_S))
         self.name = described.name
         self.index = described.node

@@ -16,7 +16,7 @@ from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
 from raykv.protocol import Matched
-from raykv.registry import refuse_forked
+from raykv.system.fork import refuse_forked
 
 
 class Match:

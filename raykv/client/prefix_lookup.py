@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv import registry
+from raykv import internal_kv
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.config import HEARTBEAT_S
 from raykv.errors import RayKVError
@@ -82,7 +82,7 @@ class PrefixLookup:
 
         Raises ValueError where the directory or the model's announcement is missing.
         """
-        registry.settings(self._pool)  # refuses another version
+        internal_kv.settings(self._pool)  # refuses another version
         sha256.load()  # in this thread: keys are made on the event loop
         announced = self._announced(self._model)
         if announced is None:
@@ -92,7 +92,7 @@ class PrefixLookup:
         return announced, {name: found for name in others if (found := self._announced(name)) is not None}
 
     def _announced(self, model: str) -> dict[str, Any] | None:
-        value = registry.get(self._pool, f"model/{model}")
+        value = internal_kv.get(self._pool, f"model/{model}")
         return None if value is None else dict(json.loads(value))
 
 
@@ -101,4 +101,4 @@ def announce(pool: str, model: str, **fields: Any) -> None:
 
     fields: JSON values.
     """
-    registry.put(pool, f"model/{model}", json.dumps(fields).encode())
+    internal_kv.put(pool, f"model/{model}", json.dumps(fields).encode())

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
 from raykv.client.store_client import StoreClient
@@ -22,6 +22,7 @@ from raykv.client.workers import Workers
 from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound, RayKVError
 from raykv.protocol import host_of
+from raykv.system import fork
 
 log = logging.getLogger("raykv")
 P = ParamSpec("P")
@@ -48,7 +49,7 @@ class Session:
         self.secret = bytes.fromhex(settings["secret"])
         self._gpu = gpu
         self.local = self._find_store()
-        if self.local is None and (why := registry.failures(name).get(self.node_id)):
+        if self.local is None and (why := internal_kv.failures(name).get(self.node_id)):
             log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
         self.directory = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
         self._looked = time.monotonic()
@@ -71,7 +72,7 @@ class Session:
 
         It has the caller's context, and so the span that is current there.
         """
-        registry.refuse_forked()
+        fork.refuse_forked()
         work = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
         running = asyncio.wrap_future(self._workers.submit(work))
         try:
@@ -84,7 +85,7 @@ class Session:
 
     def background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run what may wait for an external tier: nothing that needs memory only is to queue behind it."""
-        registry.refuse_forked()
+        fork.refuse_forked()
         return self._background.submit(function, *args, **kwargs)
 
     def refresh(self) -> None:
@@ -105,7 +106,8 @@ class Session:
             return self.local
         if memory not in self._others:
             try:
-                self._others[memory] = StoreClient(registry.find(registry.node_store_name(self.name, host_of(memory))))
+                name = named_actors.node_store_name(self.name, host_of(memory))
+                self._others[memory] = StoreClient(named_actors.find(name))
             except (ValueError, RayError):
                 return None
         return self._others.get(memory)
@@ -157,9 +159,9 @@ class Session:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """As registry.settings. Raises PoolNotFound, which says what to do, where no pool of that name runs."""
-    settings = registry.settings(name)
-    if settings is None and registry.actor_names(name):
+    """As internal_kv.settings. Raises PoolNotFound, which says what to do, where no pool of that name runs."""
+    settings = internal_kv.settings(name)
+    if settings is None and named_actors.names(name):
         raise PoolNotFound(
             f"pool {name!r} is being started or stopped, or has lost its settings: if that lasts, "
             f"`raykv stop --name {name}` ends what is left of it"

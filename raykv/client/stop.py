@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv import registry
+from raykv import cluster, internal_kv, named_actors
 from raykv.arena.files import arenas_of, remove_left_behind
 from raykv.config import FLUSH_DEADLINE_S
 
@@ -24,43 +24,43 @@ def stop_pool(name: str) -> bool:
 
     What is on its way to an external tier is written first.
     """
-    with registry.exclusive(name, START_DEADLINE_S):
+    with internal_kv.exclusive(name, START_DEADLINE_S):
         return end_pool(name)
 
 
 def end_pool(name: str) -> bool:
-    """As `stop_pool`, for a process that has the pool to itself: see `registry.exclusive`."""
-    settings = registry.get(name, "settings")
-    there = settings is not None or bool(registry.actor_names(name))
+    """As `stop_pool`, for a process that has the pool to itself: see `internal_kv.exclusive`."""
+    settings = internal_kv.get(name, "settings")
+    there = settings is not None or bool(named_actors.names(name))
     _stop_watching(name)
-    living = registry.living()
+    living = cluster.living()
     stores = _stores(name, living)
     if settings is None or json.loads(settings).get("external"):
         _flush(list(stores.values()))
-    registry.drop(name, "settings")  # nobody starts what ends now
+    internal_kv.drop(name, "settings")  # nobody starts what ends now
     stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
     if stops:
         ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)
     stopped = {node_id for node_id, answer in stops.items() if _done(answer)}
     kill_actors(name)
     removed = _clean_up(name, living - stopped, stops.keys() - stopped)
-    registry.forget(name)
+    internal_kv.forget(name)
     return there or removed > 0
 
 
 def drop_unstarted(name: str) -> None:
     """End the actors of a pool that was not started after all: without settings they have neither memory nor tier."""
     kill_actors(name)
-    registry.forget(name)
+    internal_kv.forget(name)
 
 
 def kill_actors(name: str) -> None:
     """End all actors of a pool for good, and wait until Ray has forgotten their names."""
     end = time.monotonic() + DEATH_DEADLINE_S
-    while names := registry.actor_names(name):
+    while names := named_actors.names(name):
         for actor in names:
             with contextlib.suppress(ValueError):
-                ray.kill(registry.find(actor))
+                ray.kill(named_actors.find(actor))
         if time.monotonic() > end:
             return
         time.sleep(LOOK_S)
@@ -69,7 +69,7 @@ def kill_actors(name: str) -> None:
 def _stop_watching(name: str) -> None:
     """End the supervisor, which would start again what ends."""
     with contextlib.suppress(ValueError):
-        supervisor = registry.find(registry.supervisor_name(name))
+        supervisor = named_actors.find(named_actors.supervisor_name(name))
         with contextlib.suppress(RayError):
             ray.get(supervisor.stop.remote(), timeout=STOP_DEADLINE_S)
         ray.kill(supervisor)
@@ -79,7 +79,7 @@ def _stores(name: str, living: set[str]) -> dict[str, Any]:
     found = {}
     for node_id in living:
         with contextlib.suppress(ValueError):
-            found[node_id] = registry.find(registry.node_store_name(name, node_id))
+            found[node_id] = named_actors.find(named_actors.node_store_name(name, node_id))
     return found
 
 
@@ -99,7 +99,7 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
     gone, others of its machine wait for its store to die: no other store may come by there for days.
     """
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    living = registry.living() & addresses.keys()
+    living = cluster.living() & addresses.keys()
     dying = {address for node_id, address in addresses.items() if node_id not in living or node_id in silent}
     cleans = {
         _clean.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(

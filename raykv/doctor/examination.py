@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv import registry
+from raykv import internal_kv
 from raykv.actors.readiness import what_to_install
 from raykv.config import may_use_sockets
 from raykv.doctor import judgement
@@ -76,7 +76,7 @@ class Examination:
             if isinstance(facts, Unanswered):
                 yield Finding(node, "worker", WRONG, facts.why)
                 continue
-            running = {pool for pool in facts.left if registry.get(pool, "settings") is not None}
+            running = {pool for pool in facts.left if internal_kv.get(pool, "settings") is not None}
             yield from judgement.of_facts(node, facts, machines[facts.machine], running)
 
     def _clock(self, node: str) -> Finding:

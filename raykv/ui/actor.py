@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from raykv import registry
+from raykv import named_actors
 from raykv.errors import RayKVError
 from raykv.system import events
 from raykv.system.periodic import Periodic
@@ -41,7 +41,7 @@ class PageActor:
         Raises RayKVError without Starlette and uvicorn, and where the port can't be had.
         """
         self._pool, self._look = pool, look
-        events.begin(registry.restarted(), role="ui", pool=pool, pid=os.getpid())
+        events.begin(named_actors.restarted(), role="ui", pool=pool, pid=os.getpid())
         self._server = _server(self._state)
         self._socket = _listen(host, port)
         self._place = Place(host, int(self._socket.getsockname()[1]), str(ray.util.get_node_ip_address()))
@@ -113,5 +113,5 @@ def _family(host: str) -> socket.AddressFamily:
 
 def start_page(pool: str, look: Callable[[str], Sight], host: str, port: int, node_id: str) -> Any:
     """Start the actor on a node, or find it. Returns at once."""
-    options = registry.options(registry.page_name(pool), node_id, pinned=True, threads=2)
+    options = named_actors.options(named_actors.page_name(pool), node_id, pinned=True, threads=2)
     return ray.remote(PageActor).options(**options).remote(pool, look, host, port)

@@ -27,7 +27,7 @@ from helpers.pools import (
 )
 
 import raykv
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.protocol import LOCATION, epoch_of
 
 
@@ -38,7 +38,7 @@ def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
 def both_directories(pool: raykv.KVPool) -> list[int]:
     """Their processes; none while there is only one."""
     try:
-        return [pid(registry.find(registry.directory_name(pool.name, number))) for number in (1, 2)]
+        return [pid(named_actors.find(named_actors.directory_name(pool.name, number))) for number in (1, 2)]
     except ValueError:
         return []
 
@@ -82,7 +82,7 @@ def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., 
         kill(pool, "supervisor", "directory", pool.node_id, other_node(pool))
         come_back(cache, prompts, workers)
         keep(cache, cache.keys(tokens(200, 8)))
-    ray.kill(registry.find_directory(pool.name))  # for good: Ray restarts it no more, the supervisor makes a new one
+    ray.kill(named_actors.find_directory(pool.name))  # for good: the supervisor makes a new one
     come_back(cache, prompts, workers)
     keep(cache, cache.keys(tokens(201, 8)))
     ray.kill(node_store(pool, pool.node_id))
@@ -100,7 +100,7 @@ def test_another_directory_is_in_charge_though_both_hang(start: Callable[..., ra
     with stopped(processes[0]), stopped(processes[1]):
         eventually(lambda: pool.stats().get("epoch", 0) > epoch)
         come_back(cache, prompts)
-        assert pid(registry.find_directory(pool.name)) not in processes
+        assert pid(named_actors.find_directory(pool.name)) not in processes
 
 
 @both_ways_at_once
@@ -110,14 +110,14 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
     pool = start(transport=transport)
     assert pool.session.local
     cache, prompts, workers = on_both(pool)
-    old = registry.find_directory(pool.name)
+    old = named_actors.find_directory(pool.name)
     process, epoch = pid(old), pool.stats()["epoch"]
     late = cache.keys(tokens(300, 4))
     hold, grant = eventually(lambda: granted(pool, late))
     with stopped(process):
         with cache.match(prompts[0]) as match:  # a miss, in its deadline
             assert match.num_blocks == 0
-        eventually(lambda: registry.in_charge(pool.name).name != f"raykv/{pool.name}/directory-1")
+        eventually(lambda: internal_kv.in_charge(pool.name).name != f"raykv/{pool.name}/directory-1")
         eventually(lambda: pool.stats().get("epoch", 0) > epoch)
         come_back(cache, prompts)
         eventually(lambda: pool.session.local and pool.session.local.arena.epoch > epoch)

@@ -35,7 +35,7 @@ from helpers.pools import (
 )
 
 import raykv
-from raykv import registry
+from raykv import internal_kv
 from raykv.client import directory_line
 from raykv.client.prefix_lookup import PrefixLookup, announce
 from raykv.client.reservation import Reservation
@@ -278,8 +278,8 @@ def test_blocks_go_to_a_tier_whose_directory_was_killed(
 
 def put_address(pool: raykv.KVPool, address: Address | None) -> Address | None:
     """Say that the directory listens there. Returns where it did."""
-    name, before = registry.in_charge(pool.name)
-    registry.put_in_charge(pool.name, name, address)
+    name, before = internal_kv.in_charge(pool.name)
+    internal_kv.put_in_charge(pool.name, name, address)
     return before
 
 
@@ -321,7 +321,7 @@ def test_connections_of_who_has_no_token_hinder_nobody(start: Callable[..., rayk
     for keys in far:
         assert ray.get(there.store.remote(keys), timeout=60) == 4
     offers = ray.get(node_store(pool, other_node(pool)).offers.remote(other_node(pool)), timeout=60)
-    _, address = registry.in_charge(pool.name)
+    _, address = internal_kv.in_charge(pool.name)
     assert address and read(cache, far.pop()).read == 4
     directory, rounds = pool.session.directory, 0
     directory.faults.clear()

@@ -11,7 +11,7 @@ import ray
 from helpers.pools import BLOCK, MIB, Worker, eventually, kill, load, read, store, tokens, worker
 
 import raykv
-from raykv import registry
+from raykv import named_actors
 
 Start = Callable[..., raykv.KVPool]
 
@@ -42,7 +42,7 @@ def state(pool: raykv.KVPool, node_id: str) -> str | None:
 
 def left(pool: raykv.KVPool, node_id: str) -> int:
     """Blocks that would go with a node."""
-    answer = ray.get(registry.find_directory(pool.name).sole_copies.remote(node_id), timeout=10)
+    answer = ray.get(named_actors.find_directory(pool.name).sole_copies.remote(node_id), timeout=10)
     return 1 if answer is None else int(answer[2])
 
 

@@ -10,7 +10,7 @@ from helpers.pools import BLOCK, MIB, Worker, eventually, holds, kill, part, pid
 from helpers.redis_server import redis_server
 
 import raykv
-from raykv import registry
+from raykv import internal_kv, named_actors
 
 PASSWORD, SECRET = "pass-of-the-tier", b"secret-of-the-pool"
 Event = dict[str, str]
@@ -60,8 +60,8 @@ def test_the_logs_say_what_happened_and_no_secret(
 
     kill(pool, pool.node_id)
     assert said("store", "restart", node=here) and len(said("store", "join", node=here)) == 2
-    old = registry.in_charge(name).name  # usually the first: a busy machine may have had another take over
-    (new,) = {registry.directory_name(name, number) for number in (1, 2)} - {old}
+    old = internal_kv.in_charge(name).name  # usually the first: a busy machine may have had another take over
+    (new,) = {named_actors.directory_name(name, number) for number in (1, 2)} - {old}
     assert said("directory", "stand_by", name=new)
     replaced = pid(part(pool, "directory"))
     with stopped(replaced):  # on a busy machine the supervisor may be the first to notice, and ends it itself

@@ -15,7 +15,7 @@ import ray
 from helpers.pools import BLOCK, Worker, eventually, keep, other_node, read, settled, store, tokens, worker
 
 import raykv
-from raykv import protocol, registry
+from raykv import internal_kv, protocol
 from raykv.keys import CacheId, Keys
 
 pytestmark = pytest.mark.usefixtures("patiently")
@@ -196,17 +196,17 @@ def test_a_pool_arrives_in_a_spawned_process(pool: raykv.KVPool, monkeypatch: py
 
 def test_a_pool_of_another_protocol_is_refused_with_both_versions(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
-    stored = registry.get(pool.name, "settings")
+    stored = internal_kv.get(pool.name, "settings")
     assert stored
     settings = json.loads(stored)
     assert settings["protocol"] == protocol.VERSION
     try:
-        registry.put(pool.name, "settings", json.dumps({**settings, "protocol": protocol.VERSION + 1}).encode())
+        internal_kv.put(pool.name, "settings", json.dumps({**settings, "protocol": protocol.VERSION + 1}).encode())
         both = f"version {protocol.VERSION + 1}, this process has version {protocol.VERSION}: install one raykv"
         with pytest.raises(raykv.ProtocolMismatch, match=both):
             raykv.attach(pool.name)
         with pytest.raises(raykv.ProtocolMismatch, match=both):
             raykv.start(raykv.PoolConfig(name=pool.name))
     finally:
-        registry.put(pool.name, "settings", stored)
+        internal_kv.put(pool.name, "settings", stored)
     assert raykv.attach(pool.name).name == pool.name

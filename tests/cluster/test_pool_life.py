@@ -35,8 +35,8 @@ from helpers.pools import (
 )
 
 import raykv
+from raykv import internal_kv, named_actors
 from raykv import keys as key_chain
-from raykv import registry
 from raykv.config import HEARTBEAT_S
 
 pytestmark = pytest.mark.usefixtures("patiently")
@@ -51,10 +51,10 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 5))
     assert store(cache, keys) == 5
-    pids = [pid(registry.find(name)) for name in actor_names(pool.name)]
+    pids = [pid(named_actors.find(name)) for name in actor_names(pool.name)]
     again = raykv.start(raykv.PoolConfig(name=pool.name, cpu_memory=32 << 20), exist_ok=True)
     assert read(a_cache(again), keys)[:3] == (5, 5, 0)
-    assert [pid(registry.find(name)) for name in actor_names(pool.name)] == pids
+    assert [pid(named_actors.find(name)) for name in actor_names(pool.name)] == pids
     with pytest.raises(ValueError, match="another secret"):
         raykv.start(raykv.PoolConfig(name=pool.name, secret=b"other"))
 
@@ -64,12 +64,12 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     assert actor_names(pool.name) == sorted(
         [f"raykv/{pool.name}/directory-1", *stores, f"raykv/{pool.name}/supervisor"]
     )
-    shown = {name: ray.get(registry.find(name).__ray_call__.remote(repr)) for name in actor_names(pool.name)}
+    shown = {name: ray.get(named_actors.find(name).__ray_call__.remote(repr)) for name in actor_names(pool.name)}
     assert shown[f"{own}directory-1"] == f"Directory(pool={pool.name})"
     assert shown[f"{own}supervisor"] == f"Supervisor(pool={pool.name})"
     assert {shown[name] for name in stores} == {f"NodeStore(pool={pool.name}, node={node_id[:8]})" for node_id in nodes}
 
-    os.kill(pid(registry.find(stores[1])), signal.SIGKILL)
+    os.kill(pid(named_actors.find(stores[1])), signal.SIGKILL)
     raykv.start(
         raykv.PoolConfig(name=pool.name), exist_ok=True
     ).close()  # does not end a pool whose store is just restarting
@@ -79,7 +79,7 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     again.close()
     assert len(shm_files(pool.name)) == 2
     pool.stop()
-    assert not shm_files(pool.name) and registry.settings(pool.name) is None
+    assert not shm_files(pool.name) and internal_kv.settings(pool.name) is None
     eventually(lambda: not actor_names(pool.name))
     with cache.match(keys) as match:  # who still uses it has misses
         assert match.num_blocks == 0
@@ -118,7 +118,7 @@ def test_start_refuses_more_memory_than_there_is(cluster: Any, cpu_memory: float
     name = f"t{os.getpid()}-greedy"
     with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*2 Ray nodes.*free.*Lower cpu_memory"):
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=cpu_memory))
-    assert not actor_names(name) and not shm_files(name) and registry.settings(name) is None
+    assert not actor_names(name) and not shm_files(name) and internal_kv.settings(name) is None
     with pytest.raises(raykv.PoolNotFound):
         raykv.attach(name)
 
@@ -134,7 +134,7 @@ def test_a_secret_that_others_can_read_is_refused(cluster: Any, tmp_path: Path) 
     path.chmod(0o600)
     with pytest.raises(ValueError, match="empty"):
         raykv.start(raykv.PoolConfig(name=name, secret=path))
-    assert not actor_names(name) and registry.settings(name) is None
+    assert not actor_names(name) and internal_kv.settings(name) is None
 
 
 @pytest.fixture

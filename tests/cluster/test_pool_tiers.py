@@ -35,7 +35,7 @@ from helpers.pools import (
 from helpers.redis_server import RedisServer, redis_server
 
 import raykv
-from raykv import registry
+from raykv import internal_kv
 from raykv.tiers.base import path_of
 
 pytestmark = pytest.mark.usefixtures("patiently")
@@ -624,7 +624,7 @@ def refused(external: str, *words: str, **settings: Any) -> None:
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, external=external, **{"secret": b"s", **settings}))
     for word in ("external=", *words):
         assert word in str(raised.value)
-    assert not actor_names(name) and not shm_files(name) and registry.settings(name) is None
+    assert not actor_names(name) and not shm_files(name) and internal_kv.settings(name) is None
     with pytest.raises(raykv.PoolNotFound):
         raykv.attach(name)
 
@@ -653,7 +653,7 @@ def test_a_redis_that_does_not_run_or_let_us_in_is_refused(cluster: Any, tmp_pat
 
 def test_content_of_another_secret_is_refused_and_left_as_it_is(asked: raykv.KVPool, moody: raykv.KVPool) -> None:
     for pool in (asked, moody):
-        settings = registry.settings(pool.name)
+        settings = internal_kv.settings(pool.name)
         assert settings
         before = {tier["blocks"] for tier in tiers(pool)}
         refused(settings["external"], "another secret", "give that secret and pool name")

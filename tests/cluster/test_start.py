@@ -19,7 +19,7 @@ from helpers.pools import Attached, actor_names, eventually, shm_files, worker
 from helpers.without_raykv import WITHOUT_RAYKV
 
 import raykv
-from raykv import registry
+from raykv import internal_kv, named_actors
 from raykv.protocol import VERSION
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def name(cluster: Any, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def nothing_left(name: str) -> bool:
-    return not actor_names(name) and not shm_files(name) and registry.settings(name) is None
+    return not actor_names(name) and not shm_files(name) and internal_kv.settings(name) is None
 
 
 def test_other_settings_on_a_running_pool_are_named(start: Callable[..., raykv.KVPool]) -> None:
@@ -110,7 +110,7 @@ def test_the_nodes_that_lack_memory_are_named(name: str, cluster: Any) -> None:
 def test_a_store_that_fails_ends_the_start(name: str, cluster: Any) -> None:
     """One that could afford it when it was asked."""
     node_id = ray.get_runtime_context().get_node_id()
-    registry.put(name, f"memory/{node_id}", json.dumps(1 << 45).encode())
+    internal_kv.put(name, f"memory/{node_id}", json.dumps(1 << 45).encode())
     with pytest.raises(raykv.CapacityError, match=rf"node {node_id[:16]}: asked for .* Lower cpu_memory"):
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB))
     assert nothing_left(name)
@@ -144,8 +144,8 @@ def test_a_node_that_joins_and_cannot_afford_its_store_is_seen(
     start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], cluster: Any
 ) -> None:
     pool = start()
-    settings = registry.settings(pool.name) or {}
-    registry.put(pool.name, "settings", json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
+    settings = internal_kv.settings(pool.name) or {}
+    internal_kv.put(pool.name, "settings", json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
     node = third_node()
     why = eventually(lambda: pool.stats()["failed"].get(node.node_id))
     assert why.startswith("asked for") and "Lower cpu_memory" in why
@@ -158,7 +158,7 @@ def test_a_node_that_joins_and_cannot_afford_its_store_is_seen(
 
 def test_stop_ends_what_it_finds_by_name(start: Callable[..., raykv.KVPool], cluster: Any) -> None:
     pool = start()
-    registry.forget(pool.name)
+    internal_kv.forget(pool.name)
     with pytest.raises(raykv.PoolNotFound, match=rf"raykv stop --name {pool.name}"):
         raykv.attach(pool.name)
     assert command("stop", "--name", pool.name, address=cluster.address).returncode == 0
@@ -184,4 +184,4 @@ def test_a_pool_serves_at_once_and_its_supervisor_follows(start: Callable[..., r
     begin = time.monotonic()
     pool = start()
     assert len(actor_names(pool.name)) == 4, f"{time.monotonic() - begin:.1f} s"
-    assert ray.get(registry.find(registry.supervisor_name(pool.name)).ping.remote(), timeout=60)
+    assert ray.get(named_actors.find(named_actors.supervisor_name(pool.name)).ping.remote(), timeout=60)

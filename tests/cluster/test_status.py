@@ -18,7 +18,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.dashboard.modules.job.utils import get_driver_jobs
 
 import raykv
-from raykv import registry
+from raykv import internal_kv
 from raykv.cli.overview import UPKEEP, Member, Overview, look
 from raykv.cli.status import node_rows
 
@@ -85,9 +85,9 @@ def test_a_node_without_a_store_and_why(
 ) -> None:
     """First because nobody starts one, then because that one can't start."""
     pool = start()
-    settings = registry.settings(pool.name) or {}
+    settings = internal_kv.settings(pool.name) or {}
     with stopped(pid(part(pool, "supervisor"))):
-        registry.put(pool.name, "settings", json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
+        internal_kv.put(pool.name, "settings", json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
         node = third_node()
         found = member(pool, node.node_id)
         assert (found.state, found.roles, found.restarts) == ("no store", (), None)

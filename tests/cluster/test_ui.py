@@ -18,7 +18,7 @@ from helpers.command_line import command, last_json
 from helpers.pools import BLOCK, eventually, free_port, keep, node_store, other_node, pid, read, tokens, worker
 
 import raykv
-from raykv import registry
+from raykv import named_actors
 from raykv.cli import ui
 
 if Path("/usr/bin/chromedriver").exists() or "CI" in os.environ:
@@ -167,7 +167,7 @@ def test_it_is_served_once_until_it_is_stopped(start: Callable[..., raykv.KVPool
     pool.session.directory.heartbeat()
     assert pool.stats()["clients"] == 1, "this process, and no page"
     pool.stop()
-    assert status(again.url) is None and not registry.actor_names(pool.name)
+    assert status(again.url) is None and not named_actors.names(pool.name)
 
 
 def test_where_ray_asks_for_a_token_so_does_the_page(browser: Browser) -> None:

@@ -12,7 +12,7 @@ from helpers.directory_tiers import heartbeat, tiered
 from helpers.oracle.slots import LOCATION, split, unpack
 from helpers.pools import eventually
 
-from raykv import registry
+from raykv import cluster, internal_kv, named_actors
 from raykv.actors import drain, supervisor
 from raykv.directory import membership
 from raykv.protocol import Inventory
@@ -227,12 +227,12 @@ def test_a_drain_counts_what_a_directory_that_restarts_does_not_know_as_left(
         leave=call(partial(leave, pool)), sole_copies=call(left_now), flush_to_shared=call(lambda _: False)
     )
     for name in ("find", "find_directory"):
-        monkeypatch.setattr(registry, name, lambda _: there)
-    monkeypatch.setattr(registry, "put", lambda *_: True)
-    monkeypatch.setattr(registry, "names", lambda *_: ["a"])
+        monkeypatch.setattr(named_actors, name, lambda _: there)
+    monkeypatch.setattr(internal_kv, "put", lambda *_: True)
+    monkeypatch.setattr(internal_kv, "names", lambda *_: ["a"])
     monkeypatch.setattr(drain, "_take_over", SimpleNamespace(options=lambda **_: call(lambda *_: None)))
     monkeypatch.setattr(drain, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
-    monkeypatch.setattr(registry, "living", lambda: alive.pop(0))
+    monkeypatch.setattr(cluster, "living", lambda: alive.pop(0))
     asked = SimpleNamespace(get=lambda answer, timeout: answer, wait=lambda *_, **__: None)
     monkeypatch.setattr(drain, "ray", asked)
     assert drain.drain("p", "a", 30.0) == 4 and not alive
@@ -254,7 +254,7 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(supervisor, "DRAIN_AGAIN_S", 0.0)
     monkeypatch.setattr(supervisor, "drain", drain)
     monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
-    monkeypatch.setattr(registry, "names", lambda *_: [])
+    monkeypatch.setattr(internal_kv, "names", lambda *_: [])
     for tries in (1, 2, 3, 3):
         watch._look_for_leaving(None, {"n"})
         eventually(lambda tries=tries: len(answered) == tries and ("n" in watch._draining) == (tries == 3))  # type: ignore[misc]

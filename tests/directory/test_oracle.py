@@ -134,6 +134,6 @@ def test_invariants_hold_for_confused_callers() -> None:
 @pytest.mark.parametrize("machine", [OverSocket, ThroughRay])
 def test_the_answers_of_the_oracle_arrive_on_both_ways(machine: type[Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raykv.actors.directory.time", Clock)
-    monkeypatch.setattr("raykv.registry.take_epoch", lambda pool, at_least: at_least)
-    monkeypatch.setattr("raykv.registry.put_quota", lambda pool, tenant, quota: None)
+    monkeypatch.setattr("raykv.internal_kv.take_epoch", lambda pool, at_least: at_least)
+    monkeypatch.setattr("raykv.internal_kv.put_quota", lambda pool, tenant, quota: None)
     assert run(machine, 7, SERVED_STEPS) >= SERVED_STEPS

@@ -10,7 +10,7 @@ from helpers.pools import eventually, node_store, other_node, pid, worker
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import raykv
-from raykv import registry
+from raykv import named_actors
 from raykv.integrations.transformers import model_cache, prefill
 
 PROMPT = np.random.default_rng(0).integers(0, 500, 205).tolist()  # 12 full blocks, and 13 tokens
@@ -62,7 +62,7 @@ def test_an_engine_goes_on_without_the_pool(start: Callable[..., raykv.KVPool]) 
     expected = ray.get(engine.answer.remote(PROMPT))[3]
     pid_before = pid(node_store(pool, pool.node_id))
     ray.kill(node_store(pool, pool.node_id), no_restart=False)
-    ray.kill(registry.find_directory(pool.name), no_restart=False)
+    ray.kill(named_actors.find_directory(pool.name), no_restart=False)
     for _ in range(3):
         assert ray.get(engine.answer.remote(PROMPT))[2] == expected
     eventually(lambda: ray.get(engine.answer.remote(PROMPT))[0] == 192)

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import raykv
 import raykv.client.directory_client
 import raykv.client.lease
-from raykv import registry
+from raykv import named_actors
 from raykv.keys import Keys
 from raykv.protocol import LOCATION
 
@@ -226,7 +226,7 @@ def other_node(pool: raykv.KVPool) -> str:
 
 
 def node_store(pool: raykv.KVPool, node_id: str) -> Any:
-    return registry.find(registry.node_store_name(pool.name, node_id))
+    return named_actors.find(named_actors.node_store_name(pool.name, node_id))
 
 
 def pid(actor: Any) -> int:
@@ -262,8 +262,10 @@ def _states(process: int) -> list[str]:
 def part(pool: raykv.KVPool, what: str) -> Any:
     """The "directory" in charge, the "supervisor", or a node's store."""
     if what == "directory":
-        return registry.find_directory(pool.name)
-    return registry.find(registry.supervisor_name(pool.name)) if what == "supervisor" else node_store(pool, what)
+        return named_actors.find_directory(pool.name)
+    if what == "supervisor":
+        return named_actors.find(named_actors.supervisor_name(pool.name))
+    return node_store(pool, what)
 
 
 def kill(pool: raykv.KVPool, *what: str) -> None:

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 import raykv
 from helpers.pools import MIB, eventually, node_store, other_node, pid, served, settled, totals, worker
-from raykv import registry
+from raykv import named_actors
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 ROUNDS = 20
@@ -63,7 +63,7 @@ def stress(pool: raykv.KVPool, cluster: Any, second: Any, seconds: float) -> dic
 
     kill(0.2, "worker", pids[1])
     kill(0.35, "node store", pid(node_store(pool, pool.node_id)))
-    kill(0.5, "directory", pid(registry.find_directory(pool.name)))
+    kill(0.5, "directory", pid(named_actors.find_directory(pool.name)))
     time.sleep(max(0.0, begin + 0.75 * seconds - time.monotonic()))
     stats = pool.stats()
     evicted, remote = evicted + stats.get("evicted", 0), remote + stats.get("remote_hits", 0)

@@ -1,4 +1,4 @@
-"""What a directory counts and tells, and leaves to the one after it, with a registry that stands in for Ray's."""
+"""What a directory counts and tells, and leaves to the one after it, with a dict in place of Ray's internal KV."""
 
 import json
 import threading
@@ -12,16 +12,16 @@ from raykv.actors import directory_metrics
 from raykv.actors.directory import DirectoryActor
 from raykv.actors.directory_metrics import TIMED_EVERY, DirectoryMetrics, timed_every
 from raykv.actors.followers import Followers
+from raykv.internal_kv import InCharge
 from raykv.metrics.metric import CALL_SECONDS
-from raykv.registry import InCharge
 
 
 def test_a_directory_that_was_replaced_leaves_the_totals_of_the_other_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, bytes] = {}
     in_charge = [InCharge("p/directory-1", None)]
-    monkeypatch.setattr("raykv.registry.get", lambda pool, key: kept.get(key))
-    monkeypatch.setattr("raykv.registry.put", lambda pool, key, value: kept.update({key: value}))
-    monkeypatch.setattr("raykv.registry.in_charge", lambda pool: in_charge[-1])
+    monkeypatch.setattr("raykv.internal_kv.get", lambda pool, key: kept.get(key))
+    monkeypatch.setattr("raykv.internal_kv.put", lambda pool, key, value: kept.update({key: value}))
+    monkeypatch.setattr("raykv.internal_kv.in_charge", lambda pool: in_charge[-1])
 
     def step(name: str, pool: Pool, metrics: DirectoryMetrics) -> None:
         pool.read("a", KEYS[:4])

@@ -5,16 +5,16 @@ from helpers.echo_server import serving
 
 from raykv.client import directory_line
 from raykv.client.directory_line import DirectoryLine
-from raykv.registry import InCharge
+from raykv.internal_kv import InCharge
 from raykv.system.wire import Address
 
 
 @pytest.fixture
 def in_charge(monkeypatch: pytest.MonkeyPatch) -> list[InCharge]:
-    """What the registry says, last."""
+    """What Ray's internal KV says, last."""
     told: list[InCharge] = []
-    monkeypatch.setattr("raykv.registry.in_charge", lambda pool: told[-1])
-    monkeypatch.setattr("raykv.registry.find", lambda name: name)
+    monkeypatch.setattr("raykv.internal_kv.in_charge", lambda pool: told[-1])
+    monkeypatch.setattr("raykv.named_actors.find", lambda name: name)
     return told
 
 

@@ -13,7 +13,7 @@ from helpers.arena_worker import PRINT, SLAB
 from helpers.directory_checks import check_invariants
 from helpers.pools import eventually
 
-from raykv import registry
+from raykv import internal_kv
 from raykv.actors import resizer
 from raykv.actors.node_memory import inventory_of
 from raykv.actors.resizer import Resizer, SavedSize
@@ -102,7 +102,7 @@ class Node:
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     kv = Kv()
     for name, function in (("get", kv.ask), ("put", kv.put), ("drop", kv.drop)):
-        monkeypatch.setattr(registry, name, function)
+        monkeypatch.setattr(internal_kv, name, function)
     monkeypatch.setattr(resizer, "data_deadline", lambda _: 0.05)
     path = f"/dev/shm/raykv-test-resizer-{os.getpid()}"
     node = Node(path, kv)

@@ -1,4 +1,4 @@
-"""Which directory takes charge, and when: with a registry that stands in for Ray's."""
+"""Which directory takes charge, and when: with a stand-in for Ray's internal KV."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.actors import succession
 from raykv.actors.succession import SILENT_PINGS, SILENT_RAY_PINGS, Succession
-from raykv.registry import InCharge
+from raykv.internal_kv import InCharge
 from raykv.system.wire import Address
 
 FIRST, SECOND = "raykv/p/directory-1", "raykv/p/directory-2"
@@ -18,7 +18,7 @@ THERE = Address("127.0.0.1", 1, b"")  # where nobody listens
 HERE = Address("127.0.0.1", 2, b"")
 
 
-class Registry:
+class InternalKv:
     """What Ray's KV would say of a pool."""
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class Line:
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
-    found = Registry()
-    monkeypatch.setattr(succession, "registry", found)
+def internal_kv(monkeypatch: pytest.MonkeyPatch) -> InternalKv:
+    found = InternalKv()
+    monkeypatch.setattr(succession, "internal_kv", found)
     monkeypatch.setattr(succession, "DirectoryLine", Line)
     monkeypatch.setattr(succession, "HEARTBEAT_S", 0.0)
     return found
@@ -91,40 +91,40 @@ class Directory:
         return self.taken
 
 
-def test_a_successor_leaves_a_directory_that_answers_in_charge(registry: Registry) -> None:
-    assert Directory(SECOND).steps(50) == 0 and registry.now.name == FIRST
+def test_a_successor_leaves_a_directory_that_answers_in_charge(internal_kv: InternalKv) -> None:
+    assert Directory(SECOND).steps(50) == 0 and internal_kv.now.name == FIRST
 
 
-def test_a_successor_asks_the_registry_only_while_the_directory_does_not_answer(registry: Registry) -> None:
+def test_a_successor_asks_the_internal_kv_only_while_the_directory_does_not_answer(internal_kv: InternalKv) -> None:
     second = Directory(SECOND)
     second.steps(50)
-    assert registry.asked == 1
+    assert internal_kv.asked == 1
     second.line.answers = False
     second.steps(2)
-    assert registry.asked == 2, "since the first ping in vain"
+    assert internal_kv.asked == 2, "since the first ping in vain"
 
 
-def test_a_successor_that_was_put_in_charge_while_the_directory_answers_serves(registry: Registry) -> None:
-    second, registry.deaf = Directory(SECOND), 1
+def test_a_successor_that_was_put_in_charge_while_the_directory_answers_serves(internal_kv: InternalKv) -> None:
+    second, internal_kv.deaf = Directory(SECOND), 1
     second.steps(2)
     with pytest.raises(GetTimeoutError):  # the supervisor asked for it, and could not be answered
         second.succession.take()
-    assert second.steps(1) == 2 and registry.now.name == SECOND
+    assert second.steps(1) == 2 and internal_kv.now.name == SECOND
 
 
-def test_a_successor_takes_over_at_once_when_the_process_has_ended(registry: Registry) -> None:
+def test_a_successor_takes_over_at_once_when_the_process_has_ended(internal_kv: InternalKv) -> None:
     second = Directory(SECOND)
     assert second.steps(2) == 0
     second.line.alive = False
-    assert second.steps(1) == 1 and registry.now == InCharge(SECOND, HERE)
+    assert second.steps(1) == 1 and internal_kv.now == InCharge(SECOND, HERE)
 
 
-def test_a_directory_that_ends_slowly_has_ended(registry: Registry) -> None:
+def test_a_directory_that_ends_slowly_has_ended(internal_kv: InternalKv) -> None:
     """A process that is killed closes what it has one by one: the port last, maybe."""
     port, taken = socket.create_server(("127.0.0.1", 0)), threading.Event()
     host, number = port.getsockname()
     there = Address(host, number, b"")
-    registry.now = InCharge(FIRST, there)
+    internal_kv.now = InCharge(FIRST, there)
 
     def end() -> None:
         for _ in range(3):  # connections that it takes, and never answers
@@ -137,60 +137,60 @@ def test_a_directory_that_ends_slowly_has_ended(registry: Registry) -> None:
     second.line.address = there
     assert second.steps(2) == 0
     second.line.alive = False
-    assert second.steps(1) == 1 and registry.now == InCharge(SECOND, HERE)
+    assert second.steps(1) == 1 and internal_kv.now == InCharge(SECOND, HERE)
     assert taken.is_set()
 
 
-def test_a_restarted_directory_is_not_replaced(registry: Registry) -> None:
+def test_a_restarted_directory_is_not_replaced(internal_kv: InternalKv) -> None:
     second = Directory(SECOND)
     assert second.steps(2) == 0
-    second.line.alive, registry.now = False, InCharge(FIRST, HERE)  # it listens elsewhere
-    assert second.steps(1) == 0 and registry.now.name == FIRST
+    second.line.alive, internal_kv.now = False, InCharge(FIRST, HERE)  # it listens elsewhere
+    assert second.steps(1) == 0 and internal_kv.now.name == FIRST
 
 
 @pytest.mark.parametrize(("way", "pings"), [("socket", SILENT_PINGS), ("ray", SILENT_RAY_PINGS)])
-def test_a_silent_directory_is_replaced_after_so_many_pings(registry: Registry, way: str, pings: int) -> None:
+def test_a_silent_directory_is_replaced_after_so_many_pings(internal_kv: InternalKv, way: str, pings: int) -> None:
     second = Directory(SECOND)
     assert second.steps(2) == 0
     second.line.answers, second.line.way = False, way
     assert second.steps(pings - 1) == 0
-    assert second.steps(1) == 1 and registry.now.name == SECOND
+    assert second.steps(1) == 1 and internal_kv.now.name == SECOND
 
 
-def test_pings_of_a_directory_before_do_not_count_for_one_that_was_restarted(registry: Registry) -> None:
+def test_pings_of_a_directory_before_do_not_count_for_one_that_was_restarted(internal_kv: InternalKv) -> None:
     second = Directory(SECOND)
     assert second.steps(2) == 0
     second.line.answers = False
     assert second.steps(SILENT_PINGS - 1) == 0
-    second.line.address, registry.now = HERE, InCharge(FIRST, HERE)
+    second.line.address, internal_kv.now = HERE, InCharge(FIRST, HERE)
     assert second.steps(SILENT_PINGS - 1) == 0
 
 
-def test_nobody_takes_over_a_pool_that_is_being_stopped(registry: Registry) -> None:
+def test_nobody_takes_over_a_pool_that_is_being_stopped(internal_kv: InternalKv) -> None:
     second = Directory(SECOND)
     assert second.steps(2) == 0
-    registry.stopped, second.line.alive = True, False
-    assert second.steps(10) == 0 and registry.now.name == FIRST
+    internal_kv.stopped, second.line.alive = True, False
+    assert second.steps(10) == 0 and internal_kv.now.name == FIRST
 
 
-def test_a_successor_gives_up_if_the_first_is_back_while_it_prepares(registry: Registry) -> None:
+def test_a_successor_gives_up_if_the_first_is_back_while_it_prepares(internal_kv: InternalKv) -> None:
     def prepare() -> None:
-        registry.now = InCharge(FIRST, HERE)
+        internal_kv.now = InCharge(FIRST, HERE)
 
     second = Directory(SECOND, prepare)
     second.succession.take()
-    assert second.taken == 0 and registry.now == InCharge(FIRST, HERE)
+    assert second.taken == 0 and internal_kv.now == InCharge(FIRST, HERE)
 
 
-def test_a_directory_whose_news_was_told_but_not_confirmed_serves(registry: Registry) -> None:
-    second, registry.deaf = Directory(SECOND), 1
+def test_a_directory_whose_news_was_told_but_not_confirmed_serves(internal_kv: InternalKv) -> None:
+    second, internal_kv.deaf = Directory(SECOND), 1
     with pytest.raises(GetTimeoutError):
         second.succession.take()
-    assert second.steps(1) == 2 and registry.now.name == SECOND, "asked twice, which changes nothing"
+    assert second.steps(1) == 2 and internal_kv.now.name == SECOND, "asked twice, which changes nothing"
     assert second.steps(5) == 2
 
 
-def test_a_directory_that_was_replaced_ends(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_was_replaced_ends(internal_kv: InternalKv, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ended(Exception):
         pass
 
@@ -201,7 +201,7 @@ def test_a_directory_that_was_replaced_ends(registry: Registry, monkeypatch: pyt
     first = Directory(FIRST)
     first.succession.take()
     assert first.steps(3) == 1
-    registry.now = InCharge(SECOND, HERE)
+    internal_kv.now = InCharge(SECOND, HERE)
     with pytest.raises(Ended):
         first.steps(1)
     with pytest.raises(Ended):  # also if the supervisor asks it to take charge again

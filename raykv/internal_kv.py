@@ -1,4 +1,4 @@
-"""The Ray actors of a pool, detached and named in the namespace `raykv`, and what it keeps in Ray's internal KV."""
+"""What a pool keeps in Ray's internal KV, which every process of the cluster may read."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ from ray.experimental.internal_kv import (
     _internal_kv_list,
     _internal_kv_put,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.config import NAMESPACE, Quota
-from raykv.errors import ProtocolMismatch, RayKVError
+from raykv.errors import ProtocolMismatch
 from raykv.protocol import VERSION
+from raykv.system.fork import refuse_forked
 from raykv.system.wire import Address
 
 # What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
@@ -36,117 +36,6 @@ from raykv.system.wire import Address
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 AWAIT_S = 120.0
 AWAIT_LOOK_S = 0.02
-
-
-_forked = False  # whether this process was forked from one that was in a Ray cluster
-
-
-def _after_fork() -> None:
-    global _forked
-    _forked = ray.is_initialized()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def refuse_forked() -> None:
-    """Raises RayKVError in a process that was forked from one in a Ray cluster: Ray's calls would wait for ever."""
-    if _forked:
-        raise RayKVError(
-            "this process was forked from one that was connected to Ray, whose connections and threads a fork does not "
-            "copy: fork before ray.init, raykv.start and raykv.attach and attach in the child, or start processes by "
-            "spawn (multiprocessing.get_context('spawn'))"
-        )
-
-
-def directory_name(pool: str, number: int) -> str:
-    """A pool has two directories, 1 and 2: one is in charge, the other is its successor."""
-    return f"{_actors(pool)}directory-{number}"
-
-
-def actor_names(pool: str) -> list[str]:
-    """Names of all actors of a pool that Ray knows."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    ours = (actor["name"] for actor in named if actor["namespace"] == NAMESPACE)
-    return sorted(name for name in ours if name.startswith(_actors(pool)))
-
-
-def supervisor_name(pool: str) -> str:
-    """What the pool's supervisor is called in Ray."""
-    return f"{_actors(pool)}supervisor"
-
-
-def node_store_name(pool: str, node_id: str) -> str:
-    """What the node's store is called in Ray. node_id: Ray's."""
-    return f"{_actors(pool)}node-{node_id[:16]}"
-
-
-def page_name(pool: str) -> str:
-    """What the actor that serves `raykv ui` is called in Ray."""
-    return f"{_actors(pool)}ui"
-
-
-def _actors(pool: str) -> str:
-    """How the names of its actors begin: on Ray's dashboard, which shows no namespace, they are told from others."""
-    return f"raykv/{pool}/"
-
-
-def living() -> set[str]:
-    """Ray node ids of the nodes that are alive."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def is_head(node: dict[str, Any]) -> bool:
-    """Whether a node of `ray.nodes()` is the cluster's head."""
-    return "node:__internal_head__" in node["Resources"]
-
-
-def find(name: str) -> Any:
-    """A handle of one of our actors. ValueError where there is none."""
-    refuse_forked()
-    return ray.get_actor(name, namespace=NAMESPACE)
-
-
-class InCharge(NamedTuple):
-    """The directory in charge. address: where it listens; None: it does not, or not yet."""
-
-    name: str
-    address: Address | None
-
-
-def in_charge(pool: str) -> InCharge:
-    """The directory in charge. ValueError where there is none."""
-    value = get(pool, "directory")
-    if not value:
-        raise ValueError(f"pool {pool!r} has no directory")
-    name, address = json.loads(value)
-    return InCharge(name, Address(address[0], address[1], bytes.fromhex(address[2])) if address else None)
-
-
-def put_in_charge(pool: str, name: str, address: Address | None) -> None:
-    """Tell everybody which directory is in charge."""
-    listens = [address.host, address.port, address.token.hex()] if address else None
-    put(pool, "directory", json.dumps([name, listens]).encode())
-
-
-def find_directory(pool: str) -> Any:
-    """A handle of the directory that is in charge. ValueError where there is none."""
-    return find(in_charge(pool).name)
-
-
-def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str, Any]:
-    """Options of a detached actor: on `node_id`, and only there if `pinned`. threads: calls at a time."""
-    return {
-        "name": name,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "max_restarts": -1,
-        "num_cpus": 0,
-        "enable_task_events": False,  # calls that come every second are nothing to list on the dashboard
-        "max_concurrency": threads,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=not pinned),
-    }
 
 
 def get(pool: str, key: str) -> bytes | None:
@@ -182,6 +71,28 @@ def names(pool: str, folder: str) -> list[str]:
     return [key.decode().removeprefix(prefix) for key in found]
 
 
+class InCharge(NamedTuple):
+    """The directory in charge. address: where it listens; None: it does not, or not yet."""
+
+    name: str
+    address: Address | None
+
+
+def in_charge(pool: str) -> InCharge:
+    """The directory in charge. ValueError where there is none."""
+    value = get(pool, "directory")
+    if not value:
+        raise ValueError(f"pool {pool!r} has no directory")
+    name, address = json.loads(value)
+    return InCharge(name, Address(address[0], address[1], bytes.fromhex(address[2])) if address else None)
+
+
+def put_in_charge(pool: str, name: str, address: Address | None) -> None:
+    """Tell everybody which directory is in charge."""
+    listens = [address.host, address.port, address.token.hex()] if address else None
+    put(pool, "directory", json.dumps([name, listens]).encode())
+
+
 def settings(pool: str) -> dict[str, Any] | None:
     """What a pool was started with: `secret` (hex), `protocol` (a version) and all else of PoolConfig.
 
@@ -214,11 +125,6 @@ def shown(settings: dict[str, Any]) -> dict[str, Any]:
     """What a log may have of them: neither the secret nor a tier's URL, which may hold a password."""
     names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits")
     return {name: settings[name] for name in names}
-
-
-def restarted() -> bool:
-    """Whether Ray has started the actor that this process is again, after it had died."""
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def failures(pool: str) -> dict[str, str]:

@@ -1,0 +1,27 @@
+"""Processes that were forked from one that was in a Ray cluster, and so can not use it."""
+
+import os
+
+import ray
+
+from raykv.errors import RayKVError
+
+_forked = False  # whether this process was
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def refuse_forked() -> None:
+    """Raises RayKVError in a process that was forked from one in a Ray cluster: Ray's calls would wait for ever."""
+    if _forked:
+        raise RayKVError(
+            "this process was forked from one that was connected to Ray, whose connections and threads a fork does not "
+            "copy: fork before ray.init, raykv.start and raykv.attach and attach in the child, or start processes by "
+            "spawn (multiprocessing.get_context('spawn'))"
+        )
