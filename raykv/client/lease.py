@@ -282,13 +282,7 @@ class Lease:
         if store is None:
             self._fall_short("this node has no store")
             return
-        reached = _reached(store, self.source[:stop], self._node)
-        if reached < stop:
-            self._fall_short(SILENT, int(self.source["node"][reached]))
-            self._session.directory.fault(
-                "silent", f"{stop - reached} blocks are of nodes that do not answer, or behind"
-            )
-        passed, away = np.zeros(stop, np.bool_), np.flatnonzero(~here[:reached])
+        passed, away = np.zeros(stop, np.bool_), np.flatnonzero(~here[: self._reach(store, stop)])
         pulls: dict[Any, Blocks] = {}
         at, end, pause, broken = 0, 0.0, WINDOW_POLL_S, False
 
@@ -318,28 +312,46 @@ class Lease:
                     return
                 end, pause = end or time.monotonic() + WINDOW_S, min(2 * pause, WINDOW_REST_S)
                 continue
-            since = time.monotonic()
-            with span("pull", pool=self._session.name, pieces=len(pulls)):
-                answer = store.first(list(pulls), self._deadline(list(pulls.values())))
-            if self.record is not None:
-                self.record.pulled(time.monotonic() - since)
-            if answer is None:
-                self._fall_short_of(LATE, np.concatenate(list(pulls.values())))
-                self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
-                store.gave_up(self.source["node"][np.concatenate(list(pulls.values()))])
-                self._session.refresh()
+            found = self._first_of(store, pulls)
+            if found is None:
                 return
-            part, end, pause = pulls.pop(answer), 0.0, WINDOW_POLL_S
-            arrived = self._arrived(answer, part)
-            if not arrived.all():
-                self._fall_short_of(FAILED_TO, part[~arrived])
-            if not arrived.any() and time.monotonic() - since > LATE_S:
-                store.gave_up(self.source["node"][part])
-            broken = broken or not arrived.all()
+            (part, blocks), end, pause = found, 0.0, WINDOW_POLL_S
+            broken = broken or len(blocks) < len(part)
             begin()
-            blocks = part[arrived]
             yield blocks, self.staged[blocks]
             passed[part] = True
+
+    def _reach(self, store: StoreClient, stop: int) -> int:
+        """How many blocks before `stop` can be pulled: those from the first one of a silent node on can not."""
+        reached = _reached(store, self.source[:stop], self._node)
+        if reached < stop:
+            self._fall_short(SILENT, int(self.source["node"][reached]))
+            self._session.directory.fault(
+                "silent", f"{stop - reached} blocks are of nodes that do not answer, or behind"
+            )
+        return reached
+
+    def _first_of(self, store: StoreClient, pulls: dict[Any, Blocks]) -> tuple[Blocks, Blocks] | None:
+        """Wait for one of these pulls. Returns (its blocks, those that arrived); None: all are late, and given up."""
+        since = time.monotonic()
+        with span("pull", pool=self._session.name, pieces=len(pulls)):
+            answer = store.first(list(pulls), self._deadline(list(pulls.values())))
+        if self.record is not None:
+            self.record.pulled(time.monotonic() - since)
+        if answer is None:
+            late = np.concatenate(list(pulls.values()))
+            self._fall_short_of(LATE, late)
+            self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
+            store.gave_up(self.source["node"][late])
+            self._session.refresh()
+            return None
+        part = pulls.pop(answer)
+        arrived = self._arrived(answer, part)
+        if not arrived.all():
+            self._fall_short_of(FAILED_TO, part[~arrived])
+        if not arrived.any() and time.monotonic() - since > LATE_S:
+            store.gave_up(self.source["node"][part])
+        return part, part[arrived]
 
     def _wait_for_window(self, end: float, pause: float) -> bool:
         """Give other readers time to go on, which use up the staging window. False past `end`, unless that is 0."""
