@@ -72,14 +72,14 @@ class Manager(RayKVManager):
         self.taken: set[str] = set()  # requests that our connector was not told of
         self.offered: dict[tuple[bytes, int], bytes] = {}  # the pool's keys of what is stored, by vLLM's and part
 
-    def _find(self, caches: Any, keys: dict[int, list[bytes]], first: Any, origin: Origin, wait: bool) -> Found:
+    def _find(self, caches: Any, keys: dict[int, list[bytes]], first: Any, origin: Origin, *how: bool) -> Found:
         each = [(group, part) for rank in self._ranks for group in self._groups for part in rank.parts]
         for (group, number), part in zip(each, self._parts(caches, keys, origin), strict=True):
             for key, row in zip(keys[group.group_idx], np.asarray(part.keys), strict=True):
                 assert self.offered.get((key, number), row.tobytes()) == row.tobytes()  # as it was stored
                 if self.says is not None:
                     self.content.set(row.tobytes(), self.says(key))
-        return super()._find(caches, keys, first, origin, wait)
+        return super()._find(caches, keys, first, origin, *how)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         output = super().prepare_store(keys, req_context)

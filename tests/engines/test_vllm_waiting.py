@@ -129,6 +129,19 @@ def test_what_another_request_of_the_engine_computes_is_waited_for_until_it_is_s
     eventually(lambda: one.pool.stats()["intents"] == 0)
 
 
+def test_nobody_waits_for_what_a_request_computes_that_began_before_a_reset(engines: tuple[Engine, Engine]) -> None:
+    """It would not be stored: the weights may be others since."""
+    one, _ = engines
+    old = one.begin()
+    one.manager.reset_cache()
+    assert one.told(old) == [MISS] * 12
+    assert one.pool.stats()["intents"] == 0
+    new = one.begin()
+    new.get_state(Chain).resets = one.manager.resets
+    assert one.told(new) == [MISS] * 12
+    assert one.pool.stats()["intents"] == 1
+
+
 def test_who_waited_computes_what_the_other_does_not(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     first, second = one.begin(KEYS[:5]), two.begin()

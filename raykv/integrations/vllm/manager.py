@@ -108,12 +108,13 @@ class Found(NamedTuple):
 class Ask:
     """A request's question to the pool. first: the number of the first chunk that it asked for, by group.
 
-    wait: for others, which compute some of them.
+    computes: others may wait for what it misses. wait: for others, which compute some of them.
     """
 
     keys: dict[int, list[bytes]]
     first: dict[int, int]
     origin: Origin
+    computes: bool
     answer: Future[Found]
     wait: Wait | None = None
     loading: bool = False
@@ -383,10 +384,13 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
             _end_intent(computing.answer)
-        return Ask(keys, begin, chain.origin, self._submit(keys, begin, chain.origin, wait=True))
+        asked = keys, begin, chain.origin, self._stores and chain.resets == self.resets
+        return Ask(*asked, self._submit(*asked, wait=True))
 
-    def _submit(self, keys: dict[int, list[bytes]], first: dict[int, int], origin: Origin, wait: bool) -> Future[Found]:
-        return self._threads.submit(self._find, dict(self.caches), keys, first, origin, wait)
+    def _submit(
+        self, keys: dict[int, list[bytes]], first: dict[int, int], origin: Origin, computes: bool, wait: bool
+    ) -> Future[Found]:
+        return self._threads.submit(self._find, dict(self.caches), keys, first, origin, computes, wait)
 
     def _find(
         self,
@@ -394,17 +398,18 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         keys: dict[int, list[bytes]],
         first: dict[int, int],
         origin: Origin,
+        computes: bool,
         wait: bool,
     ) -> Found:
         """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss.
 
-        wait: lease nothing where others compute the next chunks.
+        computes: see Ask. wait: lease nothing where others compute the next chunks.
         """
         cache, tokens = _first(caches), 0
         match = JointMatch(cache.session, self._parts(caches, keys, origin), cache.recompute_tokens_per_s, origin.id)
         try:
             with under(origin.headers):
-                tokens = match.ask(computes=self._stores, wait=wait).fetch_external()
+                tokens = match.ask(computes=computes, wait=wait).fetch_external()
         except Exception:
             log.exception("a look-up failed")
             match.end_intent()
@@ -433,7 +438,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             ask.wait = Wait(pending * self._groups[0].tokens / (self._rate or UNMEASURED))
             self._counts[WAITED] += 1
         if ask.wait.is_due():
-            ask.answer = self._submit(ask.keys, ask.first, ask.origin, wait=not ask.wait.is_over)
+            ask.answer = self._submit(ask.keys, ask.first, ask.origin, ask.computes, wait=not ask.wait.is_over)
 
     def _forget(self, request: str) -> None:
         ask = self._asks.pop(request, None)
