@@ -322,7 +322,7 @@ class Lease:
             passed[part] = True
 
     def _reach(self, store: StoreClient, stop: int) -> int:
-        """How many blocks before `stop` can be pulled: those from the first one of a silent node on can not."""
+        """How many blocks before `stop` can be pulled: those from the first one of a silent node on can't."""
         reached = _reached(store, self.source[:stop], self._node)
         if reached < stop:
             self._fall_short(SILENT, int(self.source["node"][reached]))

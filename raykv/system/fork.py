@@ -1,4 +1,4 @@
-"""Processes that were forked from one that was in a Ray cluster, and so can not use it."""
+"""Processes that were forked from one that was in a Ray cluster: they can't use Ray."""
 
 import os
 

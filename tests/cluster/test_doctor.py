@@ -20,6 +20,7 @@ from rich.text import Text
 import raykv
 from raykv.arena import files
 from raykv.arena.arena import open_own
+from raykv.cluster import living
 from raykv.doctor import exchange, facts, judgement
 from raykv.doctor.finding import ADVICE, OK, WRONG
 
@@ -58,7 +59,7 @@ def test_nodes_that_lack_nothing(cluster: Any, start: Callable[..., raykv.KVPool
     assert done.returncode == 0, done.stdout
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["ok"] and report["version"] == raykv.__version__
-    assert set(report["nodes"]) == cluster.living()
+    assert set(report["nodes"]) == living()
     here, there = report["nodes"]
     for node, peer in ((here, there), (there, here)):
         found = checks(report, node)
@@ -119,7 +120,7 @@ def sick(
     (other / "raykv").mkdir()
     (other / "raykv/__init__.py").write_text("__version__ = '0.0.1'")
     whole = ray.get_runtime_context().get_node_id()
-    nodes = {"whole": whole, "beside": next(iter(cluster.living() - {whole}))}
+    nodes = {"whole": whole, "beside": next(iter(living() - {whole}))}
     poor = poor_machine(tmp_path_factory.mktemp("poor"), cluster.address)
     with arena_of_a_dead_store(LEFT), poor as joined:
         for name, folder in (("without raykv", without), ("another raykv", other)):

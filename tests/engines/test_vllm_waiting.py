@@ -129,17 +129,31 @@ def test_what_another_request_of_the_engine_computes_is_waited_for_until_it_is_s
     eventually(lambda: one.pool.stats()["intents"] == 0)
 
 
-def test_nobody_waits_for_what_a_request_computes_that_began_before_a_reset(engines: tuple[Engine, Engine]) -> None:
-    """It would not be stored: the weights may be others since."""
+@pytest.mark.parametrize("why", ["it began before a reset", "it is limited"])
+def test_nobody_waits_for_what_is_not_offered(engines: tuple[Engine, Engine], why: str) -> None:
     one, _ = engines
-    old = one.begin()
-    one.manager.reset_cache()
-    assert one.told(old) == [MISS] * 12
+    request = one.begin()
+    if why == "it is limited":
+        request.get_state(Chain).limited = True
+    else:
+        one.manager.reset_cache()  # the weights may be others since
+    assert one.told(request) == [MISS] * 12
     assert one.pool.stats()["intents"] == 0
-    new = one.begin()
-    new.get_state(Chain).resets = one.manager.resets
-    assert one.told(new) == [MISS] * 12
+    other = one.begin()
+    other.get_state(Chain).resets = one.manager.resets
+    assert one.told(other) == [MISS] * 12
     assert one.pool.stats()["intents"] == 1
+
+
+def test_a_request_whose_chunks_are_not_offered_waits_as_others_do(engines: tuple[Engine, Engine]) -> None:
+    one, two = engines
+    first, second = one.begin(), two.begin()
+    assert one.told(first) == [MISS] * 12
+    second.get_state(Chain).limited = True
+    assert two.waits(second)
+    one.manager.on_request_finished(first)
+    assert two.told(second) == [MISS] * 12
+    assert two.pool.stats()["intents"] == 0, "also asked again, others are not to wait for it"
 
 
 def test_who_waited_computes_what_the_other_does_not(engines: tuple[Engine, Engine]) -> None:

@@ -108,7 +108,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         scheduler = self.connector_scheduler
         groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
         keys = {group.group_idx: state.offload_keys for group, state in groups}
-        status.req_context.set_state(Chain(keys, origin, scheduler.manager.resets, self._tail_of(request)))
+        limited = "max_offload_tokens" in (request.kv_transfer_params or {})
+        status.req_context.set_state(Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited))
         status.req_context.set_state(Prompt(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -57,13 +57,15 @@ class Chain:
     """A request's chunks, by vLLM's hashes. keys: by group, in order, the scheduler's own lists, which grow with it.
 
     resets: how many there had been when the request began. What it computed before a later one is of other weights.
-    tail: of its prompt, where that is stored or read. most: how many of its tokens are loaded at most, see `loadable`.
+    tail: of its prompt, where that is stored or read. limited: not all that it computes is offered. most: how many of
+    its tokens are loaded at most, see `loadable`.
     """
 
     keys: dict[int, list[bytes]]
     origin: Origin
     resets: int = 0
     tail: Tail | None = None
+    limited: bool = False
     most: int | None = None
     numbers: dict[bytes, int] = field(default_factory=dict)
     _known: Counter[int] = field(default_factory=Counter)
@@ -384,7 +386,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._counts[ASKED] += len(keys[self._groups[0].group_idx])
         if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
             _end_intent(computing.answer)
-        asked = keys, begin, chain.origin, self._stores and chain.resets == self.resets
+        computes = self._stores and chain.resets == self.resets and not chain.limited
+        asked = keys, begin, chain.origin, computes
         return Ask(*asked, self._submit(*asked, wait=True))
 
     def _submit(
