@@ -13,7 +13,7 @@ CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contra
 VLLM = 0.32.0
 VLLM_TESTS = $(COMPAT)/tests/vllm-$(VLLM)
 
-.PHONY: demo check test lint units fuzz clusters engines alone slow contract compat docs pictures
+.PHONY: demo check test lint units fuzz clusters engines ray_up alone slow contract compat docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -21,8 +21,8 @@ demo: .venv/.demo
 check: .venv/.test  # what needs no Ray cluster
 	$(MAKE) --no-print-directory --jobs=2 lint units
 
-test: check  # two at a time, and `alone` when one of them is done: beside two, its raylets do not start in Ray's 30 s
-	$(MAKE) --no-print-directory --jobs=2 clusters engines alone
+test: check  # two at a time, in this order: beside two more, raylets do not start in Ray's 30 s
+	$(MAKE) --no-print-directory --jobs=2 clusters engines ray_up alone
 
 lint:
 	.venv/bin/ruff check
@@ -45,8 +45,11 @@ engines:
 slow: .venv/.test
 	.venv/bin/pytest tests/engines -m slow
 
+ray_up:
+	@$(call BESIDE,tests/cluster/test_ray_up.py -m own_cluster)
+
 alone:
-	@$(call BESIDE,tests/cluster -m 'own_cluster and not gpu')
+	@$(call BESIDE,tests/cluster --ignore=tests/cluster/test_ray_up.py -m 'own_cluster and not gpu')
 
 contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS) $(COMPAT)/sources/sglang-$(SGLANG)
 	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py
