@@ -21,7 +21,7 @@ demo: .venv/.demo
 check: .venv/.test  # what needs no Ray cluster
 	$(MAKE) --no-print-directory --jobs=2 lint units
 
-test: check  # two at a time, in this order: beside two more, raylets do not start in Ray's 30 s
+test: check  # two at a time, in this order: of three, raylets do not start in Ray's 30 s
 	$(MAKE) --no-print-directory --jobs=2 clusters engines ray_up alone
 
 lint:

@@ -282,7 +282,7 @@ class Lease:
         if store is None:
             self._fall_short("this node has no store")
             return
-        passed, away = np.zeros(stop, np.bool_), np.flatnonzero(~here[: self._reach(store, stop)])
+        passed, away = np.zeros(stop, np.bool_), np.flatnonzero(~here[: self._before_silence(store, stop)])
         pulls: dict[Any, Blocks] = {}
         at, end, pause, broken = 0, 0.0, WINDOW_POLL_S, False
 
@@ -321,8 +321,8 @@ class Lease:
             yield blocks, self.staged[blocks]
             passed[part] = True
 
-    def _reach(self, store: StoreClient, stop: int) -> int:
-        """How many blocks before `stop` can be pulled: those from the first one of a silent node on can't."""
+    def _before_silence(self, store: StoreClient, stop: int) -> int:
+        """How many blocks, of those before `stop`, come before the first one of a silent node. Reports one."""
         reached = _reached(store, self.source[:stop], self._node)
         if reached < stop:
             self._fall_short(SILENT, int(self.source["node"][reached]))

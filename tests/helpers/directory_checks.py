@@ -72,12 +72,15 @@ def slots_of(directory: Directory, rows: Sequence[int]) -> list[tuple[int, int, 
 
 
 def chain_of(directory: Directory, key: bytes) -> list[int]:
-    row = int(directory._find(key)[1][0])
-    rows = directory._size_classes.c.rows
+    return _chain(int(directory._find(key)[1][0]), directory._size_classes.c.rows["same"])
+
+
+def _chain(row: int, same: Any) -> list[int]:
+    """same: the next row of the same key, of each row."""
     chain = []
     while row >= 0:
         chain.append(row)
-        row = int(rows[row]["same"])
+        row = int(same[row])
     return chain
 
 
@@ -90,12 +93,8 @@ def chains_of(directory: Directory) -> Chains:
     heads = (c.table[c.table != 0] & 0xFFFFFFFF) - 1
     keys = np.stack((c.rows["k0"][heads], c.rows["k1"][heads]), axis=1).tobytes()
     assert (directory._find(keys)[1] == heads).all(), "an entry that a probe does not find"
-    same, out = c.rows["same"].tolist(), {}
-    for i, row in enumerate(heads.tolist()):
-        chain = out[keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]] = [row]
-        while (row := same[row]) >= 0:
-            chain.append(row)
-    return out
+    same = c.rows["same"].tolist()
+    return {keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]: _chain(row, same) for i, row in enumerate(heads.tolist())}
 
 
 def pins_of_directory(directory: Directory) -> list[Any]:

@@ -1,6 +1,5 @@
 """A directory and its oracle: every call goes to both, which must give the same answer."""
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,8 +135,9 @@ class Twins:
             assert not differ, differ
             assert directory.indices() == oracle.owners()
             assert pins_of_directory(directory) == pins_of_oracle(oracle)
-            slots = iter(slots_of(directory, [row for chain in chains.values() for row in chain]))
-            assert {key: list(itertools.islice(slots, len(chain))) for key, chain in chains.items()} == {
+            rows = [row for chain in chains.values() for row in chain]
+            slots = dict(zip(rows, slots_of(directory, rows), strict=True))
+            assert {key: [slots[row] for row in chain] for key, chain in chains.items()} == {
                 key: [(row.slab.node, row.slab.number, row.slot) for row in rows] for key, rows in oracle.table.items()
             }
 
