@@ -108,6 +108,8 @@ def breaches(vllm: Package, ours: str, theirs: str, made_by_vllm: bool) -> list[
         if name in methods and (made_by_vllm or name != "__init__"):
             lacks = signature(one).lacks(signature(methods[name]))
             wrong += [f"{ours}.{name} {what}" for what in lacks]
+            if name == "__init__" and signature(one).star:  # vLLM's factory refuses a connector that does not name them
+                wrong.append(f"{ours}.{name} names none of its arguments")
         for call in calls_of_super(one):
             assert isinstance(call.func, ast.Attribute)
             target = methods.get(call.func.attr)

@@ -17,8 +17,8 @@ class RoutedConnector(RayKVConnector):
     LoRA adapters are found by their own name, once they were asked for.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self._announced: set[tuple[str, str]] = set()  # names and paths of adapters
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:

@@ -65,8 +65,8 @@ class ByRequest(OffloadingConnector):  # type: ignore[misc]
 class ByBlock(OffloadingConnector):  # type: ignore[misc]
     """Workers tell vLLM which blocks did not arrive; the scheduler's side looks up whose they are."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             _leave_out_last_sampled(self.connector_scheduler)
         self._loads: dict[str, set[int]] = {}  # blocks of requests that load

@@ -1,0 +1,68 @@
+"""What our configurations name goes through vLLM's and Serve's own factories, in each vLLM of `compat`."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from helpers.pages import ROOT
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from ray.serve.config import RequestRouterConfig
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from raykv.bench import timed_connector
+from raykv.integrations.vllm import kv_transfer_config
+from raykv.integrations.vllm.announce import RoutedConnector
+from raykv.integrations.vllm.connector import RayKVConnector, _configure
+from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
+from raykv.integrations.vllm.spec import RayKVOffloadingSpec
+
+
+def application(file: str) -> Any:
+    """The LLM configuration of a file in deploy/."""
+    content = yaml.safe_load((ROOT / "deploy" / file).read_text())
+    if "spec" in content:
+        content = yaml.safe_load(content["spec"]["serveConfigV2"])
+    (application,) = content["applications"]
+    (llm,) = application["args"]["llm_configs"]
+    return llm
+
+
+FILES = {file: application(file) for file in ("serve.yaml", "kubernetes/rayservice.yaml")}
+NAMED: dict[str, tuple[dict[str, Any], type]] = {
+    **{
+        role: (kv_transfer_config("default", role), RayKVConnector)
+        for role in ("kv_both", "kv_producer", "kv_consumer")
+    },
+    "routed": (routed_config("default"), RoutedConnector),
+    "bench": (timed_connector.kv_transfer_config("default", "/tmp"), timed_connector.TimedConnector),
+    **{file: (llm["engine_kwargs"]["kv_transfer_config"], RoutedConnector) for file, llm in FILES.items()},
+}
+
+
+@pytest.mark.parametrize(("written", "connector"), NAMED.values(), ids=NAMED)
+def test_vllm_takes_the_connector_that_a_configuration_names(written: dict[str, Any], connector: type) -> None:
+    config = KVTransferConfig(**written)
+    assert KVConnectorFactory.get_connector_class(config) is connector
+    assert list(inspect.signature(connector).parameters) == ["vllm_config", "role", "kv_cache_config"]
+
+
+@pytest.mark.parametrize(("written", "connector"), NAMED.values(), ids=NAMED)
+def test_vllm_takes_the_spec_that_a_connector_names(written: dict[str, Any], connector: type) -> None:
+    config = KVTransferConfig(**written)
+    _configure(SimpleNamespace(kv_transfer_config=config))
+    spec = OffloadingSpecFactory.get_spec_cls(config.kv_connector_extra_config)
+    assert spec is RayKVOffloadingSpec and not inspect.isabstract(spec)
+
+
+@pytest.mark.parametrize("llm", FILES.values(), ids=FILES)
+def test_serve_takes_the_router_that_a_file_names(llm: Any) -> None:
+    router = RequestRouterConfig(**llm["deployment_config"]["request_router_config"])
+    assert router.get_request_router_class() is VLLMPrefixRouter
