@@ -56,11 +56,9 @@ class Engine:
     """vLLM on the pool, in one process."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import raykv.client.directory_client
         import raykv.client.lease
 
-        raykv.client.directory_client.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]
-        raykv.client.lease.WAIT_BUDGET_S = raykv.client.lease.WINDOW_S = PATIENCE_S
+        raykv.client.lease.WAIT_BUDGET_S = PATIENCE_S
         from vllm import LLM
 
         from raykv.integrations.vllm import kv_transfer_config
@@ -120,7 +118,7 @@ class Engine:
 def measured(name: str, folder: Path, nodes: list[str]) -> dict[str, Any]:
     """The row of a model."""
     options = save(name, folder)
-    with local_pool(POOL, 256 * MIB) as pool:
+    with local_pool(POOL, 256 * MIB, deadline=PATIENCE_S) as pool:
         environment = {"env_vars": ENVIRONMENT}
         one, two = (on_node(Engine, node, str(folder), options, runtime_env=environment) for node in nodes)
         try:

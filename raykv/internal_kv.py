@@ -123,7 +123,7 @@ def await_settings(pool: str) -> dict[str, Any]:
 
 def shown(settings: dict[str, Any]) -> dict[str, Any]:
     """What a log may have of them: neither the secret nor a tier's URL, which may hold a password."""
-    names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits")
+    names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits", "deadline")
     return {name: settings[name] for name in names}
 
 

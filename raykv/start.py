@@ -111,6 +111,7 @@ def _comparable(config: PoolConfig) -> dict[str, Any]:
         "external": config.external,
         "write": config.write,
         "min_hits": config.min_hits,
+        "deadline": config.deadline,
     }
 
 

@@ -59,20 +59,21 @@ def start_for_module(cluster: Any) -> Iterator[Callable[..., "raykv.KVPool"]]:
 
 @pytest.fixture
 def start(cluster: Any) -> Iterator[Callable[..., "raykv.KVPool"]]:
-    """Start a pool that offers all of its memory; it is stopped after the test."""
+    """Start a patient pool that offers all of its memory; it is stopped after the test."""
     yield from _start()
 
 
 def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
     import ray
-    from helpers.pools import eventually, served, shm_files
+    from helpers.pools import PATIENCE_S, eventually, served, shm_files
 
     import raykv
 
+    defaults: dict[str, Any] = {"cpu_memory": 64 * MIB, "deadline": PATIENCE_S}
     pools = []
 
     def start(**settings: Any) -> raykv.KVPool:
-        pool = raykv.start(raykv.PoolConfig(**{"name": next(_names), "cpu_memory": 64 * MIB, **settings}))
+        pool = raykv.start(raykv.PoolConfig(**(defaults | {"name": next(_names)} | settings)))
         pools.append(pool)
         nodes = sum(node["Alive"] for node in ray.nodes())
         eventually(lambda: served(pool, nodes))
@@ -82,15 +83,6 @@ def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
     for pool in pools:
         pool.stop()
         assert not shm_files(pool.name)
-
-
-@pytest.fixture
-def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let calls of this process take long: what they return is tested, on a machine that may be busy."""
-    from helpers.pools import PATIENCE_S
-
-    monkeypatch.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", PATIENCE_S)
-    monkeypatch.setattr("raykv.client.lease.WINDOW_S", 12 * PATIENCE_S)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from click.core import ParameterSource
 from raykv.cli.bench import bench
 from raykv.cli.options import JSON, NAME, SIZE, TRANSPORT
 from raykv.cli.spinner import spinner
-from raykv.config import WRITE_SHARES, PoolConfig
+from raykv.config import METADATA_DEADLINE_S, WRITE_SHARES, PoolConfig
 from raykv.errors import PoolNotFound, RayKVError
 
 
@@ -48,6 +48,9 @@ def main() -> None:
     "--write", type=click.Choice(list(WRITE_SHARES)), default="back", show_default=True, help="Old blocks; all; none."
 )
 @click.option("--min-hits", default=0, show_default=True, help="Matches that a block needs before the tier gets it.")
+@click.option(
+    "--deadline", default=METADATA_DEADLINE_S, show_default=True, help="Seconds of a look-up; then it is a miss."
+)
 @click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
 @click.option("--exist-ok", is_flag=True, help="Take a pool that runs with other settings as it is.")
 @JSON

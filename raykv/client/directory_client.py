@@ -69,13 +69,17 @@ class DirectoryClient:
     The ids of leases and reservations are chosen here, and every call lists those that are held: so after a
     call that timed out, the directory releases what that call granted. Thread-safe.
 
-    line: the way to the directory. client: this one's id. faults: number of faults by kind. metrics: what this process
-    tells Ray of its part in the pool. requests: what it tells those who follow requests.
+    line: the way to the directory. deadline: seconds that a call may take. client: this one's id. faults: number of
+    faults by kind. metrics: what this process tells Ray of its part in the pool. requests: what it tells those who
+    follow requests.
     """
 
-    def __init__(self, pool: str, newest_epoch: Callable[[], int]) -> None:
-        """newest_epoch: the newest directory epoch known on this node; an older directory is not believed."""
-        self.pool = pool
+    def __init__(self, pool: str, newest_epoch: Callable[[], int], deadline: float = METADATA_DEADLINE_S) -> None:
+        """newest_epoch: the newest directory epoch known on this node; an older directory is not believed.
+
+        deadline: seconds that a call may take.
+        """
+        self.pool, self.deadline = pool, deadline
         self.line = DirectoryLine(pool)
         self.faults: Counter[str] = Counter()
         self.metrics, self._exported = Exporter(pool), 0.0
@@ -127,7 +131,7 @@ class DirectoryClient:
             call = self._call(hold=(lease,))
         answer = None
         try:  # sent a little later than its turn: what it lists is held longer, which harms nobody
-            found = await self.line.acall("match", call, plain(request), seconds=METADATA_DEADLINE_S)
+            found = await self.line.acall("match", call, plain(request), seconds=self.deadline)
             answer = self._noticed(self._believed(Matched(*found)))
         except ERRORS as error:
             self._down("directory", f"no {Matched.__name__} from it: {type(error).__name__}")
@@ -233,7 +237,7 @@ class DirectoryClient:
         if not self._up or self._closed.is_set():
             return None
         try:
-            return self._believed(Stored(*self.line.call("stored", keys, seconds=METADATA_DEADLINE_S)))
+            return self._believed(Stored(*self.line.call("stored", keys, seconds=self.deadline)))
         except ERRORS:
             return None
 
@@ -241,7 +245,7 @@ class DirectoryClient:
         """Names of the nodes by the index that locations carry; empty where the directory does not answer."""
         refuse_forked()
         try:
-            return cast(dict[int, str], self.line.call("nodes", seconds=METADATA_DEADLINE_S))
+            return cast(dict[int, str], self.line.call("nodes", seconds=self.deadline))
         except ERRORS:
             return {}
 
@@ -249,7 +253,7 @@ class DirectoryClient:
         """As `nodes`, for event loops."""
         refuse_forked()
         try:
-            return cast(dict[int, str], await self.line.acall("nodes", seconds=METADATA_DEADLINE_S))
+            return cast(dict[int, str], await self.line.acall("nodes", seconds=self.deadline))
         except ERRORS:
             return {}
 
@@ -301,14 +305,14 @@ class DirectoryClient:
     def close(self) -> None:
         """Tell the directory that this client leaves. Later calls are misses.
 
-        Waits METADATA_DEADLINE_S at most: until then, what was sent before has arrived.
+        Waits for the pool's deadline at most: until then, what was sent before has arrived.
         """
         if not self._closed.is_set() and self._pid == os.getpid():
             self._closed.set()
             self._bell.ring()
             if ray.is_initialized():
                 with contextlib.suppress(*ERRORS):
-                    self.line.call("disconnect", self.client, seconds=METADATA_DEADLINE_S)
+                    self.line.call("disconnect", self.client, seconds=self.deadline)
             self.line.close()
 
     def _may_ask(self) -> bool:
@@ -331,12 +335,12 @@ class DirectoryClient:
     def _send(
         self, kind: type[A], method: str, *request: Any, seconds: float | None = None, hold: Sequence[int] = ()
     ) -> A | None:
-        """seconds: default: METADATA_DEADLINE_S."""
+        """seconds: default: the pool's deadline."""
         plain_request = [plain(part) if isinstance(part, tuple) else part for part in request]
         try:
             with self._lock:  # calls must arrive in the order in which their lists of held ids were made
                 sent = self.line.send(method, self._call(hold), *plain_request)
-            answer = self.line.wait(sent, METADATA_DEADLINE_S if seconds is None else seconds)
+            answer = self.line.wait(sent, self.deadline if seconds is None else seconds)
             return self._believed(kind(*answer))
         except ERRORS as error:
             self._down("directory", f"no {kind.__name__} from it: {type(error).__name__}")
@@ -400,7 +404,7 @@ class DirectoryClient:
             self._down("directory", "it closed the connection")
             return
         if self._news or time.monotonic() - self._last_call > HEARTBEAT_AFTER_S:
-            self._probe(4 * METADATA_DEADLINE_S)
+            self._probe(4 * self.deadline)
         if self.requests.waits:
             self._report_requests()
         while self._to_forget and self._forget(self._to_forget[0]):
@@ -428,7 +432,7 @@ class DirectoryClient:
         return self._send(Counted, "client_heartbeat", seconds=seconds) is not None
 
     def _forget(self, keys: bytes) -> bool:
-        return self._send(Counted, "forget", keys, seconds=10 * METADATA_DEADLINE_S) is not None
+        return self._send(Counted, "forget", keys, seconds=10 * self.deadline) is not None
 
 
 def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None:

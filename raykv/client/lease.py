@@ -32,7 +32,7 @@ PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps t
 PIECES_AHEAD = 2
 LATE_S = 0.5  # what fails after so long was not refused, but not answered
 WAIT_BUDGET_S = 0.05  # a read waits for a tier at least for so long, however fast its tokens could be computed
-WINDOW_S = 2.0  # that a read waits for staging slots, while other readers have them all
+WINDOW_DEADLINES = 8  # of the pool: that a read waits for staging slots, while other readers have them all
 WINDOW_POLL_S, WINDOW_REST_S = 0.005, 0.02  # between its questions
 
 SILENT = "its node does not answer"  # these are said of requests that somebody follows; the node is said beside
@@ -310,7 +310,8 @@ class Lease:
             if not pulls:
                 if broken or at == len(away) or not self._wait_for_window(end, pause):
                     return
-                end, pause = end or time.monotonic() + WINDOW_S, min(2 * pause, WINDOW_REST_S)
+                patience = WINDOW_DEADLINES * self._session.directory.deadline
+                end, pause = end or time.monotonic() + patience, min(2 * pause, WINDOW_REST_S)
                 continue
             found = self._first_of(store, pulls)
             if found is None:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from raykv import internal_kv
 from raykv.client.directory_line import ERRORS, DirectoryLine
-from raykv.config import HEARTBEAT_S
+from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
 from raykv.errors import RayKVError
 from raykv.system import sha256
 
 log = logging.getLogger("raykv")
 
-DEADLINE_S = 0.05  # a request is not held up for longer
+SHARE = 0.2  # of the pool's deadline: a request is not held up for longer
 
 
 class PrefixLookup:
@@ -33,6 +33,7 @@ class PrefixLookup:
         self._others: dict[str, dict[str, Any]] = {}  # announced, by name
         self._wanted: set[str] = set()  # names that were asked for since the last look
         self._line = DirectoryLine(pool)
+        self._deadline = SHARE * METADATA_DEADLINE_S  # the pool's, as soon as its settings are known
         self._answers = False  # the directory answered the last question in time
         self._search: asyncio.Task[None] | None = None
 
@@ -57,7 +58,7 @@ class PrefixLookup:
         """
         if self._answers:
             try:
-                found: dict[str, int] = await self._line.acall("locate_prefix", keys.tobytes(), seconds=DEADLINE_S)
+                found: dict[str, int] = await self._line.acall("locate_prefix", keys.tobytes(), seconds=self._deadline)
                 return found
             except ERRORS as error:
                 log.info("pool %s: the directory did not answer a router: %r", self._pool, error)
@@ -70,7 +71,7 @@ class PrefixLookup:
             try:
                 wanted, self._wanted = {*self._others, *self._wanted}, set()
                 announced, others = await asyncio.to_thread(self._find, wanted)
-                await self._line.acall("locate_prefix", b"", seconds=DEADLINE_S)
+                await self._line.acall("locate_prefix", b"", seconds=self._deadline)
             except (*ERRORS, RayKVError):
                 await asyncio.sleep(HEARTBEAT_S)
             else:
@@ -80,9 +81,12 @@ class PrefixLookup:
     def _find(self, others: set[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Find the directory. Returns what was announced of the model, and of other names, where it was.
 
-        Raises ValueError where the directory or the model's announcement is missing.
+        Raises ValueError where the pool, its directory or the model's announcement is missing.
         """
-        internal_kv.settings(self._pool)  # refuses another version
+        settings = internal_kv.settings(self._pool)
+        if settings is None:
+            raise ValueError(f"there is no pool {self._pool!r}")
+        self._deadline = SHARE * settings["deadline"]
         sha256.load()  # in this thread: keys are made on the event loop
         announced = self._announced(self._model)
         if announced is None:

@@ -51,7 +51,9 @@ class Session:
         self.local = self._find_store()
         if self.local is None and (why := internal_kv.failures(name).get(self.node_id)):
             log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
-        self.directory = DirectoryClient(name, lambda: self.local.arena.epoch if self.local else 0)
+        self.directory = DirectoryClient(
+            name, lambda: self.local.arena.epoch if self.local else 0, settings["deadline"]
+        )
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
         self._others: dict[str, StoreClient] = {}  # by what the directory calls the memory of their nodes

@@ -14,11 +14,12 @@ import raykv
 
 def test_start_status_clear_and_stop_from_a_shell(cluster: Any) -> None:
     name = f"cli{os.getpid()}"
-    size = ("--cpu-memory", "32MiB")
+    size = ("--cpu-memory", "32MiB", "--deadline", "7.5")
     started = last_json(command("start", "--name", name, *size, "--json", address=cluster.address))
     assert [node["state"] for node in started["nodes"].values()] == ["alive", "alive"]
     try:
         pool = raykv.attach(name)
+        assert pool.session.directory.deadline == 7.5
         cache = pool.cache(model="m", block_tokens=16, block_bytes=4096)
         keys = cache.keys(np.arange(160))
         assert cache.store(keys, np.ones((10, 4096), np.uint8)) == 10

@@ -32,8 +32,6 @@ import raykv
 from raykv.arena import block_copy, header, superblock
 from raykv.keys import Keys
 
-pytestmark = pytest.mark.usefixtures("patiently")
-
 WHEN = ("granted", "half copied", "written")
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 

@@ -41,7 +41,6 @@ from raykv.client.prefix_lookup import PrefixLookup, announce
 from raykv.client.reservation import Reservation
 from raykv.system.wire import Address
 
-pytestmark = pytest.mark.usefixtures("patiently")
 FLOOD = 12_000  # connections
 
 
@@ -106,8 +105,7 @@ def test_blocks_are_pinned_swapped_prefetched_and_cleared(pool: raykv.KVPool) ->
     assert read(cache, keys).matched == 0
 
 
-def test_a_router_is_told_where_a_prompt_is(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raykv.client.prefix_lookup.DEADLINE_S", 5.0)
+def test_a_router_is_told_where_a_prompt_is(pool: raykv.KVPool) -> None:
     cache = a_cache(pool)
     keys = cache.keys(tokens(4, 10))
     keep(cache, keys)
@@ -187,7 +185,7 @@ def test_a_call_that_a_signal_interrupts_leaves_no_lease(faulty: raykv.KVPool, m
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with monkeypatch.context() as hasty, standing_still(faulty):
-            hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 1.0)
+            hasty.setattr(faulty.session.directory, "deadline", 1.0)
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             with pytest.raises(Interrupted):
                 cache.match(keys)
@@ -204,7 +202,7 @@ def test_what_a_late_answer_granted_is_not_held(faulty: raykv.KVPool, monkeypatc
     keep(cache, kept)
     lookups = faulty.stats()["lookups"]
     with monkeypatch.context() as hasty, standing_still(faulty), ThreadPoolExecutor(3) as threads:
-        hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.25)
+        hasty.setattr(directory, "deadline", 0.25)
         match = threads.submit(directory.match, node, kept, 0)
         reserve = threads.submit(directory.reserve, node, late, 0)
         pin = threads.submit(directory.pin, kept.tobytes())
@@ -228,7 +226,7 @@ def test_a_forget_that_the_directory_missed_is_sent_again(
     assert cache.swap_out(pages, range(40), "a").result(60) == 40
     missed = directory.faults["directory"]
     with monkeypatch.context() as hasty, standing_still(faulty):
-        hasty.setattr("raykv.client.directory_client.METADATA_DEADLINE_S", 0.02)
+        hasty.setattr(directory, "deadline", 0.02)
         cache.swap_drop("a")
         eventually(lambda: directory.faults["directory"] > missed)
     eventually(lambda: faulty.stats().get("pinned") == 0 == faulty.stats().get("keys"))

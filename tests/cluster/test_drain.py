@@ -47,7 +47,7 @@ def left(pool: raykv.KVPool, node_id: str) -> int:
 
 
 def test_blocks_that_only_a_leaving_node_had_are_readable_after_it_is_gone(
-    cluster: Any, start: Start, third_node: Callable[[], Any], patiently: None, tmp_path: Path
+    cluster: Any, start: Start, third_node: Callable[[], Any], tmp_path: Path
 ) -> None:
     leaving = third_node()
     staying = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != leaving.node_id]

@@ -56,7 +56,7 @@ def a_pod(address: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes],
 
 
 def test_a_hook_empties_the_node_it_runs_on_while_others_read_and_write(
-    cluster: Any, start: Callable[..., raykv.KVPool], patiently: None, tmp_path: Path
+    cluster: Any, start: Callable[..., raykv.KVPool], tmp_path: Path
 ) -> None:
     if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
         pytest.skip("namespaces can't be made here: it takes root")

@@ -34,7 +34,7 @@ def those(found: list[Event], role: str, event: str, **fields: object) -> list[E
 
 
 def test_the_logs_say_what_happened_and_no_secret(
-    cluster: Any, start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], patiently: None, tmp_path: Path
+    cluster: Any, start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], tmp_path: Path
 ) -> None:
     leaving = third_node().node_id
     with redis_server(tmp_path, requirepass=PASSWORD) as server:

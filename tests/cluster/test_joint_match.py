@@ -5,9 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import ray
-from helpers.pools import MIB, eventually, locations, other_node, patient, payload, settled, store, tokens, worker
+from helpers.pools import MIB, eventually, locations, other_node, payload, settled, store, tokens, worker
 from numpy.typing import NDArray
 
 import raykv
@@ -16,7 +15,6 @@ from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Lease, Leased
 from raykv.protocol import LOCATION, is_tier
 
-pytestmark = pytest.mark.usefixtures("patiently")
 SIZE, BLOCKS = 32 << 10, 16
 _seeds = itertools.count(100)
 
@@ -25,7 +23,6 @@ class Reader:
     """Reads by another process's leases."""
 
     def __init__(self, pool: str) -> None:
-        patient()
         self.pool = raykv.attach(pool)
 
     def read(self, leased: Leased) -> NDArray[np.uint8]:

@@ -34,7 +34,6 @@ from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Lease
 from raykv.keys import Keys
 
-pytestmark = pytest.mark.usefixtures("patiently")
 WINDOW = 16  # blocks: an eighth of 32 MiB
 LONG = 10 * WINDOW
 PROMPTS = range(1, 4)

@@ -18,8 +18,6 @@ import raykv
 from raykv import internal_kv, protocol
 from raykv.keys import CacheId, Keys
 
-pytestmark = pytest.mark.usefixtures("patiently")
-
 
 @pytest.fixture(scope="module")
 def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:

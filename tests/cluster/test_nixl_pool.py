@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import ray
 from helpers.pools import (
     WITH_NIXL,
@@ -26,7 +25,7 @@ from helpers.pools import (
 
 import raykv
 
-pytestmark = [pytest.mark.usefixtures("patiently"), WITH_NIXL]
+pytestmark = [WITH_NIXL]
 
 BLOCKS = 100  # 25 MiB
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-import torch
 from helpers.pools import (
     BLOCK,
     Worker,
@@ -26,11 +25,10 @@ from helpers.pools import (
     totals,
     worker,
 )
+from helpers.torch_or_skip import torch_or_skip
 from numpy.typing import NDArray
 
 import raykv
-
-pytestmark = pytest.mark.usefixtures("patiently")
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +66,23 @@ def test_stored_blocks_are_read_on_the_same_node(pool: raykv.KVPool, cache: rayk
         out = np.zeros((13, BLOCK), np.uint8)
         assert match.read(out) == 12
         assert (out[:12] == blocks).all() and not out[12].any()
-        tensor = torch.zeros((12, BLOCK), dtype=torch.uint8)
-        assert match.read(tensor, verify=True) == 12
-        assert (tensor.numpy() == blocks).all()
+        verified = np.zeros((12, BLOCK), np.uint8)
+        assert match.read(verified, verify=True) == 12
+        assert (verified == blocks).all()
     with cache.match(cache.keys(tokens(2, 3))) as match:
         assert (match.num_blocks, match.num_tokens, match.nodes) == (0, 0, [])
         assert match.read(np.zeros((0, BLOCK), np.uint8)) == 0
     eventually(lambda: settled(pool))
+
+
+def test_blocks_are_read_into_a_tensor(cache: raykv.KVCache) -> None:
+    torch = torch_or_skip()
+    keys = cache.keys(tokens(1, 12))
+    assert store(cache, keys) == 12
+    with cache.match(keys) as match:
+        tensor = torch.zeros((12, BLOCK), dtype=torch.uint8)
+        assert match.read(tensor, verify=True) == 12
+        assert (tensor.numpy() == payload(keys, BLOCK)).all()
 
 
 def test_stored_blocks_are_read_on_the_other_node(
@@ -91,21 +99,21 @@ def test_stored_blocks_are_read_on_the_other_node(
     assert found[:3] == (7, 7, 0) and pool.node_id in found.nodes and other_node(pool) in found.nodes
 
 
-@pytest.mark.parametrize("of", [np.zeros, torch.zeros], ids=["numpy", "torch"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_blocks_are_stored_from_and_read_into_paged_memory_of_several_layers(
-    cache: raykv.KVCache, there: Any, model: str, of: Callable[..., Any]
+    cache: raykv.KVCache, there: Any, model: str, library: str
 ) -> None:
-    uint8 = np.uint8 if of is np.zeros else torch.uint8
+    of = np if library == "numpy" else torch_or_skip()
     pages, sizes, ids = 20, (BLOCK // 2, BLOCK // 4, BLOCK // 4), [7, 0, 19, 3, 11]
     keys = cache.keys(tokens(1, 5))
     blocks = payload(keys, BLOCK)
-    layers = [of((pages, size), dtype=uint8) for size in sizes]
+    layers = [of.zeros((pages, size), dtype=of.uint8) for size in sizes]
     for row, block in zip(ids, blocks, strict=True):
         for layer, part in zip(layers, np.split(block, np.cumsum(sizes)[:-1]), strict=True):
             np.asarray(layer)[row] = part
     assert cache.store_from(keys, layers, ids) == 5
     assert ray.get(there.read.remote(keys, model=model))[:3] == (5, 5, 0)
-    found = [of((pages, size), dtype=uint8) for size in sizes]
+    found = [of.zeros((pages, size), dtype=of.uint8) for size in sizes]
     with cache.match(keys) as match:
         assert match.read_into(found, np.array(ids[::-1]).tolist()) == 5
     for layer, same in zip(layers, found, strict=True):
@@ -311,7 +319,7 @@ def test_an_engines_own_hashes_are_used_as_keys(cache: raykv.KVCache) -> None:
 BAD_INPUT: dict[str, tuple[Callable[[raykv.KVCache, Any, NDArray[np.uint8]], object], str]] = {
     "a block too small": (lambda c, k, b: c.store(k, b[:, :-1].copy()), rf"\(4, {BLOCK - 1}\).*\(4, {BLOCK}\)"),
     "blocks of floats": (lambda c, k, b: c.store(k, b.view(np.float32)), r"float32.*uint8"),
-    "blocks of bfloat16": (lambda c, k, b: c.store(k, torch.zeros(4, 8, dtype=torch.bfloat16)), r"bfloat16.*uint8"),
+    "blocks of bfloat16": (lambda c, k, b: c.store(k, bfloat16()), r"bfloat16.*uint8"),
     "too few blocks": (lambda c, k, b: c.store(k, b[:3]), rf"\(3, {BLOCK}\).*\(4, {BLOCK}\)"),
     "too many blocks": (lambda c, k, b: c.store(k, b, start=1), rf"\(4, {BLOCK}\).*\(3, {BLOCK}\)"),
     "blocks apart": (lambda c, k, b: c.store(k[:2], b[::2]), r"not contiguous"),
@@ -337,6 +345,11 @@ BAD_INPUT: dict[str, tuple[Callable[[raykv.KVCache, Any, NDArray[np.uint8]], obj
     "pages of ints": (lambda c, k, b: c.store_from(k, b.view(np.int64), range(4)), r"int64.*uint8"),
     "frozen pages": (lambda c, k, b: c.match(k).read_into(frozen(b), range(4)), r"read-only"),
 }
+
+
+def bfloat16() -> Any:
+    torch = torch_or_skip()
+    return torch.zeros(4, 8, dtype=torch.bfloat16)
 
 
 def frozen(array: NDArray[np.uint8]) -> NDArray[np.uint8]:

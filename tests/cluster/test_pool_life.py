@@ -39,8 +39,6 @@ from raykv import internal_kv, named_actors
 from raykv import keys as key_chain
 from raykv.config import HEARTBEAT_S
 
-pytestmark = pytest.mark.usefixtures("patiently")
-
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
     return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)

@@ -16,7 +16,6 @@ from raykv.keys import Keys
 PROMPT = 16  # blocks
 PROMPTS = 6  # of the tenant that has a minimum: 24 MiB of 112 that the pool has for blocks
 MINIMUM = 0.25
-pytestmark = pytest.mark.usefixtures("patiently")
 
 
 @pytest.fixture(scope="module")

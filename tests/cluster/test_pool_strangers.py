@@ -13,8 +13,6 @@ from helpers.redis_server import redis_server
 import raykv
 from raykv.tiers.base import path_of
 
-pytestmark = pytest.mark.usefixtures("patiently")
-
 MIB = 1 << 20
 BLOCKS, PROMPTS = 16, 20  # of 32 KiB: 10 MiB
 Start = Callable[..., raykv.KVPool]

@@ -54,8 +54,6 @@ import raykv
 from raykv import internal_kv
 from raykv.tiers.base import path_of
 
-pytestmark = pytest.mark.usefixtures("patiently")
-
 Start = Callable[..., raykv.KVPool]
 
 

@@ -14,6 +14,7 @@ import ray
 from helpers.command_line import command, last_json
 from helpers.pools import (
     BLOCK,
+    PATIENCE_S,
     come_back,
     eventually,
     holds,
@@ -37,7 +38,6 @@ from raykv import internal_kv
 
 MIB = 1 << 20
 SIZE = 64 * MIB
-pytestmark = pytest.mark.usefixtures("patiently")
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_with_an_external_tier_a_smaller_node_loses_no_block(
 
 def test_a_node_is_resized_while_its_memory_is_still_being_offered(cluster: Any) -> None:
     name = f"t{os.getpid()}-young"
-    pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=512 * MIB))
+    pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=512 * MIB, deadline=PATIENCE_S))
     try:
         assert pool.resize(pool.node_id, 64 * MIB) == 64 * MIB
         eventually(lambda: has(pool) == 64 * MIB and served(pool, 2))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import ray
 from helpers.pools import (
     BLOCK,
@@ -23,8 +22,6 @@ from helpers.pools import (
 )
 
 import raykv
-
-pytestmark = pytest.mark.usefixtures("patiently")
 
 WAITING = 24  # reads: more than work at a time
 

@@ -11,8 +11,6 @@ from helpers.pools import BLOCK, MIB, Worker, eventually, other_node, read, stor
 
 import raykv
 
-pytestmark = pytest.mark.usefixtures("patiently")
-
 
 class Traced(Worker):
     """A client whose process has set up OpenTelemetry."""

@@ -15,7 +15,7 @@ import pytest
 import ray
 from helpers.command_line import command
 from helpers.pages import ROOT
-from helpers.pools import Attached, actor_names, eventually, shm_files, worker
+from helpers.pools import PATIENCE_S, Attached, actor_names, eventually, shm_files, worker
 from helpers.without_raykv import WITHOUT_RAYKV
 
 import raykv
@@ -45,9 +45,9 @@ def nothing_left(name: str) -> bool:
 
 def test_other_settings_on_a_running_pool_are_named(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
-    same = raykv.PoolConfig(name=pool.name, cpu_memory=64 * MIB)
+    same = raykv.PoolConfig(name=pool.name, cpu_memory=64 * MIB, deadline=PATIENCE_S)
     raykv.start(same).close()
-    other = raykv.PoolConfig(name=pool.name, cpu_memory=32 * MIB, locality=2.0)
+    other = raykv.PoolConfig(name=pool.name, cpu_memory=32 * MIB, locality=2.0, deadline=PATIENCE_S)
     with pytest.raises(
         ValueError, match=r"cpu_memory=67108864 \(given: 33554432\), locality=1.5 \(given: 2.0\)\. .*attach"
     ):

@@ -34,7 +34,7 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 
 @pytest.fixture
-def cache(pool: raykv.KVPool, patiently: None) -> raykv.KVCache:
+def cache(pool: raykv.KVPool) -> raykv.KVCache:
     pool.clear()
     return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
 
@@ -92,7 +92,7 @@ def test_a_request_that_finds_no_room_is_left_to_be_computed(cache: raykv.KVCach
 
 
 def test_requests_that_memory_is_too_small_for_are_demoted_and_come_back(
-    start: Callable[..., raykv.KVPool], patiently: None, tmp_path: Path
+    start: Callable[..., raykv.KVPool], tmp_path: Path
 ) -> None:
     tiered = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
     cache = tiered.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0)

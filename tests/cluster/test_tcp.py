@@ -36,8 +36,6 @@ from raykv.config import KEYS_PER_CALL
 from raykv.system import wire
 from raykv.transports.block_server import CLAIM, REQUEST_BYTES
 
-pytestmark = pytest.mark.usefixtures("patiently")
-
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
     return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)

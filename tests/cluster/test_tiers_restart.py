@@ -6,9 +6,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.pools import eventually, holds, patient, shm_files, store, tokens
+from helpers.pools import PATIENCE_S, eventually, holds, shm_files, store, tokens
 from helpers.redis_server import redis_server
 from helpers.sqlite_tier import SqliteTier
 
@@ -24,9 +25,9 @@ PACE_S = 0.3
 
 def main(phase: str, *urls: str) -> None:
     """Store, or read, the same prompts in a pool for each tier, in a Ray cluster that lasts as long as this."""
-    patient()
     raykv.register_tier("sqlite", SqliteTier)
-    configs = [raykv.PoolConfig(name=name_of(url), cpu_memory=CPU, external=url, secret=b"s") for url in urls]
+    settings: dict[str, Any] = {"cpu_memory": CPU, "secret": b"s", "deadline": PATIENCE_S}
+    configs = [raykv.PoolConfig(name=name_of(url), external=url, **settings) for url in urls]
     with local_cluster(2), ThreadPoolExecutor(len(urls)) as threads:
         pools = list(threads.map(raykv.start, configs))
         try:

@@ -35,7 +35,6 @@ from raykv.client.lease import LATE
 from raykv.directory.why_missing import ABSENT, WRITTEN
 from raykv.keys import tenant_of
 
-pytestmark = pytest.mark.usefixtures("patiently")
 NOTHING = {"memory": 0, "node": 0, "external": 0}
 
 

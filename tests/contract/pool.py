@@ -58,7 +58,6 @@ def open_pool() -> Iterator[KVPool]:
     patch = pytest.MonkeyPatch()
     patch.setattr(actor, "time", Clock)
     patch.setattr(directory_client, "DirectoryLine", Line)
-    patch.setattr(directory_client, "METADATA_DEADLINE_S", 60.0)  # what is late would be a miss, on a busy machine too
     patch.setattr(directory_client, "ray", SimpleNamespace(is_initialized=lambda: True))
     directory = BareDirectory(1)
     Line.address_of_all = directory.address
@@ -76,7 +75,7 @@ def open_pool() -> Iterator[KVPool]:
 
 
 def _client() -> DirectoryClient:
-    return DirectoryClient("contract", lambda: 0)
+    return DirectoryClient("contract", lambda: 0, deadline=60.0)  # late would be a miss, on a busy machine too
 
 
 def _join(line: DirectoryLine) -> None:

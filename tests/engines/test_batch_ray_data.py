@@ -15,7 +15,6 @@ import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.patient_vllm_router import patient_config
 from helpers.vllm_engine import ENVIRONMENT
 from ray.data import ActorPoolStrategy, Dataset
 from transformers import AutoTokenizer
@@ -23,6 +22,7 @@ from transformers import AutoTokenizer
 from examples import batch_ray_data, serve_vllm
 from examples.serve_vllm import words
 from raykv.integrations.data import LLMPredictor, prefix_ordered
+from raykv.integrations.vllm import kv_transfer_config
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 HEADERS, HEADER_TOKENS, QUESTION_TOKENS, ENGINES = 3, 512, 32, 2
@@ -40,7 +40,7 @@ def questions(numbers: range) -> list[Row]:
 def predicted(dataset: Dataset, pool: str, model: str, engines: int) -> list[Row]:
     """Rows with their answers, by engines of this job."""
     engine = {
-        "kv_transfer_config": patient_config(pool),
+        "kv_transfer_config": kv_transfer_config(pool),
         "block_size": CHUNK,
         "max_model_len": 1024,
         "enforce_eager": True,
@@ -81,9 +81,8 @@ def test_engines_of_map_batches_read_what_those_of_another_job_have_computed(
 
 
 def test_engines_read_what_those_of_another_job_have_computed(
-    start: Callable[..., raykv.KVPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., raykv.KVPool], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(batch_ray_data, "kv_transfer_config", patient_config)
     pool, model = start(cpu_memory=512 * MIB), serve_vllm.make_model(tmp_path)
     first, second = batch_ray_data.rows(range(2)), batch_ray_data.rows(range(2, 6))
     with left_over.removed():

@@ -17,7 +17,6 @@ import raykv
 from examples.engine import MODEL, BlockPool, Engine, build, load_model
 from raykv.integrations.transformers import model_cache
 
-pytestmark = pytest.mark.usefixtures("patiently")
 BLOCK_TOKENS = 16
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
-from helpers.patient_router import PatientEngine, PatientRouter, start_gate
-from helpers.pools import BLOCK, eventually, free_port, other_node, part, pid, stopped, store, tokens
+from helpers.gated_engine import GatedEngine, start_gate
+from helpers.pools import BLOCK, ROUTED_S, eventually, free_port, other_node, part, pid, stopped, store, tokens
 from numpy.typing import NDArray
 from ray import serve
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
@@ -211,12 +211,9 @@ def test_tenants_and_adapters_have_keys_of_their_own() -> None:
 
 
 def test_a_lookup_finds_blocks_and_nothing_while_the_directory_is_silent(
-    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., raykv.KVPool],
 ) -> None:
-    monkeypatch.setattr(
-        "raykv.client.prefix_lookup.DEADLINE_S", 2.0
-    )  # what it says is tested, on a machine that may be busy
-    pool = start()
+    pool = start(deadline=ROUTED_S)
     cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
     prompt = cache.keys(tokens(0, 6))
     store(cache, prompt[:4])
@@ -263,11 +260,10 @@ class App(NamedTuple):
 
 @pytest.fixture(scope="module")
 def app(start_for_module: Callable[..., raykv.KVPool]) -> Iterator[App]:
-    pool, port, gate = start_for_module(cpu_memory=256 << 20), free_port(), start_gate()
+    pool, port, gate = start_for_module(cpu_memory=256 << 20, deadline=ROUTED_S), free_port(), start_gate()
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve_transformers, "PrefixRouter", PatientRouter)
-        patch.setattr(serve_transformers, "Engine", serve_transformers.Engine.options(PatientEngine))  # type: ignore[attr-defined]
+        patch.setattr(serve_transformers, "Engine", serve_transformers.Engine.options(GatedEngine))  # type: ignore[attr-defined]
         serve.run(serve_transformers.build({"pool": pool.name}))
     yield App(pool, f"http://127.0.0.1:{port}/", gate)
     serve.shutdown()

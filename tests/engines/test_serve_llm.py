@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from helpers import left_over
-from helpers.pools import PATIENCE_S, eventually, free_port, settled
+from helpers.pools import ROUTED_S, eventually, free_port, settled
 from ray import serve
 
 import raykv
@@ -79,7 +79,8 @@ def app(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[App]:
     places = [third_node_for_module(num_gpus=1).node_id for _ in range(2)]
-    pool, port, folder = start_for_module(cpu_memory=256 << 20), free_port(), tmp_path_factory.mktemp("llm")
+    pool = start_for_module(cpu_memory=256 << 20, deadline=ROUTED_S)
+    port, folder = free_port(), tmp_path_factory.mktemp("llm")
     models = [serve_vllm.make_model(folder / f"model-{seed}", seed) for seed in range(2)]
     names = [f"{secrets.token_hex(4)}-{seed}" for seed in range(2)]  # other runs keep theirs in the same folder
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
@@ -140,8 +141,7 @@ def test_models_and_adapters_of_one_application_have_keys_of_their_own(app: App)
         assert app.pool.stats()["hits"] == hits + CHUNKS * PARTS
 
 
-def test_a_router_finds_the_prompt_of_an_adapter(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raykv.client.prefix_lookup.DEADLINE_S", PATIENCE_S)
+def test_a_router_finds_the_prompt_of_an_adapter(app: App) -> None:
     for adapter in app.adapters:
         app.ask(adapter, 4)
     request = CompletionRequest(model="any", prompt=serve_vllm.words(4, LONG))

@@ -27,8 +27,7 @@ class App(NamedTuple):
 
 
 def patient_config(pool: str, role: str) -> dict[str, Any]:
-    own = {"kv_connector": "PatientConnector", "kv_connector_module_path": "helpers.patient_connector"}
-    return kv_transfer_config(pool, role) | own | {"kv_connector_extra_config": {"pool": pool, "patience": AHEAD}}
+    return kv_transfer_config(pool, role) | {"kv_connector_extra_config": {"pool": pool, "patience": AHEAD}}
 
 
 @pytest.fixture(scope="module")

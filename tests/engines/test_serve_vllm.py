@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from helpers import left_over, pages
-from helpers.pools import eventually, free_port
+from helpers.pools import ROUTED_S, eventually, free_port
 from ray import serve
 
 import raykv
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from helpers.patient_vllm_router import PatientVLLMRouter, patient_config
 from ray._common.utils import import_attr
 from ray.serve.config import RequestRouterConfig
 from ray.serve.llm import LLMServingArgs, build_openai_app
@@ -150,13 +149,10 @@ class App(NamedTuple):
 
 @pytest.fixture(scope="module")
 def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[App]:
-    pool, port = start_for_module(cpu_memory=512 << 20), free_port()
+    pool, port = start_for_module(cpu_memory=512 << 20, deadline=ROUTED_S), free_port()
     with left_over.removed():
         serve.start(proxy_location="HeadOnly", http_options={"port": port})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(serve_vllm, "VLLMPrefixRouter", PatientVLLMRouter)
-            patch.setattr(serve_vllm, "routed_config", patient_config)
-            serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
+        serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
         yield App(pool, f"http://127.0.0.1:{port}/")
         serve_vllm.shutdown()
 

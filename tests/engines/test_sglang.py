@@ -34,12 +34,12 @@ def shared(start_for_module: Start) -> raykv.KVPool:
 
 
 @pytest.fixture
-def pool(shared: raykv.KVPool, patiently: None) -> raykv.KVPool:
+def pool(shared: raykv.KVPool) -> raykv.KVPool:
     return shared
 
 
 @pytest.fixture
-def own_pool(start: Start, patiently: None) -> raykv.KVPool:
+def own_pool(start: Start) -> raykv.KVPool:
     """For a test that ends it, or parts of it."""
     return start()
 

@@ -237,9 +237,7 @@ def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said:
         check(*engine(**other))
 
 
-def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(
-    start: Callable[..., raykv.KVPool], patiently: None
-) -> None:
+def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(start: Callable[..., raykv.KVPool]) -> None:
     """Not from what it had itself, nor from what the pool had, nor before it was done."""
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
     manager = RayKVManager(pool, {"model": "m"})

@@ -70,7 +70,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def pool(start: Callable[..., raykv.KVPool], on_host: Any, patiently: None) -> Iterator[raykv.KVPool]:
+def pool(start: Callable[..., raykv.KVPool], on_host: Any) -> Iterator[raykv.KVPool]:
     yield start()
 
 

@@ -26,7 +26,6 @@ from raykv.integrations.vllm.manager import RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.worker import RayKVWorker
 
-pytestmark = pytest.mark.usefixtures("patiently")
 CHUNK, CHUNKS = 4096, 4
 HASHES = [bytes([i]) * 32 for i in range(CHUNKS + 2)]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -20,8 +20,8 @@ from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.manager import WAITED, Chain, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.tail import Tail
+from raykv.integrations.vllm.waiting import PATIENCE, patience_of
 
-pytestmark = pytest.mark.usefixtures("patiently")
 TOKENS, SIZE = 16, 4096  # of a chunk
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
 TAIL = Tail(make_offload_key(bytes([99]) * 32, 0), 12, 12 * TOKENS, 12 * TOKENS + 5)
@@ -32,9 +32,9 @@ FOREVER, AT_ONCE = 0.1, 1e6  # tokens a second that an engine computes, and so h
 class Engine:
     """What vLLM's scheduler does with a manager."""
 
-    def __init__(self, pool: str, model: str, stores: bool = True) -> None:
+    def __init__(self, pool: str, model: str, stores: bool = True, patience: float = PATIENCE) -> None:
         self.pool = raykv.attach(pool)
-        self.manager = RayKVManager(self.pool, {"model": model}, stores)
+        self.manager = RayKVManager(self.pool, {"model": model}, stores, patience)
         self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (SIZE,))], [Group(0, 0, TOKENS, 0)])
         self.cache = self.manager.caches[0][0]
         self.manager._rate = FOREVER
@@ -104,6 +104,25 @@ def test_one_computes_and_the_other_reads(engines: tuple[Engine, Engine]) -> Non
     assert two.manager._counts[WAITED] == 1
     two.manager.on_request_finished(second)
     eventually(lambda: one.pool.stats()["intents"] == 0)
+
+
+def test_an_engine_without_patience_waits_for_nobody(
+    engines: tuple[Engine, Engine], pool: raykv.KVPool, request: pytest.FixtureRequest
+) -> None:
+    one, hasty = engines[0], Engine(pool.name, request.node.name, patience=0.0)
+    first, second = one.begin(), hasty.begin()
+    assert one.told(first) == [MISS] * 12
+    assert hasty.told(second) == [MISS] * 12
+    for engine, asked in ((one, first), (hasty, second)):
+        engine.manager.on_request_finished(asked)
+    hasty.close()
+
+
+def test_how_patient_an_engine_is_comes_from_its_configuration() -> None:
+    assert patience_of({}) == PATIENCE and patience_of({"patience": 3}) == 3.0
+    for wrong in ("3", -1, True, float("nan"), None):
+        with pytest.raises(ValueError, match=r"patience=.*: give how many times as long"):
+            patience_of({"patience": wrong})
 
 
 def test_what_another_request_of_the_engine_computes_is_waited_for_until_it_is_stored(

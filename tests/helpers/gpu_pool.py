@@ -11,12 +11,12 @@ import ray
 import raykv
 from helpers.pools import (
     BLOCK,
+    PATIENCE_S,
     Reading,
     Worker,
     eventually,
     kill,
     other_node,
-    patient,
     payload,
     shm_files,
     store,
@@ -37,7 +37,6 @@ class Engine(Worker):
     """One whose KV is on a GPU."""
 
     def __init__(self, pool: str) -> None:
-        patient()
         self.pool = raykv.attach(pool, device=0)
 
     def store(self, keys: Keys, **cache: Any) -> int:
@@ -157,7 +156,6 @@ def a_node_is_drained(world: World) -> None:
 
 
 def main(name: str) -> None:
-    patient()
     steps: list[Callable[[World], None]] = [
         first_to_the_gpu,
         what_is_old_goes_down,
@@ -166,7 +164,7 @@ def main(name: str) -> None:
         a_node_is_drained,
     ]
     with local_cluster(2):
-        pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, gpu_memory=GPU))
+        pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, gpu_memory=GPU, deadline=PATIENCE_S))
         try:
             world = World(pool)
             for step in steps:

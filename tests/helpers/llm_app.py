@@ -19,9 +19,9 @@ from ray.serve.llm import LLMConfig
 from safetensors.torch import save_file
 
 from examples import serve_vllm
-from helpers.patient_vllm_router import PatientVLLMRouter, patient_config
 from helpers.pools import MIB
 from helpers.ray_engine import PLUGIN
+from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
 
 CHUNK = 64  # tokens
 PARTS = 8  # of a chunk: one a KV head
@@ -31,7 +31,7 @@ BUCKET = "adapters"
 
 def engine_options(pool: str) -> dict[str, Any]:
     """In float32, so that what is read gives the same tokens as what is computed."""
-    transfer = patient_config(pool)
+    transfer = routed_config(pool)
     # engines of any tensor-parallel size share then, and only the model keeps them apart
     transfer["kv_connector_extra_config"] |= {"canonical_layout": True, "blocks_per_chunk": CHUNK // 32}
     return {
@@ -75,7 +75,7 @@ def autoscaled(name: str, model: str, pool: str, environment: dict[str, str]) ->
         deployment_config={
             "autoscaling_config": scaling,
             "request_router_config": RequestRouterConfig(
-                request_router_class=PatientVLLMRouter, request_router_kwargs={"pool": pool, "model": name}
+                request_router_class=VLLMPrefixRouter, request_router_kwargs={"pool": pool, "model": name}
             ),
         },
         accelerator_config={"kind": "cpu"},

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
-import raykv.client.directory_client
-import raykv.client.lease
 from raykv import named_actors
+from raykv.config import METADATA_DEADLINE_S
 from raykv.keys import Keys
 from raykv.protocol import LOCATION
 
@@ -37,7 +36,8 @@ WITH_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not in
 TRANSPORTS = [pytest.param("nixl", marks=WITH_NIXL), "tcp", "object_store"]
 WAYS = {"socket": "auto", "ray": "object_store"}  # to the directory, by the transport of a pool that has only that
 both_ways = pytest.mark.parametrize("transport", WAYS.values(), ids=WAYS)
-PATIENCE_S = 5.0
+PATIENCE_S = 5.0  # deadline of the tests' pools: what calls return is tested, on a machine that may be busy
+ROUTED_S = 10.0  # the same of pools that routers ask, since they wait a fifth of it
 
 
 def both_ways_at_once(test: Callable[..., None]) -> Callable[..., None]:
@@ -76,12 +76,6 @@ def eventually(check: Callable[[], T], deadline: float = 90.0, seen: Callable[[]
             return answer
         assert time.monotonic() < end, f"still {answer!r} after {deadline} s {seen()}"
         time.sleep(0.05)
-
-
-def patient() -> None:
-    """From now on calls of this process may take long: what they return is tested, on a machine that may be busy."""
-    raykv.client.directory_client.METADATA_DEADLINE_S = PATIENCE_S  # type: ignore[attr-defined]
-    raykv.client.lease.WINDOW_S = 12 * PATIENCE_S
 
 
 def tokens(seed: int, blocks: int) -> NDArray[np.int64]:
@@ -138,9 +132,9 @@ class Worker:
     """An engine as an actor, to be pinned to a node."""
 
     def __init__(self, pool: str, be_patient: bool = True) -> None:
-        if be_patient:
-            patient()
         self.pool = raykv.attach(pool)
+        if not be_patient:
+            self.pool.session.directory.deadline = METADATA_DEADLINE_S
         self.matches: dict[bytes, raykv.Match] = {}
 
     def cache(self, model: str = "m", block_bytes: int = BLOCK) -> raykv.KVCache:

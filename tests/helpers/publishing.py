@@ -2,16 +2,14 @@
 
 from typing import Any
 
-from helpers.pools import patient
 from raykv.integrations.vllm import kv_events, published
 from raykv.integrations.vllm.announce import RoutedConnector
 
 
 class PublishingConnector(RoutedConnector):
-    """Gives the pool time. refresh_s, settle_s, ask_s: of its configuration, instead of those of the modules."""
+    """refresh_s, settle_s, ask_s: of its configuration, instead of those of the modules."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        patient()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         kv_events.REFRESH_S = extra.get("refresh_s", kv_events.REFRESH_S)
         kv_events.ASK_S = extra.get("ask_s", kv_events.ASK_S)

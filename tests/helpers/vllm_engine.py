@@ -16,8 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.engine.core_client import InprocClient
 
 import raykv.client.lease
-import raykv.integrations.vllm.waiting
-from helpers.pools import PATIENCE_S, patient
+from helpers.pools import PATIENCE_S
 from raykv.bench import one_process
 from raykv.integrations.vllm.chunks import ChunksToLoad
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
@@ -31,7 +30,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-PATIENCE = raykv.integrations.vllm.waiting.PATIENCE
 _idle: defaultdict[str, list[Any]] = defaultdict(list)  # processes whose engine was closed, by Ray node
 
 
@@ -91,16 +89,10 @@ Answer = tuple[list[int], int]  # greedy tokens, and how many of the prompt's we
 
 
 class FaultyConnector(RayKVConnector):
-    """Gives the pool time. Loads nothing but garbage while the file `fault` of its configuration is there.
-
-    patience: of its configuration; see `raykv.integrations.vllm.waiting`.
-    """
+    """Gives tiers time. Loads nothing but garbage while the file `fault` of its configuration is there."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        patient()
         raykv.client.lease.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        raykv.integrations.vllm.waiting.PATIENCE = extra.get("patience", raykv.integrations.vllm.waiting.PATIENCE)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -135,7 +127,6 @@ class Engine:
         **options: Any,
     ) -> None:
         """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM."""
-        raykv.integrations.vllm.waiting.PATIENCE = PATIENCE  # the engine that had this process may have set another
         one_process.prepare()
         transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))

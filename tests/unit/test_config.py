@@ -115,6 +115,9 @@ def test_the_bytes_of_a_memory() -> None:
         ({"transport": "pigeon"}, "transport='pigeon'"),
         ({"write": "twice"}, "write='twice'"),
         ({"min_hits": -1}, "min_hits=-1"),
+        ({"deadline": 0}, "deadline=0: give seconds above 0 and up to 60"),
+        ({"deadline": 61}, "deadline=61"),
+        ({"deadline": float("nan")}, "deadline=nan"),
         ({"external": "/mnt/nvme"}, "external= is not a URL"),
     ],
 )

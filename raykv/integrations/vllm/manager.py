@@ -33,7 +33,7 @@ from raykv.integrations.vllm.groups import Group, pool_part
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.tail import Tail
-from raykv.integrations.vllm.waiting import UNMEASURED, Wait
+from raykv.integrations.vllm.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.weights import Weights
 from raykv.keys import Keys
 from raykv.metrics.span import under
@@ -153,12 +153,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     is. weights: what they are called. resets: how often they may have become others.
     """
 
-    def __init__(self, pool: KVPool, arguments: dict[str, Any], stores: bool = True) -> None:
+    def __init__(
+        self, pool: KVPool, arguments: dict[str, Any], stores: bool = True, patience: float = PATIENCE
+    ) -> None:
         """arguments: of `KVPool.cache`, less what groups and ranks tell: part, block_tokens and block_bytes.
 
-        stores: the workers offer what they compute, so others may wait for it.
+        stores: the workers offer what they compute, so others may wait for it. patience: see Wait.
         """
-        self._pool, self._arguments, self._stores = pool, arguments, stores
+        self._pool, self._arguments, self._stores, self._patience = pool, arguments, stores, patience
         self._ranks: list[Rank] = []
         self._groups: list[Group] = []
         self.caches: dict[int, dict[int, KVCache]] = {}
@@ -438,7 +440,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _wait(self, ask: Ask, pending: int) -> None:
         """Others compute so many chunks that the request asked for: ask again after a while."""
         if ask.wait is None:
-            ask.wait = Wait(pending * self._groups[0].tokens / (self._rate or UNMEASURED))
+            ask.wait = Wait(pending * self._groups[0].tokens / (self._rate or UNMEASURED), self._patience)
             self._counts[WAITED] += 1
         if ask.wait.is_due():
             ask.answer = self._submit(ask.keys, ask.first, ask.origin, ask.computes, wait=not ask.wait.is_over)

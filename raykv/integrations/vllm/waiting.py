@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
-PATIENCE = 1.5  # times as long as this engine would compute them: whoever computes them began before
+PATIENCE = 1.5  # times as long as this engine would compute them, by default: whoever computes them began before
 UNMEASURED = 1000.0  # tokens a second: who has computed nothing yet waits too long rather than compute the same
 ASKS = 64  # while that takes, beside a few more at its begin; each costs the directory about 0.1 ms
 PAUSES_S = (0.005, 0.1)  # between two of them: the first, and the longest
@@ -14,10 +15,10 @@ GROWTH = 1.25  # of a pause to the next: what is written already is there soon
 class Wait:
     """From now on, for what this engine would compute in some time. It ends whether the chunks come or not."""
 
-    def __init__(self, compute_s: float) -> None:
-        """compute_s: seconds that this engine takes to compute what others do."""
+    def __init__(self, compute_s: float, patience: float) -> None:
+        """compute_s: seconds that this engine takes to compute what others do. patience: how often so long it waits."""
         self._pause, self._longest = PAUSES_S[0], min(max(compute_s / ASKS, PAUSES_S[0]), PAUSES_S[1])
-        self._end = time.monotonic() + PATIENCE * compute_s
+        self._end = time.monotonic() + patience * compute_s
         self._next = time.monotonic() + self._pause
 
     @property
@@ -32,3 +33,14 @@ class Wait:
         self._pause = min(GROWTH * self._pause, self._longest)
         self._next = now + self._pause
         return True
+
+
+def patience_of(extra_config: dict[str, Any]) -> float:
+    """`patience` of a connector's configuration, or PATIENCE. ValueError unless it is a number that is not negative."""
+    given = extra_config.get("patience", PATIENCE)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
+        raise ValueError(
+            f"kv_connector_extra_config has patience={given!r}: give how many times as long as computing a prefix a "
+            f"request waits for an engine that computes it, such as {PATIENCE}; 0: it never waits"
+        )
+    return float(given)

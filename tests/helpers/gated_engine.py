@@ -1,4 +1,4 @@
-"""Parts of Serve applications that give the pool time: what they answer is tested, on a machine that may be busy."""
+"""The engine of examples/serve_transformers.py behind a gate, which holds requests until a test lets them go on."""
 
 import asyncio
 import contextlib
@@ -8,27 +8,14 @@ from typing import Any
 import ray
 
 from examples import serve_transformers
-from helpers.pools import patient
-from raykv.integrations.serve import PrefixRouter
 
 GATE, NAMESPACE = "gate", "raykv-tests"
 HELD_S = 60.0
-
-
-class PatientRouter(PrefixRouter):
-    def initialize_state(self, model: str, pool: str = "default") -> None:
-        import raykv.client.prefix_lookup
-
-        raykv.client.prefix_lookup.DEADLINE_S = 5.0
-        super().initialize_state(model, pool)
-
-
 Engine: Any = serve_transformers.Engine.func_or_class  # type: ignore[attr-defined]
 
 
-class PatientEngine(Engine):  # type: ignore[misc]
+class GatedEngine(Engine):  # type: ignore[misc]
     def __init__(self, *args: Any) -> None:
-        patient()
         super().__init__(*args)
         self.gate = ray.get_actor(GATE, NAMESPACE)
         self.node = ray.get_runtime_context().get_node_id()
