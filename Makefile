@@ -13,7 +13,11 @@ CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contra
 VLLM = 0.32.0
 VLLM_TESTS = $(COMPAT)/tests/vllm-$(VLLM)
 
-.PHONY: demo check test lint units fuzz clusters engines ray_up alone slow contract compat docs pictures
+# the first interpreter of each version that pyenv or PATH has
+found = $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python) $(shell command -v python$(1)))
+PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version)))
+
+.PHONY: demo check test lint units fuzz clusters engines ray_up alone pythons slow contract compat docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -41,6 +45,18 @@ clusters:
 
 engines:
 	@$(call BESIDE,tests/engines)
+
+# without torch and vLLM, with the newest numpy, numba and Ray that pip picks for an interpreter
+pythons:
+	@echo "interpreters: $(or $(strip $(PYTHONS)),none)"
+	@set -e; for python in $(PYTHONS); do \
+		made=.venv-pythons/$$($$python -c 'import platform; print(platform.python_version())'); \
+		test $$made/.made -nt pyproject.toml || { $$python -m venv $$made; \
+			$$made/bin/pip install --quiet --no-compile -e '.[ui,redis,fsspec,test]'; touch $$made/.made; }; \
+		$$made/bin/python --version; $$made/bin/pip list | grep -E '^(numpy|numba|ray|raykv) '; \
+		$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory; \
+		$$made/bin/pytest tests/cluster/test_pool.py; \
+	done
 
 slow: .venv/.test
 	.venv/bin/pytest tests/engines -m slow

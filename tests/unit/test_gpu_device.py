@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.gpus import Bytes, elsewhere, forget, get, noise, put, table_of
+from helpers.torch_or_skip import torch_or_skip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -479,6 +480,7 @@ def test_several_streams_are_waited_for(on_host: Any, handles: list[Any]) -> Non
 
 def test_rows_of_torch(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor's interface says no stream: its device's current one counts."""
+    torch_or_skip()
     import torch
 
     array = on_host.zeros((2, 8), np.uint8)

@@ -3,9 +3,12 @@
 from collections import OrderedDict
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+pytest.importorskip("pyarrow", reason="Ray Data is not installed: pip install 'raykv[data]'")
 
 from raykv.integrations.data import BLOCKS, ROWS, dealt
 from raykv.keys import chain

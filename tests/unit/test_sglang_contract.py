@@ -10,6 +10,9 @@ import importlib
 import sys
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'raykv[transformers]'")
+
 from helpers.hicache import STORAGE, sources
 from helpers.pages import ROOT
 from helpers.signatures import Function, Package, is_abstract, signature
