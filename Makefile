@@ -48,7 +48,8 @@ engines:
 
 # without torch and vLLM, with the newest numpy, numba and Ray that pip picks for an interpreter
 pythons:
-	@echo "interpreters: $(or $(strip $(PYTHONS)),none)"
+	@test -n "$(strip $(PYTHONS))" || { echo "neither pyenv nor PATH has Python 3.11, 3.12 or 3.13: give PYTHONS="; exit 1; }
+	@echo "interpreters: $(PYTHONS)"
 	@set -e; for python in $(PYTHONS); do \
 		made=.venv-pythons/$$($$python -c 'import platform; print(platform.python_version())'); \
 		test $$made/.made -nt pyproject.toml || { $$python -m venv $$made; \

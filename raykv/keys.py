@@ -56,7 +56,7 @@ class CacheId(NamedTuple):
         )
 
 
-class Keys(np.ndarray[Any, np.dtype[np.uint8]]):
+class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no base class from numpy 2.5 on
     """Keys of one cache: (n, 16) uint8, one a block. Get them from `KVCache.keys` or `KVCache.rekey`.
 
     An array that carries its cache's identity. Slices, rows chosen by an index, `copy`, pickling and `np.concatenate`

@@ -49,7 +49,10 @@ def main() -> None:
 )
 @click.option("--min-hits", default=0, show_default=True, help="Matches that a block needs before the tier gets it.")
 @click.option(
-    "--deadline", default=METADATA_DEADLINE_S, show_default=True, help="Seconds of a look-up; then it is a miss."
+    "--deadline",
+    default=METADATA_DEADLINE_S,
+    show_default=True,
+    help="Of a question to the directory, in seconds; then a miss.",
 )
 @click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
 @click.option("--exist-ok", is_flag=True, help="Take a pool that runs with other settings as it is.")

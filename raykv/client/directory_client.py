@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.client.request_record import RequestReport
-from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, METADATA_DEADLINE_S
+from raykv.config import CLIENT_TTL_S, HEARTBEAT_S
 from raykv.keys import Keys
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import (
@@ -45,7 +45,8 @@ log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0
 TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while it is used
 HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a client for gone after CLIENT_TTL_S
-PROBE_S = 1.0  # to wait for a directory that may be stopped, before looking whether another is in charge
+PROBE_S = 1.0  # at least: for a directory that may be stopped, before looking whether another is in charge
+FORGET_S = 2.5  # at least: nobody waits for it
 
 Locations = NDArray[np.void]
 A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted, Stored)
@@ -74,7 +75,7 @@ class DirectoryClient:
     follow requests.
     """
 
-    def __init__(self, pool: str, newest_epoch: Callable[[], int], deadline: float = METADATA_DEADLINE_S) -> None:
+    def __init__(self, pool: str, newest_epoch: Callable[[], int], deadline: float) -> None:
         """newest_epoch: the newest directory epoch known on this node; an older directory is not believed.
 
         deadline: seconds that a call may take.
@@ -393,10 +394,10 @@ class DirectoryClient:
         """Send a heartbeat, and what no call has told yet; find the directory again if it was down."""
         if not self._up:
             if self.line.way == "socket" and self.line.look():
-                self._up = self._probe(PROBE_S)
+                self._up = self._probe()
             if not self._up:
                 self.line.close()  # whatever is wrong with it
-                self._up = self.line.find() and self._probe(PROBE_S)
+                self._up = self.line.find() and self._probe()
             if self._up:
                 self.metrics.add("without_directory_seconds_total", time.monotonic() - self._down_since)
             return
@@ -404,7 +405,7 @@ class DirectoryClient:
             self._down("directory", "it closed the connection")
             return
         if self._news or time.monotonic() - self._last_call > HEARTBEAT_AFTER_S:
-            self._probe(4 * self.deadline)
+            self._probe()
         if self.requests.waits:
             self._report_requests()
         while self._to_forget and self._forget(self._to_forget[0]):
@@ -428,11 +429,11 @@ class DirectoryClient:
             self._exported = time.monotonic()
             self.metrics.flush()
 
-    def _probe(self, seconds: float) -> bool:
-        return self._send(Counted, "client_heartbeat", seconds=seconds) is not None
+    def _probe(self) -> bool:
+        return self._send(Counted, "client_heartbeat", seconds=max(PROBE_S, self.deadline)) is not None
 
     def _forget(self, keys: bytes) -> bool:
-        return self._send(Counted, "forget", keys, seconds=10 * self.deadline) is not None
+        return self._send(Counted, "forget", keys, seconds=max(FORGET_S, self.deadline)) is not None
 
 
 def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None:

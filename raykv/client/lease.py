@@ -310,8 +310,8 @@ class Lease:
             if not pulls:
                 if broken or at == len(away) or not self._wait_for_window(end, pause):
                     return
-                patience = WINDOW_DEADLINES * self._session.directory.deadline
-                end, pause = end or time.monotonic() + patience, min(2 * pause, WINDOW_REST_S)
+                end = end or time.monotonic() + WINDOW_DEADLINES * self._session.directory.deadline
+                pause = min(2 * pause, WINDOW_REST_S)
                 continue
             found = self._first_of(store, pulls)
             if found is None:

@@ -9,10 +9,10 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from raykv.config import METADATA_DEADLINE_S, SUSPECT_AFTER_S
+from raykv.config import SUSPECT_AFTER_S
 from raykv.protocol import is_tier
 
-PING_S = METADATA_DEADLINE_S  # that a store may take to say that it is there
+PING_S = 0.25  # that a store may take to say that it is there
 
 
 class Silence:

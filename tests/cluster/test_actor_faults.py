@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import ray
 from helpers.pools import (
     BLOCK,
@@ -28,7 +29,20 @@ from helpers.pools import (
 
 import raykv
 from raykv import internal_kv, named_actors
+from raykv.config import METADATA_DEADLINE_S
 from raykv.protocol import LOCATION, epoch_of
+
+
+@pytest.fixture
+def start(start: Callable[..., raykv.KVPool]) -> Callable[..., raykv.KVPool]:
+    """A pool of which this process asks by the deadline that engines have."""
+
+    def hasty(**settings: Any) -> raykv.KVPool:
+        pool = start(**settings)
+        pool.session.directory.deadline = METADATA_DEADLINE_S
+        return pool
+
+    return hasty
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:

@@ -1,7 +1,9 @@
 """What `raykv.start` says and does where a pool can't start, runs already, or was left; and that nothing is left."""
 
+import asyncio
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -11,15 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from helpers.command_line import command
 from helpers.pages import ROOT
-from helpers.pools import PATIENCE_S, Attached, actor_names, eventually, shm_files, worker
+from helpers.pools import PATIENCE_S, ROUTED_S, Attached, actor_names, eventually, shm_files, worker
 from helpers.without_raykv import WITHOUT_RAYKV
 
 import raykv
 from raykv import internal_kv, named_actors
+from raykv.client.prefix_lookup import PrefixLookup, announce
 from raykv.protocol import VERSION
 
 MIB = 1 << 20
@@ -55,6 +59,22 @@ def test_other_settings_on_a_running_pool_are_named(start: Callable[..., raykv.K
     raykv.start(other, exist_ok=True).close()
     with pytest.raises(ValueError, match="another secret"):
         raykv.start(raykv.PoolConfig(name=pool.name, secret=b"other"), exist_ok=True)
+
+
+def test_the_deadline_of_a_pool_is_that_of_its_clients_and_routers(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(deadline=ROUTED_S)
+    assert pool.session.directory.deadline == ROUTED_S != PATIENCE_S
+    assert pickle.loads(pickle.dumps(pool.session)).directory.deadline == ROUTED_S
+    announce(pool.name, "m", root="00")
+
+    async def of_a_router() -> float:
+        lookup = PrefixLookup(pool.name, "m")
+        while lookup.announced is None:
+            await lookup.locate_prefix(np.zeros((1, 16), np.uint8))
+            await asyncio.sleep(0.05)
+        return lookup._deadline
+
+    assert asyncio.run(of_a_router()) == pytest.approx(ROUTED_S / 5)
 
 
 def test_gpu_memory_where_no_node_has_a_gpu(name: str) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.manager import WAITED, Chain, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
+from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.tail import Tail
 from raykv.integrations.vllm.waiting import PATIENCE, patience_of
 
@@ -112,7 +113,7 @@ def test_an_engine_without_patience_waits_for_nobody(
     one, hasty = engines[0], Engine(pool.name, request.node.name, patience=0.0)
     first, second = one.begin(), hasty.begin()
     assert one.told(first) == [MISS] * 12
-    assert hasty.told(second) == [MISS] * 12
+    assert hasty.told(second) == [MISS] * 12 and not hasty.manager._counts[WAITED]
     for engine, asked in ((one, first), (hasty, second)):
         engine.manager.on_request_finished(asked)
     hasty.close()
@@ -120,9 +121,18 @@ def test_an_engine_without_patience_waits_for_nobody(
 
 def test_how_patient_an_engine_is_comes_from_its_configuration() -> None:
     assert patience_of({}) == PATIENCE and patience_of({"patience": 3}) == 3.0
-    for wrong in ("3", -1, True, float("nan"), None):
+    for wrong in ("3", -1, True, float("nan"), float("inf"), 10**400, None):
         with pytest.raises(ValueError, match=r"patience=.*: give how many times as long"):
             patience_of({"patience": wrong})
+
+
+def test_the_connector_hands_its_patience_to_the_manager(pool: raykv.KVPool) -> None:
+    spec: Any = object.__new__(RayKVOffloadingSpec)
+    spec.extra_config, spec._pool, spec._manager = {"stores": [True], "patience": 3}, pool.name, None
+    spec._arguments = {"model": "m"}
+    manager = spec.get_manager()
+    assert manager._patience == 3.0
+    manager.shutdown()
 
 
 def test_what_another_request_of_the_engine_computes_is_waited_for_until_it_is_stored(

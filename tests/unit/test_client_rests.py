@@ -10,7 +10,8 @@ import pytest
 from helpers.pools import eventually
 
 from raykv.client import directory_client
-from raykv.client.directory_client import DirectoryClient
+from raykv.client.directory_client import FORGET_S, PROBE_S, DirectoryClient
+from raykv.config import METADATA_DEADLINE_S
 
 
 class Line:
@@ -21,6 +22,7 @@ class Line:
     def __init__(self, pool: str) -> None:
         self.connection, self.theirs = socket.socketpair()
         self.alive, self.looks, self.asked = True, 0, list[str]()
+        self.waited = dict[str, float]()  # for the last answer to each method
 
     def find(self) -> bool:
         self.asked.append("find")
@@ -35,6 +37,7 @@ class Line:
         return method
 
     def wait(self, sent: str, seconds: float) -> tuple[int, int]:
+        self.waited[sent] = seconds
         return 1, 0
 
     def call(self, method: str, *arguments: Any, seconds: float) -> None:
@@ -54,7 +57,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryClient]:
     monkeypatch.setattr(directory_client, "TEND_S", 0.01)
     monkeypatch.setattr(directory_client, "HEARTBEAT_AFTER_S", 1000.0)
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    client = DirectoryClient("p", lambda: 0)
+    client = DirectoryClient("p", lambda: 0, METADATA_DEADLINE_S)
     rests(client)
     line: Any = client.line
     assert line.asked == ["find"] and line.looks < 10
@@ -90,9 +93,25 @@ def test_a_connection_that_ends_meanwhile_is_found_anew(client: DirectoryClient)
     rests(client)
 
 
+@pytest.mark.parametrize("deadline", [METADATA_DEADLINE_S, 7.0])
+def test_nothing_waits_for_a_directory_longer_than_the_deadline_or_a_probe(
+    client: DirectoryClient, deadline: float
+) -> None:
+    """The thread that asks looks for another directory only afterwards: until then all is a miss."""
+    line: Any = client.line
+    client.deadline = deadline
+    client.pin(b"")
+    client.release(1)
+    client.forget_later(b"")
+    eventually(lambda: {"client_heartbeat", "forget"} <= line.waited.keys())
+    assert line.waited["pin"] == deadline
+    assert line.waited["client_heartbeat"] == max(PROBE_S, deadline)
+    assert line.waited["forget"] == max(FORGET_S, deadline)
+
+
 def test_the_thread_ends_with_a_client_that_nobody_has_any_more(client: DirectoryClient) -> None:
     others = set(threading.enumerate())
-    forgotten = DirectoryClient("p", lambda: 0)
+    forgotten = DirectoryClient("p", lambda: 0, METADATA_DEADLINE_S)
     (thread,) = set(threading.enumerate()) - others
     rests(forgotten)
     del forgotten

@@ -15,9 +15,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from ray.serve.config import RequestRouterConfig
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from raykv.bench import timed_connector
+from raykv.integrations.serve import PrefixRouter
 from raykv.integrations.vllm import kv_transfer_config
 from raykv.integrations.vllm.announce import RoutedConnector
 from raykv.integrations.vllm.connector import RayKVConnector, _configure
@@ -51,18 +53,36 @@ NAMED: dict[str, tuple[dict[str, Any], type]] = {
 def test_vllm_takes_the_connector_that_a_configuration_names(written: dict[str, Any], connector: type) -> None:
     config = KVTransferConfig(**written)
     assert KVConnectorFactory.get_connector_class(config) is connector
+    assert supports_hma(connector), "else vLLM's factory refuses it beside its hybrid KV cache manager"
     assert list(inspect.signature(connector).parameters) == ["vllm_config", "role", "kv_cache_config"]
+    assert not inspect.isabstract(connector)
 
 
-@pytest.mark.parametrize(("written", "connector"), NAMED.values(), ids=NAMED)
-def test_vllm_takes_the_spec_that_a_connector_names(written: dict[str, Any], connector: type) -> None:
-    config = KVTransferConfig(**written)
+def test_vllm_takes_the_spec_that_the_connector_names() -> None:
+    config = KVTransferConfig(**kv_transfer_config("default"))
     _configure(SimpleNamespace(kv_transfer_config=config))
     spec = OffloadingSpecFactory.get_spec_cls(config.kv_connector_extra_config)
     assert spec is RayKVOffloadingSpec and not inspect.isabstract(spec)
 
 
+@pytest.mark.parametrize("patience", ["3", -1, None])
+def test_a_connector_refuses_a_patience_that_is_none(patience: Any) -> None:
+    config = kv_transfer_config("default")
+    config["kv_connector_extra_config"]["patience"] = patience
+    with pytest.raises(ValueError, match=rf"patience={patience!r}: give how many times as long"):
+        _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
+
+
 @pytest.mark.parametrize("llm", FILES.values(), ids=FILES)
 def test_serve_takes_the_router_that_a_file_names(llm: Any) -> None:
-    router = RequestRouterConfig(**llm["deployment_config"]["request_router_config"])
-    assert router.get_request_router_class() is VLLMPrefixRouter
+    config = RequestRouterConfig(**llm["deployment_config"]["request_router_config"])
+    router = config.get_request_router_class()
+    assert router is VLLMPrefixRouter and not inspect.isabstract(router)
+    inspect.signature(router.initialize_state).bind(None, **config.request_router_kwargs)
+
+
+def test_serve_takes_the_router_of_engines_of_your_own() -> None:
+    config = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"pool": "p", "model": "m"})
+    router = config.get_request_router_class()
+    assert router is PrefixRouter and not inspect.isabstract(router)
+    inspect.signature(router.initialize_state).bind(None, **config.request_router_kwargs)

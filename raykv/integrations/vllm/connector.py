@@ -42,6 +42,7 @@ from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.serve_llm import register
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.tail import Tail, as_chunk, store_job, tail_of
+from raykv.integrations.vllm.waiting import patience_of
 from raykv.integrations.vllm.weights import Weights
 
 log = logging.getLogger("raykv")
@@ -279,6 +280,7 @@ def _configure(vllm_config: Any) -> None:
     extra["offload_prompt_only"] = False  # else the next turn of a chat never hits what was generated
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
     extra["self_describing_kv_events"] = False  # vLLM's tracker: ours is KVEvents
+    patience_of(extra)  # refused here, and not in the scheduler's process
     extra["sync_load_budget_bytes"] = 0  # vLLM can't compute what a load within a step does not bring
 
 

@@ -390,7 +390,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
             _end_intent(computing.answer)
         computes = self._stores and chain.resets == self.resets and not chain.limited
         asked = keys, begin, chain.origin, computes
-        return Ask(*asked, self._submit(*asked, wait=True))
+        return Ask(*asked, self._submit(*asked, wait=self._patience > 0))
 
     def _submit(
         self, keys: dict[int, list[bytes]], first: dict[int, int], origin: Origin, computes: bool, wait: bool

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 PATIENCE = 1.5  # times as long as this engine would compute them, by default: whoever computes them began before
+MOST = 1e6  # of it: an engine that died is noticed long before
 UNMEASURED = 1000.0  # tokens a second: who has computed nothing yet waits too long rather than compute the same
 ASKS = 64  # while that takes, beside a few more at its begin; each costs the directory about 0.1 ms
 PAUSES_S = (0.005, 0.1)  # between two of them: the first, and the longest
@@ -16,7 +17,7 @@ class Wait:
     """From now on, for what this engine would compute in some time. It ends whether the chunks come or not."""
 
     def __init__(self, compute_s: float, patience: float) -> None:
-        """compute_s: seconds that this engine takes to compute what others do. patience: how often so long it waits."""
+        """compute_s: seconds that this engine takes to compute what others do. patience: times as long to wait."""
         self._pause, self._longest = PAUSES_S[0], min(max(compute_s / ASKS, PAUSES_S[0]), PAUSES_S[1])
         self._end = time.monotonic() + patience * compute_s
         self._next = time.monotonic() + self._pause
@@ -36,11 +37,11 @@ class Wait:
 
 
 def patience_of(extra_config: dict[str, Any]) -> float:
-    """`patience` of a connector's configuration, or PATIENCE. ValueError unless it is a number that is not negative."""
+    """`patience` of a connector's configuration, or PATIENCE. ValueError unless it is a number up to MOST."""
     given = extra_config.get("patience", PATIENCE)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= MOST:
         raise ValueError(
             f"kv_connector_extra_config has patience={given!r}: give how many times as long as computing a prefix a "
-            f"request waits for an engine that computes it, such as {PATIENCE}; 0: it never waits"
+            f"request waits for an engine that computes it, such as {PATIENCE}; 0: it never waits; {MOST:.0f}: the most"
         )
     return float(given)
