@@ -491,8 +491,7 @@ def test_rows_of_torch(on_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     tensor = torch.zeros((2, 8), dtype=torch.uint8).as_subclass(Tensor)
     for handle, stream in ((0, 1), (77, 77)):
-        current = type("Stream", (), {"cuda_stream": handle})
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, at=handle: type("Stream", (), {"cuda_stream": at}))
         assert (
             buffers.rows_of([tensor]).stream == stream and buffers.rows_of([tensor]).addresses[0, 0] == array.data.ptr
         )
