@@ -69,11 +69,11 @@ def _start() -> Iterator[Callable[..., "raykv.KVPool"]]:
 
     import raykv
 
-    defaults: dict[str, Any] = {"cpu_memory": 64 * MIB, "deadline": PATIENCE_S}
     pools = []
 
     def start(**settings: Any) -> raykv.KVPool:
-        pool = raykv.start(raykv.PoolConfig(**(defaults | {"name": next(_names)} | settings)))
+        defaults = {"name": next(_names), "cpu_memory": 64 * MIB, "deadline": PATIENCE_S}
+        pool = raykv.start(raykv.PoolConfig(**{**defaults, **settings}))
         pools.append(pool)
         nodes = sum(node["Alive"] for node in ray.nodes())
         eventually(lambda: served(pool, nodes))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raykv import internal_kv
 from raykv.client.directory_line import ERRORS, DirectoryLine
-from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S
+from raykv.config import HEARTBEAT_S
 from raykv.errors import RayKVError
 from raykv.system import sha256
 
@@ -33,7 +33,7 @@ class PrefixLookup:
         self._others: dict[str, dict[str, Any]] = {}  # announced, by name
         self._wanted: set[str] = set()  # names that were asked for since the last look
         self._line = DirectoryLine(pool)
-        self._deadline = SHARE * METADATA_DEADLINE_S  # the pool's, as soon as its settings are known
+        self._deadline = 0.0  # of a question, in seconds: known with the pool's settings, before the first one
         self._answers = False  # the directory answered the last question in time
         self._search: asyncio.Task[None] | None = None
 

@@ -13,6 +13,7 @@ from helpers.pools import (
     both_ways_at_once,
     come_back,
     eventually,
+    hurry,
     keep,
     kill,
     load,
@@ -29,20 +30,13 @@ from helpers.pools import (
 
 import raykv
 from raykv import internal_kv, named_actors
-from raykv.config import METADATA_DEADLINE_S
 from raykv.protocol import LOCATION, epoch_of
 
 
 @pytest.fixture
 def start(start: Callable[..., raykv.KVPool]) -> Callable[..., raykv.KVPool]:
-    """A pool of which this process asks by the deadline that engines have."""
-
-    def hasty(**settings: Any) -> raykv.KVPool:
-        pool = start(**settings)
-        pool.session.directory.deadline = METADATA_DEADLINE_S
-        return pool
-
-    return hasty
+    """As everywhere, but this process hurries."""
+    return lambda **settings: hurry(start(**settings))
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:

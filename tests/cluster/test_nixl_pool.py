@@ -25,7 +25,7 @@ from helpers.pools import (
 
 import raykv
 
-pytestmark = [WITH_NIXL]
+pytestmark = WITH_NIXL
 
 BLOCKS = 100  # 25 MiB
 

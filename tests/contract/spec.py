@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
+from raykv.integrations.vllm.waiting import PATIENCE
 
 numbers = itertools.count()
 
@@ -44,6 +45,7 @@ class Spec(MockOffloadingSpec):  # type: ignore[misc]
         extra = self.extra_config
         extra.setdefault("parts", [[0]])
         extra.setdefault("stores", [True])
+        extra.setdefault("patience", PATIENCE)
         extra["cache"] = extra.get("cache", {}) | arguments()
         told = Told(RayKVOffloadingSpec(self.config).get_manager())
         told.lookup.return_value = LookupResult.MISS

@@ -78,6 +78,12 @@ def eventually(check: Callable[[], T], deadline: float = 90.0, seen: Callable[[]
         time.sleep(0.05)
 
 
+def hurry(pool: raykv.KVPool) -> raykv.KVPool:
+    """From now on this process asks by the deadline that engines have."""
+    pool.session.directory.deadline = METADATA_DEADLINE_S
+    return pool
+
+
 def tokens(seed: int, blocks: int) -> NDArray[np.int64]:
     """Of so many blocks of 16 tokens. Equal seeds have equal prefixes."""
     return np.random.default_rng(seed).integers(0, 50_000, 16 * blocks)
@@ -134,7 +140,7 @@ class Worker:
     def __init__(self, pool: str, be_patient: bool = True) -> None:
         self.pool = raykv.attach(pool)
         if not be_patient:
-            self.pool.session.directory.deadline = METADATA_DEADLINE_S
+            hurry(self.pool)
         self.matches: dict[bytes, raykv.Match] = {}
 
     def cache(self, model: str = "m", block_bytes: int = BLOCK) -> raykv.KVCache:

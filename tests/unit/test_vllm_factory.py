@@ -47,6 +47,13 @@ NAMED: dict[str, tuple[dict[str, Any], type]] = {
     "bench": (timed_connector.kv_transfer_config("default", "/tmp"), timed_connector.TimedConnector),
     **{file: (llm["engine_kwargs"]["kv_transfer_config"], RoutedConnector) for file, llm in FILES.items()},
 }
+ROUTERS: dict[str, tuple[dict[str, Any], type]] = {
+    "engines of your own": (
+        {"request_router_class": PrefixRouter, "request_router_kwargs": {"pool": "p", "model": "m"}},
+        PrefixRouter,
+    ),
+    **{file: (llm["deployment_config"]["request_router_config"], VLLMPrefixRouter) for file, llm in FILES.items()},
+}
 
 
 @pytest.mark.parametrize(("written", "connector"), NAMED.values(), ids=NAMED)
@@ -73,16 +80,9 @@ def test_a_connector_refuses_a_patience_that_is_none(patience: Any) -> None:
         _configure(SimpleNamespace(kv_transfer_config=KVTransferConfig(**config)))
 
 
-@pytest.mark.parametrize("llm", FILES.values(), ids=FILES)
-def test_serve_takes_the_router_that_a_file_names(llm: Any) -> None:
-    config = RequestRouterConfig(**llm["deployment_config"]["request_router_config"])
-    router = config.get_request_router_class()
-    assert router is VLLMPrefixRouter and not inspect.isabstract(router)
-    inspect.signature(router.initialize_state).bind(None, **config.request_router_kwargs)
-
-
-def test_serve_takes_the_router_of_engines_of_your_own() -> None:
-    config = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"pool": "p", "model": "m"})
-    router = config.get_request_router_class()
-    assert router is PrefixRouter and not inspect.isabstract(router)
-    inspect.signature(router.initialize_state).bind(None, **config.request_router_kwargs)
+@pytest.mark.parametrize(("written", "router"), ROUTERS.values(), ids=ROUTERS)
+def test_serve_takes_the_router_that_a_configuration_names(written: dict[str, Any], router: Any) -> None:
+    config = RequestRouterConfig(**written)
+    found = config.get_request_router_class()
+    assert found is router and not inspect.isabstract(found)
+    inspect.signature(found.initialize_state).bind(None, **config.request_router_kwargs)

@@ -280,7 +280,7 @@ def _configure(vllm_config: Any) -> None:
     extra["offload_prompt_only"] = False  # else the next turn of a chat never hits what was generated
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
     extra["self_describing_kv_events"] = False  # vLLM's tracker: ours is KVEvents
-    patience_of(extra)  # refused here, and not in the scheduler's process
+    extra["patience"] = patience_of(extra)
     extra["sync_load_budget_bytes"] = 0  # vLLM can't compute what a load within a step does not bring
 
 

@@ -7,7 +7,6 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from raykv.integrations.node import attach
 from raykv.integrations.vllm.groups import pool_part
 from raykv.integrations.vllm.manager import METRICS, RayKVManager
-from raykv.integrations.vllm.waiting import patience_of
 from raykv.integrations.vllm.worker import RayKVWorker, pages_of
 
 
@@ -30,8 +29,8 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> RayKVManager:
         """The scheduler's side. Made at the first call."""
         if self._manager is None:
-            stores, patience = any(self.extra_config["stores"]), patience_of(self.extra_config)
-            self._manager = RayKVManager(attach(self._pool), self._arguments, stores, patience)
+            stores = any(self.extra_config["stores"])
+            self._manager = RayKVManager(attach(self._pool), self._arguments, stores, self.extra_config["patience"])
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RayKVWorker:
