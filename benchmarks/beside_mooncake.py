@@ -68,7 +68,7 @@ class Reader(cross.Reader):
 
     def ask_seconds(self) -> float:
         """Of finding KEYS keys, and leasing their blocks."""
-        small = self.pool.cache(model="small", block_tokens=1, block_bytes=4096)
+        small = self.pool.cache(model="small", dtype="uint8", layout="rows", block_tokens=1, block_bytes=4096)
         keys = small.keys(np.arange(KEYS))
         assert small.store(keys, np.zeros((KEYS, 4096), np.uint8), wait=True) == KEYS
         for _ in range(2):  # the first is untimed: what was read before took the caches

@@ -105,7 +105,9 @@ def _join(pipe: Connection, address: str, pool: str) -> None:
     """That process. It stores a block and reads it, and does nothing from then on."""
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
     if pool:
-        cache = raykv.attach(pool).cache(model="idle", block_tokens=16, block_bytes=1 * MIB)
+        cache = raykv.attach(pool).cache(
+            model="idle", dtype="uint8", layout="rows", block_tokens=16, block_bytes=1 * MIB
+        )
         keys, block = cache.keys(np.arange(16)), np.zeros((1, 1 * MIB), np.uint8)
         cache.store(keys, block)
         with cache.match(keys) as match:

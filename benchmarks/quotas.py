@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def cache_of(pool: raykv.KVPool, tenant: str) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK_BYTES, tenant=tenant)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES, tenant=tenant)
 
 
 @contextmanager

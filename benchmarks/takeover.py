@@ -57,7 +57,7 @@ def lost(loss: Callable[[Any], list[int]], nodes: int = 2) -> float:
 
 def lost_of_pool(loss: Callable[[Any], list[int]]) -> float:
     with local_pool("takeover", 256 * MIB) as pool:
-        cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK_BYTES)
+        cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES)
         keys = cache.keys(np.arange(BLOCKS * 16))
         stored = 0
         while (stored := stored + cache.store(keys, np.zeros((BLOCKS, BLOCK_BYTES), np.uint8), wait=True)) < BLOCKS:

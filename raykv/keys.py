@@ -181,7 +181,7 @@ def chain(
 ) -> NDArray[np.uint8]:
     """Keys of the full blocks of a prompt: (len(token_ids) // block_tokens, 16) uint8.
 
-    token_ids: 1-D: list or tuple of int, or an integer array or tensor (numpy, torch, ...); values fit int32.
+    token_ids: 1-D: list or tuple of int, or an integer array or tensor (numpy, torch, ...); from 0 to 2**31 - 1.
     lora, salt: change every key. A str means its UTF-8 bytes; None differs from empty.
     extra: what else a block depends on, as an image's hash: {block: value}, or one value (or None) a block. It changes
         the keys from that block on. The last, partial block may have one: it has no key.
@@ -190,6 +190,10 @@ def chain(
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
         raise ValueError(f"block_tokens={block_tokens!r}: must be an int of at least 1")
     tokens = _int32(token_ids)
+    if len(tokens) and tokens.min() < 0:
+        raise ValueError(
+            f"token id {tokens.min()} is negative: cut padding and placeholders off, which no model computes"
+        )
     extras = _extras(extra, -(-len(tokens) // block_tokens))
     named = {"block_tokens": b"%d" % block_tokens}
     named |= {name: _bytes(name, value) for name, value in (("lora", lora), ("salt", salt)) if value is not None}

@@ -84,7 +84,16 @@ def paged(given: Any, block_ids: Sequence[int], rows: int, block_bytes: int, wri
         raise ValueError(f"block_ids: {ids.dtype} of shape {ids.shape}: give one integer a block")
     if rows and (ids.min() < 0 or ids.max() >= len(pages)):
         raise ValueError(f"block_ids from {ids.min()} to {ids.max()}, but there are {len(pages)} pages")
+    if writable and rows:
+        _check_distinct(ids.astype(np.int64))
     return pages[ids.astype(np.int64)]
+
+
+def _check_distinct(ids: NDArray[np.int64]) -> None:
+    """ValueError for a page that several blocks would be written to."""
+    times = np.bincount(ids)
+    if times.max() > 1:
+        raise ValueError(f"block_ids name page {times.argmax()} {times.max()} times: give each block a page of its own")
 
 
 def rows_of(arrays: Sequence[Any], name: str = "memory") -> Rows:

@@ -75,7 +75,9 @@ class Worker:
     def take(self, shape: Shape) -> None:
         """From now on, blocks of this shape."""
         self.shape = shape
-        self.cache = self.pool.cache(model=str(shape), block_tokens=16, block_bytes=shape.block_bytes)
+        self.cache = self.pool.cache(
+            model=str(shape), dtype="uint8", layout="rows", block_tokens=16, block_bytes=shape.block_bytes
+        )
         self.filled = FILL // shape.block_bytes
         self.keys = self.cache.keys(np.arange((self.filled + 2 * shape.pairs * shape.blocks) * 16))
         block = np.random.default_rng(0).integers(0, 255, shape.block_bytes, np.uint8)

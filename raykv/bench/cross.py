@@ -25,7 +25,9 @@ class Writer:
     def __init__(self) -> None:
         import raykv
 
-        self.cache = raykv.attach(POOL).cache(model="bench", block_tokens=16, block_bytes=BLOCK_BYTES)
+        self.cache = raykv.attach(POOL).cache(
+            model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES
+        )
         self.blocks = np.random.default_rng(0).integers(0, 255, (BLOCKS, BLOCK_BYTES), np.uint8)
 
     def store(self, turn: int) -> int:
@@ -53,7 +55,9 @@ class Reader:
         import raykv
 
         self.pool = raykv.attach(POOL)
-        self.cache = self.pool.cache(model="bench", block_tokens=16, block_bytes=BLOCK_BYTES)
+        self.cache = self.pool.cache(
+            model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES
+        )
         self.writer = writer
         self.out = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
 

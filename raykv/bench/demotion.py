@@ -41,7 +41,7 @@ class Engine(local.Worker):
         super().__init__(POOL)
         self.fresh = self.turn = 0  # the last batch that was stored, and how many were read
         self.read_batches: list[int] = []
-        self.small = self.pool.cache(model="bench", block_tokens=16, block_bytes=4096)
+        self.small = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
         self.prompt = self.small.keys(np.arange(MATCH_KEYS * 16))
 
     def prepare(self) -> None:

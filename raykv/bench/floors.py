@@ -41,7 +41,9 @@ class Lane:
     def __init__(self, pool: str, size: int) -> None:
         import raykv
 
-        self.cache = raykv.attach(pool).cache(model="floor", block_tokens=1, block_bytes=BLOCK_BYTES)
+        self.cache = raykv.attach(pool).cache(
+            model="floor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
+        )
         self.blocks = np.zeros((-(-size // BLOCK_BYTES), BLOCK_BYTES), np.uint8)
         self.share = size / self.blocks.nbytes  # of the blocks, which the last byte need not fill
 

@@ -35,7 +35,9 @@ class Worker:
         import raykv
 
         self.pool = raykv.attach(pool)
-        self.cache = self.pool.cache(model="bench", block_tokens=16, block_bytes=BLOCK_BYTES)
+        self.cache = self.pool.cache(
+            model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES
+        )
         assert self.pool.session.local is not None
         self.arena = self.pool.session.local.arena
         block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
@@ -95,7 +97,7 @@ class Worker:
         """Seconds of matching MATCH_KEYS keys, of an empty actor call with the same bytes, and of a socket, in turn."""
         import ray
 
-        cache = self.pool.cache(model="bench", block_tokens=16, block_bytes=4096)
+        cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
         keys = match_rate.stored_keys(cache, MATCH_KEYS)
         message = (1, 2, b"", b"", b""), (3, self.pool.node_id, keys.tobytes(), 4096)
         socket = RoundTrip(*ray.get(echo.listen.remote(len(packed(message)))))

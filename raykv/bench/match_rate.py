@@ -24,7 +24,7 @@ class Asker:
         import raykv
 
         self.pool = raykv.attach(pool)
-        self.cache = self.pool.cache(model="bench", block_tokens=16, block_bytes=4096)
+        self.cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
         self.keys = stored_keys(self.cache, count)
 
     def socket_rate(self) -> float:

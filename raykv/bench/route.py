@@ -31,7 +31,9 @@ class Replica:
     """Answers at once. It stores the prompt on its node, unless another replica has."""
 
     def __init__(self) -> None:
-        cache = raykv.attach(POOL).cache(model=MODEL, block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES)
+        cache = raykv.attach(POOL).cache(
+            model=MODEL, dtype="uint8", layout="rows", block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES
+        )
         announce(cache, MODEL)
         cache.store(cache.keys(_prompt(0)), np.zeros((BLOCKS, BLOCK_BYTES), np.uint8))
 

@@ -276,7 +276,7 @@ def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
 
 def _push_out(turn: int, pool: Any) -> None:
     """Store so much else that only the tier has the prompt, no faster than the tier takes blocks."""
-    cache = pool.cache(model="other", block_tokens=1, block_bytes=BLOCK_BYTES)
+    cache = pool.cache(model="other", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES)
     blocks = np.zeros((32, BLOCK_BYTES), np.uint8)
     for step in range(2 * 2 * ARENA_BYTES // blocks.nbytes):
         cache.store(cache.keys(np.full(len(blocks), 1000 * turn + step)), blocks)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
@@ -22,7 +22,7 @@ from raykv.system.fork import refuse_forked
 class Match:
     """The leading blocks that are ready, leased: none of them is evicted before `release`. A context manager.
 
-    num_blocks: how many. num_tokens: of them.
+    num_blocks: how many. num_tokens: of them. After `release` every read raises ValueError: others may have the slots.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Match:
         self._counted = counted
         self._record: RequestRecord | None = None  # while somebody follows requests
         self._leases: list[Lease] = []
+        self._released = False
 
     def ask(self) -> Self:
         """Lease the blocks."""
@@ -162,10 +163,18 @@ class Match:
         return await self._session.in_thread(self.read_rows, self._paged(paged, block_ids), verify)
 
     def _dense(self, out: Any) -> Rows:
+        self._check_held()
         return buffers.dense("out", out, self.num_blocks, self._block_bytes)
 
     def _paged(self, paged: Any, block_ids: Sequence[int]) -> Rows:
+        self._check_held()
         return buffers.paged(paged, block_ids, self.num_blocks, self._block_bytes, writable=True)
+
+    def _check_held(self) -> None:
+        if self._released:
+            raise ValueError(
+                "this match was released, so its blocks may be others now: read before its `with` block ends"
+            )
 
     def read_rows(self, rows: Rows, verify: bool = False) -> int:
         """As `read`, into rows that were checked."""
@@ -188,6 +197,7 @@ class Match:
         window holds. Returns how many leading blocks are on this node now, which a `read` copies at memory speed.
         """
         refuse_forked()
+        self._check_held()
         done = 0
         for lease in self._leases:
             count = lease.fetch(whole)
@@ -198,6 +208,7 @@ class Match:
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
+        self._released = True
         for lease in self._leases:
             lease.release()
         record, self._record = self._record, None
@@ -229,3 +240,11 @@ class AsyncMatch:
 
     async def __aexit__(self, *error: object) -> None:
         self._match.release()
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "cache.amatch is for event loops: use `async with cache.amatch(keys)`, or `with cache.match(keys)`"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached."""

@@ -11,6 +11,11 @@ from raykv.client.stop import stop_pool
 from raykv.config import check_tenant
 
 RECOMPUTE_TOKENS_PER_S = 10_000.0  # a model of 8B parameters on a fast GPU
+SUCH = {
+    "model": "the name of the weights",
+    "dtype": "what the KV is kept in, such as 'bfloat16'",
+    "layout": "the order of a block's bytes, such as 'layers,2,kv_heads,tokens,head_dim'",
+}
 
 
 class KVPool(Administration):
@@ -51,14 +56,15 @@ class KVPool(Administration):
 
         Equal arguments give equal caches, in every process of the cluster. Whatever makes KV differ must be in them, or
         one engine reads bytes that are no KV of its own: model, revision, dtype, layout (of a block's bytes), parallel
-        (shape), part (index of a piece of a model that spans nodes). salt separates tenants that cooperate.
+        (shape), part (index of a piece of a model that spans nodes). model, dtype and layout are required: nothing else
+        keeps apart two engines with blocks of one size. salt separates tenants that cooperate.
         tenant: who is charged for the blocks that are stored or matched through this cache (see `set_quota`), and how
         metrics call that; default: the salt's hash. recompute_tokens_per_s: how fast the engine prefills, which limits
         waits for an external tier. Both are no part of what the cache is: tenants may share blocks.
         Raises ValueError for arguments that are missing or make no block.
         """
-        if not model or block_tokens < 1 or block_bytes < 1:
-            raise ValueError(f"model={model!r}, block_tokens={block_tokens}, block_bytes={block_bytes}: all are needed")
+        _check_said(model=model, dtype=dtype, layout=layout)
+        _check_sizes(block_tokens=block_tokens, block_bytes=block_bytes)
         if not recompute_tokens_per_s > 0:
             raise ValueError(f"recompute_tokens_per_s={recompute_tokens_per_s}: give the engine's prefill rate")
         local = self.session.local
@@ -122,3 +128,15 @@ def attach(name: str = "default", *, node_id: str | None = None, device: str | i
     gpu = None if device is None else uuid_of(device)
     connect(name)
     return KVPool(name, node_id, gpu)
+
+
+def _check_said(**given: str) -> None:
+    for name, value in given.items():
+        if not value:
+            raise ValueError(f"{name}={value!r}: give {SUCH[name]}; engines that differ in it must not share blocks")
+
+
+def _check_sizes(**given: int) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}: give an int of at least 1")

@@ -32,7 +32,9 @@ class Engine:
 
     def __init__(self, pool: str) -> None:
         """Raises as `raykv.attach`."""
-        self._cache = raykv.attach(pool).cache(model="raykv doctor", block_tokens=1, block_bytes=BLOCK_BYTES)
+        self._cache = raykv.attach(pool).cache(
+            model="raykv doctor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
+        )
 
     def store(self, seed: int) -> int:
         """Returns how many blocks are new."""

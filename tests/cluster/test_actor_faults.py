@@ -40,7 +40,7 @@ def start(start: Callable[..., raykv.KVPool]) -> Callable[..., raykv.KVPool]:
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def both_directories(pool: raykv.KVPool) -> list[int]:

@@ -20,7 +20,7 @@ def test_start_status_clear_and_stop_from_a_shell(cluster: Any) -> None:
     try:
         pool = raykv.attach(name)
         assert pool.session.directory.deadline == 7.5
-        cache = pool.cache(model="m", block_tokens=16, block_bytes=4096)
+        cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
         keys = cache.keys(np.arange(160))
         assert cache.store(keys, np.ones((10, 4096), np.uint8)) == 10
         assert last_json(command("status", "--name", name, "--json", address=cluster.address))["keys"] == 10

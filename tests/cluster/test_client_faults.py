@@ -76,7 +76,7 @@ class Unlucky(Worker):
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def fill(pool: raykv.KVPool, cache: raykv.KVCache, seed: int) -> None:

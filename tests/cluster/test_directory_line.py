@@ -45,7 +45,7 @@ FLOOD = 12_000  # connections
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -257,7 +257,9 @@ def test_blocks_go_to_a_tier_whose_directory_was_killed(
     """And those from before are found there: node stores use the same two ways."""
     tier = f"file://{tmp_path}/{transport}?capacity=1GiB"
     pool = start(transport=transport, external=tier, secret=b"s", write="through")
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0)
+    cache = pool.cache(
+        model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0
+    )
 
     def demoted() -> int:
         return sum(tier["blocks"] for tier in pool.stats().get("tiers", {}).values())

@@ -17,7 +17,9 @@ Start = Callable[..., raykv.KVPool]
 
 
 def cache_of(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=100)
+    return pool.cache(
+        model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=100
+    )
 
 
 def keep_there(pool: raykv.KVPool, node_id: str, seed: int) -> list[raykv.Keys]:

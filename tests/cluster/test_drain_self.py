@@ -62,7 +62,9 @@ def test_a_hook_empties_the_node_it_runs_on_while_others_read_and_write(
         pytest.skip("namespaces can't be made here: it takes root")
     staying = nodes()
     pool = start(cpu_memory=128 * MIB)
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=100)
+    cache = pool.cache(
+        model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=100
+    )
     drain = [sys.executable, "-m", "raykv.cli", "drain", "--self", "--name", pool.name, "--deadline"]
     with a_pod(cluster.address, tmp_path) as (pod, leaving):
         eventually(lambda: served(pool, 3))

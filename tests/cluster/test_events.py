@@ -44,7 +44,7 @@ def test_the_logs_say_what_happened_and_no_secret(
         def said(role: str, event: str, **fields: object) -> list[Event]:
             return eventually(lambda: those(events(cluster, name), role, event, **fields))
 
-        cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+        cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
         keys = cache.keys(tokens(1, 50))
         assert store(cache, keys) == 50 and read(cache, keys)[:3] == (50, 50, 0)
         first = said("directory", "serve", cpu_memory=64 * MIB, locality=1.5, write="back")

@@ -37,7 +37,7 @@ def test_the_stores_of_the_readers_nodes_bring_what_only_a_tier_has(
     """This process maps none of their memory but its own."""
     tier = f"file://{tmp_path}?capacity=256MiB&shared=1"
     pool = start(cpu_memory=8 * MIB, external=tier, secret=b"s", write="through")
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=SIZE)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=SIZE)
     keys, nodes = cache.keys(tokens(1, BLOCKS)), [other_node(pool), pool.node_id]
     readers = [worker(pool, node, Reader) for node in nodes]
 
@@ -65,7 +65,10 @@ def test_what_a_reader_pulled_by_a_lease_stays_on_its_node_though_that_ends_at_o
     start: Callable[..., raykv.KVPool],
 ) -> None:
     pool = start(cpu_memory=8 * MIB)
-    cache, there = pool.cache(model="m", block_tokens=16, block_bytes=SIZE), other_node(pool)
+    cache, there = (
+        pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=SIZE),
+        other_node(pool),
+    )
     keys, reader = cache.keys(tokens(1, BLOCKS)), worker(pool, other_node(pool), Reader)
     eventually(lambda: store(cache, keys) >= 0 and len(locations(pool, cache, keys)) == BLOCKS)
 

@@ -43,7 +43,7 @@ def full(start: Callable[..., raykv.KVPool], transport: str) -> tuple[raykv.KVPo
     """A pool whose other node has all of these prompts, and whose memory here has no room but the window."""
     pool = start(cpu_memory=32 * MIB, transport=transport)
     there = worker(pool, other_node(pool))
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     pool.resize(other_node(pool), 160 * MIB)
     eventually(lambda: pool.stats()["nodes"][other_node(pool)]["spare_slabs"] * 4 * MIB >= 150 * MIB or None)
     own = cache.keys(tokens(0, 7 * WINDOW))

@@ -64,7 +64,7 @@ def of(pool: raykv.KVPool, name: str, **tags: str) -> str:
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="a-model", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="a-model", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def counted(prometheus: Prometheus, pool: raykv.KVPool, name: str, **tags: str) -> float:

@@ -25,7 +25,9 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 
 def a_cache(pool: raykv.KVPool, **arguments: Any) -> raykv.KVCache:
-    return pool.cache(**{"model": "m", "block_tokens": 16, "block_bytes": BLOCK, **arguments})
+    return pool.cache(
+        **{"model": "m", "dtype": "uint8", "layout": "rows", "block_tokens": 16, "block_bytes": BLOCK, **arguments}
+    )
 
 
 # ---------------------------------------------------------------------- keys of another cache

@@ -31,7 +31,7 @@ BLOCKS = 100  # 25 MiB
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=256 << 10)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=256 << 10)
 
 
 def test_stats_name_the_transport_that_a_pair_of_nodes_uses(start: Callable[..., raykv.KVPool]) -> None:

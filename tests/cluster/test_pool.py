@@ -46,7 +46,7 @@ def there(pool: raykv.KVPool) -> Any:
 @pytest.fixture
 def cache(pool: raykv.KVPool, request: pytest.FixtureRequest) -> raykv.KVCache:
     pool.clear()
-    return pool.cache(model=request.node.name, block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model=request.node.name, dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 @pytest.fixture
@@ -174,14 +174,14 @@ def test_a_cancelled_read_is_over_when_its_caller_goes_on(pool: raykv.KVPool, ca
 
 def test_salt_and_adapter_separate(pool: raykv.KVPool, cache: raykv.KVCache, model: str) -> None:
     ids = tokens(1, 4)
-    tenant = pool.cache(model=model, block_tokens=16, block_bytes=BLOCK, salt="tenant")
+    tenant = pool.cache(model=model, dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK, salt="tenant")
     plain = cache.keys(ids)
     variants = [
         (cache, cache.keys(ids, salt="a")),
         (cache, cache.keys(ids, lora="a")),
         (cache, cache.keys(ids, extra={1: b"image"})),
         (tenant, tenant.keys(ids)),
-        (pool.cache(model=model, block_tokens=16, block_bytes=BLOCK, part=1), None),
+        (pool.cache(model=model, dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK, part=1), None),
     ]
     assert store(cache, plain) == 4
     for of, keys in variants:
@@ -192,7 +192,7 @@ def test_salt_and_adapter_separate(pool: raykv.KVPool, cache: raykv.KVCache, mod
 
 
 def test_caches_of_two_block_sizes_share_the_memory(pool: raykv.KVPool, cache: raykv.KVCache, model: str) -> None:
-    small = pool.cache(model=model, block_tokens=16, block_bytes=24 << 10)
+    small = pool.cache(model=model, dtype="uint8", layout="rows", block_tokens=16, block_bytes=24 << 10)
     large = cache.keys(tokens(1, 600))  # more than there is room for
     assert store(cache, large) > 0
     keys = small.keys(tokens(2, 300))
@@ -275,7 +275,7 @@ def test_a_prompt_may_have_equal_keys_twice(pool: raykv.KVPool, cache: raykv.KVC
 
 def test_a_pool_full_of_leases_stores_what_fits(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(cpu_memory=16 << 20)
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     there = worker(pool, other_node(pool))
     prompts = [cache.keys(tokens(i, 4)) for i in range(40)]
     for keys in prompts:  # more than there is room for
@@ -338,6 +338,10 @@ BAD_INPUT: dict[str, tuple[Callable[[raykv.KVCache, Any, NDArray[np.uint8]], obj
     "read-only out": (lambda c, k, b: c.match(k).read(np.broadcast_to(np.uint8(0), b.shape)), r"contiguous|read-only"),
     "frozen out": (lambda c, k, b: c.match(k).read(frozen(b)), r"read-only"),
     "too few ids": (lambda c, k, b: c.match(k).read_into(b.copy(), [0, 1]), r"2 block_ids.*4 blocks"),
+    "a page twice": (lambda c, k, b: c.match(k).read_into(b.copy(), [0, 1, 2, 1]), r"page 1 2 times"),
+    "a released match": (lambda c, k, b: released(c.match(k)).read(b.copy()), r"released.*read before"),
+    "pages of a released match": (lambda c, k, b: released(c.match(k)).read_into(b.copy(), range(4)), r"released"),
+    "a released match's tier": (lambda c, k, b: released(c.match(k)).fetch(), r"released"),
     "ids beyond": (lambda c, k, b: c.match(k).read_into(b.copy(), [0, 1, 2, 4]), r"0 to 4.*4 pages"),
     "ids below": (lambda c, k, b: c.store_from(k, b, [0, 1, 2, -1]), r"-1 to 2.*4 pages"),
     "ids of floats": (lambda c, k, b: c.store_from(k, b, [0, 1, 2, 0.5]), r"float64"),  # type: ignore[list-item]
@@ -350,6 +354,11 @@ BAD_INPUT: dict[str, tuple[Callable[[raykv.KVCache, Any, NDArray[np.uint8]], obj
 def bfloat16() -> Any:
     torch = torch_or_skip()
     return torch.zeros(4, 8, dtype=torch.bfloat16)
+
+
+def released(match: raykv.Match) -> raykv.Match:
+    match.release()
+    return match
 
 
 def frozen(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -374,10 +383,31 @@ def test_bad_input_is_refused_before_a_byte_moves(cache: raykv.KVCache, what: st
 
 def test_a_block_that_no_slab_could_hold_is_refused(pool: raykv.KVPool) -> None:
     with pytest.raises(ValueError, match=r"block_bytes=8388608.*4194304.*more cpu_memory"):
-        pool.cache(model="m", block_tokens=16, block_bytes=8 << 20)
-    for wrong in ({"model": ""}, {"block_tokens": 0}, {"block_bytes": 0}):
-        with pytest.raises(ValueError, match="all are needed"):
-            pool.cache(**{"model": "m", "block_tokens": 16, "block_bytes": BLOCK, **wrong})  # type: ignore[arg-type]
+        pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"model": ""}, "model='': give the name of the weights"),
+        ({"dtype": ""}, "dtype='': give what the KV is kept in, such as 'bfloat16'"),
+        ({"layout": ""}, "layout='': give the order of a block's bytes"),
+        ({"block_tokens": 0}, "block_tokens=0: give an int of at least 1"),
+        ({"block_bytes": -1}, "block_bytes=-1"),
+        ({"block_tokens": "16"}, "block_tokens='16'"),
+        ({"block_bytes": 4096.0}, "block_bytes=4096.0"),
+        ({"part": None}, "part=None"),
+    ],
+)
+def test_a_cache_that_does_not_say_what_it_holds_is_refused(pool: raykv.KVPool, wrong: Any, says: str) -> None:
+    whole: Any = {"model": "m", "dtype": "uint8", "layout": "rows", "block_tokens": 16, "block_bytes": BLOCK}
+    with pytest.raises(ValueError, match=says):
+        pool.cache(**(whole | wrong))
+
+
+def test_an_async_match_says_how_it_is_used(cache: raykv.KVCache) -> None:
+    with pytest.raises(TypeError, match="use `async with"), cache.amatch(cache.keys(tokens(1, 4))):
+        pass
 
 
 def test_attach_in_a_task_and_a_nested_worker(pool: raykv.KVPool, cache: raykv.KVCache, model: str) -> None:
@@ -387,7 +417,7 @@ def test_attach_in_a_task_and_a_nested_worker(pool: raykv.KVPool, cache: raykv.K
     @ray.remote(num_cpus=0)
     def task(name: str) -> Any:
         attached = raykv.attach(name)
-        same = attached.cache(model=model, block_tokens=16, block_bytes=BLOCK)
+        same = attached.cache(model=model, dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
         assert (same.keys(tokens(1, 3)) == keys).all()
         return Worker(name).read(keys, model=model)[:3]
 

@@ -41,7 +41,7 @@ from raykv.config import HEARTBEAT_S
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Callable[..., raykv.KVPool]) -> None:

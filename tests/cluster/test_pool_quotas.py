@@ -33,7 +33,9 @@ def pool(shared: raykv.KVPool) -> raykv.KVPool:
 
 
 def cache_of(pool: raykv.KVPool, tenant: str, **more: Any) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK, tenant=tenant, **more)
+    return pool.cache(
+        model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK, tenant=tenant, **more
+    )
 
 
 def stored(pool: raykv.KVPool, tenant: str) -> list[Keys]:
@@ -143,7 +145,7 @@ def test_the_command(pool: raykv.KVPool, cluster: Any) -> None:
         with pytest.raises(ValueError, match="give a name"):
             pool.set_quota(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give a name"):
-        pool.cache(model="m", block_tokens=1, block_bytes=BLOCK, tenant=7)  # type: ignore[arg-type]
+        pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK, tenant=7)  # type: ignore[arg-type]
 
 
 def test_the_shell_takes_the_pool_before_and_after_what_to_do(cluster: Any, pool: raykv.KVPool) -> None:

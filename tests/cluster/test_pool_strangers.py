@@ -19,7 +19,9 @@ Start = Callable[..., raykv.KVPool]
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=32 << 10, recompute_tokens_per_s=20.0)
+    return pool.cache(
+        model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=32 << 10, recompute_tokens_per_s=20.0
+    )
 
 
 def tiers(pool: raykv.KVPool) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ def pool(shared: raykv.KVPool) -> raykv.KVPool:
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def node_of(pool: raykv.KVPool, node_id: str | None = None) -> dict[str, Any]:

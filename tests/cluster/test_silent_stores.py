@@ -27,7 +27,7 @@ WAITING = 24  # reads: more than work at a time
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def state(pool: raykv.KVPool, node_id: str) -> str:

@@ -76,7 +76,7 @@ class Traced(Worker):
 
 def test_spans_say_what_was_hit_and_where(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(cpu_memory=32 * MIB)
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     assert store(cache, cache.keys(tokens(2, 4))) == 4
     traced = worker(pool, other_node(pool), Traced)
     eventually(lambda: totals(pool)["ready"] == 4)
@@ -95,7 +95,7 @@ def test_spans_say_what_was_hit_and_where(start: Callable[..., raykv.KVPool]) ->
 
 def test_reads_of_an_event_loop_are_children_of_their_callers_span(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(cpu_memory=32 * MIB)
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     assert store(cache, cache.keys(tokens(1, 4))) == 4
     eventually(lambda: totals(pool)["ready"] == 4)
     spans = ray.get(worker(pool, other_node(pool), Traced).await_reads.remote(1), timeout=60)
@@ -109,7 +109,7 @@ def test_reads_of_an_event_loop_are_children_of_their_callers_span(start: Callab
 
 def test_a_match_that_a_signal_ends_with_its_span_holds_nothing(start: Callable[..., raykv.KVPool]) -> None:
     pool = start(cpu_memory=32 * MIB)
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     assert store(cache, cache.keys(tokens(1, 4))) == 4
     struck = worker(pool, pool.node_id, Traced)
     assert ray.get(struck.interrupt.remote(1), timeout=60) == 0

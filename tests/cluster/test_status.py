@@ -26,7 +26,7 @@ from raykv.cli.status import node_rows
 @pytest.fixture(scope="module")
 def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
     pool = start_for_module()
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=4096)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
     keep(cache, cache.keys(tokens(0, 10)))
     return pool
 

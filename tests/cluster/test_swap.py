@@ -36,7 +36,7 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 @pytest.fixture
 def cache(pool: raykv.KVPool) -> raykv.KVCache:
     pool.clear()
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def pages(seed: int, blocks: int) -> NDArray[np.uint8]:
@@ -95,7 +95,9 @@ def test_requests_that_memory_is_too_small_for_are_demoted_and_come_back(
     start: Callable[..., raykv.KVPool], tmp_path: Path
 ) -> None:
     tiered = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
-    cache = tiered.cache(model="m", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0)
+    cache = tiered.cache(
+        model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK, recompute_tokens_per_s=20.0
+    )
     requests = {str(i): pages(10 + i, 64) for i in range(3 * ROOM // 64)}  # memory has room for two thirds of them
     for name, paged in requests.items():
         eventually(lambda name=name, paged=paged: cache.swap_out(paged, range(64), name).result())  # type: ignore[misc]

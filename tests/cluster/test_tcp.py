@@ -38,7 +38,7 @@ from raykv.transports.block_server import CLAIM, REQUEST_BYTES
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 @contextmanager

@@ -32,7 +32,14 @@ def main(phase: str, *urls: str) -> None:
         pools = list(threads.map(raykv.start, configs))
         try:
             for pool in pools:
-                cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK_BYTES, recompute_tokens_per_s=20.0)
+                cache = pool.cache(
+                    model="m",
+                    dtype="uint8",
+                    layout="rows",
+                    block_tokens=16,
+                    block_bytes=BLOCK_BYTES,
+                    recompute_tokens_per_s=20.0,
+                )
                 prompts = [cache.keys(tokens(i, BLOCKS)) for i in range(PROMPTS)]
                 (store_all if phase == "store" else read_all)(pool, cache, prompts)
         finally:

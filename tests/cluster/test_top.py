@@ -37,7 +37,7 @@ def test_it_is_live_and_leaves_the_terminal_as_it_was(
         assert isinstance(shown, str) and "before" not in shown and "now by node" in shown
         assert all(cell in shown for row in cells for cell in row), shown
         assert ("ROLES" in shown) == (columns == 200)
-        cache = pool.cache(model=f"m{columns}", block_tokens=16, block_bytes=4096)
+        cache = pool.cache(model=f"m{columns}", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
         keep(cache, cache.keys(tokens(0, 10)))
         eventually(lambda: re.search(r"found +100\.0% .*█", terminal.shown()))
         terminal.press("s")

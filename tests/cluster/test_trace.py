@@ -44,7 +44,7 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 
 def a_cache(pool: raykv.KVPool, model: str = "m", salt: str = "") -> raykv.KVCache:
-    return pool.cache(model=model, salt=salt, block_tokens=16, block_bytes=BLOCK)
+    return pool.cache(model=model, dtype="uint8", layout="rows", salt=salt, block_tokens=16, block_bytes=BLOCK)
 
 
 class Lines:

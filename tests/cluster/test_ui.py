@@ -83,7 +83,10 @@ def test_a_reader_sees_what_was_done_and_what_happened(
     eventually(lambda: "2 of 2 nodes alive" in browser.text("#summary"))
     assert "No block was found yet." in browser.text("#hits") and browser.text("h1") == f"raykv {pool.name}"
 
-    there, cache = other_node(pool), pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    there, cache = (
+        other_node(pool),
+        pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK),
+    )
     long, short = cache.keys(tokens(1, 12)), cache.keys(tokens(2, 5))
     keep(cache, long)
     keep(cache, short)

@@ -22,7 +22,7 @@ numbers = itertools.count()
 
 def arguments() -> dict[str, Any]:
     """Of a cache that no other test has."""
-    return {"model": f"contract-{next(numbers)}"}
+    return {"model": f"contract-{next(numbers)}", "dtype": "uint8", "layout": "rows"}
 
 
 class Worker(MockOffloadingWorker):  # type: ignore[misc]

@@ -214,7 +214,7 @@ def test_a_lookup_finds_blocks_and_nothing_while_the_directory_is_silent(
     start: Callable[..., raykv.KVPool],
 ) -> None:
     pool = start(deadline=ROUTED_S)
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     prompt = cache.keys(tokens(0, 6))
     store(cache, prompt[:4])
 

@@ -183,7 +183,7 @@ def test_other_weights_share_nothing(engines: Engines) -> None:
 def test_an_engine_does_not_wait_for_the_directory(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     pages = torch.zeros((8, MIB), dtype=torch.int8)
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=MIB)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=MIB)
     worker = RayKVWorker(pool, [{0: cache}], 0, [rows_of([pages.view(torch.uint8)])], 1)
     source = GPULoadStoreSpec([*range(4)], [4], [0])
     with stopped(pid(part(pool, "directory"))):
@@ -240,7 +240,7 @@ def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said:
 def test_how_fast_the_engine_computes_is_learned_from_what_it_computed(start: Callable[..., raykv.KVPool]) -> None:
     """Not from what it had itself, nor from what the pool had, nor before it was done."""
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
-    manager = RayKVManager(pool, {"model": "m"})
+    manager = RayKVManager(pool, {"model": "m", "dtype": "uint8", "layout": "rows"})
     manager.set_ranks([Rank(pool.session.memory_name, (0,), (4096,))], [Group(0, 0, 16, 0)])
     cache = manager.caches[0][0]
     unknown, keys = cache.recompute_tokens_per_s, [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]

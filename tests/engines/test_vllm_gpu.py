@@ -90,7 +90,7 @@ def test_pages_of_a_gpu_are_stored_and_loaded(
         tensors=[SimpleNamespace(tensor=tensor) for tensor in tensors],
         group_data_refs=[[SimpleNamespace(tensor_idx=i, page_size_bytes=PAGE) for i in range(LAYERS)]],
     )
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=CHUNK)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=CHUNK)
     worker = RayKVWorker(pool, [{0: cache}], 0, pages_of(canonical), PER_CHUNK)
     launches: list[int] = []
     copy = devices.Device.copy

@@ -60,7 +60,7 @@ def engines(
 ) -> Iterator[Engines]:
     pool = start_for_module(cpu_memory=16 * MIB, transport=request.param)
     pool.resize(other_node(pool), 256 * MIB)
-    filler = pool.cache(model="filler", block_tokens=16, block_bytes=MIB)
+    filler = pool.cache(model="filler", dtype="uint8", layout="rows", block_tokens=16, block_bytes=MIB)
     assert filler.store(filler.keys(np.arange(14 * 16)), np.ones((14, MIB), np.uint8), wait=True) == 14
     model = tmp_path_factory.mktemp("model")
     save_model(model)

@@ -78,7 +78,7 @@ def engines(
 def test_a_chunk_that_is_filled_in_part_has_nothing_else_in_it(start: Callable[..., raykv.KVPool], blocks: int) -> None:
     pool = start()
     pages = torch.randint(0, 127, (8, 4096), dtype=torch.int8)
-    cache = pool.cache(model="m", block_tokens=16, block_bytes=4 * 4096)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4 * 4096)
     worker = RayKVWorker(pool, [{0: cache}], 0, [rows_of([pages.view(torch.uint8)])], 4)
     ids, keys = [5, 3, 6, 1][:blocks], cache.keys(np.arange(32))
     source = GPULoadStoreSpec(ids, [blocks], [0])

@@ -32,7 +32,7 @@ GROUPS = [Group(0, 0, 16, 0)]
 @pytest.fixture
 def manager(start: Callable[..., raykv.KVPool]) -> Iterator[RayKVManager]:
     pool = raykv.attach(start(cpu_memory=64 * MIB).name)
-    manager = RayKVManager(pool, {"model": "m"})
+    manager = RayKVManager(pool, {"model": "m", "dtype": "uint8", "layout": "rows"})
     yield manager
     manager.shutdown()
 

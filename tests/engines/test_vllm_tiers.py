@@ -67,7 +67,7 @@ def engines(url: str, model: Path, start_for_module: Callable[..., raykv.KVPool]
 
 def fill(pool: raykv.KVPool) -> None:
     """Ask for more room than the nodes' memory has; nobody asks for that again, so it does not go down."""
-    cache = pool.cache(model="filler", block_tokens=16, block_bytes=MIB)
+    cache = pool.cache(model="filler", dtype="uint8", layout="rows", block_tokens=16, block_bytes=MIB)
     blocks = np.ones((32, MIB), np.uint8)
     for _ in range(8):
         cache.store(cache.keys(np.full(32 * 16, next(_fillers))), blocks)

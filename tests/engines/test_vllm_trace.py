@@ -33,7 +33,7 @@ HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
 
 def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", block_tokens=16, block_bytes=CHUNK, part=0)
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=CHUNK, part=0)
 
 
 class Scheduler(Worker):
@@ -51,7 +51,7 @@ class Scheduler(Worker):
         trace.set_tracer_provider(provider)
         keys = [make_offload_key(each, 0) for each in HASHES]
         context = request("a request", keys, HEADERS, "acme")
-        manager = RayKVManager(raykv.attach(self.pool.name), {"model": "m"})
+        manager = RayKVManager(raykv.attach(self.pool.name), {"model": "m", "dtype": "uint8", "layout": "rows"})
         manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (CHUNK,))], [Group(0, 0, 16, 0)])
         found = [eventually(lambda key=key: _answer(manager, key, context)) for key in keys]  # type: ignore[misc]
         assert found == [LookupResult.HIT] * CHUNKS + [LookupResult.MISS] * 2

@@ -35,7 +35,7 @@ class Engine:
 
     def __init__(self, pool: str, model: str, stores: bool = True, patience: float = PATIENCE) -> None:
         self.pool = raykv.attach(pool)
-        self.manager = RayKVManager(self.pool, {"model": model}, stores, patience)
+        self.manager = RayKVManager(self.pool, {"model": model, "dtype": "uint8", "layout": "rows"}, stores, patience)
         self.manager.set_ranks([Rank(self.pool.session.memory_name, (0,), (SIZE,))], [Group(0, 0, TOKENS, 0)])
         self.cache = self.manager.caches[0][0]
         self.manager._rate = FOREVER

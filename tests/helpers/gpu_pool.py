@@ -57,7 +57,7 @@ class Engine(Worker):
 class World:
     def __init__(self, pool: raykv.KVPool) -> None:
         self.pool = pool
-        self.cache = pool.cache(model="m", block_tokens=16, block_bytes=BLOCK)
+        self.cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
         self.engine = worker(pool, pool.node_id, Engine)
         self.far = worker(pool, other_node(pool), Engine)
         eventually(lambda: self.serves(2))

@@ -144,7 +144,7 @@ class Worker:
         self.matches: dict[bytes, raykv.Match] = {}
 
     def cache(self, model: str = "m", block_bytes: int = BLOCK) -> raykv.KVCache:
-        return self.pool.cache(model=model, block_tokens=16, block_bytes=block_bytes)
+        return self.pool.cache(model=model, dtype="uint8", layout="rows", block_tokens=16, block_bytes=block_bytes)
 
     def pid(self) -> int:
         return os.getpid()

@@ -10,7 +10,7 @@ from raykv.arena import buffers
 from raykv.client.lease import Lease, Leased
 
 HASHES = [bytes([i]) * 32 for i in range(12)]
-CACHE: dict[str, Any] = {"model": "m", "block_tokens": 16}
+CACHE: dict[str, Any] = {"model": "m", "dtype": "uint8", "layout": "rows", "block_tokens": 16}
 
 
 class StoringRank:

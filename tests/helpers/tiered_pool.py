@@ -24,7 +24,14 @@ _seeds = itertools.count(os.getpid() << 20)  # workers have their own
 
 def a_cache(pool: raykv.KVPool, model: str = "m", tokens_per_s: float = 20.0) -> raykv.KVCache:
     """Patient: so slow a model waits long for a tier."""
-    return pool.cache(model=model, block_tokens=16, block_bytes=SIZE, recompute_tokens_per_s=tokens_per_s)
+    return pool.cache(
+        model=model,
+        dtype="uint8",
+        layout="rows",
+        block_tokens=16,
+        block_bytes=SIZE,
+        recompute_tokens_per_s=tokens_per_s,
+    )
 
 
 class Engine(Worker):

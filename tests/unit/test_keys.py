@@ -22,8 +22,7 @@ from raykv.keys import CacheId, Keys, chain, check, digest, rekey, root
 from raykv.system import sha256
 
 ROOT = root(b"secret", model="m", block_tokens=4)
-TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40)
-IDS = st.lists(st.integers(0, 2**31 - 1), max_size=40)  # that unsigned types hold too
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 SIZES = st.integers(1, 6)
 
 
@@ -60,12 +59,12 @@ def reference(secret: bytes, tokens: list[int], block_tokens: int, **more: bytes
 
 def test_keys_of_a_release_never_change() -> None:
     base = root(b"a secret", model="llama", layers=32)
-    tokens = [1, -2, 2**31 - 1, -(2**31), 5, 6, 7]
+    tokens = [1, 2, 2**31 - 1, 0, 5, 6, 7]
     assert [key.tobytes() for key in chain(base, tokens, 3)] == reference(b"a secret", tokens, 3)
     named = chain(base, tokens, 2, lora="ü", salt=b"s")
     assert [key.tobytes() for key in named] == reference(b"a secret", tokens, 2, lora="ü".encode(), salt=b"s")
     # Keys outlive a release of raykv in durable tiers: this must not change
-    assert chain(base, tokens, 3)[1].tobytes().hex() == "1fa54af0b324fd03593ae9a83d224a9b"
+    assert chain(base, tokens, 3)[1].tobytes().hex() == "e8e332ba7fb549f2ea601824a6c9b8e4"
 
 
 @given(TOKENS, TOKENS, TOKENS, SIZES)
@@ -86,7 +85,7 @@ def test_one_key_a_full_block(tokens: list[int], size: int) -> None:
     assert len({key.tobytes() for key in result}) == len(result)
 
 
-@given(IDS, SIZES)
+@given(TOKENS, SIZES)
 def test_all_forms_of_tokens_are_equal(tokens: list[int], size: int) -> None:
     expected = chain(ROOT, tokens, size)
     wide = np.repeat(np.array(tokens, np.int64), 2)
@@ -96,7 +95,7 @@ def test_all_forms_of_tokens_are_equal(tokens: list[int], size: int) -> None:
         assert (chain(ROOT, form, size) == expected).all()
 
 
-@given(IDS, SIZES)
+@given(TOKENS, SIZES)
 def test_a_tensor_of_tokens_is_equal_to_their_list(tokens: list[int], size: int) -> None:
     torch = torch_or_skip()
     for kind in (torch.int32, torch.int64):
@@ -162,6 +161,8 @@ def test_rekey_is_one_to_one_in_every_form(hashes: list[bytes]) -> None:
     [
         ([2**31], "2147483648 does not fit int32"),
         ([0, -(2**31) - 1], "-2147483649 does not fit int32"),
+        ([5, -100, -1], "token id -100 is negative"),
+        (np.array([5, -1]), "token id -1 is negative"),
         ([1, 2**70], f"{2**70} does not fit int32"),
         (np.array([2**63], np.uint64), f"{2**63} does not fit int32"),
         ([1, 2.0], "float"),

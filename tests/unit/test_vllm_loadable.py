@@ -24,7 +24,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     """Of a pool that has all chunks."""
     with open_pool() as pool, closing(Content()) as content:
         monkeypatch.setattr(Manager, "content", content, raising=False)
-        made = Manager(pool, {"model": "m"})
+        made = Manager(pool, {"model": "m", "dtype": "uint8", "layout": "rows"})
         made.set_ranks([Rank(NODE, (0,), (BLOCK_BYTES, BLOCK_BYTES))], [FULL, STATE])
         made.says = lambda key: READY
         yield made
