@@ -20,8 +20,8 @@ from raykv.actors.directory import start_directory
 from raykv.actors.node_store import start_store
 from raykv.actors.readiness import Question, what_to_install, why_not_usable
 from raykv.actors.supervisor import start_supervisor
+from raykv.client.connect import connect
 from raykv.client.pool import KVPool
-from raykv.client.session import connect
 from raykv.client.stop import drop_unstarted, end_pool
 from raykv.config import PoolConfig, fingerprint
 from raykv.errors import CapacityError, reason_of

@@ -6,7 +6,8 @@ from raykv import keys
 from raykv.arena.gpu.device import uuid_of
 from raykv.client.administration import Administration
 from raykv.client.cache import KVCache
-from raykv.client.session import Session, connect
+from raykv.client.connect import connect
+from raykv.client.session import Session
 from raykv.client.stop import stop_pool
 from raykv.config import check_tenant
 

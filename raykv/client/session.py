@@ -15,11 +15,11 @@ import ray
 from ray.exceptions import RayError
 
 from raykv import internal_kv, named_actors
+from raykv.client.connect import connect
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
 from raykv.client.store_client import StoreClient
 from raykv.client.workers import Workers
-from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound, RayKVError
 from raykv.protocol import host_of
 from raykv.system import fork
@@ -174,21 +174,6 @@ def settings_of(name: str) -> dict[str, Any]:
             f"or raykv.start(raykv.PoolConfig(name={name!r}))"
         )
     return settings
-
-
-def connect(name: str, namespace: str = NAMESPACE) -> None:
-    """Join the Ray cluster of this machine, if this process is in none.
-
-    name: of the pool that is asked for. namespace: of this process's Ray job; our actors have one of their own.
-    """
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", namespace=namespace, log_to_driver=False)
-        except ConnectionError as error:
-            raise PoolNotFound(
-                f"no Ray cluster runs here: start one with `ray start --head` (or `ray up`), "
-                f"then the pool with `raykv start --name {name}`"
-            ) from error
 
 
 def _joined(name: str) -> Session:
