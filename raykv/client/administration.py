@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raykv import cluster, internal_kv, named_actors
+from raykv.client.session import settings_of
 from raykv.config import Quota, Size, check_tenant, memory_size
 from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
@@ -22,7 +23,8 @@ DRAIN_GRACE_S = 60.0  # beside its deadline, for its last round
 class Administration:
     """What a process may ask of a pool without being its client: it maps no memory, and has no line to the directory.
 
-    name: the pool's.
+    name: the pool's. Every method raises PoolNotFound where the pool does not run (any more), and RayKVError in a
+    process that has left its Ray cluster.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,6 +32,7 @@ class Administration:
 
     def stats(self) -> dict[str, Any]:
         """As KVPool.stats, without `faults`: those are a client's."""
+        settings_of(self.name)
         counts = directory_stats(self.name)
         names = list(counts.get("nodes", ()))
         stores = store_stats(self.name, {host_of(name) for name in names})
@@ -41,6 +44,7 @@ class Administration:
 
         Raises RayError if the pool's actors do not answer, and ValueError if it has no directory.
         """
+        settings_of(self.name)
         directory = named_actors.find_directory(self.name)
         floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
         stores = []
@@ -70,6 +74,7 @@ class Administration:
         Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, and
         RayError if the pool's actors do not answer.
         """
+        settings_of(self.name)
         _check_living(node_id)
         supervisor = named_actors.find(named_actors.supervisor_name(self.name))
         left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + DRAIN_GRACE_S)
@@ -85,6 +90,7 @@ class Administration:
         Raises CapacityError where the node can't afford it, and ValueError if no living node has that id or for a bad
         `cpu_memory`; nothing is changed then. Raises RayError if the pool's actors do not answer.
         """
+        settings_of(self.name)
         cpu_memory = memory_size("cpu_memory", cpu_memory)
         _check_living(node_id)
         store = named_actors.find(named_actors.node_store_name(self.name, node_id))
@@ -102,6 +108,7 @@ class Administration:
         Raises ValueError for what is no name, for shares that are not possible, where the minima of all tenants would
         be above 1, and for a 16th tenant with a quota; RayError if the directory does not answer.
         """
+        settings_of(self.name)
         tenant, quota = check_tenant(tenant), Quota(minimum, maximum)
         directory = named_actors.find_directory(self.name)
         with _plainly(ValueError):
@@ -112,6 +119,7 @@ class Administration:
 
         Raises RayError if the directory does not answer.
         """
+        settings_of(self.name)
         removed = named_actors.find_directory(self.name).remove_quota.remote(tenant)
         return bool(ray.get(removed, timeout=ADMIN_DEADLINE_S))
 
@@ -122,6 +130,7 @@ class Administration:
         maximum_bytes: what these are now. evicted: blocks that made room for others since this directory took charge.
         Raises RayError if the directory does not answer.
         """
+        settings_of(self.name)
         asked = named_actors.find_directory(self.name).quotas.remote()
         answer: dict[str, dict[str, Any]] = ray.get(asked, timeout=ADMIN_DEADLINE_S)
         return answer

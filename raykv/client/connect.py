@@ -7,7 +7,7 @@ import socket
 import ray
 
 from raykv.config import NAMESPACE
-from raykv.errors import PoolNotFound
+from raykv.errors import PoolNotFound, RayKVError
 
 CONNECT_S = 5.0  # until RAY_ADDRESS is taken for wrong
 
@@ -27,6 +27,15 @@ def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.
                 f"no Ray cluster runs here: start one with `ray start --head` (or `ray up`), "
                 f"then the pool with `raykv start --name {name}`"
             ) from error
+
+
+def check_connected(name: str) -> None:
+    """RayKVError in a process that has left its Ray cluster. name: of the pool that is asked for."""
+    if not ray.is_initialized():
+        raise RayKVError(
+            f"this process has left the Ray cluster of pool {name!r} by ray.shutdown(): join it again with "
+            f"raykv.attach({name!r})"
+        )
 
 
 def _check_address(address: str) -> None:

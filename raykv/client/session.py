@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from raykv import internal_kv, named_actors
-from raykv.client.connect import connect
+from raykv.client.connect import check_connected, connect
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
 from raykv.client.store_client import StoreClient
@@ -161,7 +161,11 @@ class Session:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """As internal_kv.settings. Raises PoolNotFound, which says what to do, where no pool of that name runs."""
+    """As internal_kv.settings. Raises PoolNotFound, which says what to do, where no pool of that name runs.
+
+    Raises RayKVError in a process that has left its Ray cluster.
+    """
+    check_connected(name)
     settings = internal_kv.settings(name)
     if settings is None and named_actors.names(name):
         raise PoolNotFound(

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import cluster, internal_kv, named_actors
 from raykv.arena.files import arenas_of, remove_left_behind
+from raykv.client.connect import check_connected
 from raykv.config import FLUSH_DEADLINE_S
 
 STOP_DEADLINE_S = 10.0
@@ -22,8 +23,9 @@ LOOK_S = 0.05
 def stop_pool(name: str) -> bool:
     """End the pool of that name on every node and give its memory back. Returns whether there was anything of it.
 
-    What is on its way to an external tier is written first.
+    What is on its way to an external tier is written first. RayKVError in a process that has left its Ray cluster.
     """
+    check_connected(name)
     with internal_kv.exclusive(name, START_DEADLINE_S):
         return end_pool(name)
 

@@ -25,6 +25,7 @@ def test_start_status_clear_and_stop_from_a_shell(cluster: Any) -> None:
         assert cache.store(keys, np.ones((10, 4096), np.uint8)) == 10
         assert last_json(command("status", "--name", name, "--json", address=cluster.address))["keys"] == 10
         table = command("status", "--name", name, address=cluster.address)
+        assert not table.stderr, "neither Ray's lines nor ours"
         assert table.returncode == 0 and "10 blocks and 0 copies" in table.stdout and "alive" in table.stdout
         again = last_json(command("start", "--name", name, *size, "--json", address=cluster.address))
         assert again["keys"] == 10, "start is idempotent"

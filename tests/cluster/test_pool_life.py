@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -85,6 +87,51 @@ def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Call
     pool.stop()
     with pytest.raises(raykv.PoolNotFound):
         raykv.attach(pool.name)
+    for what, ask in asked_of(pool).items():
+        with pytest.raises(raykv.PoolNotFound, match=f"no pool '{pool.name}' runs"):
+            pytest.fail(f"{what} said {ask()}")
+
+
+def asked_of(pool: raykv.KVPool) -> dict[str, Callable[[], object]]:
+    """Whatever a process may ask about a whole pool."""
+    return {
+        "stats": pool.stats,
+        "clear": pool.clear,
+        "drain": lambda: pool.drain(pool.node_id),
+        "resize": lambda: pool.resize(pool.node_id, 8 << 20),
+        "set_quota": lambda: pool.set_quota("t", 0.1),
+        "remove_quota": lambda: pool.remove_quota("t"),
+        "quotas": pool.quotas,
+    }
+
+
+def after_shutdown(pool: str) -> dict[str, str]:
+    """What all of it says in a process that has left its Ray cluster."""
+    attached = raykv.attach(pool)
+    cache = attached.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+    keys = cache.keys(range(160))
+    ray.shutdown()
+    said = {"match": str(cache.match(keys).num_blocks), "store": str(cache.store(keys, np.zeros((10, 4096), np.uint8)))}
+    for what, ask in {**asked_of(attached), "stop": attached.stop}.items():
+        try:
+            said[what] = repr(ask())
+        except raykv.RayKVError as error:
+            said[what] = type(error).__name__ + str(error)
+    return said
+
+
+def test_after_ray_shutdown_all_is_a_miss_or_says_how_to_join_again(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    code = f"import json, test_pool_life as t; print(json.dumps(t.after_shutdown({pool.name!r})))"
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | address, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert (said.pop("match"), said.pop("store")) == ("0", "0")
+    assert all(text.startswith("RayKVErrorthis process has left the Ray cluster") for text in said.values()), said
+    assert pool.stats()["nodes"], "nothing was stopped"
 
 
 def test_attach_says_that_no_such_pool_runs(cluster: Any) -> None:
