@@ -185,12 +185,13 @@ def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool
     """Give a node, as `raykv status` shows it, more memory, or less, while the pool is in use."""
     from raykv.cli import shell
     from raykv.cli.ray_nodes import find_node, living_nodes
+    from raykv.cli.status import resized
 
     pool = shell.administer(name)
     found = find_node(node, living_nodes())
     with spinner(f"resizing node {found.node_id[:8]} on {found.host}"):
         size = pool.resize(found.node_id, cpu_memory, deadline)
-    click.echo(json.dumps({"bytes": size}) if as_json else f"the node has {size / (1 << 30):.2f} GiB now")
+    click.echo(json.dumps({"bytes": size}) if as_json else resized(cpu_memory, size))
 
 
 @main.group(invoke_without_command=True)

@@ -10,7 +10,7 @@ import click
 
 from raykv.cli.overview import Member, Overview
 from raykv.cli.ray_nodes import short_ids
-from raykv.config import MIB
+from raykv.config import MIB, parse_size
 from raykv.protocol import host_of
 
 GIB = 1 << 30
@@ -256,6 +256,16 @@ def fill(used: int, size: int) -> str:
 def size_text(size: int) -> str:
     """As "20.00 GiB" or "64 MiB"."""
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
+
+
+def resized(asked: str, got: int) -> str:
+    """What `raykv resize` says. asked: as it was given. got: bytes that the node offers now."""
+    wanted, now = parse_size("cpu_memory", asked), f"the node has {size_text(got)} now"
+    if isinstance(wanted, float) or wanted == got:
+        return now
+    if got < wanted:
+        return f"{now}, not {size_text(wanted)}: it gives memory in whole slabs, and one more would be above that"
+    return f"{now}, not {size_text(wanted)}: blocks in the rest are held, and it gives that back as they are released"
 
 
 def duration(seconds: float | None) -> str:

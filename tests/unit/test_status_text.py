@@ -7,13 +7,27 @@ import pytest
 from raykv.cli.actors import Actor
 from raykv.cli.overview import Seen, state_of
 from raykv.cli.ray_nodes import RayNode, find_node, short_ids
-from raykv.cli.status import duration, table, wrapped
+from raykv.cli.status import duration, resized, table, wrapped
 
 ONE = RayNode("06d9a10f" + 48 * "0", "gpu-1.example.com", "192.0.2.1", "192.0.2.1", True)
 TWO = RayNode("06d9a10f77" + 46 * "1", "gpu-2.example.com", "192.0.2.2", "left", False)
 THREE = RayNode("ab" + 54 * "2", "gpu-2.example.com", "192.0.2.2", "right", False)
 NODES = (ONE, TWO, THREE)
 ALIVE = Actor(None, "ALIVE", ONE.node_id, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got", "said"),
+    [
+        ("48MiB", 48 << 20, "the node has 48 MiB now"),
+        ("48MiB", 32 << 20, "the node has 32 MiB now, not 48 MiB: it gives memory in whole slabs"),
+        ("2GiB", 3 << 30, "the node has 3.00 GiB now, not 2.00 GiB: blocks in the rest are held"),
+        ("0.5", 5 << 30, "the node has 5.00 GiB now"),
+    ],
+)
+def test_a_resized_node_says_what_it_got_and_why(asked: str, got: int, said: str) -> None:
+    text = resized(asked, got)
+    assert text.startswith(said) and (":" in text) == (":" in said)
 
 
 def test_ids_are_shown_as_long_as_tells_them_apart() -> None:
