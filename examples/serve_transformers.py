@@ -7,7 +7,7 @@ In a cluster that has a pool (`raykv start`):
 
     serve run examples.serve_transformers:build
 
-    curl -N localhost:8000/ -d '{"prompt": "...", "max_tokens": 16}'
+    curl -N localhost:8000/ -H 'Content-Type: application/json' -d '{"prompt": "...", "max_tokens": 16}'
 
 The model is a small Llama of random weights, a token is a byte: put your own in `Engine.__init__`.
 """
@@ -24,11 +24,12 @@ from urllib.request import Request, urlopen
 
 import ray
 import torch
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field, model_validator
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import StreamingResponse
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import raykv
@@ -37,8 +38,9 @@ from raykv.config import MIB
 from raykv.integrations.serve import PrefixRouter, announce
 from raykv.integrations.transformers import model_cache, prefill
 
-MODEL = "random-llama"
+MODEL, POSITIONS = "random-llama", 4096
 URL = "http://localhost:8000/"
+app = FastAPI()
 
 
 @serve.deployment(num_replicas=2, max_replicas_per_node=1, ray_actor_options={"num_cpus": 1})
@@ -48,7 +50,7 @@ class Engine:
     def __init__(self, pool: str) -> None:
         torch.manual_seed(0)
         sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 256}
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": POSITIONS}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
         self.cache = model_cache(raykv.attach(pool), self.model, name=MODEL)
         announce(self.cache, MODEL)
@@ -67,16 +69,30 @@ class Engine:
         return int(self.model(torch.tensor([[token]]), past_key_values=past).logits[0, -1].argmax())
 
 
+class Question(BaseModel):
+    """What is not one is answered with 422 and the reason."""
+
+    prompt: str = Field(min_length=1)
+    max_tokens: int = Field(16, ge=1)
+
+    @model_validator(mode="after")
+    def fits(self) -> "Question":
+        if len(self.prompt.encode()) + self.max_tokens > POSITIONS:
+            raise ValueError(f"prompt and max_tokens are more than the {POSITIONS} bytes that the model takes")
+        return self
+
+
 @serve.deployment(max_ongoing_requests=100)  # by default 5, which one engine takes: the other would get none
+@serve.ingress(app)
 class Frontend:
     """Text to tokens, and a stream of JSON lines back: what was found, then token by token."""
 
     def __init__(self, engine: DeploymentHandle[Engine]) -> None:
         self.engine = engine.options(stream=True)
 
-    async def __call__(self, request: HTTPRequest) -> StreamingResponse:
-        body = await request.json()
-        answer = self.engine.remote(token_ids=list(body["prompt"].encode()), max_tokens=body.get("max_tokens", 16))
+    @app.post("/")
+    async def answer(self, question: Question) -> StreamingResponse:
+        answer = self.engine.remote(token_ids=list(question.prompt.encode()), max_tokens=question.max_tokens)
         return StreamingResponse(_lines(answer), media_type="application/x-ndjson")
 
 
@@ -98,7 +114,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
 def ask(prompt: str, max_tokens: int = 16, url: str = URL) -> Iterator[dict[str, Any]]:
     """What the application answers, line by line as it comes."""
     body = json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode()
-    with urlopen(Request(url, body)) as answer:
+    with urlopen(Request(url, body, {"Content-Type": "application/json"})) as answer:
         yield from map(json.loads, answer)
 
 

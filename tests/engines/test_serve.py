@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -295,6 +298,22 @@ def test_a_hot_prefix_uses_both_nodes_and_the_pool_between_them(app: App) -> Non
     away = [answer for answer in answers if answer.node != first.node and answer.pool_tokens]
     assert any(answer.sources == [first.node] for answer in away), "read from the other node"
     assert {tuple(answer.tokens) for answer in answers} == {tuple(first.tokens)}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": ""}, "at least 1 character"),
+        ({}, "Field required"),
+        ({"prompt": [1, 2]}, "valid string"),
+        ({"prompt": "a", "max_tokens": 0}, "greater than or equal to 1"),
+        ({"prompt": "ä" * 2048}, "4096 bytes"),
+    ],
+)
+def test_what_is_no_question_is_answered_with_the_reason(app: App, body: dict[str, Any], says: str) -> None:
+    with pytest.raises(HTTPError) as refused:
+        urlopen(Request(app.url, json.dumps(body).encode(), {"Content-Type": "application/json"}), timeout=60)
+    assert refused.value.code == 422 and says in refused.value.read().decode()
 
 
 def test_requests_are_answered_while_the_directory_is_down(app: App) -> None:
