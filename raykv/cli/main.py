@@ -1,13 +1,14 @@
 """The `raykv` command."""
 
 import json
+import sys
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from raykv.cli.bench import bench
-from raykv.cli.options import JSON, NAME, SIZE, TRANSPORT
+from raykv.cli.options import JSON, NAME, SIZE, TRANSPORT, YES
 from raykv.cli.spinner import spinner
 from raykv.config import METADATA_DEADLINE_S, WRITE_SHARES, PoolConfig
 from raykv.errors import PoolNotFound, RayKVError
@@ -61,6 +62,7 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
     """Start a pool on every node of the Ray cluster that runs here."""
     import raykv
     from raykv.cli import shell
+    from raykv.cli.growth import grow
 
     config = PoolConfig(name, secret=secret_file, **settings)
     shell.join(name)
@@ -71,20 +73,27 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
             progress.update(progress.task_ids[0], description=what, completed=done, total=kernels)
 
         raykv.start(config, exist_ok=exist_ok, on_progress=compiled).close()
+    if sys.stdout.isatty():
+        grow(name)
     _status(name, as_json)
 
 
 @main.command()
 @NAME
-def stop(name: str) -> None:
+@YES
+def stop(name: str, yes: bool) -> None:
     """End a pool, or what is left of one, and give its memory back."""
     from raykv.cli import shell
+    from raykv.cli.status import held_by
     from raykv.client.stop import stop_pool
 
     shell.join(name)
+    if held := held_by(name):
+        shell.confirm(f"End pool {name}, with {held}?", yes)
     with spinner(f"stopping pool {name}"):
         if not stop_pool(name):
             raise PoolNotFound(f"no pool {name!r} runs in this Ray cluster, and no memory is left of one")
+    click.echo(f"pool {name} ended: it had {held}" if held else f"what was left of pool {name} is gone")
 
 
 @main.command()
@@ -143,12 +152,16 @@ def trace(name: str, as_json: bool) -> None:
 
 @main.command()
 @NAME
+@YES
 @JSON
-def clear(name: str, as_json: bool) -> None:
+def clear(name: str, yes: bool, as_json: bool) -> None:
     """Forget every block of a pool."""
     from raykv.cli import shell
+    from raykv.cli.status import held_by
 
-    keys = shell.administer(name).clear()
+    pool = shell.administer(name)
+    shell.confirm(f"Forget all of pool {name}: {held_by(name)}, and what its external tier has?", yes)
+    keys = pool.clear()
     click.echo(json.dumps({"cleared": keys}) if as_json else f"{keys} blocks forgotten")
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from raykv.cli.overview import Member, Overview
+from raykv.cli.overview import ANSWER_S, Member, Overview
 from raykv.cli.ray_nodes import short_ids
+from raykv.client.administration import directory_stats
 from raykv.config import MIB, parse_size
 from raykv.protocol import host_of
 
@@ -44,7 +45,8 @@ def lines(overview: Overview, width: int | None) -> list[str]:
     for text in (*_upkeep(overview), *_tiers(overview), *_routes(overview)):
         found += wrapped(text, width)
     if overview.counts:
-        for text in (_blocks(overview.counts), hit_rate(overview.counts), *_tenants(overview.counts)):
+        counts = overview.counts
+        for text in (*_growing(counts), _blocks(counts), hit_rate(counts), *_tenants(counts)):
             found += wrapped(text, width)
     return [*found, *wrapped(_faults(overview), width)]
 
@@ -122,6 +124,13 @@ def colored(line: str, member: Member) -> str:
 
 
 # ---------------------------------------------------------------------- the pool
+
+
+def _growing(counts: dict[str, Any]) -> Iterator[str]:
+    """What is still to come of the memory, which nodes prepare slab by slab."""
+    offered, planned = growth(counts)
+    if offered < planned:
+        yield f"{size_text(offered)} of {size_text(planned)} of memory are there: the nodes are preparing the rest"
 
 
 def _upkeep(overview: Overview) -> Iterator[str]:
@@ -266,6 +275,23 @@ def resized(asked: str, got: int) -> str:
     if got < wanted:
         return f"{now}, not {size_text(wanted)}: it gives memory in whole slabs, and one more would be above that"
     return f"{now}, not {size_text(wanted)}: blocks in the rest are held, and it gives that back as they are released"
+
+
+def held_by(pool: str) -> str:
+    """What a pool has, in words; "" where its directory does not answer."""
+    counts = directory_stats(pool, ANSWER_S)
+    if not counts:
+        return ""
+    offered, _ = growth(counts)
+    hosts = {host_of(name) for name in counts["nodes"]}
+    return f"{counts['keys']} blocks in {size_text(offered)} of memory on {len(hosts)} nodes"
+
+
+def growth(counts: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of memory that all nodes offer by now, and that they are to offer."""
+    nodes = counts["nodes"].values()
+    offered = sum((node["slabs"] + node["spare_slabs"]) * node["slab_bytes"] for node in nodes)
+    return offered, sum(node["limit"] * node["slab_bytes"] for node in nodes)
 
 
 def duration(seconds: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.command_line import command, last_json
+from helpers.terminal import in_terminal
 
 import raykv
 
@@ -29,14 +30,28 @@ def test_start_status_clear_and_stop_from_a_shell(cluster: Any) -> None:
         assert table.returncode == 0 and "10 blocks and 0 copies" in table.stdout and "alive" in table.stdout
         again = last_json(command("start", "--name", name, *size, "--json", address=cluster.address))
         assert again["keys"] == 10, "start is idempotent"
+        told = in_terminal(100, "clear", "--name", name, address=cluster.address, typed="n\n", code=1)
+        assert "10 blocks forgotten" not in told and pool.stats()["keys"] == 10, "a terminal is asked first"
+        told = in_terminal(100, "stop", "--name", name, address=cluster.address, typed="n\n", code=1)
+        assert pool.stats()["keys"] == 10
         assert last_json(command("clear", "--name", name, "--json", address=cluster.address)) == {"cleared": 10}
         pool.close()
     finally:
         stopped = command("stop", "--name", name, address=cluster.address)
     assert stopped.returncode == 0, stopped.stderr
+    assert stopped.stdout == f"pool {name} ended: it had 0 blocks in 64 MiB of memory on 2 nodes\n"
     gone = command("status", "--name", name, address=cluster.address)
     assert gone.returncode == 1 and f"raykv start --name {name}" in gone.stderr and "Traceback" not in gone.stderr
     assert not list(Path("/dev/shm").glob(f"raykv-{name}-*"))
+
+
+def test_start_on_a_terminal_shows_a_pool_that_has_its_memory(cluster: Any) -> None:
+    name = f"cli{os.getpid()}-grown"
+    try:
+        told = in_terminal(200, "start", "--name", name, "--cpu-memory", "512MiB", address=cluster.address)
+    finally:
+        command("stop", "--name", name, address=cluster.address)
+    assert told.count("0% of 512 MiB") == 2 and "preparing the rest" not in told
 
 
 def test_mistakes_in_a_shell_get_one_line_that_says_what_to_do(cluster: Any, tmp_path: Path) -> None:

@@ -15,13 +15,17 @@ from pathlib import Path
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def in_terminal(columns: int, *args: str, address: str) -> str:
-    """What a command writes to a terminal of so many columns, without colours."""
+def in_terminal(columns: int, *args: str, address: str, typed: str = "", code: int = 0) -> str:
+    """What a command writes to a terminal of so many columns, without colours.
+
+    typed: what is entered there. code: that the command exits with.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-m", "raykv.cli", *args]
+    os.write(ours, typed.encode())
     with subprocess.Popen(
-        command, env={**_sizeless(), "RAY_ADDRESS": address}, stdout=theirs, stderr=subprocess.PIPE
+        command, env={**_sizeless(), "RAY_ADDRESS": address}, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE
     ) as run:
         os.close(theirs)
         written = b""
@@ -29,7 +33,7 @@ def in_terminal(columns: int, *args: str, address: str) -> str:
             written += part
         _, errors = run.communicate(timeout=60)
     os.close(ours)
-    assert run.returncode == 0, errors
+    assert run.returncode == code, errors
     return STYLE.sub("", written.decode().replace("\r\n", "\n"))
 
 

@@ -7,7 +7,7 @@ import pytest
 from raykv.cli.actors import Actor
 from raykv.cli.overview import Seen, state_of
 from raykv.cli.ray_nodes import RayNode, find_node, short_ids
-from raykv.cli.status import duration, resized, table, wrapped
+from raykv.cli.status import _growing, duration, resized, table, wrapped
 
 ONE = RayNode("06d9a10f" + 48 * "0", "gpu-1.example.com", "192.0.2.1", "192.0.2.1", True)
 TWO = RayNode("06d9a10f77" + 46 * "1", "gpu-2.example.com", "192.0.2.2", "left", False)
@@ -28,6 +28,15 @@ ALIVE = Actor(None, "ALIVE", ONE.node_id, 0, 1.0)
 def test_a_resized_node_says_what_it_got_and_why(asked: str, got: int, said: str) -> None:
     text = resized(asked, got)
     assert text.startswith(said) and (":" in text) == (":" in said)
+
+
+def test_memory_that_nodes_still_prepare_is_said() -> None:
+    node = {"slabs": 1, "spare_slabs": 2, "limit": 4, "slab_bytes": 1 << 30}
+    whole = node | {"slabs": 2}
+    assert [*_growing({"nodes": {"a": node, "b": whole}})] == [
+        "7.00 GiB of 8.00 GiB of memory are there: the nodes are preparing the rest"
+    ]
+    assert not [*_growing({"nodes": {"a": whole}})]
 
 
 def test_ids_are_shown_as_long_as_tells_them_apart() -> None:
