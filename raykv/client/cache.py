@@ -52,7 +52,7 @@ class KVCache:
         return f"KVCache{self.id}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KVCache, (self.session, self.id, self.root, self.recompute_tokens_per_s)
+        return _arrived, (self.session, self.id, self.root, self.recompute_tokens_per_s, self.session.fingerprint)
 
     # ------------------------------------------------------------------ keys
 
@@ -208,3 +208,9 @@ class KVCache:
     def swap_drop(self, request_id: str) -> None:
         """Forget the blocks of a preempted request that will not come back. Unknown ids are left out."""
         self._swaps.drop(request_id)
+
+
+def _arrived(session: Session, cache: CacheId, root: bytes, tokens_per_s: float, fingerprint: bytes) -> KVCache:
+    """A cache where it was pickled to. fingerprint: of the secret that its keys are derived from."""
+    session.check_root(fingerprint)
+    return KVCache(session, cache, root, tokens_per_s)

@@ -75,11 +75,15 @@ class DirectoryClient:
     follow requests.
     """
 
-    def __init__(self, pool: str, newest_epoch: Callable[[], int], deadline: float) -> None:
+    def __init__(
+        self, pool: str, newest_epoch: Callable[[], int], deadline: float, why_strange: Callable[[], str] = lambda: ""
+    ) -> None:
         """newest_epoch: the newest directory epoch known on this node; an older directory is not believed.
 
-        deadline: seconds that a call may take.
+        deadline: seconds that a call may take. why_strange: why a directory that was found is of another pool of that
+        name, which is not asked; "" where it is not.
         """
+        self._why_strange = why_strange
         self.pool, self.deadline = pool, deadline
         self.line = DirectoryLine(pool)
         self.faults: Counter[str] = Counter()
@@ -397,7 +401,7 @@ class DirectoryClient:
                 self._up = self._probe()
             if not self._up:
                 self.line.close()  # whatever is wrong with it
-                self._up = self.line.find() and self._probe()
+                self._up = self.line.find() and not self._is_strange() and self._probe()
             if self._up:
                 self.metrics.add("without_directory_seconds_total", time.monotonic() - self._down_since)
             return
@@ -410,6 +414,11 @@ class DirectoryClient:
             self._report_requests()
         while self._to_forget and self._forget(self._to_forget[0]):
             self._to_forget.pop(0)
+
+    def _is_strange(self) -> bool:
+        if why := self._why_strange():
+            self.fault("strange", why)
+        return bool(why)
 
     def _report_requests(self) -> None:
         with self._lock:

@@ -111,9 +111,9 @@ class Lease:
         staged = np.frombuffer(answer.staged, LOCATION) if answer and answer.staged else None
         ours = source["node"] if staged is None else np.where(staged["node"] > 0, staged["node"], source["node"])
         cut = "", -1
-        if local is None or (ours != local.index).any():
+        if local is None or (answer and len(source) and not local.has(ours, answer.epoch)):
             cut = ("this node has no store", -1) if local is None else ("this process is yet to find its new store", -1)
-            session.refresh()  # this process has an old index of its node
+            session.refresh()  # this process has an old index of its node, or old memory
             source, staged = source[:0], None
         elif (stop := _reached(local, source, local.index)) < len(source):
             cut = SILENT, int(source["node"][stop])

@@ -38,6 +38,13 @@ class LocalStore(StoreClient):
             self.arena = Arena.attach(described.path, described.nonce)
         weakref.finalize(self, self.arena.close).atexit = False
 
+    def has(self, nodes: NDArray[np.uint32], epoch: int) -> bool:
+        """Whether what a directory of this epoch gave is in this memory: else the store has another one by now.
+
+        nodes: of LOCATIONs. A store raises the epoch of its memory before that directory places anything there.
+        """
+        return bool((nodes == self.index).all()) and epoch <= self.arena.epoch
+
     def wrong(self, locations: Locations, keys: NDArray[np.uint8]) -> Locations:
         """Of blocks that could not be read, those to report as corrupt.
 

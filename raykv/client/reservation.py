@@ -34,6 +34,7 @@ class Reservation:
         self._id, granted = session.directory.reserve(session.memory_name, keys, start)
         self.covered = granted.covered if granted else start
         indices = np.frombuffer(granted.indices if granted else b"", np.int32)
+        self._epoch = granted.epoch if granted else 0
         self._rows, self._keys = indices - start, np.asarray(keys)[indices]
         self._positions = position + indices
         self._locations = np.frombuffer(granted.locations if granted else b"", LOCATION)
@@ -53,7 +54,7 @@ class Reservation:
         """
         local = self._session.local
         target = np.where(self._away, self._staged, self._locations) if self._away.any() else self._locations
-        if local is None or (target["node"] != local.index).any():
+        if local is None or not local.has(target["node"], self._epoch):
             self._session.refresh()
         else:
             try:

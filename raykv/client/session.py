@@ -20,7 +20,8 @@ from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
 from raykv.client.store_client import StoreClient
 from raykv.client.workers import Workers
-from raykv.errors import PoolNotFound, RayKVError
+from raykv.config import fingerprint
+from raykv.errors import PoolNotFound, ProtocolMismatch, RayKVError
 from raykv.protocol import host_of
 from raykv.system import fork
 
@@ -34,8 +35,8 @@ REFRESH_S = 1.0
 class Session:
     """What `KVPool`, its caches, matches and reservations share. Thread-safe. It pickles to the pool's name.
 
-    name: the pool's. node_id: of the Ray node that this process is on. secret: the pool's. directory: the line to the
-    directory. local: the store of this node; None while it has none.
+    name: the pool's. node_id: of the Ray node that this process is on. secret, fingerprint: the pool's. directory: the
+    line to the directory. local: the store of this node; None while it has none.
     """
 
     def __init__(self, name: str, node_id: str | None = None, gpu: str | None = None) -> None:
@@ -47,12 +48,13 @@ class Session:
         self.name = name
         self.node_id: str = node_id or ray.get_runtime_context().get_node_id()
         self.secret = bytes.fromhex(settings["secret"])
+        self.fingerprint = fingerprint(name, self.secret)
         self._gpu = gpu
         self.local = self._find_store()
         if self.local is None and (why := internal_kv.failures(name).get(self.node_id)):
             log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
         self.directory = DirectoryClient(
-            name, lambda: self.local.arena.epoch if self.local else 0, settings["deadline"]
+            name, lambda: self.local.arena.epoch if self.local else 0, settings["deadline"], self._why_strange
         )
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
@@ -134,6 +136,25 @@ class Session:
         self.directory.close()
         if self.local:
             self.local.arena.close()
+
+    def check_root(self, of_keys: bytes) -> None:
+        """Count a fault where keys were derived from another secret than the pool's. of_keys: its fingerprint."""
+        if of_keys != self.fingerprint:
+            self.directory.fault("strange", self._of_another_secret())
+
+    def _why_strange(self) -> str:
+        """Why the pool that runs now is not the one that this process attached to; "" where it is, or none runs."""
+        try:
+            running = internal_kv.settings(self.name)
+        except ProtocolMismatch as error:
+            return str(error)
+        return "" if running is None or running["secret"] == self.secret.hex() else self._of_another_secret()
+
+    def _of_another_secret(self) -> str:
+        return (
+            f"it was started anew with another secret, so its keys are others: attach again with "
+            f"raykv.attach({self.name!r}); a pool that is started with secret= or RAYKV_SECRET keeps its keys"
+        )
 
     def _find_store(self) -> LocalStore | None:
         try:

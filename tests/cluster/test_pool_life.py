@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from helpers.pools import (
     both_ways_at_once,
     eventually,
     holds,
+    keep,
     kill,
     node_store,
     other_node,
@@ -39,6 +41,7 @@ from helpers.pools import (
 import raykv
 from raykv import internal_kv, named_actors
 from raykv import keys as key_chain
+from raykv.client.stop import stop_pool
 from raykv.config import HEARTBEAT_S
 
 
@@ -132,6 +135,37 @@ def test_after_ray_shutdown_all_is_a_miss_or_says_how_to_join_again(start: Calla
     assert (said.pop("match"), said.pop("store")) == ("0", "0")
     assert all(text.startswith("RayKVErrorthis process has left the Ray cluster") for text in said.values()), said
     assert pool.stats()["nodes"], "nothing was stopped"
+
+
+def test_a_pool_that_was_started_anew_is_another_one(
+    start: Callable[..., raykv.KVPool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a secret of one's own its keys are others: who stays attached has misses, and is told what to do."""
+    pool = start()
+    cache = a_cache(pool)
+    keys, pickled = cache.keys(tokens(1, 5)), pickle.dumps(cache)
+    assert store(cache, keys) == 5
+    stop_pool(pool.name)  # by somebody else: this process stays attached
+    again = start(name=pool.name)
+    anew = a_cache(again)
+    keep(anew, anew.keys(tokens(1, 5)))
+    eventually(lambda: pool.session.directory.faults["strange"])
+    assert read(cache, keys).matched == 0 and store(cache, keys) == 0
+    arrived = pickle.loads(pickled)
+    assert read(arrived, keys).matched == 0 and arrived.session.directory.faults["strange"]
+    said = [record.getMessage() for record in caplog.records if "another secret" in record.getMessage()]
+    assert len(said) == 2 and all(f"attach again with raykv.attach('{pool.name}')" in text for text in said)
+
+
+def test_a_pool_that_keeps_its_secret_is_the_same_one(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(secret=b"of this test")
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 5))
+    stop_pool(pool.name)  # by somebody else: this process stays attached
+    again = start(name=pool.name, secret=b"of this test")
+    keep(a_cache(again), keys)
+    eventually(lambda: holds(cache, keys))
+    assert not pool.session.directory.faults["strange"]
 
 
 def test_attach_says_that_no_such_pool_runs(cluster: Any) -> None:
