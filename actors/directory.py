@@ -323,6 +323,10 @@ class DirectoryActor:
         self._directory.leave(name, time.monotonic())
 
     @one_at_a_time
+    def stay(self, name: str) -> None:
+        self._directory.stay(name, time.monotonic())
+
+    @one_at_a_time
     def sole_copies(self, name: str) -> Message | None:
         answer = self._directory.sole_copies(name, time.monotonic())
         return None if answer is None else tuple(answer)

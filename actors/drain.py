@@ -39,9 +39,9 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
     ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + CALL_S)
     left = _left(pool, node_id, 1)
     while left and time.monotonic() < end:
-        alive = cluster.living()
-        takers = alive.difference(internal_kv.names(pool, "leaving"))
-        if node_id not in alive or not takers:
+        alive, leaving = cluster.living(), internal_kv.names(pool, "leaving")
+        takers = alive.difference(leaving)
+        if node_id not in alive or node_id not in leaving or not takers:
             break
         tasks = [
             _take_over.options(scheduling_strategy=NodeAffinitySchedulingStrategy(taker, soft=False)).remote(
@@ -55,6 +55,26 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
             time.sleep(NO_ROOM_S)
     events.tell("drained", node=node_id[:8], left=left, seconds=round(time.monotonic() - begin, 1))
     return left
+
+
+def check_others(pool: str, node_id: str) -> None:
+    """ValueError unless another node takes blocks."""
+    others = cluster.living() - {node_id, *internal_kv.names(pool, "leaving"), *internal_kv.failures(pool)}
+    if not others:
+        raise ValueError(
+            f"node {node_id[:8]} is the last one of pool {pool!r} that takes blocks: once it is drained, nothing is "
+            f"stored; drain it all the same by `raykv drain --force`, or pool.drain(..., force=True)"
+        )
+
+
+def stay(pool: str, node_id: str) -> None:
+    """Take a drain back: blocks are stored on the node again, and a drain that goes on ends.
+
+    Raises RayError or ValueError where the directory is down.
+    """
+    events.tell("stay", node=node_id[:8])
+    internal_kv.drop(pool, f"leaving/{node_id}")
+    ray.get(named_actors.find_directory(pool).stay.remote(node_id), timeout=CALL_S)
 
 
 def _left(pool: str, node_id: str, before: int) -> int:

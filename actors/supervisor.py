@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from raykv import internal_kv, named_actors
 from raykv.actors.directory import start_directory
-from raykv.actors.drain import drain
+from raykv.actors.drain import check_others, drain, stay
 from raykv.actors.node_store import start_store
 from raykv.actors.readiness import why_not_usable
 from raykv.actors.successor import START_DEADLINE_S, Successor, is_alive
@@ -56,6 +56,7 @@ class Supervisor:
         self._living: set[str] = set()  # nodes, at the last look
         self._served: set[str] = set()  # nodes whose store has answered
         self._draining: set[str] = set()  # nodes that are being emptied, or were
+        self._telling = threading.Lock()  # held while the directory is told who leaves, and who stays
         now, failures = time.monotonic(), internal_kv.failures(pool)  # of a supervisor before this one
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
         self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
@@ -71,8 +72,13 @@ class Supervisor:
     def ping(self) -> int:
         return os.getpid()
 
-    def drain(self, node_id: str, seconds: float) -> int:
-        """Empty a node that is about to leave; see raykv.actors.drain. Returns how many blocks are still only there."""
+    def drain(self, node_id: str, seconds: float, force: bool) -> int:
+        """Empty a node that is about to leave; see raykv.actors.drain. Returns how many blocks are still only there.
+
+        force: also the last node that takes blocks, for which a ValueError is raised otherwise.
+        """
+        if not force:
+            check_others(self._pool, node_id)
         self._draining.add(node_id)
         left = 1
         try:
@@ -81,6 +87,17 @@ class Supervisor:
         finally:
             if left:  # a notice, then or later, is a reason to try again
                 self._draining.discard(node_id)
+
+    def cancel_drain(self, node_id: str) -> None:
+        """Have a node stay that was drained, or is being drained. ValueError where Ray says that it leaves."""
+        if node_id in _noticed():
+            raise ValueError(
+                f"Ray says that node {node_id[:8]} is about to leave, which raykv can't take back: see `ray status`, "
+                f"and whoever drained it there"
+            )
+        with self._telling:
+            stay(self._pool, node_id)
+            self._draining.discard(node_id)
 
     def stop(self) -> None:
         """Watch no more. The actor is of no use afterwards."""
@@ -151,11 +168,12 @@ class Supervisor:
         self._rests_until = time.monotonic() + REST_S if known else 0.0
 
     def _look_for_leaving(self, directory: Any, living: set[str]) -> None:
-        for node_id in internal_kv.names(self._pool, "leaving"):
-            if node_id in living:
-                ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # it may have restarted meanwhile
-            else:
-                internal_kv.drop(self._pool, f"leaving/{node_id}")
+        with self._telling:
+            for node_id in internal_kv.names(self._pool, "leaving"):
+                if node_id in living:
+                    ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # it may have restarted meanwhile
+                else:
+                    internal_kv.drop(self._pool, f"leaving/{node_id}")
         for node_id, seconds in _noticed().items():
             if node_id in self._stores and node_id not in self._draining:
                 self._draining.add(node_id)

@@ -169,9 +169,11 @@ def clear(name: str, yes: bool, as_json: bool) -> None:
 @click.argument("node", required=False)
 @click.option("--self", "own", is_flag=True, help="The node that this command runs on, as a preStop hook wants it.")
 @click.option("--deadline", default=60.0, show_default=True, help="Seconds.")
+@click.option("--force", is_flag=True, help="Also the last node that takes blocks.")
+@click.option("--cancel", is_flag=True, help="Take it back: the node stays, and takes blocks again.")
 @NAME
 @JSON
-def drain(node: str | None, own: bool, deadline: float, name: str, as_json: bool) -> None:
+def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: bool, name: str, as_json: bool) -> None:
     """Empty a node that is about to leave: as `raykv status` shows it, by node or by host.
 
     What is left past the deadline is no error.
@@ -183,8 +185,12 @@ def drain(node: str | None, own: bool, deadline: float, name: str, as_json: bool
         raise click.UsageError("give a node as `raykv status` shows it, or --self")
     pool = shell.administer(name)
     found = find_node(node or pool.own_node(), living_nodes())
+    if cancel:
+        pool.cancel_drain(found.node_id)
+        click.echo(json.dumps({"cancelled": True}) if as_json else "the node stays, and takes blocks again")
+        return
     with spinner(f"draining node {found.node_id[:8]} on {found.host}"):
-        left = pool.drain(found.node_id, deadline)
+        left = pool.drain(found.node_id, deadline, force=force)
     click.echo(json.dumps({"left": left}) if as_json else f"{left} blocks are on no other node")
 
 

@@ -66,19 +66,33 @@ class Administration:
             )
         return here[0]
 
-    def drain(self, node_id: str, deadline: float = 60.0) -> int:
-        """Empty a node that is about to leave. Nothing new is stored there from now on.
+    def drain(self, node_id: str, deadline: float = 60.0, *, force: bool = False) -> int:
+        """Empty a node that is about to leave. Nothing new is stored there from now on: see `cancel_drain`.
 
         Blocks that no other node has go to an external tier that all nodes share, or to other nodes.
-        node_id: Ray's. deadline: seconds.
-        Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, and
+        node_id: Ray's. deadline: seconds. force: also the last node that takes blocks.
+        Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, or
+        if it is the last one, and RayError if the pool's actors do not answer.
+        """
+        settings_of(self.name)
+        _check_living(node_id)
+        supervisor = named_actors.find(named_actors.supervisor_name(self.name))
+        with _plainly(ValueError):
+            asked = supervisor.drain.remote(node_id, deadline, force)
+            left: int = ray.get(asked, timeout=2 * deadline + DRAIN_GRACE_S)
+        return left
+
+    def cancel_drain(self, node_id: str) -> None:
+        """Take `drain` back: blocks are stored on the node again, and a drain that goes on ends.
+
+        Raises ValueError if no living node has that id, or if Ray itself says that the node is about to leave, and
         RayError if the pool's actors do not answer.
         """
         settings_of(self.name)
         _check_living(node_id)
         supervisor = named_actors.find(named_actors.supervisor_name(self.name))
-        left: int = ray.get(supervisor.drain.remote(node_id, deadline), timeout=2 * deadline + DRAIN_GRACE_S)
-        return left
+        with _plainly(ValueError):
+            ray.get(supervisor.cancel_drain.remote(node_id), timeout=2 * ADMIN_DEADLINE_S)
 
     def resize(self, node_id: str, cpu_memory: Size, deadline: float = 60.0) -> int:
         """Give a node more or less memory while the pool is in use.

@@ -16,6 +16,7 @@ from raykv.metrics.span import span, tell
 from raykv.protocol import LOCATION, PULLED
 
 PUSH_BYTES = 128 * MIB  # that another node pulls at a time: nothing overlaps, and each time costs a call
+NO_ROOM = "all memory is held, or this node is drained or has no store: see `raykv status`"
 
 
 class Reservation:
@@ -41,6 +42,8 @@ class Reservation:
         self._staged = np.frombuffer(granted.staged if granted else b"", LOCATION)
         self._away = self._staged["slab_gen"] > 0
         self._written = np.zeros(len(indices), np.bool_)
+        if granted and not len(self) and self.covered < len(keys):
+            session.directory.fault("refused", f"no room for {len(keys) - self.covered} blocks: {NO_ROOM}")
         if not len(self):
             self.release()
 

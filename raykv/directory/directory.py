@@ -14,7 +14,7 @@ import numpy as np
 
 from raykv.config import CLIENT_TTL_S, Quota
 from raykv.directory.allocator import Node
-from raykv.directory.arrays import RowArray, key_array, split_keys
+from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Hold
 from raykv.directory.kernels import columns, demotion, placement, slabs, table, tenants
 from raykv.directory.kernels.columns import ENTRIES
@@ -138,8 +138,10 @@ class Directory(Readers):
         size_class = (
             self._allocator.size_class(writer, stride) if writer and writer.offered_to >= columns.TO_OWN else -1
         )
-        if writer is None or size_class < 0 or not 0 <= start <= len(keys):
+        if not 0 <= start <= len(keys):
             return Reserved(self.epoch, start, b"", b"", b"")
+        if writer is None or size_class < 0:
+            return self._refused(keys, start)
         firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
         granted, (locations, staged_locations) = np.empty(len(keys), np.int32), np.empty((2, len(keys)), LOCATION)
         missing = placement.find_missing(self._c, keys, firsts, start, size_class)
@@ -176,6 +178,15 @@ class Directory(Readers):
             return classes
         host = self.nodes.get(writer.host, writer).size_classes.get(stride, -1)
         return classes[np.argsort(classes != host, kind="stable")]
+
+    def _refused(self, keys: KeyArray, start: int) -> Reserved:
+        """To a writer whose node takes no blocks: it is drained, joining, or unknown."""
+        firsts = np.empty(len(keys), np.int64)
+        table.find(self._c, keys, firsts)
+        missing = start + np.flatnonzero(firsts[start:] < 0)
+        covered = int(missing[0]) if len(missing) else len(keys)
+        self.counters["refused"] += len(keys) - covered
+        return Reserved(self.epoch, covered, b"", b"", b"")
 
     def commit(self, call: Call, request: CommitRequest, now: float) -> Counted:
         """Offer the blocks that were written, and end the reservation.

@@ -266,6 +266,15 @@ class Membership:
                 self._set_state(node, node.state)
                 self._promote_replicas(node)
 
+    def stay(self, name: str, now: float) -> None:
+        """A node does not leave after all: blocks are stored there again."""
+        self._check(now)
+        self._leaving.discard(name)
+        for node in self._of_host(name):
+            if node.leaving:
+                node.leaving = False
+                self._set_state(node, node.state)
+
     def sole_copies(self, name: str, now: float) -> SoleCopies | None:
         """Blocks that would be lost with a node. None: what the node has is not known here."""
         self._check(now)

@@ -160,6 +160,13 @@ ALERTS = (
     Alert("RayKVTierDown", "2m", "max by (pool, node) (@external_up) == 0", "the external tier can't be used"),
     Alert("RayKVFaults", "5m", "sum by (pool, kind) (rate(@faults_total[5m])) > 1", "many faults: {{ $labels.kind }}"),
     Alert(
+        "RayKVNothingStored",
+        "5m",
+        "sum by (pool) (rate(@refused_blocks_total[5m])) > 0 and on (pool)"
+        " sum by (pool) (rate(@stored_blocks_total[5m])) == 0",
+        "all that engines store is refused: nodes are drained, or all memory is held",
+    ),
+    Alert(
         "RayKVTooSmall",
         "15m",
         "max by (pool, node) (@coldest_block_age_seconds) < 600 and on (pool, node)"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from helpers.pools import BLOCK, MIB, Worker, eventually, kill, load, read, store, tokens, worker
+from helpers.pools import BLOCK, MIB, Worker, eventually, keep, kill, load, other_node, read, store, tokens, worker
 
 import raykv
 from raykv import named_actors
@@ -69,6 +69,12 @@ def test_blocks_that_only_a_leaving_node_had_are_readable_after_it_is_gone(
         )
         kill(roomy, "directory")  # a new one is told who leaves
         eventually(lambda: state(roomy, leaving.node_id) == "leaving")
+        roomy.cancel_drain(leaving.node_id)
+        eventually(lambda: state(roomy, leaving.node_id) == "alive")
+        kill(roomy, "directory")  # and a new one who stays
+        eventually(lambda: state(roomy, leaving.node_id) == "alive")
+        eventually(lambda: ray.get(there.store.remote(cache_of(roomy).keys(tokens(998, 5))), timeout=60) == 5)
+        assert roomy.drain(leaving.node_id, deadline=60.0) == 0
         ray.kill(there)
         notice(cluster, leaving.node_id)  # to which the other pool's supervisor answers by itself
         eventually(lambda: state(tiered, leaving.node_id) == "leaving" and not left(tiered, leaving.node_id))
@@ -77,3 +83,30 @@ def test_blocks_that_only_a_leaving_node_had_are_readable_after_it_is_gone(
         for pool in (roomy, tiered):
             for keys in prompts[pool]:
                 eventually(lambda pool=pool, keys=keys: read(cache_of(pool), keys)[:3] == (50, 50, 0))  # type: ignore[misc]
+
+
+def test_the_last_node_that_takes_blocks_is_drained_by_force_alone(start: Start) -> None:
+    pool = start()
+    cache, (first, last) = cache_of(pool), (other_node(pool), pool.node_id)
+    keep(cache, cache.keys(tokens(1, 5)))
+    assert pool.drain(first) == 0
+    with pytest.raises(ValueError, match=f"node {last[:8]} is the last one .*--force"):
+        pool.drain(last)
+    assert store(cache, cache.keys(tokens(2, 5))) == 5, "it was not begun"
+    assert pool.drain(last, deadline=1.0, force=True) == 10, "nobody takes them"
+    assert store(cache, cache.keys(tokens(3, 5))) == 0
+    assert pool.session.directory.faults["refused"] and pool.stats()["refused"] >= 5
+    for node_id in (first, last):
+        pool.cancel_drain(node_id)
+    eventually(lambda: {state(pool, node_id) for node_id in (first, last)} == {"alive"})
+    keep(cache, cache.keys(tokens(3, 5)))
+
+
+def test_what_ray_itself_drains_does_not_stay(cluster: Any, start: Start, third_node: Callable[[], Any]) -> None:
+    leaving = third_node()
+    pool = start()
+    notice(cluster, leaving.node_id)
+    eventually(lambda: state(pool, leaving.node_id) == "leaving")
+    with pytest.raises(ValueError, match=r"Ray says that node .* is about to leave"):
+        pool.cancel_drain(leaving.node_id)
+    cluster.remove_node(leaving, allow_graceful=False)

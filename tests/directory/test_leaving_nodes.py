@@ -1,6 +1,7 @@
 """Nodes that are about to leave, by example."""
 
 import struct
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -250,7 +251,7 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
 
     watch = supervisor.Supervisor.__new__(supervisor.Supervisor)
     loop = Periodic("", lambda: None, lambda _: None)
-    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set(), _loop=loop)
+    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set(), _telling=threading.Lock(), _loop=loop)
     monkeypatch.setattr(supervisor, "DRAIN_AGAIN_S", 0.0)
     monkeypatch.setattr(supervisor, "drain", drain)
     monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
@@ -259,7 +260,7 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
         watch._look_for_leaving(None, {"n"})
         eventually(lambda tries=tries: len(answered) == tries and ("n" in watch._draining) == (tries == 3))  # type: ignore[misc]
     answers.append(1)
-    assert watch.drain("n", 30.0) == 1 and not watch._draining, "somebody's own, which ends short"
+    assert watch.drain("n", 30.0, force=True) == 1 and not watch._draining, "somebody's own, which ends short"
 
 
 def test_nothing_is_placed_on_a_node_that_leaves() -> None:

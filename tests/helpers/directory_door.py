@@ -208,7 +208,7 @@ class DirectoryDoor:
         self.directory.set_slab_target(self._node(m), self._wrong(m, report), self.now)
 
     def call_leaving(self, m: Mutator) -> None:
-        getattr(self.directory, m.choice(["leave", "sole_copies", "remove_node"]))(self._node(m), self.now)
+        getattr(self.directory, m.choice(["leave", "stay", "sole_copies", "remove_node"]))(self._node(m), self.now)
 
     def call_pool(self, m: Mutator) -> None:
         self.directory.indices()

@@ -51,7 +51,9 @@ def test_a_call_that_fails_says_why(method: str, arguments: list[Any]) -> None:
     assert not done and "Error" in why
 
 
-@pytest.mark.parametrize("method", ["clear", "leave", "remove_node", "take_charge", "stats", "__init__", "_serve"])
+@pytest.mark.parametrize(
+    "method", ["clear", "leave", "stay", "remove_node", "take_charge", "stats", "__init__", "_serve"]
+)
 def test_what_administrators_ask_is_refused(method: str) -> None:
     done, why = answer(Actor(), packed((method, "node")))
     assert not done and "no such call" in why

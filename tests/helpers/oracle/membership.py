@@ -263,6 +263,14 @@ class Membership(Pins):
                 self.set_state(node, node.state)
                 self.promote_replicas(node)
 
+    def stay(self, name: str, now: float) -> None:
+        self.check(now)
+        self.leaving.discard(name)
+        for node in self.of_host(name):
+            if node.leaving:
+                node.leaving = False
+                self.set_state(node, node.state)
+
     def sole_copies(self, name: str, now: float) -> SoleCopies | None:
         self.check(now)
         nodes, shared = self.of_host(name), self.tiers.get("")

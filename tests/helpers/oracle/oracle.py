@@ -47,8 +47,12 @@ class Oracle(Readers):
         wanted, stride = split(keys), -(-block_bytes // 4096) * 4096
         writer = self.nodes.get(node)
         size_class = self.size_class(writer, stride) if writer and self.answers(writer) else None
-        if writer is None or size_class is None or not 0 <= start <= len(wanted):
+        if not 0 <= start <= len(wanted):
             return Reserved(self.epoch, start, b"", b"", b"")
+        if writer is None or size_class is None:
+            covered = next((i for i in range(start, len(wanted)) if not self.table.get(wanted[i])), len(wanted))
+            self.counters["refused"] += len(wanted) - covered
+            return Reserved(self.epoch, covered, b"", b"", b"")
         self.provision(writer, size_class, sum(not self.taken(key) for key in wanted[start:]), tenant)
         hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set(), reservation)
         for key in wanted:

@@ -84,6 +84,11 @@ class World(Clients, Nodes, Tiers, Tenants):
                 self._pull(rng.choice(self.workers), *self.keys())
             self.do("leave", name, self.now)
 
+    def stay_node(self) -> None:
+        """A node that is about to leave stays after all; some that stay anyhow are told so, too."""
+        leaving = [host_of(name) for name, node in self.real.nodes.items() if node.leaving]
+        self.do("stay", self.rng.choice(leaving or self.hosts), self.now)
+
     def sole_copies(self) -> None:
         """Ask for a node's sole copies, and have another node pull some."""
         rng = self.rng
@@ -175,7 +180,14 @@ _UPKEEP: Mix = {World.heartbeats: 4, World.report_existing: 0.3, World.report: 1
 World.MIXES = {
     "all": {
         **{**_USE, **_UPKEEP, **_BY_KEY},
-        **{World.node_lost: 1, World.clear: 0.2, World.restart: 0.2, World.leave_node: 0.3, World.sole_copies: 0.6},
+        **{
+            World.node_lost: 1,
+            World.clear: 0.2,
+            World.restart: 0.2,
+            World.leave_node: 0.3,
+            World.stay_node: 0.2,
+            World.sole_copies: 0.6,
+        },
         **{World.set_slab_target: 0.5, World.set_quota: 0.5},
     },
     "use": {**_USE, World.heartbeats: 1},
@@ -207,7 +219,15 @@ World.MIXES = {
         World.report: 1,
         World.node_lost: 0.3,
     },
-    "drain": {**_USE, **_BY_KEY, World.leave_node: 2, World.sole_copies: 6, World.node_lost: 0.7, World.heartbeats: 4},
+    "drain": {
+        **_USE,
+        **_BY_KEY,
+        World.leave_node: 2,
+        World.stay_node: 1,
+        World.sole_copies: 6,
+        World.node_lost: 0.7,
+        World.heartbeats: 4,
+    },
     "pins": {**_USE, **_BY_KEY, World.pin: 6, World.unpin: 5, World.report: 1, World.node_lost: 1, World.heartbeats: 4},
     "full of pins": {
         World.reserve: 8,
