@@ -11,6 +11,7 @@ from raykv.arena.gpu_arena import GpuArena
 from raykv.config import slab_bytes
 from raykv.errors import CapacityError
 from raykv.protocol import SlabReport
+from raykv.system.extras import to_install
 from raykv.transports.selector import open_transports
 
 DRIVER = "/proc/driver/nvidia/version"
@@ -27,7 +28,7 @@ def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | i
     found = device.visible()
     if not found and os.path.exists(DRIVER):
         raise CapacityError(
-            f"gpu_memory={gpu_memory}, but this node's GPUs can't be used: pip install 'raykv[gpu]' there, or see "
+            f"gpu_memory={gpu_memory}, but this node's GPUs can't be used: {to_install('gpu')} there, or see "
             f"CUDA_VISIBLE_DEVICES of its raylet"
         )
     memories = []

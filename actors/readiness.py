@@ -56,7 +56,8 @@ def why_not_usable(node_id: str, seconds: float) -> str:
 
 def what_to_install() -> str:
     """What to do on a node that lacks this raykv."""
-    return f"pip install raykv=={version('raykv')} in the Python environment that Ray runs in there"
+    there = "in the Python environment that Ray runs in there: from the same wheel or clone"
+    return f"install this raykv, {version('raykv')}, {there}"
 
 
 @ray.remote(num_cpus=0, max_retries=0)

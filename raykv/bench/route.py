@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from raykv.system.extras import to_install
+
 try:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 except ImportError as error:
-    raise ImportError("this needs Ray Serve: pip install 'raykv[serve]'") from error
+    raise ImportError(f"this needs Ray Serve: {to_install('serve')}") from error
 
 import raykv
 from raykv.bench.testbed import local_cluster, local_pool, on_node

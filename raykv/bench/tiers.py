@@ -21,6 +21,7 @@ from raykv.arena.files import SHM
 from raykv.config import MIB, fingerprint
 from raykv.directory.tier_catalog import BATCH_BYTES
 from raykv.protocol import CONTENT_BYTES, COUNTER_BITS, KEY_BYTES, LOCATION, PULLED
+from raykv.system.extras import to_install
 from raykv.tiers import open_tier, parse
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.file import IN_FLIGHT
@@ -219,7 +220,7 @@ def _missing() -> str | None:
     try:
         import redis  # noqa: F401
     except ModuleNotFoundError:
-        return "pip install 'raykv[redis]'"
+        return to_install("redis")
     return None if shutil.which("redis-server") else "there is no redis-server on PATH"
 
 

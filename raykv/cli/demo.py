@@ -18,6 +18,7 @@ from rich.table import Table
 
 from raykv.bench.testbed import local_cluster, local_pool, on_node, undisturbed
 from raykv.config import MIB
+from raykv.system.extras import to_install
 
 POOL = "demo"
 DOCUMENT_TOKENS = 2000
@@ -132,7 +133,7 @@ def run(requests: int, nodes: int, seed: int, as_json: bool) -> bool:
     Prints to stdout; with `as_json` to stderr, and one JSON object to stdout.
     """
     if not all(find_spec(name) for name in ("torch", "transformers")):
-        raise ImportError("the demo needs torch and transformers: pip install 'raykv[transformers]'")
+        raise ImportError(f"the demo needs torch and transformers: {to_install('transformers')}")
     console = Console(stderr=as_json)
     with _bar(console) as bar:
         task = bar.add_task("starting Ray nodes, pool and engines", total=requests)

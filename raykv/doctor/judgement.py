@@ -8,6 +8,7 @@ from raykv.doctor.facts import HUGE_PAGES, Facts
 from raykv.doctor.finding import ADVICE, OK, WRONG, Finding
 from raykv.protocol import VERSION
 from raykv.system import free_memory
+from raykv.system.extras import to_install
 
 CLOCKS_S = 1.0  # apart, beyond what the question took
 INSTALLED = ("python", "numba")
@@ -107,8 +108,8 @@ def _huge_pages(node: str, word: str) -> Finding:
 
 def _gpus(node: str, facts: Facts) -> Finding:
     if facts.driver and not facts.gpus:
-        text = f"driver {facts.driver}, but no GPU that raykv can use: for a pool with gpu_memory, pip install "
-        text += "'raykv[gpu]' there, or see CUDA_VISIBLE_DEVICES of its raylet"
+        text = f"driver {facts.driver}, but no GPU that raykv can use: for a pool with gpu_memory, {to_install('gpu')} "
+        text += "there, or see CUDA_VISIBLE_DEVICES of its raylet"
         return Finding(node, "gpu", ADVICE, text)
     return Finding(node, "gpu", OK, f"{facts.gpus}, driver {facts.driver}" if facts.gpus else "none")
 

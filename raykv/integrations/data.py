@@ -15,11 +15,13 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from raykv.system.extras import to_install
+
 try:
     import pyarrow as pa
     import ray.data
 except ImportError as error:
-    raise ImportError("this needs Ray Data: pip install 'raykv[data]'") from error
+    raise ImportError(f"this needs Ray Data: {to_install('data')}") from error
 
 from raykv.keys import ROOT_BYTES, chain
 from raykv.scheduling import split

@@ -26,11 +26,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raykv.system.extras import to_install
+
 try:
     from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
     from ray.serve.request_router import PendingRequest, RunningReplica
 except ImportError as error:
-    raise ImportError("this needs Ray Serve: pip install 'raykv[serve]'") from error
+    raise ImportError(f"this needs Ray Serve: {to_install('serve')}") from error
 
 from raykv import keys
 from raykv.client import prefix_lookup

@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raykv.system.extras import to_install
+
 try:
     import torch
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 except ImportError as error:
-    raise ImportError("this needs torch and transformers: pip install 'raykv[transformers]'") from error
+    raise ImportError(f"this needs torch and transformers: {to_install('transformers')}") from error
 
 from raykv.client.cache import KVCache
 from raykv.client.pool import KVPool

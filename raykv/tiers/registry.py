@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
+from raykv.system.extras import to_install
 from raykv.tiers.base import Tier, TierUrl
 
 Maker = Callable[[TierUrl], Tier]
@@ -39,7 +40,7 @@ def tier_for(url: TierUrl) -> Maker:
         try:
             from raykv.tiers.redis import RedisTier
         except ModuleNotFoundError as error:
-            raise ImportError(f"external={url.text}: {error}: pip install 'raykv[redis]'") from error
+            raise ImportError(f"external={url.text}: {error}: {to_install('redis')}") from error
         return RedisTier
     return _of_fsspec(url)
 
@@ -60,7 +61,7 @@ def _of_fsspec(url: TierUrl) -> Maker:
 
         from raykv.tiers.fsspec import FsspecTier
     except ModuleNotFoundError as error:
-        raise ImportError(f"{unknown}, and those of fsspec: pip install 'raykv[fsspec]'") from error
+        raise ImportError(f"{unknown}, and those of fsspec: {to_install('fsspec')}") from error
     if url.scheme not in fsspec.available_protocols():
         raise ValueError(f"{unknown}, and those of fsspec: {', '.join(sorted(fsspec.available_protocols()))}")
     try:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena
 from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, seconds_left
+from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
@@ -38,7 +39,7 @@ def why_not() -> str:
     try:
         import nixl._api  # noqa: F401
     except ImportError as error:
-        return f"NIXL is not installed here ({error}): pip install 'raykv[nixl]'"
+        return f"NIXL is not installed here ({error}): {to_install('nixl')}"
     return ""
 
 

@@ -13,6 +13,7 @@ import ray
 from raykv import named_actors
 from raykv.errors import RayKVError
 from raykv.system import events
+from raykv.system.extras import to_install
 from raykv.system.periodic import Periodic
 from raykv.ui.history import History
 from raykv.ui.sight import Sight
@@ -92,7 +93,7 @@ def _server(state: Callable[[float], dict[str, Any]]) -> Any:
     except ImportError as error:
         raise RayKVError(
             f"raykv ui needs Starlette and uvicorn where it is served, on Ray's head ({error}): "
-            f"pip install 'raykv[ui]' there"
+            f"{to_install('ui')} there"
         ) from error
     return uvicorn.Server(uvicorn.Config(application(state), log_config=None, access_log=False, server_header=False))
 

@@ -136,8 +136,8 @@ def sick(
 @pytest.mark.parametrize(
     ("node", "check", "says"),
     [
-        ("without raykv", "raykv", "No module named 'raykv': pip install raykv=="),
-        ("another raykv", "raykv", f"0.0.1, here it is {raykv.__version__}: pip install raykv=="),
+        ("without raykv", "raykv", "No module named 'raykv': install this raykv, "),
+        ("another raykv", "raykv", f"0.0.1, here it is {raykv.__version__}: install this raykv, "),
         ("poor", "memory", "/dev/shm 0.00 GiB free"),
         ("poor", "memory", "enlarge /dev/shm"),
         ("poor", "kernels", "every process compiles for a minute: set NUMBA_CACHE_DIR"),

@@ -99,7 +99,9 @@ def test_a_node_without_raykv_is_named(
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAYKV)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     node = third_node()
-    with pytest.raises(ValueError, match=rf"node {node.node_id[:16]} .*No module named 'raykv'.*pip install raykv==.*"):
+    with pytest.raises(
+        ValueError, match=rf"node {node.node_id[:16]} .*No module named 'raykv'.*install this raykv, "
+    ):
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB))
     assert nothing_left(name)
 
@@ -114,7 +116,7 @@ def test_a_node_whose_raykv_speaks_another_version_is_named(
     monkeypatch.undo()
     size = ("--cpu-memory", "64MiB")
     refused = command("start", "--name", name, *size, address=cluster.address, folder=tmp_path.parent)
-    said = f"protocol version 1, here it has {VERSION}: pip install raykv=="
+    said = f"protocol version 1, here it has {VERSION}: install this raykv, "
     assert refused.returncode == 1 and said in refused.stderr and f"(on nodes {node.node_id[:16]})" in refused.stderr
     assert nothing_left(name)
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 
 from raykv import keys as raykv_keys
 from raykv.integrations.transformers import block_shape, extract, generate, model_cache, prefill, restore
+from raykv.system.extras import to_install
 
 BLOCK = 4
 
@@ -244,4 +245,4 @@ def test_bad_input_is_refused(model: Any, cache: Any) -> None:
 def test_the_extra_is_named_where_it_is_missing(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import raykv.integrations.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "pip install 'raykv[transformers]'" in done.stderr
+    assert done.returncode == 1 and to_install("transformers") in done.stderr

@@ -23,6 +23,7 @@ from raykv.arena.arena import Arena
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.protocol import ALTERED, FAILED, PULLED
+from raykv.system.extras import to_install
 from raykv.transports import nccl as transport
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport
@@ -224,7 +225,7 @@ def test_without_nccl(reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="nvidia-nccl-cu13"):
         Nccl(reader.arena, reader.gpu)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert "pip install 'raykv[gpu]'" in nccl_pair.why_not()
+    assert to_install("gpu") in nccl_pair.why_not()
 
 
 def test_blocks_arrive_in_scattered_slots(nccl: Any, sender: Node, reader: Node) -> None:

@@ -16,6 +16,7 @@ import raykv.transports.selector
 from raykv.actors.readiness import Question, answer
 from raykv.arena.arena import Arena
 from raykv.protocol import ALTERED, FAILED, LOCATION, PULLED
+from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.selector import RETRY_S, TransportSelector, open_transports
 
@@ -296,7 +297,7 @@ def test_nixl_is_chosen_where_there_is_rdma(arena: Arena, tmp_path: Path, monkey
 
 def test_without_nixl(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nixl._api", None)
-    assert "pip install 'raykv[nixl]'" in raykv.transports.nixl.why_not()
+    assert to_install("nixl") in raykv.transports.nixl.why_not()
     lanes = open_transports(arena, "nixl", "127.0.0.1")
     assert list(lanes.offers()) == ["tcp"]
     lanes.close()

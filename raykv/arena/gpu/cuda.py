@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.errors import DeviceError
+from raykv.system.extras import to_install
 
 LEGACY, PER_THREAD = 1, 2  # handles of CUDA's default streams
 
@@ -21,7 +22,7 @@ def cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise ImportError("GPU memory needs CuPy: pip install 'raykv[gpu]' (or copy with .cpu())") from error
+        raise ImportError(f"GPU memory needs CuPy: {to_install('gpu')} (or copy with .cpu())") from error
     return cupy
 
 

@@ -14,6 +14,7 @@ from raykv.arena.gpu import cuda
 from raykv.arena.gpu.copy_kernel import CopyStream, compile_kernel, with_units
 from raykv.config import Size, capacity_bytes, parse_size
 from raykv.errors import CapacityError, DeviceError
+from raykv.system.extras import to_install
 
 BOUNCE_BYTES = 8 << 20  # of a bounce buffer
 HANDLE_BYTES = 64
@@ -52,7 +53,7 @@ def _usable(found: list[str]) -> str:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     return (
         f"this process can use {', '.join(found) or 'no GPU'} (CUDA_VISIBLE_DEVICES: {seen}); "
-        f"without CuPy it is none: pip install 'raykv[gpu]'"
+        f"without CuPy it is none: {to_install('gpu')}"
     )
 
 

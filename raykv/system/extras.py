@@ -1,0 +1,15 @@
+"""What to install where a part of raykv lacks a package that raykv itself does not need."""
+
+from importlib.metadata import requires
+
+
+def to_install(extra: str) -> str:
+    """The command that brings an extra of raykv, however raykv was installed: from a clone, a wheel or an image.
+
+    extra: as pyproject.toml calls it. ValueError where there is none of that name.
+    """
+    listed = (line.partition(";") for line in requires("raykv") or [])
+    packages = [package.strip() for package, _, marker in listed if marker.strip() == f'extra == "{extra}"']
+    if not packages:
+        raise ValueError(f"raykv has no extra {extra!r}")
+    return "pip install " + " ".join(f"'{package}'" if set(package) & set("<>=*[") else package for package in packages)
