@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 14  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 15  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [
@@ -137,6 +137,7 @@ class MatchRequest(NamedTuple):
     window: int = 0  # of `match_parts`: how many last blocks the reader needs; 0: all
     tokens: int = 1  # of `match_parts`: what a block of this part has; parts may differ
     tenant: str = ""  # who is charged for what is found
+    counted: bool = True  # an engine looks it up: else it moves blocks, and is in no hit rate
 
 
 class Intent(NamedTuple):

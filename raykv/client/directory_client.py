@@ -59,9 +59,10 @@ def plain(message: M) -> M:
     return cast(M, tuple(message))
 
 
-def _to_match(lease: int, node: str, keys: Keys, stage: int, window: int = 0) -> MatchRequest:
+def _to_match(lease: int, node: str, keys: Keys, stage: int, window: int = 0, counted: bool = True) -> MatchRequest:
     cache = keys.cache
-    return MatchRequest(lease, node, keys.tobytes(), cache.block_bytes, stage, window, cache.block_tokens, cache.tenant)
+    sizes = cache.block_bytes, stage, window, cache.block_tokens
+    return MatchRequest(lease, node, keys.tobytes(), *sizes, cache.tenant, counted)
 
 
 class DirectoryClient:
@@ -116,14 +117,14 @@ class DirectoryClient:
 
     # ------------------------------------------------------------------ blocks
 
-    def match(self, node: str, keys: Keys, stage: int) -> tuple[int, Matched | None]:
+    def match(self, node: str, keys: Keys, stage: int, counted: bool = True) -> tuple[int, Matched | None]:
         """Lease the longest prefix of `keys` that is ready, to read it into the memory called `node`.
 
-        stage: see MatchRequest.
+        stage, counted: see MatchRequest.
         Returns (id of the lease, which is held until `release`, answer). None: nothing is held.
         """
         lease = next(self._ids)
-        answer = self._ask(Matched, "match", _to_match(lease, node, keys, stage), hold=(lease,))
+        answer = self._ask(Matched, "match", _to_match(lease, node, keys, stage, counted=counted), hold=(lease,))
         return lease, self._noticed(answer)
 
     async def amatch(self, node: str, keys: Keys, stage: int) -> tuple[int, Matched | None]:

@@ -50,7 +50,7 @@ class Match:
         try:
             with self._span() as it:
                 for part in self._parts():
-                    if not self._take(part, *directory.match(node, part, self._stage)):
+                    if not self._take(part, *directory.match(node, part, self._stage, self._counted)):
                         break
                 hits = found_tokens(self._leases, self._keys.cache)
                 tell(it, hit_tokens=self.num_tokens, **hits)

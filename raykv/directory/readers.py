@@ -72,11 +72,13 @@ class Readers(Membership):
             return Matched(self.epoch, b"", b"")
         keys = key_array(request.keys)
         found = self._hold_prefix(call, request, keys, request.lease, now)
-        self._count_match(len(keys), found)
+        if request.counted:
+            self._count_match(len(keys), found)
         if not found.counts[0]:
             return Matched(self.epoch, b"", b"")
         client.holds[request.lease] = found.hold
-        self._prefixes.count(request.keys, found.counts[0], request.block_bytes, now)
+        if request.counted:
+            self._prefixes.count(request.keys, found.counts[0], request.block_bytes, now)
         return Matched(self.epoch, found.source, found.staged)
 
     def match_parts(

@@ -99,9 +99,7 @@ def test_a_node_without_raykv_is_named(
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_RAYKV)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     node = third_node()
-    with pytest.raises(
-        ValueError, match=rf"node {node.node_id[:16]} .*No module named 'raykv'.*install this raykv, "
-    ):
+    with pytest.raises(ValueError, match=rf"node {node.node_id[:16]} .*No module named 'raykv'.*install this raykv, "):
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB))
     assert nothing_left(name)
 

@@ -57,7 +57,8 @@ class Readers(Membership):
         self.end(client, request.lease)
         wanted = split(request.keys)
         hold = self.hold_prefix(call, request, wanted, request.lease)
-        self.count_match(request, len(wanted), hold)
+        if request.counted:
+            self.count_match(request, len(wanted), hold)
         if not hold.keys:
             return Matched(self.epoch, b"", b"")
         client.holds[request.lease] = hold

@@ -65,7 +65,8 @@ class Clients(Cast):
     def _match(self, worker: Worker, size: int, keys: list[bytes]) -> int:
         lease = self.new_id(worker)
         stage = self.rng.choice([LONGEST, 0, 1, 3])
-        request = MatchRequest(lease, worker.node, b"".join(keys), size, stage, tenant=worker.tenant)
+        terms: Any = {"tenant": worker.tenant, "counted": self.rng.random() < 0.8}
+        request = MatchRequest(lease, worker.node, b"".join(keys), size, stage, **terms)
         got = self.do("match", self.call(worker), request, self.now)
         worker.holds.pop(lease, None)
         self._leased(worker, lease, size, keys, got)
