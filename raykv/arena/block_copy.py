@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 SEGMENT = 2 << 20  # bytes that a thread takes at a time of a plain copy
 SPLIT = 8 << 20  # from so many bytes on, copies are shared between threads
+SHARE = 32 << 20  # bytes that a GPU copies before they are hashed
 THREADS = min(4, len(os.sched_getaffinity(0)))
 
 _executor: ThreadPoolExecutor | None = None
@@ -58,6 +59,20 @@ def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
     """xxh3_64 of `size` bytes at each address."""
     table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)
     return copy_summed(table[:, None])
+
+
+def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], size: int) -> list[int]:
+    """As `sums`, of what `fetch` brings there, a share at a time: a share is hashed while the next one comes."""
+    step = max(1, SHARE // size)
+    hashed: list[Future[list[int]]] = []
+    try:
+        for first in range(0, len(addresses), step):
+            which = slice(first, first + step)
+            fetch(which)
+            hashed.append(_threads().submit(sums, addresses[which], size))
+    finally:
+        wait(hashed)  # nobody is still reading when the caller drops its locks
+    return [total for share in hashed for total in share.result()]
 
 
 def sums_of(rows: Rows) -> list[int]:

@@ -117,10 +117,10 @@ class GpuArena(Arena):
     def _copy_out(self, rows: Rows, slots: Addresses, verify: bool) -> list[int] | None:
         copies = block_copy.copies(rows, slots, out=True)
         if rows.device is None:
-            host_copy.copy(self.gpu, copies, rows.registered, to_gpu=False, after=None)
+            host_copy.copy(self.gpu, copies, rows.registered, to_gpu=False)
         else:
             self._check(rows)
-            device(self.gpu).copy(copies, rows.stream)
+            device(self.gpu).copy(copies, rows.after)
         if len(slots):
             self._check_store()  # if it is gone now, it may have gone during the copy
         return block_copy.sums_of(rows) if verify and rows.device is None else None
@@ -128,10 +128,10 @@ class GpuArena(Arena):
     def _copy_in(self, rows: Rows, slots: Addresses) -> list[int]:
         copies = block_copy.copies(rows, slots, out=False)
         if rows.device is None:
-            host_copy.copy(self.gpu, copies, registered=False, to_gpu=True, after=None)
+            host_copy.copy(self.gpu, copies, registered=False, to_gpu=True)
             return block_copy.sums_of(rows)
         self._check(rows)
-        device(self.gpu).copy(copies, rows.stream)
+        device(self.gpu).copy(copies, rows.after)
         return [UNKNOWN] * len(rows)
 
     def _check(self, rows: Rows) -> None:

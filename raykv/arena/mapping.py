@@ -8,6 +8,7 @@ writes the blocks.
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -19,10 +20,11 @@ from raykv.arena import header, superblock
 from raykv.arena.files import ArenaFile, inode
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import device
-from raykv.errors import CapacityError
+from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import ALIGN, GENERATIONS, epoch_of
 from raykv.system.file_locks import SlotLocks
 
+log = logging.getLogger("raykv")
 Bytes = NDArray[np.uint8]
 Addresses = NDArray[np.int64]
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
@@ -48,7 +50,7 @@ class Mapping:
         self._size = layout.size
         # Guards replacing `_memory`, and the owner's changes of epoch and floor. Taken inside `_slab_lock`.
         self._mutex = threading.Lock()
-        # Guards which slabs are offered, given back, discarded and registered; held while a slab is faulted in.
+        # Guards which slabs are offered, given back, discarded and registered; held while the owner faults a slab in.
         self._slab_lock = threading.Lock()
         self._map(file.fd)
         self._locks = SlotLocks(file.fd, layout.headers, 8 * header.HEADER_WORDS)
@@ -57,7 +59,8 @@ class Mapping:
         data = np.frombuffer(_mmap(fd, self._size), np.uint8)
         self._memory = data[: self._shape[2]].view(np.int64), data  # replaced as one, so that a reader has a pair
         self._populated: set[int] = set()
-        self._registered: dict[int, tuple[str, bool]] = {}  # by slab: the GPU that asked first, whether CUDA took it
+        self._registered: dict[int, str | None] = {}  # by slab: the GPU that asked first. None: CUDA refused
+        self._registering: set[int] = set()  # slabs that some thread is at
         self._discards = header.load(self._memory[0], header.DISCARDS)
         first = data.ctypes.data + self._shape[2]
         host_copy.when_gone(data, host_copy.unregister, first, self.slab_bytes, self._registered)
@@ -144,7 +147,7 @@ class Mapping:
     def discard(self, slab: int) -> None:
         """Owner: free the pages of a slab that was given back, unless it was offered again."""
         with self._slab_lock:
-            if slab in self.given_back():
+            if slab in self.given_back() and slab not in self._registering:
                 self._discard(slab)
 
     def refilled(self) -> list[int]:
@@ -188,8 +191,8 @@ class Mapping:
         """
         slabs = set(range(self.offered)).difference(self.given_back())
         self._populate(self._memory[1], slabs)
-        if gpu:
-            self.register(gpu, np.array([self.region(slab)[0] for slab in slabs]))
+        for slab in slabs if gpu else ():  # one at a time: copies of others need not wait for all
+            self.register(gpu or "", np.array([self.region(slab)[0]]))
 
     def _populate(self, data: Bytes, slabs: set[int]) -> None:
         """Fill the page tables, once a slab: a fault a page costs more than the copy of the page."""
@@ -198,7 +201,10 @@ class Mapping:
             self._populated.add(slab)
 
     def register(self, gpu: str, addresses: Addresses) -> bool:
-        """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all."""
+        """Page-lock the slabs of these slots, so that GPUs reach them. Returns whether GPUs reach them all.
+
+        A slab that another thread is locking is not waited for: they do not reach it yet.
+        """
         with self._slab_lock:
             words, data = self._memory
             if ((addresses < data.ctypes.data) | (addresses >= data.ctypes.data + len(data))).any():
@@ -208,12 +214,31 @@ class Mapping:
                 self._map_again(data)
                 return False
             first = data.ctypes.data + self._shape[2]
-            slabs = np.unique((addresses - first) // self.slab_bytes).tolist()
-            for slab in slabs:
-                if slab not in self._registered:
-                    taken = device(gpu).register(first + slab * self.slab_bytes, self.slab_bytes)
-                    self._registered[slab] = gpu, taken
-            return all(self._registered[slab][1] for slab in slabs)
+            slabs = set(np.unique((addresses - first) // self.slab_bytes).tolist())
+            registered, registering = self._registered, self._registering
+            missing = slabs - registered.keys()
+            if missing & registering:
+                return False
+            registering |= missing
+        try:
+            for slab in missing:  # CUDA takes tens of milliseconds a GiB: nobody waits for a lock meanwhile
+                registered[slab] = self._register(gpu, first + slab * self.slab_bytes)
+        finally:
+            with self._slab_lock:
+                registering -= missing
+        return all(registered.get(slab) for slab in slabs) and header.load(words, header.DISCARDS) == self._discards
+
+    def _register(self, gpu: str, address: int) -> str | None:
+        try:
+            device(gpu).register(address, self.slab_bytes)
+        except DeviceError as error:
+            log.warning(
+                "%d bytes of host memory can't be page-locked, copies go through a bounce buffer: %s",
+                self.slab_bytes,
+                error,
+            )
+            return None
+        return gpu
 
     def _map_again(self, data: Bytes) -> None:
         with self._mutex:

@@ -23,6 +23,7 @@ from raykv.protocol import COUNTER_BITS, KEY_BYTES, LOCATION, PULLED
 from raykv.transports import nccl_pair
 
 BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a copy
+LAYER_BYTES = 32 << 10
 SLAB, SLABS = 64 * MIB, 4
 WARM, PAIRS = 3, 12
 CONNECT_S = 60.0
@@ -34,7 +35,9 @@ Locations = NDArray[np.void]
 def run() -> dict[str, Any]:
     """GB/s (1e9 bytes), medians; `<what>_of_hand` is what the copy by hand took over what ours took.
 
-    Blocks lie scattered on both sides. ValueError where this process can use no GPU.
+    Blocks lie scattered on both sides. What comes to host memory is hashed, by hand too: after its copy. `pages_...`:
+    an engine's pages of LAYER_BYTES, beside the same bytes by hand in whole blocks. ValueError where this process can
+    use no GPU.
     """
     gpu = device.device(device.uuid_of(0))
     fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
@@ -58,6 +61,7 @@ def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
     rows, turns = _engine(), _Turns()
     figures = _store_and_load("", gpu, fast, rows, turns)
     figures |= _store_and_load("memory_", gpu, memory, rows, turns)
+    figures |= _store_and_load("pages_memory_", gpu, memory, _engine(BLOCK_BYTES // LAYER_BYTES), turns)
 
     def cross(source: Arena, target: Arena) -> Callable[[], None]:
         at, to = turns.locations(), turns.locations()
@@ -72,7 +76,13 @@ def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
     def by_hand(source: Arena, target: Arena) -> Callable[[], None]:
         return lambda: _hand(gpu, _table(target.addresses(turns.locations()), source.addresses(turns.locations())))
 
-    figures |= _pairs("down", cross(fast, memory), by_hand(fast, memory))
+    copied = by_hand(fast, memory)
+
+    def down_by_hand() -> None:
+        copied()
+        block_copy.sums(memory.addresses(turns.locations()), BLOCK_BYTES)
+
+    figures |= _pairs("down", cross(fast, memory), down_by_hand)
     figures |= _pairs("up", cross(memory, fast), by_hand(memory, fast))
     return figures
 
@@ -123,7 +133,7 @@ def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
         figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.locations()))))
         move()  # after the last copy by hand
         got = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
-        host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), registered=False, to_gpu=False, after=None)
+        host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), registered=False, to_gpu=False)
         assert (got == SENT).all(), "bytes are not what was sent"
         return {"nccl_two_gbps": figures["nccl_two_gbps"]}
     finally:
@@ -150,10 +160,17 @@ def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turn
     def load() -> None:
         assert arena.read(at, keys, rows).all()
 
-    into, out = (block_copy.copies(rows, slots, out=out) for out in (False, True))
+    blocks = _engine()
+    into = _table(slots, blocks.addresses[:, 0])
+
+    def by_hand() -> None:
+        _hand(gpu, into)
+        if not isinstance(arena, GpuArena):  # nothing hashes on a GPU
+            block_copy.sums(slots, BLOCK_BYTES)
+
     return {
-        **_pairs(f"{name}store", store, lambda: _hand(gpu, into)),
-        **_pairs(f"{name}load", load, lambda: _hand(gpu, out)),
+        **_pairs(f"{name}store", store, by_hand),
+        **_pairs(f"{name}load", load, lambda: _hand(gpu, into[:, [1, 0, 2]])),
     }
 
 
@@ -174,10 +191,11 @@ class _Turns:
         return at
 
 
-def _engine() -> Rows:
-    """Scattered pages of a GPU."""
-    pages = cuda.cupy().zeros((2 * BLOCKS, BLOCK_BYTES), cuda.cupy().uint8)
-    return rows_of([pages])[np.random.default_rng(1).permutation(2 * BLOCKS)[:BLOCKS]]
+def _engine(layers: int = 1) -> Rows:
+    """Scattered pages of a GPU, by layer."""
+    cupy = cuda.cupy()
+    pages = [cupy.zeros((2 * BLOCKS, BLOCK_BYTES // layers), cupy.uint8) for _ in range(layers)]
+    return rows_of(pages)[np.random.default_rng(1).permutation(2 * BLOCKS)[:BLOCKS]]
 
 
 def _table(to: NDArray[np.int64], of: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from raykv.arena.gpu import cuda
@@ -18,11 +19,27 @@ Bytes = NDArray[np.uint8]
 
 def forget() -> None:
     """Another CuPy is next."""
-    for cached in (cuda.uuid, devices.device):
+    for cached in (cuda.uuid, cuda._context, cuda._libcuda, devices.device):
         cached.cache_clear()
-    devices._registered.clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
         del sys.modules[name]
+
+
+def page_locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """What raykv has page-locked, from now on: lengths by address."""
+    lock, unlock, found = Device.register, Device.unregister, dict[int, int]()
+
+    def register(self: Device, address: int, length: int) -> None:
+        lock(self, address, length)
+        found[address] = length
+
+    def unregister(self: Device, address: int) -> None:
+        del found[address]
+        unlock(self, address)
+
+    monkeypatch.setattr(Device, "register", register)
+    monkeypatch.setattr(Device, "unregister", unregister)
+    return found
 
 
 def table_of(*copies: tuple[int, int, int]) -> NDArray[np.int64]:

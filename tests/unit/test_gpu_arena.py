@@ -18,7 +18,7 @@ import pytest
 from helpers import arena_worker as w
 from helpers.arena_worker import GEN, PRINT, SLAB, block_of, fork, key_of
 from helpers.gpu_arenas import POOL, SIZE, Locations, gpu_arena, granted, has, some
-from helpers.gpus import Bytes, elsewhere, environment, forget, put
+from helpers.gpus import Bytes, elsewhere, environment, forget, page_locked, put
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
@@ -79,10 +79,19 @@ def ours(gpu: Device) -> Iterator[GpuArena]:
 def arena(request: pytest.FixtureRequest, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     """One that rows on a GPU are copied to and from."""
     if request.param == "bounced":
-        monkeypatch.setattr(Device, "_register", lambda *_: False)
+        monkeypatch.setattr(Device, "register", refuse)
     arena = gpu_arena(gpu) if request.param == "gpu" else memory_arena()
     yield arena
     arena.close(unlink=True)
+
+
+def refuse(*_: object) -> None:
+    raise DeviceError("cudaErrorNotSupported")
+
+
+@pytest.fixture(autouse=True)
+def locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    return page_locked(monkeypatch)
 
 
 def on_gpu(cupy: Any, blocks: Bytes) -> Rows:
@@ -107,8 +116,8 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> Non
     """Do it once, when a copy on a GPU is done and nobody knows of it yet."""
     original, acts = Device.copy, [act]
 
-    def copy(self: Device, table: Any, after: int | None = None) -> None:
-        original(self, table, after)
+    def copy(self: Device, table: Any, *how: Any) -> None:
+        original(self, table, *how)
         if acts:
             acts.pop()()
 
@@ -132,14 +141,14 @@ def test_rows_on_a_gpu(cupy: Any, arena: Arena, size: int) -> None:
     assert not ok.any() and not found.any()
 
 
-def test_registered_or_not(gpu: Device, arena: Arena, request: pytest.FixtureRequest) -> None:
+def test_registered_or_not(gpu: Device, arena: Arena, request: pytest.FixtureRequest, locked: dict[int, int]) -> None:
     at, keys, blocks = some(3)
     assert arena.write(at, keys, blocks).all()
     if not isinstance(arena, GpuArena):
-        assert arena.register(gpu.uuid, arena.addresses(at)) == (request.node.callspec.params["arena"] == "registered")
-        assert devices._registered
+        reached = request.node.callspec.params["arena"] == "registered"
+        assert arena.register(gpu.uuid, arena.addresses(at)) == bool(locked) == reached
     arena.close()
-    assert not devices._registered, "what was refused is not remembered of memory that is gone"
+    assert not locked
 
 
 def test_rows_in_parts(cupy: Any, arena: Arena) -> None:
@@ -189,7 +198,7 @@ def test_rows_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     forget()
     monkeypatch.setitem(sys.modules, "cupy", None)
     interface = {"shape": (2, 8), "typestr": "|u1", "data": (1 << 20, False), "strides": None, "version": 3}
-    with pytest.raises(ImportError, match=r"pip install 'raykv\[gpu\]'"):
+    with pytest.raises(ImportError, match="pip install 'cupy-cuda13x>=14'"):
         rows_of([SimpleNamespace(__cuda_array_interface__=interface)])
 
 
@@ -221,14 +230,14 @@ def test_a_block_evicted_while_it_is_read_is_a_miss(cupy: Any, arena: Arena, mon
 # ---------------------------------------------------------------------- a GPU that fails
 
 
-def test_a_lost_gpu(on_host: Any) -> None:
+def test_a_lost_gpu(on_host: Any, locked: dict[int, int]) -> None:
     gpu = devices.device(devices.visible()[0])
     ours, host = gpu_arena(gpu), memory_arena()
     at, keys, blocks = some(2)
     rows = on_gpu(on_host, blocks)
     assert ours.write(at, keys, rows).all() and host.write(at, keys, rows).all()
     host.populate(gpu.uuid)
-    assert len(devices._registered) == 2
+    assert len(locked) == 2
     on_host.cuda.runtime.lose()
     for arena in (ours, host):
         new = granted(at)
@@ -244,7 +253,7 @@ def test_a_lost_gpu(on_host: Any) -> None:
     for arena in (ours, host):
         arena.close(unlink=True)
     gc.collect()  # frames of what was raised
-    assert not devices._registered
+    assert not locked
 
 
 class DirectoryClient:
@@ -292,7 +301,7 @@ def pair(
 ) -> tuple[Arena, Arena]:
     """Source and target."""
     if "bounced" in request.param:
-        monkeypatch.setattr(Device, "_register", lambda *_: False)
+        monkeypatch.setattr(Device, "register", refuse)
     return (host, ours) if request.param == "up" else (ours, host)
 
 
@@ -460,7 +469,7 @@ def test_batches(lengths: list[int]) -> None:
 
 
 def test_big_blocks_through_the_bounce_buffer(cupy: Any, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "_register", lambda *_: False)
+    monkeypatch.setattr(Device, "register", refuse)
     monkeypatch.setattr(host_copy, "BOUNCE_BYTES", 70_001)
     arena = memory_arena()
     at, keys, blocks = some(3, 300_001)
@@ -470,17 +479,13 @@ def test_big_blocks_through_the_bounce_buffer(cupy: Any, gpu: Device, monkeypatc
     arena.close(unlink=True)
 
 
-def registered_from() -> set[int]:
-    return {address for address, _ in devices._registered}
-
-
-def test_discarded_pages_are_mapped_anew(cupy: Any, gpu: Device, host: Arena) -> None:
+def test_discarded_pages_are_mapped_anew(cupy: Any, gpu: Device, host: Arena, locked: dict[int, int]) -> None:
     """GPUs would go on with the old ones, which a client has registered: it maps the file anew."""
     client = Arena.attach(host.path, host.nonce)
     at, keys, blocks = some(3)
     assert client.write(at, keys, on_gpu(cupy, blocks)).all()
     old, slots = client._memory[1].ctypes.data, client.addresses(at)
-    assert registered_from() == {client.region(1)[0]}
+    assert locked.keys() == {client.region(1)[0]}
     assert host.give_back(1, GEN + 1000)
     host.discard(1)
     assert host.offer_next()
@@ -488,14 +493,14 @@ def test_discarded_pages_are_mapped_anew(cupy: Any, gpu: Device, host: Arena) ->
     new["slab_gen"] = GEN + 1001
     assert client.write(new, keys, on_gpu(cupy, blocks)).all() and has(host, new, keys, blocks)
     assert client._memory[1].ctypes.data != old
-    assert not client.register(gpu.uuid, slots) and not registered_from(), "the old mapping is not registered"
+    assert not client.register(gpu.uuid, slots) and not locked, "the old mapping is not registered"
     ok, found = read_to_gpu(cupy, client, new, keys)
-    assert ok.all() and (found == blocks).all() and registered_from() == {client.region(1)[0]}
+    assert ok.all() and (found == blocks).all() and locked.keys() == {client.region(1)[0]}
     client.close()
-    assert not registered_from()
+    assert not locked
 
 
-def test_a_closed_arena_stays_closed(gpu: Device, host: Arena) -> None:
+def test_a_closed_arena_stays_closed(gpu: Device, host: Arena, locked: dict[int, int]) -> None:
     client = Arena.attach(host.path, host.nonce)
     at, keys, blocks = some(3)
     assert client.write(at, keys, blocks).all()
@@ -503,22 +508,29 @@ def test_a_closed_arena_stays_closed(gpu: Device, host: Arena) -> None:
     assert host.give_back(0, GEN + 1000)
     host.discard(0)
     client.close()
-    assert not client.register(gpu.uuid, slots) and not len(client._memory[1]) and not registered_from()
+    assert not client.register(gpu.uuid, slots) and not len(client._memory[1]) and not locked
     del mapped
 
 
-def test_the_owner_unregisters_slabs_that_it_discards(cupy: Any, gpu: Device, host: Arena) -> None:
+def test_the_owner_unregisters_slabs_that_it_discards(
+    cupy: Any, gpu: Device, host: Arena, locked: dict[int, int]
+) -> None:
     at, keys, blocks = some(2)
-    assert host.write(at, keys, on_gpu(cupy, blocks)).all() and registered_from() == {host.region(1)[0]}
-    assert host.give_back(1, GEN + 1000) and registered_from()
+    assert host.write(at, keys, on_gpu(cupy, blocks)).all() and locked.keys() == {host.region(1)[0]}
+    assert host.give_back(1, GEN + 1000) and locked
     host.discard(1)
-    assert not registered_from()
-    assert host.write(granted(at), keys, on_gpu(cupy, blocks)).all() and registered_from() == {host.region(0)[0]}
+    assert not locked
+    assert host.write(granted(at), keys, on_gpu(cupy, blocks)).all() and locked.keys() == {host.region(0)[0]}
 
 
 @pytest.mark.parametrize("kind", ["host", "ours"])
 def test_a_close_during_a_copy(
-    request: pytest.FixtureRequest, cupy: Any, gpu: Device, kind: str, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    cupy: Any,
+    gpu: Device,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    locked: dict[int, int],
 ) -> None:
     """Memory is unregistered, or freed, when the copy is done."""
     free = gpu._memory()[0]
@@ -529,14 +541,14 @@ def test_a_close_during_a_copy(
     out = cupy.zeros(blocks.shape, np.uint8)
     ok = arena.read(at, keys, rows_of([out]))
     assert ok.all() and (out.get() == blocks).all()
-    assert not registered_from()
+    assert not locked
     del out
     if kind == "ours":
         assert gpu._memory()[0] >= free - SLAB
     assert not arena.read(at, keys, np.zeros_like(blocks)).any()
 
 
-def test_a_forked_child_unregisters_nothing(on_host: Any) -> None:
+def test_a_forked_child_unregisters_nothing(on_host: Any, locked: dict[int, int]) -> None:
     host = memory_arena()
     at, keys, blocks = some(2)
     assert host.write(at, keys, on_gpu(on_host, blocks)).all()
@@ -544,15 +556,15 @@ def test_a_forked_child_unregisters_nothing(on_host: Any) -> None:
 
     def child() -> None:
         host.close()
-        answer.send(len(devices._registered))
+        answer.send(len(locked))
 
     process = fork.Process(target=child)
     process.start()
     process.join()
     assert asked.recv() == 1
-    assert len(devices._registered) == 1 and host.read(at, keys, on_gpu(on_host, blocks)).all()
+    assert len(locked) == 1 and host.read(at, keys, on_gpu(on_host, blocks)).all()
     host.close(unlink=True)
-    assert not devices._registered
+    assert not locked
 
 
 # ---------------------------------------------------------------------- a GPU's arena and its file

@@ -77,7 +77,7 @@ class Node:
         self.arena = Arena.create(f"/dev/shm/raykv-test-nccl-{os.getpid()}-{Node.count}", w.PRINT, w.SLAB, 1)
         self.arena.offer_next()
         self.arena.raise_epoch(w.EPOCH)
-        assert gpu.register(*self.arena.region(0))
+        gpu.register(*self.arena.region(0))
         self.gpu = gpu
         self.start()
 
@@ -130,9 +130,8 @@ def eventually(ask: Callable[[], object]) -> None:
 def _forget() -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
         del sys.modules[name]
-    for cached in (cuda.uuid, devices.device):
+    for cached in (cuda.uuid, cuda._context, cuda._libcuda, devices.device):
         cached.cache_clear()
-    devices._registered.clear()
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
-"""How a thread copies on a GPU: a whole table of copies in one kernel launch, on a stream of the thread's own.
+"""How a whole table of copies is done on a GPU: in one kernel launch, or by the GPU's copy engines.
 
-cudaMemcpyAsync takes microseconds a piece, and a block has a piece for every layer. A kernel reads and writes
-page-locked host memory and the GPU's own alike, by the same addresses.
+cudaMemcpyAsync takes microseconds a piece, and a block may have a piece for every layer. A kernel reads and writes
+page-locked host memory and the GPU's own alike, by the same addresses. But it takes multiprocessors from the engine:
+across PCIe it gets as few thread blocks as fill the link, and long pieces go by cudaMemcpyAsync, which takes none.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,7 +15,12 @@ from raykv.arena.gpu import cuda
 
 THREADS = 512
 UNIT = THREADS * 16 * 4  # bytes that a thread block moves at once: every thread has four loads of 16 bytes in flight
-BLOCKS = 64  # thread blocks of a launch, at most: an engine computes beside this
+Way = Literal["within", "to_host", "to_gpu"]  # from where to where: within GPU memory, or across PCIe
+# Thread blocks of a launch, at most, and bytes that they have in flight together. More than fill PCIe are in the way of
+# the engine: 64 thread blocks to the host slow its decode steps down ten times, on an H100.
+BLOCKS: dict[Way, int] = {"within": 64, "to_host": 8, "to_gpu": 32}
+IN_FLIGHT: dict[Way, int] = {"within": 64 * UNIT, "to_host": 2 * UNIT, "to_gpu": 6 * UNIT}
+LONG = 512 << 10  # from this length on a piece goes by cudaMemcpyAsync, across PCIe
 SOURCE = r"""
 static __device__ void move(char* to, const char* from, long long bytes)
 {
@@ -78,36 +85,47 @@ def compile_kernel(module: Any) -> Any:
     return made
 
 
+def blocks_of(table: Copies, way: Way) -> int:
+    """How many thread blocks do these copies: each has a unit in flight, or a shorter piece."""
+    length = min(UNIT, max(1, int(table[:, 2].mean())))
+    return max(1, min(BLOCKS[way], IN_FLIGHT[way] // length))
+
+
 class CopyStream:
-    """A CUDA stream, and the memory that takes tables of copies to the GPU. For one thread."""
+    """A CUDA stream, and the memory that takes tables of copies to the GPU. For one thread at a time."""
 
     def __init__(self, module: Any, kernel: Any) -> None:
         """module: CuPy, whose current device is the GPU. The caller translates CUDA's errors, here and in `copy`."""
         self._cupy, self._kernel = module, kernel
         self._stream = module.cuda.Stream(non_blocking=True)  # does not wait for the legacy default stream
-        self._event = module.cuda.Event(disable_timing=True)
         self._allocate(1 << 16)
 
     def _allocate(self, size: int) -> None:
-        self._table = self._cupy.cuda.Memory(
-            size
-        )  # first, since `copy` goes by `_host`: if this fails, neither is replaced
+        # first, since `_launch` goes by `_host`: if this fails, neither is replaced
+        self._table = self._cupy.cuda.Memory(size)
         self._host = cuda.page_locked(self._cupy, size)
 
-    def copy(self, pieces: Copies, after: int | None) -> None:
-        """Do copies, `with_units`, of at least one unit, after what is queued on stream `after`. Waits until done."""
+    def copy(self, table: Copies, after: Sequence[Any], way: Way) -> None:
+        """Do (n, 3) copies, once the CUDA events `after` are over. Waits until they are done."""
+        runtime = self._cupy.cuda.runtime
+        for event in after:  # the GPU waits, not this thread: what follows is prepared meanwhile
+            runtime.streamWaitEvent(self._stream.ptr, event.ptr)
+        try:
+            if way != "within" and int(table[:, 2].sum()) >= LONG * len(table):
+                for to, of, length in table.tolist():
+                    runtime.memcpyAsync(to, of, length, runtime.memcpyDefault, self._stream.ptr)
+            else:
+                self._launch(with_units(table), blocks_of(table, way))
+        finally:
+            self._stream.synchronize()  # whatever happens, nothing is moving when the caller drops its locks
+
+    def _launch(self, pieces: Copies, blocks: int) -> None:
         if pieces.nbytes > len(self._host):
             self._allocate(2 * pieces.nbytes)
         runtime, host = self._cupy.cuda.runtime, self._host[: pieces.nbytes]
         host[:] = pieces.view(np.uint8).ravel()
-        if after is not None:
-            runtime.eventRecord(self._event.ptr, after)
-            runtime.streamWaitEvent(self._stream.ptr, self._event.ptr)
         kind = runtime.memcpyHostToDevice
-        try:
-            runtime.memcpyAsync(self._table.ptr, host.ctypes.data, host.nbytes, kind, self._stream.ptr)
-            with self._stream:
-                blocks = min(BLOCKS, int(pieces[-1, 3]))
-                self._kernel((blocks,), (THREADS,), (np.int64(self._table.ptr), np.int64(len(pieces))))
-        finally:
-            self._stream.synchronize()  # whatever happens, nothing is moving when the caller drops its locks
+        runtime.memcpyAsync(self._table.ptr, host.ctypes.data, host.nbytes, kind, self._stream.ptr)
+        with self._stream:
+            grid = min(blocks, int(pieces[-1, 3]))
+            self._kernel((grid,), (THREADS,), (np.int64(self._table.ptr), np.int64(len(pieces))))

@@ -6,6 +6,7 @@ import functools
 import sys
 import uuid as uuids
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from raykv.errors import DeviceError
 from raykv.system.extras import to_install
 
 LEGACY, PER_THREAD = 1, 2  # handles of CUDA's default streams
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def cupy() -> Any:
@@ -38,9 +40,50 @@ def translated(who: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def on(ordinal: int) -> Iterator[Any]:
-    """As `translated`; this thread's calls go to that GPU meanwhile."""
-    with translated(uuid(ordinal)) as module, module.cuda.Device(ordinal):
-        yield module
+    """As `translated`; this thread's calls go to that GPU meanwhile, and are allowed while others capture CUDA graphs.
+
+    Leaves the thread as it was. CuPy's Device would set a thread that had no GPU to GPU 0, and make a context there:
+    half a GiB.
+    """
+    with translated(uuid(ordinal)) as module:
+        driver, context = module.cuda.driver, _context(ordinal)
+        before, mode = driver.ctxGetCurrent(), _exchange_capture_mode(_RELAXED)
+        try:
+            driver.ctxSetCurrent(context)
+            yield module
+        finally:
+            driver.ctxSetCurrent(before)
+            _exchange_capture_mode(mode)
+
+
+@functools.cache
+def _context(ordinal: int) -> int:
+    """Handle of the GPU's primary context, which every user of the GPU in this process shares."""
+    with ThreadPoolExecutor(1) as thread:  # of its own: `setDevice` would change that of the caller's
+        return thread.submit(_make_context, ordinal).result()
+
+
+def _make_context(ordinal: int) -> int:
+    _exchange_capture_mode(_RELAXED)
+    cupy().cuda.runtime.setDevice(ordinal)
+    context: int = cupy().cuda.driver.ctxGetCurrent()
+    return context
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Set how this thread's calls get on with captures of CUDA graphs in other threads. Returns how they did before.
+
+    In CUDA's default mode an allocation here, a free or a page-lock ends such a capture, and fails itself.
+    """
+    word = ctypes.c_int(mode)
+    _libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(word))
+    return word.value
+
+
+@functools.cache
+def _libcuda() -> ctypes.CDLL:
+    """The driver, for what CuPy lacks."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache
@@ -49,7 +92,8 @@ def uuid(ordinal: int) -> str:
     raw: bytes = cupy().cuda.runtime.getDeviceProperties(ordinal)["uuid"]
     if len(raw) < 16:  # CuPy takes it for a C string, which ends at a zero
         buffer = (ctypes.c_ubyte * 16)()
-        ctypes.CDLL("libcuda.so.1").cuDeviceGetUuid_v2(buffer, ordinal)
+        if status := _libcuda().cuDeviceGetUuid_v2(buffer, ordinal):
+            raise DeviceError(f"GPU {ordinal}: the driver does not tell its UUID: CUresult {status}")
         raw = bytes(buffer)
     return f"GPU-{uuids.UUID(bytes=raw[:16])}"
 
@@ -77,19 +121,16 @@ def stream_of(array: Any) -> int | None:
     return stream
 
 
-def stream_to_follow(ordinal: int, streams: set[int | None]) -> int | None:
-    """The stream that a copy must be queued after. None: no copy need wait.
-
-    Waits here for the work of several streams, and of a per-thread default stream: its handle means another stream in
-    another thread.
-    """
-    handles = {stream for stream in streams if stream is not None}
-    if len(handles) == 1 and PER_THREAD not in handles:
-        return handles.pop()
+def events_after(ordinal: int, streams: set[int | None]) -> tuple[Any, ...]:
+    """CUDA events that are over when these streams have done what they were given by now. None is no stream."""
+    handles = streams - {None}
+    if not handles:
+        return ()
     with on(ordinal) as module:
-        for stream in handles:
-            module.cuda.runtime.streamSynchronize(stream)
-    return None
+        events = [(module.cuda.Event(disable_timing=True), handle) for handle in handles]
+        for event, handle in events:
+            module.cuda.runtime.eventRecord(event.ptr, handle)
+    return tuple(event for event, _ in events)
 
 
 def page_locked(module: Any, size: int) -> NDArray[np.uint8]:

@@ -1,17 +1,16 @@
 """One GPU: memory that is allocated there, which other processes can open, and copies from and to it."""
 
 import functools
-import logging
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.checksum import Copies
 from raykv.arena.gpu import cuda
-from raykv.arena.gpu.copy_kernel import CopyStream, compile_kernel, with_units
+from raykv.arena.gpu.copy_kernel import CopyStream, Way, compile_kernel
 from raykv.config import Size, capacity_bytes, parse_size
 from raykv.errors import CapacityError, DeviceError
 from raykv.system.extras import to_install
@@ -20,11 +19,6 @@ BOUNCE_BYTES = 8 << 20  # of a bounce buffer
 HANDLE_BYTES = 64
 _GRAIN = 2 << 20  # CUDA exports whole grains of this size: smaller allocations would export neighbours too
 _OUT_OF_MEMORY, _PORTABLE = 2, 1  # cudaErrorMemoryAllocation, cudaHostRegisterPortable
-log = logging.getLogger("raykv")
-
-_registered: dict[tuple[int, int], bool] = {}  # (address, length) in this process's memory, whether CUDA took it
-# Guards `_registered`. Re-entrant: garbage collection in the thread that has it may unregister memory.
-_mutex = threading.RLock()
 
 
 def visible() -> list[str]:
@@ -87,9 +81,14 @@ class Device:
     def __init__(self, uuid: str, ordinal: int) -> None:
         """For `device`. ordinal: its number in this process."""
         self.uuid, self.ordinal = uuid, ordinal
-        self._streams = threading.local()  # `mine`: the thread's CopyStream
-        with cuda.on(ordinal) as cupy:
-            self._kernel = compile_kernel(cupy)  # before anybody waits for it
+        self._idle: list[CopyStream] = []  # as many as there were copies at a time
+        try:
+            with cuda.on(ordinal) as cupy:
+                self._kernel = compile_kernel(cupy)  # before anybody waits for it
+        except DeviceError:
+            raise
+        except Exception as error:  # CuPy's, of several kinds: no NVRTC, no headers of CUDA
+            raise DeviceError(f"{uuid}: the copy kernel can't be compiled: {error}. {to_install('gpu')}") from error
 
     def capacity(self, gpu_memory: Size) -> int:
         """Bytes of a region that is a fraction of the GPU's memory, or so many bytes; see `parse_size`.
@@ -130,55 +129,45 @@ class Device:
         with cuda.on(self.ordinal) as cupy:
             return Region(cupy.cuda.runtime.ipcOpenMemHandle(handle), size, handle, self._release)
 
-    def copy(self, table: Copies, after: int | None = None) -> None:
-        """Do the copies, in one launch, and wait until they are done. The GIL is free meanwhile.
+    def copy(self, table: Copies, after: Sequence[Any] = (), way: Way = "within") -> None:
+        """Do the copies, and wait until they are done. The GIL is free meanwhile.
 
         table: (pieces, 3) or (blocks, parts, 3) int64: addresses to and from, and length. Each is of this GPU's memory
         or page-locked; any other address makes CUDA fail for good in this process. Copies must not overlap.
-        after: handle of a CUDA stream of this GPU: what is queued there by now is done first.
+        after: CUDA events, as CuPy has them, that are to be over first. way: "within" GPU memory, or "to_host" or
+        "to_gpu": across PCIe.
         """
         if table.dtype != np.int64 or table.ndim not in (2, 3) or table.shape[-1] != 3:
             raise ValueError(f"copies: {table.dtype} of shape {table.shape}: give (pieces, 3) int64")
         if (table < 0).any():
             raise ValueError(f"copies: {table[(table < 0).any(-1)][0].tolist()} has a negative address or length")
-        pieces = with_units(table.reshape(-1, 3))
-        if not len(pieces) or not pieces[-1, 3]:
+        if not table[..., 2].any():
             return
         with cuda.on(self.ordinal) as cupy:
-            if not hasattr(self._streams, "mine"):
-                self._streams.mine = CopyStream(cupy, self._kernel)
-            self._streams.mine.copy(pieces, after)
+            try:
+                stream = self._idle.pop()
+            except IndexError:
+                stream = CopyStream(cupy, self._kernel)
+            try:
+                stream.copy(table.reshape(-1, 3), after, way)
+            finally:
+                self._idle.append(stream)
 
-    def register(self, address: int, length: int) -> bool:
-        """Page-lock a range of this process's memory, so that GPUs reach it. Returns whether they do.
+    def register(self, address: int, length: int) -> None:
+        """Page-lock a range of this process's memory, so that GPUs reach it. DeviceError if it is refused.
 
-        CUDA is asked once for the same range; a refusal is logged and remembered. Ranges must not overlap. GPUs see
-        the pages that are there now: `unregister` before they are unmapped, or discarded from the mapped file.
+        Ranges must not overlap. GPUs see the pages that are there now: `unregister` before they are unmapped, or
+        discarded from the mapped file.
         """
         if length <= 0:
             raise ValueError(f"length={length}: there is nothing to register")
-        with _mutex:
-            if (address, length) not in _registered:
-                _registered[address, length] = self._register(address, length)
-            return _registered[address, length]
+        with cuda.on(self.ordinal) as cupy:
+            cupy.cuda.runtime.hostRegister(address, length, _PORTABLE)
 
-    def _register(self, address: int, length: int) -> bool:
-        try:
-            with cuda.on(self.ordinal) as cupy:
-                cupy.cuda.runtime.hostRegister(address, length, _PORTABLE)  # for every GPU that this process uses
-        except DeviceError as error:
-            log.warning(
-                "%d bytes of host memory cannot be page-locked, copies go through a bounce buffer: %s", length, error
-            )
-            return False
-        return True
-
-    def unregister(self, address: int, length: int) -> None:
-        """Undo `register`, before the memory goes. Does nothing for a range that is not registered."""
-        with _mutex:
-            if _registered.pop((address, length), False):
-                with cuda.on(self.ordinal) as cupy:
-                    cupy.cuda.runtime.hostUnregister(address)
+    def unregister(self, address: int) -> None:
+        """Undo `register` of the range that begins there, before the memory goes."""
+        with cuda.on(self.ordinal) as cupy:
+            cupy.cuda.runtime.hostUnregister(address)
 
     def bounce_buffer(self) -> NDArray[np.uint8]:
         """(BOUNCE_BYTES,) uint8, page-locked, to copy through from and to memory that is not. Drop it after use."""

@@ -3,36 +3,38 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from typing import ParamSpec
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec
 
 import numpy as np
 
 from raykv.arena import checksum
 from raykv.arena.checksum import Copies
+from raykv.arena.gpu.copy_kernel import Way
 from raykv.arena.gpu.device import BOUNCE_BYTES, device
 from raykv.errors import DeviceError
 
 P = ParamSpec("P")
 
 
-def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: int | None) -> None:
+def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequence[Any] = ()) -> None:
     """Do copies between a GPU and host memory.
 
-    table: as in `raykv.arena.block_copy`. registered: GPUs reach the host memory. after: handle of a CUDA stream whose
-    work is to be done first. DeviceError where the GPU fails.
+    table: as in `raykv.arena.block_copy`. registered: GPUs reach the host memory. after: CUDA events that are to be
+    over first. DeviceError where the GPU fails.
     """
+    way: Way = "to_gpu" if to_gpu else "to_host"
     if registered:
-        device(gpu).copy(table, after)
+        device(gpu).copy(table, after, way)
         return
     bounce = device(gpu).bounce_buffer()
     for target, source, length in batches(table.reshape(-1, 3)):
         between = bounce.ctypes.data + np.cumsum(length) - length
         if to_gpu:
             checksum.copy(np.stack([between, source, length], axis=1))
-            device(gpu).copy(np.stack([target, between, length], axis=1), after)
+            device(gpu).copy(np.stack([target, between, length], axis=1), after, way)
         else:
-            device(gpu).copy(np.stack([between, source, length], axis=1), after)
+            device(gpu).copy(np.stack([between, source, length], axis=1), after, way)
             checksum.copy(np.stack([target, between, length], axis=1))
 
 
@@ -52,14 +54,15 @@ def batches(table: Copies) -> Iterator[Copies]:
         first = stop
 
 
-def unregister(first: int, length: int, registered: dict[int, tuple[str, bool]]) -> None:
+def unregister(first: int, length: int, registered: dict[int, str | None]) -> None:
     """Unregister slabs of `length` bytes, the first at address `first`: their memory is about to go.
 
-    registered: by number of the slab, the GPU that registered it, and whether CUDA took it.
+    registered: by number of the slab, the GPU that registered it. None: CUDA refused.
     """
-    for number, (gpu, _) in registered.items():
-        with contextlib.suppress(DeviceError):  # a GPU that is lost reaches nothing
-            device(gpu).unregister(first + number * length, length)
+    for number, gpu in registered.items():
+        if gpu is not None:
+            with contextlib.suppress(DeviceError):  # a GPU that is lost reaches nothing
+                device(gpu).unregister(first + number * length)
 
 
 def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

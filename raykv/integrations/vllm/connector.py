@@ -143,6 +143,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
+        meta.computes = scheduler_output.total_num_scheduled_tokens > 0
         if self._role == "kv_producer":
             for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
                 meta.store_jobs.update(self._store_tail(request_id, tokens))
@@ -210,13 +211,10 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             check_heads(kv_caches, spec.num_kv_heads)
         super().register_kv_caches(kv_caches)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
-        self._computes = forward_context.attn_metadata is not None
-
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
-        worker.computes() if self._computes else worker.pause()
+        # told by the scheduler: a forward context says nothing in vLLM's second model runner, which has left it by now
+        worker.computes() if self._connector_metadata.computes else worker.pause()
         return super().get_finished(finished_req_ids)
 
 

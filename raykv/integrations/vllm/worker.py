@@ -2,8 +2,8 @@
 
 Chunks of other nodes stream through the arena's staging window, by the lease that the scheduler's process has.
 
-On a GPU a job waits for what its stream was given before the job was submitted. Then all of its pages are one batched
-copy, and vLLM is told when that is done.
+On a GPU all pages of a job are one batched copy, which waits for what the engine's stream was given before the job was
+submitted. vLLM is told when the copy is done.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.gpu import cuda
+from raykv.arena.gpu.device import device
 from raykv.client.cache import KVCache
 from raykv.client.hits import found_tokens
 from raykv.client.lease import Lease
@@ -51,14 +53,9 @@ class Job:
     id: int
     state: str
     blocks: NDArray[np.integer[Any]]
-    ready: Any = None  # event on a GPU, after which its pages may be touched
+    after: tuple[Any, ...] = ()  # CUDA events, after which its pages may be touched
     begin: float = field(default_factory=time.perf_counter)
     future: Future[None] | None = None
-
-    def wait(self) -> None:
-        """Wait until the GPU is done with the pages: it may have been given work on them just before."""
-        if self.ready is not None:
-            self.ready.synchronize()
 
 
 class Run(NamedTuple):
@@ -95,8 +92,9 @@ def pages_of(kv_caches: Any) -> list[Rows]:
     """
     tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
     return [
-        # without a stream: jobs wait for what was submitted before them
-        replace(rows_of([tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]), stream=None)
+        replace(
+            rows_of([tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]), after=()
+        )  # each job's own
         for refs in kv_caches.group_data_refs
     ]
 
@@ -131,8 +129,9 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
-        if pool.session.local is not None:
-            self._loads.submit(pool.session.local.arena.populate, self._device)
+        if pool.session.local is not None:  # loads do not wait for all of it: seconds, for hundreds of GiB
+            populate, about = pool.session.local.arena.populate, (self._device,)
+            threading.Thread(target=populate, args=about, name="raykv-populate", daemon=True).start()
         self._jobs: dict[int, Job] = {}
         self._mutex = threading.Lock()  # guards the state of every job
         self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
@@ -207,10 +206,9 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         try:
             offers = [offer for run in self._runs(source) for offer in self._offers(run, target)]
             if any(len(offer.reservation) for offer in offers) and self._begin(job):
-                job.wait()
                 for offer in offers:
                     if len(offer.reservation):
-                        rows = self._rows(offer.run, offer.run.chunks, offer.number, self._nothing)
+                        rows = self._rows(offer.run, offer.run.chunks, offer.number, self._nothing, job.after)
                         offer.reservation.copy_in(rows)
                         size += len(offer.reservation) * self.rank.part_bytes[offer.run.group]
                         self._commits.submit(self._commit, offer.reservation)
@@ -263,29 +261,29 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """Copy chunks into the engine's blocks. If one does not come the request is computed."""
         size = 0
         try:
-            job.wait()
             with under(source.origin.headers):
-                size = self._read(source, target)
+                size = self._read(source, target, job.after)
         except Exception:
             log.exception("pool %s: a load failed", self._pool.name)
         if not size:
             self._failed.add(job.id)
         self._finish(job, "copying", size)
 
-    def _read(self, source: ChunksToLoad, target: Any) -> int:
+    def _read(self, source: ChunksToLoad, target: Any, after: tuple[Any, ...]) -> int:
         """Bytes read: of all chunks, or 0 if one of them does not come."""
         size, runs = 0, {run.group: run for run in self._runs(target)}
         for part in source.ranks[self._number]:
-            read = self._read_part(part, runs[part.group], source.origin)
+            read = self._read_part(part, runs[part.group], source.origin, after)
             if not read:
                 return 0
             size += read
         return size
 
-    def _read_part(self, part: PartToLoad, run: Run, origin: Origin) -> int:
+    def _read_part(self, part: PartToLoad, run: Run, origin: Origin, after: tuple[Any, ...]) -> int:
         """The same, of one part."""
         session, done, leased = self._pool.session, 0, part.leased
-        rows = self._rows(run, sum(len(blocks.keys) // KEY_BYTES for blocks in leased), part.number, self._spare)
+        chunks = sum(len(blocks.keys) // KEY_BYTES for blocks in leased)
+        rows = self._rows(run, chunks, part.number, self._spare, after)
         # not by index: a new directory has others
         if session.local is None or any(session.local.arena.nonce != blocks.nonce for blocks in leased):
             session.refresh()
@@ -313,8 +311,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         name = lease_name(part.leased[0].owner, part.leased[0].lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
 
-    def _rows(self, run: Run, chunks: int, number: int, other: torch.Tensor) -> Rows:
-        """The engine's blocks as rows of a part of chunks.
+    def _rows(self, run: Run, chunks: int, number: int, other: torch.Tensor, after: tuple[Any, ...]) -> Rows:
+        """The engine's blocks as rows of a part of chunks, which the CUDA events `after` are to precede.
 
         other: a page for what is no block of the engine's: a load may want only a part of the first and last chunk, and
         the tail of a prompt does not fill one.
@@ -323,16 +321,15 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         lengths = pages.lengths // len(self._caches[run.group])
         wanted = np.full((chunks * per_chunk, pages.addresses.shape[1]), other.data_ptr())
         wanted[run.skipped : run.skipped + len(run.ids)] = pages.addresses[run.ids] + number * lengths
-        memory = (pages, other)
-        return Rows(wanted.reshape(chunks, -1), np.tile(lengths, per_chunk), memory, writable=True, device=self._device)
+        addresses, lengths = wanted.reshape(chunks, -1), np.tile(lengths, per_chunk)
+        return Rows(addresses, lengths, (pages, other), writable=True, device=self._device, after=after)
 
-    def _mark(self) -> Any:
-        """A CUDA event after the work that this thread's stream has now. None where the pages are in host memory."""
+    def _mark(self) -> tuple[Any, ...]:
+        """CUDA events after the work that this thread's stream has now: it may be on a job's pages."""
         if self._device is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+            return ()
+        tensors: Any = self._pages[0].memory
+        return cuda.events_after(device(self._device).ordinal, {cuda.stream_of(tensors[0])})
 
     def _begin(self, job: Job) -> bool:
         """Whether a store may copy: the engine has not taken its blocks back. It is "copying" then."""

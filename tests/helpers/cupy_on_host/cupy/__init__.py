@@ -1,7 +1,7 @@
 """What raykv uses of CuPy, on host memory: for tests without a GPU. Put the folder above this on sys.path.
 
 What a stream is given is done when somebody waits for that stream, no sooner; an address that a GPU could not reach
-loses the GPU; other processes open its memory by 64-byte handles.
+loses the GPU; other processes open its memory by 64-byte handles. Whoever loads libcuda.so.1 gets `driver`.
 """
 
 import ctypes
@@ -9,9 +9,11 @@ import ctypes
 import numpy as np
 
 from cupy import cuda
-from cupy.cuda import runtime
+from cupy.cuda import driver, runtime
 
 uint8 = np.uint8
+_load = ctypes.CDLL
+ctypes.CDLL = lambda name, *more, **options: driver if name == "libcuda.so.1" else _load(name, *more, **options)
 
 
 class ndarray:

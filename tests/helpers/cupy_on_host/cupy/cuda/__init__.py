@@ -5,10 +5,9 @@ import threading
 import weakref
 from types import SimpleNamespace
 
-from cupy.cuda import runtime
+from cupy.cuda import driver, runtime
 
 __all__ = ["Device", "Event", "Memory", "Stream", "alloc_pinned_memory", "driver", "get_current_stream", "runtime"]
-driver = SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {}))
 _local = threading.local()
 
 

@@ -13,10 +13,17 @@ import struct
 import threading
 from types import SimpleNamespace
 
+from cupy.cuda import driver
+
 memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
 memcpyHostToDevice, memcpyDefault, streamLegacy = 1, 4, 1
 _ERRORS = {1: "InvalidValue", 2: "MemoryAllocation", 101: "InvalidDevice", 201: "DeviceUninitialized"}
-_ERRORS |= {700: "IllegalAddress", 712: "HostMemoryAlreadyRegistered", 713: "HostMemoryNotRegistered"}
+_ERRORS |= {
+    900: "StreamCaptureUnsupported",
+    700: "IllegalAddress",
+    712: "HostMemoryAlreadyRegistered",
+    713: "HostMemoryNotRegistered",
+}
 _HANDLE = struct.Struct("<iiqqi")  # pid, fd, inode, size, GPU
 
 _Block = collections.namedtuple("_Block", "device size memory fd")  # fd: None for another process's
@@ -27,7 +34,6 @@ _ran = collections.Counter()  # how much streams have done
 _events = {}  # (stream, how much it has done by then)
 new_handle = itertools.count(1 << 20).__next__
 _mutex = threading.RLock()
-_local = threading.local()
 _lost = None
 
 
@@ -71,12 +77,20 @@ def getDeviceProperties(device):
 
 
 def getDevice():
-    return getattr(_local, "device", 0)
+    return driver.current() if driver.ctxGetCurrent() else 0
 
 
 def setDevice(device):
     check()
-    _local.device = device
+    driver.make_current(device)
+
+
+def check_capture():
+    """Of what ends the captures of other threads."""
+    check()
+    if driver.forbids():
+        raise CUDARuntimeError(900)
+    driver.current()
 
 
 def memGetInfo():
@@ -87,6 +101,7 @@ def memGetInfo():
 
 
 def malloc(size):
+    check_capture()
     with _mutex:
         if size > memGetInfo()[0]:
             raise CUDARuntimeError(2)
@@ -105,7 +120,7 @@ def forget(address):
 
 
 def free(address):
-    check()
+    check_capture()
     if address not in _blocks or _blocks[address].fd is None:
         raise CUDARuntimeError(1)
     forget(address)
@@ -119,7 +134,7 @@ def ipcGetMemHandle(address):
 
 
 def ipcOpenMemHandle(handle, flags=1):
-    check()
+    check_capture()
     pid, fd, inode, size, gpu = _HANDLE.unpack_from(handle)
     if pid == os.getpid() or gpu != _gpus()[getDevice()]:
         raise CUDARuntimeError(201)
@@ -135,7 +150,7 @@ def ipcOpenMemHandle(handle, flags=1):
 
 
 def ipcCloseMemHandle(address):
-    check()
+    check_capture()
     if address not in _blocks or _blocks[address].fd is not None:
         raise CUDARuntimeError(1)
     forget(address)
@@ -150,7 +165,7 @@ def pointerGetAttributes(address):
 
 
 def hostRegister(address, size, flags):
-    check()
+    check_capture()
     with _mutex:
         if any(start < address + size and address < start + length for start, length in _pinned.items()):
             raise CUDARuntimeError(712)
@@ -158,7 +173,7 @@ def hostRegister(address, size, flags):
 
 
 def hostUnregister(address):
-    check()
+    check_capture()
     if _pinned.pop(address, None) is None:
         raise CUDARuntimeError(713)
 
