@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 SEGMENT = 2 << 20  # bytes that a thread takes at a time of a plain copy
 SPLIT = 8 << 20  # from so many bytes on, copies are shared between threads
-SHARE = 32 << 20  # bytes that a GPU copies before they are hashed
+SHARE = 16 << 20  # bytes that a GPU copies before they are hashed
 THREADS = min(4, len(os.sched_getaffinity(0)))
 
 _executor: ThreadPoolExecutor | None = None
@@ -62,17 +62,22 @@ def sums(addresses: NDArray[np.int64], size: int) -> list[int]:
 
 
 def sums_behind(fetch: Callable[[slice], None], addresses: NDArray[np.int64], size: int) -> list[int]:
-    """As `sums`, of what `fetch` brings there, a share at a time: a share is hashed while the next one comes."""
+    """As `sums`, of what `fetch` brings there, a share at a time: a share is hashed while the next ones come."""
     step = max(1, SHARE // size)
-    hashed: list[Future[list[int]]] = []
+    table = np.stack([addresses, addresses, np.full_like(addresses, size)], axis=1)[:, None]
+    shares = [table[first : first + step] for first in range(0, len(table), step)]
+    hashing: list[Future[list[int]]] = []
     try:
-        for first in range(0, len(addresses), step):
-            which = slice(first, first + step)
-            fetch(which)
-            hashed.append(_threads().submit(sums, addresses[which], size))
+        for number, share in enumerate(shares):
+            fetch(slice(number * step, number * step + step))
+            hashing.append(_threads().submit(checksum.copy_summed, share, stream=True))
+        last_first = [  # this thread takes what nobody has begun: the last shares
+            checksum.copy_summed(share, stream=True) if future.cancel() else future.result()
+            for share, future in zip(reversed(shares), reversed(hashing), strict=True)
+        ]
     finally:
-        wait(hashed)  # nobody is still reading when the caller drops its locks
-    return [total for share in hashed for total in share.result()]
+        wait([future for future in hashing if not future.cancel()])  # nobody reads when the caller drops its locks
+    return [total for part in reversed(last_first) for total in part]
 
 
 def sums_of(rows: Rows) -> list[int]:

@@ -1,5 +1,6 @@
-"""Arenas on a GPU, and blocks in them."""
+"""Arenas on a GPU and in memory, and blocks in them."""
 
+import contextlib
 import os
 
 import numpy as np
@@ -19,6 +20,17 @@ Locations = NDArray[np.void]
 
 def gpu_arena(gpu: Device, pool: str = POOL) -> GpuArena:
     arena = GpuArena.open_new(pool, PRINT, gpu, SLAB, 3)
+    assert arena.raise_epoch(w.EPOCH)
+    return arena
+
+
+def memory_arena(name: str = "host") -> Arena:
+    """Of three slabs two are offered, epoch 1."""
+    path = f"/dev/shm/raykv-{POOL}-{name}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    arena = Arena.create(path, PRINT, SLAB, 3)
+    assert arena.offer_next() and arena.offer_next()
     assert arena.raise_epoch(w.EPOCH)
     return arena
 

@@ -1,6 +1,5 @@
 """Arenas on a GPU, and rows there: on a stand-in for CuPy; with `-m gpu`, on a GPU."""
 
-import contextlib
 import errno
 import gc
 import itertools
@@ -15,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import arena_worker as w
 from helpers.arena_worker import GEN, PRINT, SLAB, block_of, fork, key_of
-from helpers.gpu_arenas import POOL, SIZE, Locations, gpu_arena, granted, has, some
+from helpers.gpu_arenas import POOL, SIZE, Locations, gpu_arena, granted, has, memory_arena, some
 from helpers.gpus import Bytes, elsewhere, environment, forget, page_locked, put
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,17 +45,6 @@ SIZES = [1, 4095, 4097, SIZE, 300_001]
 def nothing_left() -> Iterator[None]:
     yield
     remove_left_behind(POOL)
-
-
-def memory_arena(name: str = "host") -> Arena:
-    """Of three slabs two are offered, epoch 1."""
-    path = f"/dev/shm/raykv-{POOL}-{name}"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    arena = Arena.create(path, PRINT, SLAB, 3)
-    assert arena.offer_next() and arena.offer_next()
-    assert arena.raise_epoch(w.EPOCH)
-    return arena
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ class Device:
 class Stream:
     def __init__(self, non_blocking=False):
         runtime.check()
+        driver.current()
         self.ptr = runtime.new_handle()
 
     def __enter__(self):
@@ -48,6 +49,7 @@ def get_current_stream():
 class Event:
     def __init__(self, block=False, disable_timing=False):
         runtime.check()
+        driver.current()
         self.ptr = runtime.new_handle()
 
 
