@@ -100,9 +100,9 @@ class FaultyConnector(RayKVConnector):
         worker, fault = self.connector_worker.worker, Path(self._kv_transfer_config.kv_connector_extra_config["fault"])
         read = worker._read
 
-        def broken(source: ChunksToLoad, target: Any) -> int:
+        def broken(source: ChunksToLoad, target: Any, after: Any) -> int:
             if not fault.exists():
-                return int(read(source, target))
+                return int(read(source, target, after))
             for of_group in worker._pages:
                 for pages in of_group.memory:
                     pages[target.block_ids] = 7

@@ -1,0 +1,44 @@
+"""An engine as vLLM's second model runner calls it, the default on CUDA: its steps wait for nothing that computes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers import second_runner
+from helpers.vllm_engine import close_engines, engine_on, save_model
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_no_step_that_computes_pauses(cluster: Any, start: Callable[..., raykv.KVPool], tmp_path: Path) -> None:
+    """Those that only wait for a load do, and what is loaded is right."""
+    pool, model = start(cpu_memory=256 * MIB), tmp_path / "model"
+    save_model(model)
+    prompt = np.random.default_rng(0).integers(3, 500, 1000).tolist()
+    engine = engine_on(pool.node_id, pool.name, str(model), 64 * MIB, str(tmp_path / "fault"))
+    ray.get(engine.__ray_call__.remote(second_runner.take_over), timeout=300)
+    ((computed, _),) = ray.get(engine.answer.remote(prompt, tokens=20))
+
+    def stored() -> bool:
+        ray.get(engine.answer.remote(prompt[:5], tokens=1))
+        return bool(pool.stats().get("stored", 0) >= len(prompt) // 128)
+
+    eventually(stored)
+    steps = ray.get(engine.__ray_call__.remote(second_runner.steps))
+    assert len(steps) >= 21 and all(computes is not paused for computes, paused in steps), steps
+    ray.get(engine.reset.remote())
+    ((said, hit),) = ray.get(engine.answer.remote(prompt, tokens=20))
+    assert said == computed and hit >= 896
+    steps = ray.get(engine.__ray_call__.remote(second_runner.steps))
+    assert all(computes is not paused for computes, paused in steps) and (False, True) in steps, steps
+    ray.get(engine.__ray_call__.remote(second_runner.give_back))
+    close_engines(engine)
