@@ -21,7 +21,7 @@ def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | i
     """The memory of each GPU that this process can use.
 
     gpu_memory, transport: see PoolConfig. Raises CapacityError where a GPU has less memory, or the node has GPUs that
-    can't be used.
+    can't be used; DeviceError where one fails.
     """
     if not gpu_memory:
         return []
@@ -31,11 +31,17 @@ def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | i
             f"gpu_memory={gpu_memory}, but this node's GPUs can't be used: {to_install('gpu')} there, or see "
             f"CUDA_VISIBLE_DEVICES of its raylet"
         )
-    memories = []
-    for uuid in found:
-        arena = _open_arena(pool, fingerprint, device.device(uuid), gpu_memory)
-        transports = open_transports(arena, transport, ray.util.get_node_ip_address())
-        memories.append(_fixed_size_memory(f"{node_id}/{uuid}", arena, transports))
+    memories: list[NodeMemory] = []
+    try:
+        for uuid in found:
+            arena = _open_arena(pool, fingerprint, device.device(uuid), gpu_memory)
+            transports = open_transports(arena, transport, ray.util.get_node_ip_address())
+            memories.append(_fixed_size_memory(f"{node_id}/{uuid}", arena, transports))
+    except BaseException:
+        for memory in memories:  # all of them or none: the next try begins anew
+            memory.transports.close()
+            memory.arena.close(unlink=True)
+        raise
     return memories
 
 

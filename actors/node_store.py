@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ from raykv.actors.single_flight import SingleFlight
 from raykv.actors.store_metrics import StoreMetrics
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.files import remove_left_behind
+from raykv.arena.gpu import device
 from raykv.arena.gpu_arena import GpuArena, copy_between
 from raykv.client.directory_line import DirectoryLine
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
-from raykv.errors import DeviceError
+from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import (
     CONTENT_BYTES,
     FAILED,
@@ -47,6 +49,7 @@ from raykv.protocol import (
 )
 from raykv.system import events, free_memory, sha256
 from raykv.system.jit import compile_all
+from raykv.system.periodic import Periodic
 from raykv.tiers import parse
 from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
@@ -55,6 +58,7 @@ log = logging.getLogger("raykv")
 # Threads by concurrency group. A push waits for the peer's pull, which waits for our read: each has threads of its own,
 # else stores that are busy with each other would wait for good. So have pulls from a tier ("promote") and reads of one
 # ("tier_read"): memory waits for neither.
+GPUS_S = 5.0  # after which a GPU tier is tried again
 GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "tier_read": 8, "resize": 4}
 
 
@@ -62,10 +66,12 @@ class NodeStore:
     """Owns a node's tiers: its memory, that of its GPUs, and its external tier."""
 
     def __init__(self, pool: str, node_id: str, question: Question | None = None) -> None:
-        """Raises CapacityError where the node cannot afford `cpu_memory`, or one of its GPUs `gpu_memory`.
+        """Raises CapacityError where the node cannot afford `cpu_memory`, or one of its GPUs `gpu_memory`; DeviceError
+        where a GPU can't be used.
 
-        Serves without the external tier while that can't be used. question: of a pool that is not started
-        yet. Its answer is put in Ray's internal KV, and nothing is done until there are settings.
+        Serves without the external tier while that can't be used, and without the GPU tier after a restart. question:
+        of a pool that is not started yet. Its answer is put in Ray's internal KV, and nothing is done until there are
+        settings.
         """
         self._pool, self._node_id = pool, node_id
         events.begin(named_actors.restarted(), role="store", pool=pool, node=node_id[:8], pid=os.getpid())
@@ -92,18 +98,51 @@ class NodeStore:
         self._resizer = Resizer(saved_size, self._arena, limit, self._demoter, transports.withdraw)
         report, on_reply = self._resizer.report, self._resizer.on_directory_reply
         self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
-        gpus = open_gpus(pool, node_id, pool_fingerprint, settings["gpu_memory"], settings["transport"])
-        self._memories = [self._memory, *gpus]
-        self._gpu_demoters = [GpuDemoter(pool, gpu, self._memory) for gpu in gpus]
+        self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
+        self._heartbeats = [self._heartbeat_of(self._memory)]  # of each memory its own: none waits for another
+        self._gpu_tier = partial(
+            open_gpus, pool, node_id, pool_fingerprint, settings["gpu_memory"], settings["transport"]
+        )
+        self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
+        self._lacks_gpus = False
         self._peers = Peers(self._look_up)
         self._pulls = SingleFlight()
         self._pulled = 0
         self._lock = threading.Lock()  # guards _pulled
-        self._heartbeats = [self._heartbeat_of(memory) for memory in self._memories]  # no memory waits for another
-        for loop in self._heartbeats:
-            loop.start()
+        try:
+            self._open_gpus()
+        except (CapacityError, DeviceError) as error:
+            if not named_actors.restarted():
+                raise
+            self._lacks_gpus = True
+            self._without_gpus(error)
+            self._gpus.start()
+        self._heartbeats[0].start()
         self._metrics = StoreMetrics(pool, self._memories, self._demoter)
         self._metrics.start()
+
+    def _open_gpus(self) -> None:
+        """Open the GPU tier, and have it join. CapacityError or DeviceError where that can't be done now."""
+        gpus = self._gpu_tier()
+        self._memories += gpus
+        self._gpu_demoters += [GpuDemoter(self._pool, gpu, self._memory) for gpu in gpus]
+        heartbeats = [self._heartbeat_of(gpu) for gpu in gpus]
+        self._heartbeats += heartbeats
+        for loop in heartbeats:
+            loop.start()
+        self._lacks_gpus = False
+
+    def _open_gpus_again(self) -> None:
+        """What a dead store had on them is lost: the directory is told first."""
+        directory = named_actors.find_directory(self._pool)
+        names = [f"{self._node_id}/{gpu}" for gpu in device.visible()]
+        ray.get([directory.remove_node.remote(name) for name in names], timeout=HEARTBEAT_S)
+        self._open_gpus()
+
+    def _without_gpus(self, error: Exception) -> float:
+        """Memory serves until they open: a dead store's GPU memory stays taken while engines have it mapped."""
+        log.warning("%r: no GPU tier for now: %s", self, error)
+        return GPUS_S
 
     def __repr__(self) -> str:
         return f"NodeStore(pool={self._pool}, node={self._node_id[:8]})"
@@ -157,6 +196,8 @@ class NodeStore:
     def _fetch(self, source: NDArray[np.void], keys: NDArray[np.uint8], target: NDArray[np.void]) -> NDArray[np.uint8]:
         """Copy blocks from wherever they are into slots of one memory of this node. Returns (n,) verdicts."""
         memory = self._memory_at(int(target["node"][0]))
+        if memory is None:
+            return np.full(len(target), FAILED, np.uint8)
         _, _, there = memory.arena.read_headers(target, keys)  # another reader's pull was faster
         verdicts = np.where(there, PULLED, FAILED).astype(np.uint8)
         for index in np.unique(source["node"][~there]).tolist():
@@ -192,9 +233,13 @@ class NodeStore:
         store = named_actors.find(named_actors.node_store_name(self._pool, nodes[index]))
         return Peer(nodes[index], store, external=is_tier(index))
 
-    def _memory_at(self, index: int) -> NodeMemory:
-        """The memory of an index in locations; the node's own for one that an earlier directory gave."""
-        return next((memory for memory in self._memories if memory.index == index), self._memory)
+    def _memory_at(self, index: int) -> NodeMemory | None:
+        """The memory of an index in locations; the node's own for one that an earlier directory gave.
+
+        None where it may be that of a GPU which is not open.
+        """
+        other = None if self._lacks_gpus else self._memory
+        return next((memory for memory in self._memories if memory.index == index), other)
 
     def _memory_named(self, name: str) -> NodeMemory:
         for memory in self._memories:
@@ -222,7 +267,8 @@ class NodeStore:
         source, rows, _ = Transfer(locations, keys, locations).arrays()
         if self._demoter and len(source) and source["node"][0] == self._demoter.index:
             return tuple(self._demoter.copier.read(rows, int(source["bytes"][0])))
-        arena = self._memory_at(int(source["node"][0])).arena if len(source) else self._arena
+        memory = self._memory_at(int(source["node"][0])) if len(source) else None
+        arena = memory.arena if memory else self._arena
         checksums, positions, mask, runs = arena.read_for_peer(source, rows)
         return tuple(BlocksRead(mask.astype(np.uint8).tobytes(), checksums.tobytes(), positions.tobytes(), runs))
 
@@ -283,6 +329,7 @@ class NodeStore:
     def stop(self) -> None:
         """Release the memory, and that of dead stores of this machine. The actor is of no use afterwards."""
         events.tell("stop")
+        self._gpus.stop()
         for loop in self._heartbeats:
             loop.stop()
         self._metrics.stop()

@@ -113,6 +113,11 @@ class Arena(Mapping):
         return cls(files.attach(path, nonce))
 
     @property
+    def lost(self) -> bool:
+        """Whether nobody can ever own it again: the node's next store adopts it."""
+        return False
+
+    @property
     def incarnation(self) -> int:
         """How many owners the arena has had."""
         return header.load(self._memory[0], header.INCARNATION)

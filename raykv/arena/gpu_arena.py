@@ -106,8 +106,13 @@ class GpuArena(Arena):
                 host_copy.when_gone(data, self._region.close)  # once the last copy is done
             return self._region.address - self._shape[2]
 
+    @property
+    def lost(self) -> bool:
+        """Whether the store that allocated the memory is gone."""
+        return not self._ours and not self._locks.owned_elsewhere(ALIGN)
+
     def _check_store(self) -> None:
-        if not self._ours and not self._locks.owned_elsewhere(ALIGN):
+        if self.lost:
             raise DeviceError(f"{self.path}: its node store is gone, and the GPU memory with it")
 
     def _altered(self, sums: NDArray[np.uint64], claimed: NDArray[np.uint64]) -> Mask:

@@ -77,14 +77,19 @@ class DirectoryClient:
     """
 
     def __init__(
-        self, pool: str, newest_epoch: Callable[[], int], deadline: float, why_strange: Callable[[], str] = lambda: ""
+        self,
+        pool: str,
+        newest_epoch: Callable[[], int],
+        deadline: float,
+        why_strange: Callable[[], str] = lambda: "",
+        look_on: Callable[[], object] = lambda: None,
     ) -> None:
         """newest_epoch: the newest directory epoch known on this node; an older directory is not believed.
 
         deadline: seconds that a call may take. why_strange: why a directory that was found is of another pool of that
-        name, which is not asked; "" where it is not.
+        name, which is not asked; "" where it is not. look_on: called with each heartbeat, in the client's thread.
         """
-        self._why_strange = why_strange
+        self._why_strange, self._look_on = why_strange, look_on
         self.pool, self.deadline = pool, deadline
         self.line = DirectoryLine(pool)
         self.faults: Counter[str] = Counter()
@@ -397,6 +402,7 @@ class DirectoryClient:
 
     def _tend(self) -> None:
         """Send a heartbeat, and what no call has told yet; find the directory again if it was down."""
+        self._look_on()
         if not self._up:
             if self.line.way == "socket" and self.line.look():
                 self._up = self._probe()

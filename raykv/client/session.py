@@ -54,7 +54,11 @@ class Session:
         if self.local is None and (why := internal_kv.failures(name).get(self.node_id)):
             log.warning("pool %s has no store on this node, so every block that is read here is a miss: %s", name, why)
         self.directory = DirectoryClient(
-            name, lambda: self.local.arena.epoch if self.local else 0, settings["deadline"], self._why_strange
+            name,
+            lambda: self.local.arena.epoch if self.local else 0,
+            settings["deadline"],
+            self._why_strange,
+            self._let_go_of_lost_memory,
         )
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
@@ -103,6 +107,11 @@ class Session:
             except RuntimeError as error:  # no thread can be started: the next refresh tries again
                 self._renewing.release()
                 self.directory.fault("store", error)
+
+    def _let_go_of_lost_memory(self) -> None:
+        """A GPU's went with its store, but is not free while this process maps it: the next store waits for it."""
+        if self.local is not None and self.local.arena.lost:
+            self.refresh()
 
     def store_of(self, memory: str) -> StoreClient | None:
         """The store of the node that has some memory, as the directory calls it; None where it has none."""

@@ -124,15 +124,18 @@ def settled_down(pool: raykv.KVPool) -> bool:
 
 
 def a_store_is_killed(world: World) -> None:
-    """What was in memory is there, what was only on the GPU is a miss, and engines go on with the next process."""
+    """What was in memory is there, what was only on the GPU is a miss, and engines go on with the next process.
+
+    On the stand-in that finds no room on the GPU before they do: the dead one's memory is still theirs.
+    """
     keys = world.keys(20, 30)
     assert store(world.cache, keys) == 30
     assert whole(do(world.engine.read.remote(keys)), keys)
     lost = world.keys(21, 10)
     assert do(world.engine.store.remote(lost)) == 10
     kill(world.pool, world.pool.node_id)
-    eventually(lambda: world.serves(2))
     eventually(lambda: whole(do(world.engine.read.remote(keys)), keys))
+    eventually(lambda: world.serves(2))
     assert do(world.engine.read.remote(lost)).matched == 0
     eventually(lambda: do(world.engine.store.remote(lost)) >= 0 and whole(do(world.engine.read.remote(lost)), lost))
 

@@ -1,10 +1,12 @@
 """CUDA's runtime on host memory: device memory is a memfd, which other processes open through /proc.
 
-CUPY_ON_HOST_BYTES: how much a device has; each process is told only what it has taken itself. CUDA_VISIBLE_DEVICES:
-numbers, of 0 and 1. `lose()`: from now on every call fails.
+CUPY_ON_HOST_BYTES: how much a device has. CUPY_ON_HOST_WORLD: a name; processes that have the same one share devices:
+memory is taken until the last of them that maps it is gone, or has closed it. Without, each process is told only what
+it has taken itself. CUDA_VISIBLE_DEVICES: numbers, of 0 and 1. `lose()`: from now on every call fails.
 """
 
 import collections
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -95,9 +97,27 @@ def check_capture():
 
 def memGetInfo():
     check()
-    total = int(os.environ.get("CUPY_ON_HOST_BYTES", 64 << 20))
-    own = [block.size for block in _blocks.values() if block.device == getDevice() and block.fd is not None]
+    total, device = int(os.environ.get("CUPY_ON_HOST_BYTES", 64 << 20)), getDevice()
+    if "CUPY_ON_HOST_WORLD" in os.environ:
+        return total - sum(_mapped(_name(device)).values()), total
+    own = [block.size for block in _blocks.values() if block.device == device and block.fd is not None]
     return total - sum(own), total
+
+
+def _name(device):
+    return f"cupy-on-host-{os.environ.get('CUPY_ON_HOST_WORLD', '')}-{_gpus()[device]}"
+
+
+def _mapped(name):
+    """Bytes by inode, of what processes have mapped."""
+    found = {}
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as lines:
+            for line in lines:
+                if f"/memfd:{name} " in line:
+                    (start, end), inode = (int(word, 16) for word in line.split()[0].split("-")), line.split()[4]
+                    found[inode] = max(found.get(inode, 0), end - start)
+    return found
 
 
 def malloc(size):
@@ -105,7 +125,7 @@ def malloc(size):
     with _mutex:
         if size > memGetInfo()[0]:
             raise CUDARuntimeError(2)
-        fd = os.memfd_create("cupy-on-host")
+        fd = os.memfd_create(_name(getDevice()))
         os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         _blocks[address_of(memory)] = _Block(getDevice(), size, memory, fd)
