@@ -12,7 +12,8 @@ from raykv.config import slab_bytes
 from raykv.errors import CapacityError
 from raykv.protocol import SlabReport
 from raykv.system.extras import to_install
-from raykv.transports.selector import open_transports
+from raykv.transports.nccl_pair import memory_of
+from raykv.transports.selector import open_transports, uses_nccl
 
 DRIVER = "/proc/driver/nvidia/version"
 
@@ -31,10 +32,11 @@ def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | i
             f"gpu_memory={gpu_memory}, but this node's GPUs can't be used: {to_install('gpu')} there, or see "
             f"CUDA_VISIBLE_DEVICES of its raylet"
         )
+    beside = memory_of(2 * _others(node_id)) if found and uses_nccl(transport) else 0
     memories: list[NodeMemory] = []
     try:
         for uuid in found:
-            arena = _open_arena(pool, fingerprint, device.device(uuid), gpu_memory)
+            arena = _open_arena(pool, fingerprint, device.device(uuid), gpu_memory, beside)
             transports = open_transports(arena, transport, ray.util.get_node_ip_address())
             memories.append(_fixed_size_memory(f"{node_id}/{uuid}", arena, transports))
     except BaseException:
@@ -45,8 +47,14 @@ def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | i
     return memories
 
 
-def _open_arena(pool: str, fingerprint: bytes, gpu: device.Device, gpu_memory: float | int) -> GpuArena:
-    size = gpu.capacity(gpu_memory)
+def _others(node_id: str) -> int:
+    """How many GPUs other nodes have: NCCL makes a pair with each in either direction."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != node_id]
+    return int(sum(node["Resources"].get("GPU", 0) for node in nodes))
+
+
+def _open_arena(pool: str, fingerprint: bytes, gpu: device.Device, gpu_memory: float | int, beside: int) -> GpuArena:
+    size = gpu.capacity(gpu_memory, beside)
     slab = slab_bytes(size)
     if size < slab:
         raise CapacityError(f"{gpu.uuid}: gpu_memory={gpu_memory} are {size} bytes: the smallest tier has {slab}")

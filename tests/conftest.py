@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import raykv
     from raykv.arena.gpu.device import Device
 
+pytest.register_assert_rewrite("helpers.nccl_nodes")  # a plugin of some tests, which import it first
 settings.register_profile("untimed", settings(), deadline=None)  # a machine may be busy
 settings.load_profile("untimed")
 MIB = 1 << 20

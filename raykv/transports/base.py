@@ -55,6 +55,13 @@ class Transport:
     def forget(self, peer: str) -> None:
         """A peer's node is gone for good. peer: its memory's name."""
 
+    def connecting(self, peer: Peer, offer: Any) -> bool:
+        """Begin to connect with a peer, and return at once. Whether that goes on: others read from the peer meanwhile.
+
+        peer: whose memory. offer: the peer's. Where connecting fails, `pull` says so.
+        """
+        return False
+
     def pull(self, peer: Peer, offer: Any, request: PullRequest) -> NDArray[np.uint8]:
         """Copy blocks of a peer.
 

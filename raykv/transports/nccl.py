@@ -1,5 +1,7 @@
 """Blocks cross nodes by NCCL, out of one GPU's slots and into another's, packed on neither side.
 
+NCCL takes seconds to connect two GPUs. They begin when the peer's offer has come; another transport reads meanwhile.
+
 A pull makes two calls to the peer's actor; both return at once. The first asks the peer to send: it answers what the
 headers say, and both ends post the blocks that are there. A slot may be overwritten while it is sent, and nothing
 computes checksums on a GPU. So the reader, when it has the bytes, asks again what the headers say, and drops the blocks
@@ -21,6 +23,7 @@ from ray.exceptions import GetTimeoutError
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
 from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline, seconds_left
+from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of
 from raykv.transports.block_server import CLAIM, claims_of
 from raykv.transports.nccl_pair import READER, SENDER, UNIQUE_BYTES, Pair, new_unique, why_not
@@ -45,7 +48,7 @@ class Nccl(Transport):
         self._name, self._token = f"{gpu.uuid}{arena.path}", secrets.token_hex(8)
         self._reading: dict[str, tuple[str, Pair]] = {}  # by the peer's name: its token, and the pair
         self._sending: dict[str, Pair] = {}  # by the reader's name
-        self._mutex = threading.Lock()  # guards `_sending`; SlotLocks are not taken meanwhile
+        self._mutex = threading.Lock()  # guards both tables; SlotLocks are not taken meanwhile
 
     def offer(self) -> Offer:
         return self._name, self._token
@@ -78,7 +81,7 @@ class Nccl(Transport):
             raise ValueError(f"{len(source)} blocks of {np.unique(source['bytes']).tolist()} bytes: ask for one size")
         with self._mutex:  # so that `withdraw` waits for every block whose send was promised
             pair = self._sending.get(reader)
-            if pair is None or pair.unique != unique:
+            if pair is None or not pair.usable or pair.unique != unique:
                 raise ConnectionError(f"{self._name} has no such pair with {reader}")
             claims = np.frombuffer(self._claims(locations, keys), CLAIM)
             there, size = source[claims["there"]], int(source["bytes"][0])
@@ -113,13 +116,34 @@ class Nccl(Transport):
 
     # ------------------------------------------------------------------ from peers
 
+    def connecting(self, peer: Peer, offer: Offer) -> bool:
+        """As Transport's."""
+        try:
+            return not self._pair_with(peer, offer).ready.done()
+        except ConnectionError:
+            return False
+
+    def forget(self, peer: str) -> None:
+        """As Transport's: the GPU's pairs end, and give back what they take of the one here."""
+        gpu = peer.rpartition("/")[2]
+        with self._mutex:
+            reading = [self._reading.pop(name)[1] for name in list(self._reading) if name.startswith(gpu)]
+            sending = [self._sending.pop(name) for name in list(self._sending) if name.startswith(gpu)]
+        for pair in reading + sending:
+            pair.drop()
+
     def pull(self, peer: Peer, offer: Offer, request: PullRequest) -> NDArray[np.uint8]:
         """As Transport's. ConnectionError when half of the time is gone: the rest is for another transport."""
         source, keys, arena, target, end = request
         stop = time.monotonic() + (end - time.monotonic()) / 2
-        pair = self._pair_with(peer, offer, stop)
+        pair = self._pair_with(peer, offer)
+        if not pair.ready.done():
+            raise ConnectionError(
+                f"NCCL has not connected {self._name} and {offer[0]} yet: `connecting` says when it has"
+            )
         ask = partial(_ask, peer, stop, offer[1])
         try:
+            pair.ready.result()
             answer = ask("send", self._name, pair.unique, source.tobytes(), keys.tobytes())
             claims = records_of(answer, CLAIM, len(source))
             there = claims["there"]
@@ -132,24 +156,21 @@ class Nccl(Transport):
             pair.drop()
             raise
 
-    def _pair_with(self, peer: Peer, offer: Offer, stop: float) -> Pair:
-        """The pair with a peer, made if there is none. ConnectionError if it is not connected by `stop`.
-
-        It goes on connecting then: the next pull uses it, or gives it up.
-        """
+    def _pair_with(self, peer: Peer, offer: Offer) -> Pair:
+        """The pair with a peer. One that connects is made if there is none; ConnectionError if NCCL makes none."""
         name, token = offer
-        before, pair = self._reading.get(name, ("", None))
-        if pair is None or before != token or not pair.usable:
-            if pair:
-                pair.drop()
-            pair = Pair(self._ordinal, new_unique(), READER)
-            self._reading[name] = token, pair
-            _ask(peer, stop, token, "join", self._name, pair.unique)
-        try:
-            pair.ready.result(seconds_left(stop))
-        except TimeoutError as error:
-            raise ConnectionError(f"NCCL has not connected {self._name} and {name} yet") from error
-        return pair
+        with self._mutex:
+            before, pair = self._reading.get(name, ("", None))
+            if pair is None or before != token or pair.dropped:
+                if pair:
+                    pair.drop()
+                unique = new_unique()
+                pair = Pair(self._ordinal, unique, READER, partial(self._invite, peer, token, unique))
+                self._reading[name] = token, pair
+            return pair
+
+    def _invite(self, peer: Peer, token: str, unique: bytes) -> None:
+        _ask(peer, time.monotonic() + nccl_pair.CONNECT_S, token, "join", self._name, unique)
 
 
 class IncomingBlocks(NamedTuple):

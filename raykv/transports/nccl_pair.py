@@ -1,16 +1,16 @@
 """Two GPUs of two processes, joined by an NCCL communicator for one direction.
 
-NCCL blocks until the peer comes: in the constructor, and in the first group, which connects. So all calls are made in a
-thread of the pair's own, which is abandoned where it hangs. Tested with CuPy 14 and NCCL 2.32.
+NCCL blocks until the peer comes: in a communicator's init, and in the first group, which connects. So all calls are
+made in a thread of the pair's own. What does not connect in CONNECT_S is aborted from another thread, and so ends.
+Tested with CuPy 14 and NCCL 2.28 and 2.32.
 """
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,12 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.gpu import cuda
-from raykv.transports.base import translated
+from raykv.transports import base
 
 log = logging.getLogger("raykv")
 READER, SENDER = 0, 1  # ranks
 UNIQUE_BYTES = 128  # of a pair's name
 POLL_S = 2e-4  # between checks whether a transfer is done
+CONNECT_S = 120.0  # for a pair to connect: NCCL takes 2 s on a warm H100, up to a minute where nothing is loaded yet
+# What NCCL 2.28 takes of an H100, over sockets: its kernels with a process's first pair, and each pair.
+KERNELS_BYTES, PAIR_BYTES = 446 << 20, 18 << 20
+# NCCL's last two statuses, for which CuPy 14 raises KeyError.
+UNNAMED = {
+    7: "NCCL_ERROR_IN_PROGRESS: NCCL returned before it was done: unset NCCL_COMM_BLOCKING where Ray starts",
+    8: "NCCL_ERROR_TIMEOUT: the peer did not answer NCCL in time",
+}
 Result = TypeVar("Result")
 
 
@@ -37,32 +45,56 @@ def why_not() -> str:
     return "" if nccl.available else "CuPy finds no NCCL: pip install nvidia-nccl-cu13"
 
 
+def memory_of(pairs: int) -> int:
+    """Bytes of a GPU that so many pairs take."""
+    return KERNELS_BYTES + pairs * PAIR_BYTES if pairs else 0
+
+
 def new_unique() -> bytes:
     """The name of a new pair: 128 bytes, which its SENDER must get from its READER."""
     from cupy.cuda import nccl
 
-    with translated("NCCL"):
+    with translated():
         return bytes(nccl.get_unique_id())
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """NCCL's errors meanwhile are ConnectionErrors."""
+    with base.translated("NCCL"):
+        try:
+            yield
+        except KeyError as error:
+            raise ConnectionError(f"NCCL: {UNNAMED.get(error.args[0], repr(error))}") from error
+
+
+def _nothing() -> None:
+    pass
 
 
 class Pair:
     """This process's end of a pair. Its tasks (`do`) run in order; after one has raised, no other runs. Thread-safe."""
 
-    def __init__(self, ordinal: int, unique: bytes, rank: int) -> None:
-        """ordinal: number of the GPU in this process. Returns at once; `ready` is done when the peer is connected."""
-        self.unique, self._rank = unique, rank
+    def __init__(self, ordinal: int, unique: bytes, rank: int, invite: Callable[[], object] = _nothing) -> None:
+        """Returns at once; `ready` is done when the peer is connected, and fails where it is not in CONNECT_S.
+
+        ordinal: number of the GPU in this process. invite: called in the pair's thread, makes the peer's end.
+        """
+        self.unique, self._ordinal, self._rank, self._invite = unique, ordinal, rank, invite
         self._comm: Any = None
-        self._dropped = False
+        self._mutex = threading.Lock()  # guards `_comm` and `_calls`: NCCL must abort once, and not what is in use
+        self._calls = True  # NCCL is called, and may hang
+        self.dropped = False
         self._ended = threading.Event()
         self._why = "it was dropped"  # the pair has ended
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self.ready = self.do(_nothing)
-        threading.Thread(target=self._run, args=(ordinal,), name="raykv-nccl", daemon=True).start()
+        threading.Thread(target=self._run, name="raykv-nccl", daemon=True).start()
 
     @property
     def usable(self) -> bool:
-        """Whether the pair is connected, has not failed and was not dropped."""
-        return self.ready.done() and not self._dropped and not self._ended.is_set()
+        """Whether its tasks run, or will once it is connected."""
+        return not self.dropped and not self._ended.is_set()
 
     def do(self, task: Callable[[], Result]) -> "Future[Result]":
         """Run a task in the pair's thread. Its result is a ConnectionError if the pair ends before."""
@@ -77,8 +109,8 @@ class Pair:
         return self.do(_nothing)
 
     def drop(self) -> "Future[None]":
-        """Abort the transfer, and end. Done when nothing moves any more; never where NCCL hangs."""
-        self._dropped = True
+        """Abort the transfer, and end. Done when nothing moves any more. What still connects ends when it has."""
+        self.dropped = True
         return self.idle()
 
     def move(self, addresses: NDArray[np.int64], size: int, end: float) -> None:
@@ -88,7 +120,7 @@ class Pair:
         (time.monotonic()), where NCCL fails, or once the pair is dropped; nothing moves any more then.
         """
         try:
-            with translated("NCCL"):
+            with translated():
                 self._post(addresses, size)
                 self._wait(end)
         except BaseException:
@@ -97,15 +129,15 @@ class Pair:
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self, ordinal: int) -> None:
+    def _run(self) -> None:
         try:
-            with cuda.on(ordinal) as cupy:
+            with cuda.on(self._ordinal) as cupy:
                 self._connect(cupy)
-                while not self._dropped:
+                while not self.dropped:
                     _do(*self._tasks.get())
         except Exception as error:
             log.debug("a pair of GPUs ends: %r", error)
-            self._why = str(error)
+            self._why = (str(error).strip() or repr(error)).splitlines()[-1]  # Ray's have a traceback
         finally:
             with contextlib.suppress(ConnectionError):  # CUDA has failed: nothing moves
                 self._abort()
@@ -118,9 +150,28 @@ class Pair:
         self._cupy, self._nccl = cupy, nccl
         self._stream = cupy.cuda.Stream(non_blocking=True)  # does not wait for the legacy default stream
         self._scrap = cupy.cuda.Memory(1)
-        with translated("NCCL"):
-            self._comm = nccl.NcclCommunicator(2, self.unique, self._rank)
-        self.move(np.zeros(1, np.int64), 1, math.inf)  # connects, so that no later group has to
+        self._invite()
+        limit = threading.Timer(CONNECT_S, self._abort_hung)
+        limit.name, limit.daemon = "raykv-nccl-abort", True
+        limit.start()
+        try:
+            with translated():
+                self._call()
+        finally:
+            limit.cancel()
+            with self._mutex:
+                hung, self._calls = self._comm is None, False
+            if hung:
+                raise ConnectionError(f"NCCL has not connected in {CONNECT_S:.0f} s: the peer's end does not come")
+        with translated():
+            self._wait(time.monotonic() + CONNECT_S)
+
+    def _call(self) -> None:
+        """Make the communicator, and move a byte, which connects: no later group has to. Blocks until the peer does."""
+        kind = self._nccl.NcclCommunicator
+        self._comm = kind.__new__(kind)  # kept before NCCL fills it: what fails or hangs then is aborted, too
+        self._comm.__init__(2, self.unique, self._rank)
+        self._post(np.zeros(1, np.int64), 1)
 
     def _post(self, addresses: NDArray[np.int64], size: int) -> None:
         if not addresses.all() and size > self._scrap.size:
@@ -139,17 +190,29 @@ class Pair:
             self._comm.check_async_error()  # after `done`: a transfer that failed is not taken for done
             if done:
                 return
-            if self._dropped or time.monotonic() > end:
-                raise ConnectionError("the pair was dropped during a transfer" if self._dropped else "the peer stalls")
+            if self.dropped or time.monotonic() > end:
+                raise ConnectionError("the pair was dropped during a transfer" if self.dropped else "the peer stalls")
             time.sleep(POLL_S)
 
     def _abort(self) -> None:
         """Nothing moves when this returns. NCCL's abort then frees what both ends share, and may hang in that."""
-        comm, self._comm = self._comm, None
+        with self._mutex:
+            comm, self._comm = self._comm, None
         if comm is not None:
-            threading.Thread(target=comm.abort, name="raykv-nccl-abort", daemon=True).start()
-            with translated("NCCL"):
+            threading.Thread(target=self._free, args=(comm,), name="raykv-nccl-abort", daemon=True).start()
+            with translated():
                 self._stream.synchronize()
+
+    def _abort_hung(self) -> None:
+        """Abort what still connects: the pair's thread sees that as an error of NCCL's."""
+        with self._mutex:
+            comm, self._comm = (self._comm, None) if self._calls else (None, self._comm)
+        if comm is not None:
+            self._free(comm)
+
+    def _free(self, comm: Any) -> None:
+        with cuda.on(self._ordinal):
+            comm.abort()
 
     def _refuse(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -163,7 +226,3 @@ def _do(future: "Future[Result]", task: Callable[[], Result]) -> None:
     except BaseException as error:
         future.set_exception(error)
         raise
-
-
-def _nothing() -> None:
-    pass

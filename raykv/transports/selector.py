@@ -58,7 +58,10 @@ class PeerState:
 
 
 class TransportSelector:
-    """Pulls from each peer by the first transport that the peer offers and that has not just failed. Thread-safe."""
+    """Pulls from each peer by the first transport that the peer offers, that is connected and has not just failed.
+
+    Thread-safe.
+    """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         """transports: best first. The last one is tried whatever failed, and reads from peers' external tiers."""
@@ -183,9 +186,15 @@ class TransportSelector:
         usable = []
         for transport, route in zip(self._transports[:-1], routes, strict=False):
             offer = offers.get(transport.name)
-            if offer is not None and (now >= route.retry_at or offer != route.failed_offer):
+            failed = now < route.retry_at and offer == route.failed_offer
+            if offer is not None and not failed and not transport.connecting(peer, offer):
                 usable.append((transport, offer))
         return [*usable, (last, None)]
+
+
+def uses_nccl(chosen: str) -> bool:
+    """Whether GPUs of this node are read by NCCL. chosen: `transport` of PoolConfig."""
+    return chosen == "auto" and may_use_sockets(chosen) and not nccl_pair.why_not()
 
 
 def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
@@ -198,7 +207,7 @@ def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
     try:
         if isinstance(arena, GpuArena):  # NIXL here reads host memory only
-            transports[:0] = [Nccl(arena, device(arena.gpu))] if chosen == "auto" and not nccl_pair.why_not() else []
+            transports[:0] = [Nccl(arena, device(arena.gpu))] if uses_nccl(chosen) else []
         elif (chosen == "nixl" or (chosen == "auto" and has_rdma())) and not why_not():
             transports.insert(0, Nixl(arena))
     except Exception as error:  # NCCL and UCX raise whatever they find wrong with this machine

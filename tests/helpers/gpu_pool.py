@@ -93,8 +93,17 @@ def first_to_the_gpu(world: World) -> None:
     assert nodes[home]["ready"] == 20 and nodes[world.pool.node_id]["ready"] == 0
     assert whole(do(world.engine.read.remote(keys)), keys) and world.counts()["gpu_hits"] == 20
     assert whole(do(world.far.read.remote(keys)), keys), "on the GPU of another node"
-    (lane,) = world.pool.stats()["transports"]
-    assert lane["from"] == home and lane["transport"] == FAR, lane
+    singles = iter(range(1000, 2000))
+
+    def by_nccl() -> bool:
+        """Once it has connected: TCP reads until then."""
+        (lane,) = world.pool.stats()["transports"]
+        assert lane["from"] == home and not lane["failed"], lane
+        single = world.keys(next(singles), 1)
+        assert do(world.engine.store.remote(single)) == 1 and whole(do(world.far.read.remote(single)), single)
+        return bool(lane["transport"] == FAR)
+
+    eventually(by_nccl)
     with world.cache.match(keys) as match:  # in memory: a copy down, which is the primary from then on
         out = np.zeros((20, BLOCK), np.uint8)
         assert match.read(out, verify=True) == 20 and (out == payload(keys, BLOCK)).all()

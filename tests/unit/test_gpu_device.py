@@ -323,6 +323,9 @@ def test_a_capacity_beyond_free_gpu_memory_is_refused(on_host: Any) -> None:
     with pytest.raises(CapacityError, match=asked):
         gpu.allocate(32 * MIB)
     assert devices.device(devices.visible()[0]).capacity(1.0) == 64 * MIB  # the other GPU has as much as before
+    assert gpu.capacity(16 * MIB, beside=8 * MIB) == 16 * MIB
+    with pytest.raises(CapacityError, match=r"asked for 25 MiB .* of GPU memory, 9 MiB of it for NCCL, 24 of 64 MiB"):
+        gpu.capacity(16 * MIB, beside=9 * MIB)
 
 
 @pytest.mark.parametrize("given", [0, -1, 0.0, 1.5, True, "half"])

@@ -1,220 +1,47 @@
 """Blocks by NCCL, on a stand-in for CuPy's: nodes in this process, and in others, which die."""
 
 import ctypes
-import importlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from helpers import arena_worker as w
+from helpers.nccl_nodes import (
+    ELSEWHERE,
+    FROM,
+    PATIENCE_S,
+    SIZE,
+    TO,
+    ByHand,
+    Node,
+    Verdicts,
+    blocks,
+    eventually,
+    keys,
+    locations,
+    peer,
+    stalls,
+)
 from numpy.typing import NDArray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError
 
-from raykv.arena.arena import Arena
 from raykv.arena.gpu import cuda
-from raykv.arena.gpu import device as devices
 from raykv.protocol import ALTERED, FAILED, PULLED
 from raykv.system.extras import to_install
 from raykv.transports import nccl as transport
 from raykv.transports import nccl_pair
-from raykv.transports.base import Peer, PullRequest, Transport
+from raykv.transports.base import PullRequest, Transport
 from raykv.transports.nccl import Nccl
 from raykv.transports.nccl_pair import READER, SENDER
 from raykv.transports.selector import TransportSelector
 
-ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
-SIZE = 64 << 10
-FROM = [0, 9, 2, 31, 3, 63]
-TO = [17, 1, 40, 0, 8, 2]
-ELSEWHERE = [20, 60, 21, 22, 50, 30]
-GENS = [2, 3, 4, 5, 6, 7]
-PATIENCE_S = 60.0
-Verdicts = NDArray[np.uint8]
-
-
-class Actor:
-    """As Ray's handle of a node store: what is asked runs in threads there."""
-
-    def __init__(self, serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> None:
-        threads = ThreadPoolExecutor(8)
-        self.serve = SimpleNamespace(remote=lambda node, name, *args: threads.submit(serve, *args))
-        self.offers = SimpleNamespace(remote=lambda node: threads.submit(offers))
-
-
-def peer(serve: Callable[..., Any], offers: Callable[[], Any] = dict) -> Peer:
-    return Peer("a node", Actor(serve, offers))
-
-
-def get(answer: "Future[Any]", timeout: float) -> Any:
-    """As ray.get."""
-    try:
-        return answer.result(timeout)
-    except TimeoutError as error:
-        raise GetTimeoutError from error
-    except RayError:
-        raise
-    except Exception as error:
-        raise RayTaskError("serve", repr(error), error) from error
-
-
-class Node:
-    """Its arena is in host memory, which the stand-in's GPUs reach."""
-
-    count = 0
-
-    def __init__(self, ordinal: int) -> None:
-        Node.count += 1
-        gpu = devices.device(devices.visible()[ordinal])
-        self.arena = Arena.create(f"/dev/shm/raykv-test-nccl-{os.getpid()}-{Node.count}", w.PRINT, w.SLAB, 1)
-        self.arena.offer_next()
-        self.arena.raise_epoch(w.EPOCH)
-        gpu.register(*self.arena.region(0))
-        self.gpu = gpu
-        self.start()
-
-    def start(self) -> None:
-        """As a process that takes up what the one before it left."""
-        self.nccl = Nccl(self.arena, self.gpu)
-        self.peer = peer(self.nccl.serve, lambda: {"nccl": self.nccl.offer()})
-
-    def put(self, slots: Sequence[int] = FROM) -> "Node":
-        for slot, gen in zip(slots, GENS, strict=False):
-            assert w.put(self.arena, slot, gen)
-        return self
-
-    def pull(
-        self, peer: Any, offer: Any, slots: Sequence[int] = TO, seconds: float = PATIENCE_S, step: int = 1
-    ) -> list[int]:
-        """What was put there, into slots here; in another order by step -1."""
-        source, names, target = locations(FROM)[::step], keys()[::step], locations(slots)[::step]
-        verdicts = self.nccl.pull(
-            peer, offer, PullRequest(source, names, self.arena, target, time.monotonic() + seconds)
-        )
-        return verdicts[::step].tolist()  # type: ignore[no-any-return]
-
-    def pull_from(self, other: "Node", slots: Sequence[int] = TO, seconds: float = PATIENCE_S) -> list[int]:
-        return self.pull(other.peer, other.nccl.offer(), slots, seconds)
-
-    def holds(self, slots: Sequence[int] = TO) -> list[bool]:
-        return [w.get(self.arena, slot, gen) for slot, gen in zip(slots, GENS, strict=False)]
-
-
-def locations(slots: Sequence[int], gens: Sequence[int] = GENS) -> NDArray[np.void]:
-    return w.locations(slots, gens[: len(slots)])
-
-
-def keys() -> NDArray[np.uint8]:
-    return np.concatenate([w.key_of(gen) for gen in GENS])
-
-
-def blocks() -> NDArray[np.uint8]:
-    return np.concatenate([w.block_of(w.key_of(gen)) for gen in GENS])
-
-
-def eventually(ask: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not ask():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def _forget() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
-        del sys.modules[name]
-    for cached in (cuda.uuid, cuda._context, cuda._libcuda, devices.device):
-        cached.cache_clear()
-
-
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The stand-in's NCCL, imported anew."""
-    monkeypatch.syspath_prepend(ON_HOST)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(ray, "get", get)
-    _forget()
-    stand_in = importlib.import_module("cupy.cuda.nccl")
-    yield stand_in
-    stand_in.end()
-    eventually(lambda: not any(thread.name == "raykv-nccl" for thread in threading.enumerate()))
-    _forget()
-
-
-@pytest.fixture
-def node(nccl: Any) -> Iterator[Callable[[int], Node]]:
-    nodes: list[Node] = []
-
-    def make(ordinal: int) -> Node:
-        nodes.append(Node(ordinal))
-        return nodes[-1]
-
-    yield make
-    for each in nodes:
-        each.nccl.close()
-        each.arena.close(unlink=True)
-
-
-@pytest.fixture
-def sender(node: Callable[[int], Node]) -> Node:
-    return node(1).put()
-
-
-@pytest.fixture
-def reader(node: Callable[[int], Node]) -> Node:
-    return node(0)
-
-
-def stalls(rank: int, at: int) -> Callable[[Any, int], None]:
-    """A GPU that goes no further, until it is aborted."""
-
-    def before_move(communicator: Any, number: int) -> None:
-        if communicator.rank == rank and number == at:
-            communicator.aborted.wait()
-
-    return before_move
-
-
-class ByHand:
-    """A reader of which a test does each step."""
-
-    def __init__(self, nccl: Any, sender: Node) -> None:
-        self.sender, self.unique, self._nccl = sender, nccl.get_unique_id(), nccl
-        self.name = self.unique.hex()
-        self.serve("join", self.name, self.unique)
-
-    def connect(self) -> "ByHand":
-        self.communicator, memory = self._nccl.NcclCommunicator(2, self.unique, READER), cuda.cupy().cuda
-        self._stream, self._room = memory.Stream(), memory.Memory(SIZE)
-        self.communicator.room = self._room  # what is posted may come when the test is over
-        self.post(1, 1)
-        return self
-
-    @property
-    def of_sender(self) -> Any:
-        """Its communicator."""
-        return next(each for each in self._nccl.communicators if each.unique == self.unique and each.rank == SENDER)
-
-    def serve(self, *args: Any) -> None:
-        self.sender.nccl.serve(self.sender.nccl.offer()[1], *args)
-
-    def ask(self, name: str | None = None) -> None:
-        self.serve("send", name or self.name, self.unique, locations(FROM).tobytes(), keys().tobytes())
-
-    def post(self, count: int, size: int) -> None:
-        for _ in range(count):
-            self.communicator.recv(self._room.ptr, size, self._nccl.NCCL_UINT8, SENDER, self._stream.ptr)
-
-    def receive(self) -> None:
-        self.post(6, SIZE)
-        eventually(lambda: self._stream.done)
+pytest_plugins = ["helpers.nccl_nodes"]
 
 
 def test_without_nccl(reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,19 +186,22 @@ def test_the_next_transport_reads_it_in_time(nccl: Any, sender: Node, reader: No
             return np.where(arena.write(target, names, blocks()), PULLED, FAILED).astype(np.uint8)
 
     nccl.before_move = stalls(SENDER, 4)
-    selector, peer = TransportSelector([reader.nccl, Other()]), sender.peer
+    selector, peer = TransportSelector([reader.connected_to(sender).nccl, Other()]), sender.peer
     assert selector.pull(peer, locations(FROM), keys(), reader.arena, locations(TO)).tolist() == [PULLED] * 6
     stats = selector.stats()["a node"]
     assert (stats["transport"], stats["failed"], list(stats["bytes"])) == ("other", {"nccl": 1}, ["other"])
     nccl.before_move = stalls(SENDER, -1)
     selector._states[peer].routes["nccl"].retry_at = time.monotonic()
+    reader.connected_to(sender)
     assert selector.pull(peer, locations(FROM), keys(), reader.arena, locations(ELSEWHERE)).tolist() == [PULLED] * 6
     assert selector.stats()["a node"]["transport"] == "nccl"
 
 
 @pytest.mark.parametrize("stuck", ["join", "send", "headers"])
-def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str) -> None:
+def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it was asked for does no harm when it comes to it."""
+    if stuck == "join":
+        monkeypatch.setattr(nccl_pair, "CONNECT_S", 0.5)
     go, late = threading.Event(), threading.Event()
 
     def serve(token: str, what: str, *args: Any) -> bytes:
@@ -384,55 +214,11 @@ def test_an_actor_that_does_not_answer(sender: Node, reader: Node, stuck: str) -
     with pytest.raises(ConnectionError, match="does not answer"):
         reader.pull(peer(serve), sender.nccl.offer(), seconds=1.0)
     assert reader.arena.write(locations(TO), keys(), blocks()).all()
+    monkeypatch.setattr(nccl_pair, "CONNECT_S", PATIENCE_S)
     go.set()
     assert late.wait(PATIENCE_S)
     assert reader.pull(sender.peer, sender.nccl.offer(), ELSEWHERE, step=-1) == [PULLED] * 6
     assert all(reader.holds(ELSEWHERE))
-
-
-def test_a_peer_that_never_connects(nccl: Any, sender: Node, reader: Node) -> None:
-    begin = time.monotonic()
-    with pytest.raises(ConnectionError, match="not connected"):
-        reader.pull(peer(lambda *_: b""), sender.nccl.offer(), seconds=4.0)
-    assert time.monotonic() - begin < 3.5
-    assert reader.arena.write(locations(TO), keys(), blocks()).all(), "the slots were not even locked"
-    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6, "with another id: the first still hangs"
-    assert all(reader.holds(ELSEWHERE))
-
-
-@pytest.mark.parametrize("step", ["before_connect", "before_move"])
-def test_a_peer_that_connects_late(nccl: Any, sender: Node, reader: Node, step: str) -> None:
-    """NCCL's first communicator takes seconds: it is there for the pull after."""
-    go = threading.Event()
-    setattr(nccl, step, lambda *_: go.wait())
-    with pytest.raises(ConnectionError, match="not connected"):
-        reader.pull_from(sender, seconds=0.5)
-    go.set()
-    (_, made), *_ = reader.nccl._reading.values()
-    made.ready.result(PATIENCE_S)
-    assert reader.pull_from(sender) == [PULLED] * 6
-    assert len(nccl.communicators) == 2
-
-
-def test_a_pair_that_hangs_is_replaced(nccl: Any, sender: Node, reader: Node) -> None:
-    go = threading.Event()
-    nccl.before_connect = lambda *_: go.wait()
-    with pytest.raises(ConnectionError, match="not connected"):
-        reader.pull_from(sender, seconds=0.5)
-    nccl.before_connect = lambda *_: None
-    assert reader.pull_from(sender) == [PULLED] * 6
-    go.set()
-    eventually(lambda: [each.aborted.is_set() for each in nccl.communicators] == [True, True, False, False])
-    assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
-
-
-def test_nccl_that_fails_to_connect(nccl: Any, sender: Node, reader: Node) -> None:
-    def before_connect(communicator: Any) -> None:
-        raise nccl.NcclError(3)
-
-    nccl.before_connect = before_connect
-    with pytest.raises(ConnectionError, match="INTERNAL_ERROR"):
-        reader.pull_from(sender, seconds=1000.0)
 
 
 def test_a_peer_that_restarted(nccl: Any, sender: Node, reader: Node) -> None:
@@ -440,9 +226,10 @@ def test_a_peer_that_restarted(nccl: Any, sender: Node, reader: Node) -> None:
     before = sender.nccl
     sender.start()
     assert reader.pull_from(sender, ELSEWHERE) == [PULLED] * 6
-    assert nccl.communicators[0].aborted.wait(PATIENCE_S)
+    (first, _) = (each for each in nccl.communicators if each.rank == READER)
+    assert first.aborted.wait(PATIENCE_S)
     before.close()
-    with pytest.raises(RayError, match="ask for the offer again"):
+    with pytest.raises(ConnectionError, match="ask for the offer again"):
         reader.pull(sender.peer, before.offer())
     reader.start()  # and a reader: whoever sends to it makes do without the old pair
     assert reader.pull_from(sender, [11, 12, 13, 14, 15, 16]) == [PULLED] * 6
@@ -604,7 +391,7 @@ def test_a_process_that_is_killed_during_a_transfer(
     assert not silent or time.monotonic() - begin < 3.5
     assert reader.arena.write(locations(TO), keys(), blocks()).all()
     nccl.before_move = stalls(READER, -1)
-    with pytest.raises(RayActorError):
+    with pytest.raises(ConnectionError, match="actor"):
         reader.pull(first.peer, first.offer, ELSEWHERE)
     assert reader.pull(second.peer, second.offer, ELSEWHERE) == [PULLED] * 6
     assert all(reader.holds(ELSEWHERE))

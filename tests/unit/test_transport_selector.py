@@ -38,6 +38,12 @@ class Moody(Transport):
         self.pulls = 0
         self.offered: list[Any] = []
         self.forgot: list[str] = []
+        self.connects = False  # still
+        self.asked_to_connect = 0
+
+    def connecting(self, peer: Any, offer: Any) -> bool:
+        self.asked_to_connect += 1
+        return self.connects
 
     def forget(self, peer: str) -> None:
         self.forgot.append(peer)
@@ -134,6 +140,22 @@ def test_a_transport_that_fails_is_replaced_and_tried_again_later(world: World, 
     world.now += RETRY_S
     assert world.pull() == "fast" and world.pull() == "fast"
     assert world.selector.stats()["node"]["transport"] == "fast"
+
+
+def test_a_transport_that_still_connects_has_not_failed(world: World) -> None:
+    world.fast.connects = True
+    assert world.pull() == "middle" and world.pull() == "middle"
+    assert world.selector.stats()["node"]["failed"] == {}
+    world.fast.connects = False
+    assert world.pull() == "fast" and world.asked == 1
+    world.fast.error, world.fast.connects = ConnectionError("gone"), False
+    assert world.pull() == "fast middle"
+    asked, world.fast.connects = world.fast.asked_to_connect, True
+    assert world.pull() == "middle" and world.fast.asked_to_connect == asked, "its time has not come"
+    world.now += RETRY_S
+    assert world.pull() == "middle" and world.fast.asked_to_connect == asked + 1
+    world.fast.error, world.fast.connects = None, False
+    assert world.pull() == "fast"
 
 
 def test_a_peer_that_restarted_is_read_as_before(world: World) -> None:

@@ -90,16 +90,17 @@ class Device:
         except Exception as error:  # CuPy's, of several kinds: no NVRTC, no headers of CUDA
             raise DeviceError(f"{uuid}: the copy kernel can't be compiled: {error}. {to_install('gpu')}") from error
 
-    def capacity(self, gpu_memory: Size) -> int:
+    def capacity(self, gpu_memory: Size, beside: int = 0) -> int:
         """Bytes of a region that is a fraction of the GPU's memory, or so many bytes; see `parse_size`.
 
-        CapacityError if less is free. ValueError for anything else.
+        beside: bytes that NCCL will take. CapacityError if less is free than both. ValueError for anything else.
         """
         size = parse_size("gpu_memory", gpu_memory)
         free, total = self._memory()
         asked = capacity_bytes(size, total)
-        if asked > free:
-            raise CapacityError(self._refusal(asked, free, total))
+        if asked + beside > free:
+            nccl = f", {beside >> 20} MiB of it for NCCL" if beside else ""
+            raise CapacityError(self._refusal(asked + beside, free, total, nccl))
         return asked
 
     def allocate(self, size: int) -> Region:
@@ -180,11 +181,11 @@ class Device:
             free, total = cupy.cuda.runtime.memGetInfo()
         return int(free), int(total)
 
-    def _refusal(self, asked: int, free: int, total: int) -> str:
+    def _refusal(self, asked: int, free: int, total: int, nccl: str = "") -> str:
         return (
-            f"{self.uuid}: asked for {asked >> 20} MiB ({asked} bytes) of GPU memory, {free >> 20} of {total >> 20} "
-            f"MiB are free: lower gpu_memory, or leave more to raykv where an engine has taken the rest (vLLM: a lower "
-            f"gpu_memory_utilization)"
+            f"{self.uuid}: asked for {asked >> 20} MiB ({asked} bytes) of GPU memory{nccl}, {free >> 20} of "
+            f"{total >> 20} MiB are free: lower gpu_memory, or leave more to raykv where an engine has taken the rest "
+            f"(vLLM: a lower gpu_memory_utilization)"
         )
 
     def _free(self, address: int) -> None:

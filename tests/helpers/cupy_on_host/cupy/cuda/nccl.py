@@ -2,8 +2,11 @@
 
 As the real one it waits for good: in the constructor and in the first group, where the peer does not come, and on the
 stream, where it does not post. A send is done when it was received. What else can go wrong is for tests to say:
-`before_move` and `before_connect` are called in the way of things, and may wait for `aborted`; `silent`: that the peer
-is gone is not told, as over NVLink.
+`before_connect`, `after_meeting` and `before_move` are called in the way of things, may wait for `aborted`, and fail;
+`silent`: that the peer is gone is not told, as over NVLink.
+
+A communicator takes memory of its GPU once both have met, until it is aborted. One whose init has failed does not give
+it back with its object, as on a GPU: whoever has kept the object aborts it.
 """
 
 import contextlib
@@ -30,6 +33,7 @@ _NAMES = {
 _SIZE = struct.Struct("<q")
 _roots = {}  # sockets that rank 0 is to be found at, by unique id
 _group = threading.local()
+_BYTES = 1 << 20  # of a communicator
 _streams = {}  # what each stream was given last to do, by handle
 
 communicators = []
@@ -38,6 +42,10 @@ silent = False
 
 def before_connect(communicator):
     pass
+
+
+def after_meeting(communicator):
+    """In the middle of an init, when memory is taken."""
 
 
 def before_move(communicator, number):
@@ -75,7 +83,7 @@ def groupEnd():
 def end():
     """Whoever waits for a peer to connect fails."""
     for root in _roots.values():
-        root.shutdown(socket.SHUT_RDWR)
+        _shut(root)
     for communicator in communicators:
         communicator._hang_up()
 
@@ -86,25 +94,42 @@ class _Move:
 
 
 class NcclCommunicator:
-    def __init__(self, ndev, commId, rank, config=None):
-        assert type(commId) is bytes and len(commId) == 128 and ndev in (1, 2) and rank in range(ndev)
-        runtime.check()
-        self.rank, self.device, self.unique = rank, runtime.getDevice(), commId
+    def __new__(cls, *_, **__):
+        self = super().__new__(cls)
         self.aborted, self.error, self.moved, self._connected = threading.Event(), 0, 0, False
         self._turn = threading.Lock()
         self._launched = queue.SimpleQueue()  # done in order, as on a stream
-        self._peer, self._partner = socket.socket(socket.AF_UNIX), ndev - 1 - rank
+        self._peer = socket.socket(socket.AF_UNIX)
+        self._memory, self._there = None, False
+        return self
+
+    def __init__(self, ndev, commId, rank, config=None):
+        assert type(commId) is bytes and len(commId) == 128 and ndev in (1, 2) and rank in range(ndev)
+        runtime.check()
+        self.rank, self.device, self.unique, self._partner = rank, runtime.getDevice(), commId, ndev - 1 - rank
+        self._there = True
         communicators.append(self)
         before_connect(self)
-        if ndev == 1:
-            return
-        try:
-            if rank == 0:
-                self._peer, _ = _roots[commId].accept()
-            else:
-                self._peer.connect(commId[:100])
-        except OSError:
-            raise NcclError(2) from None
+        if self._partner != self.rank:
+            try:
+                self._meet()
+            except OSError:
+                raise NcclError(2) from None
+        self._memory = runtime.malloc(_BYTES)
+        after_meeting(self)
+        if self.aborted.is_set():
+            raise NcclError(3)
+
+    def _meet(self):
+        """Both wait for the other."""
+        if self.aborted.is_set():
+            raise OSError("aborted")
+        if self.rank == 0:
+            self._peer, _ = _roots[self.unique].accept()
+        else:
+            self._peer.connect(self.unique[:100])
+        self._peer.sendall(b"!")
+        self._receive(1)
 
     def send(self, sendbuf, count, datatype, peer, stream):
         self._post(True, sendbuf, count, datatype, peer, stream)
@@ -118,9 +143,18 @@ class NcclCommunicator:
             raise NcclError(self.error)
 
     def abort(self):
+        if not self._there:
+            return
         assert not self.aborted.is_set(), "twice is a crash"
+        before = runtime.getDevice()
+        runtime.setDevice(self.device)
         self.aborted.set()
         self._hang_up()
+        if self.rank == 0 and self.unique in _roots:  # an init that waits for the peer ends
+            _shut(_roots[self.unique])
+        if self._memory is not None:
+            runtime.forget(self._memory)
+        runtime.setDevice(before)
 
     def _post(self, sends, address, size, datatype, peer, stream):
         assert datatype == NCCL_UINT8 and peer == self._partner and not self.aborted.is_set()
@@ -192,8 +226,12 @@ class NcclCommunicator:
         return data
 
     def _hang_up(self):
-        with contextlib.suppress(OSError):  # the peer was faster
-            self._peer.shutdown(socket.SHUT_RDWR)
+        _shut(self._peer)
+
+
+def _shut(connection):
+    with contextlib.suppress(OSError):  # the peer was faster
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _done(stream):
