@@ -227,7 +227,7 @@ def test_a_secret_enters_the_keys_and_cleared_blocks_stay_cleared_after_restarts
 ) -> None:
     """An explicit secret enters the keys. What was cleared is not found again when all of the pool restarts."""
     pool = start(transport=transport)
-    fields = {"model": "m", "revision": "", "dtype": "", "layout": "", "parallel": "", "part": 0, "salt": ""}
+    fields = {"model": "m", "revision": "", "dtype": "uint8", "layout": "rows", "parallel": "", "part": 0, "salt": ""}
     root = key_chain.root(b"of the environment", **fields, block_tokens=16, block_bytes=BLOCK)  # type: ignore[arg-type]
     cache = a_cache(pool)
     assert (cache.keys(tokens(1, 3)) == key_chain.chain(root, tokens(1, 3), 16)).all()

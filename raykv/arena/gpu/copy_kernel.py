@@ -19,7 +19,7 @@ Way = Literal["within", "to_host", "to_gpu"]  # from where to where: within GPU 
 # Thread blocks of a launch, at most, and bytes that they have in flight together. More than fill PCIe are in the way of
 # the engine: 64 thread blocks to the host slow its decode steps down ten times, on an H100.
 BLOCKS: dict[Way, int] = {"within": 64, "to_host": 8, "to_gpu": 32}
-IN_FLIGHT: dict[Way, int] = {"within": 64 * UNIT, "to_host": 2 * UNIT, "to_gpu": 6 * UNIT}
+IN_FLIGHT: dict[Way, int] = {"to_host": 2 * UNIT, "to_gpu": 6 * UNIT}
 LONG = 512 << 10  # from this length on a piece goes by cudaMemcpyAsync, across PCIe
 SOURCE = r"""
 static __device__ void move(char* to, const char* from, long long bytes)
@@ -87,6 +87,8 @@ def compile_kernel(module: Any) -> Any:
 
 def blocks_of(table: Copies, way: Way) -> int:
     """How many thread blocks do these copies: each has a unit in flight, or a shorter piece."""
+    if way == "within":
+        return BLOCKS[way]
     length = min(UNIT, max(1, int(table[:, 2].mean())))
     return max(1, min(BLOCKS[way], IN_FLIGHT[way] // length))
 
