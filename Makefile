@@ -13,11 +13,13 @@ CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contra
 VLLM = 0.32.0
 VLLM_TESTS = $(COMPAT)/tests/vllm-$(VLLM)
 
+DIST ?= dist
+
 # the first interpreter of each version that pyenv or PATH has
 found = $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python) $(shell command -v python$(1)))
 PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version)))
 
-.PHONY: demo check test lint units fuzz clusters engines ray_up alone pythons slow contract compat docs pictures
+.PHONY: demo check test lint units fuzz clusters engines ray_up alone documented pythons slow contract compat dist docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -26,7 +28,7 @@ check: .venv/.test  # what needs no Ray cluster
 	$(MAKE) --no-print-directory --jobs=2 lint units
 
 test: check  # two at a time, in this order: of three, raylets do not start in Ray's 30 s
-	$(MAKE) --no-print-directory --jobs=2 clusters engines ray_up alone
+	$(MAKE) --no-print-directory --jobs=2 clusters engines documented ray_up alone
 
 lint:
 	.venv/bin/ruff check
@@ -35,7 +37,7 @@ lint:
 	.venv/bin/mypy
 
 units:
-	.venv/bin/pytest -n 2 --dist worksteal tests --ignore=tests/cluster --ignore=tests/engines
+	.venv/bin/pytest -n 2 --dist worksteal tests --ignore=tests/cluster --ignore=tests/engines --ignore=tests/documented
 
 fuzz:  # RAYKV_FUZZ_SECONDS, RAYKV_FUZZ_SEED: see CONTRIBUTING.md
 	.venv/bin/pytest tests/unit/test_doors.py
@@ -68,6 +70,9 @@ ray_up:
 alone:
 	@$(call BESIDE,tests/cluster --ignore=tests/cluster/test_ray_up.py -m 'own_cluster and not gpu')
 
+documented:  # examples, deploy/serve.yaml, the blocks of the pages and the wheel, as a user runs them
+	@$(call BESIDE,tests/documented)
+
 contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS) $(COMPAT)/sources/sglang-$(SGLANG)
 	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py
 	PYTHONPATH=$(CURDIR)/tests .venv/bin/pytest -p contract.plugin -c tests/contract/pytest.ini --rootdir $(VLLM_TESTS) \
@@ -76,6 +81,11 @@ contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS) $(CO
 
 compat: contract $(ENGINES:%=$(COMPAT)/%/.made)
 	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/test_vllm*.py tests/engines/test_vllm*.py || exit; done
+
+dist: .venv/.test  # a source distribution, and a wheel that is made from it
+	rm -f $(DIST)/raykv-*
+	.venv/bin/python -m build --outdir $(DIST)
+	.venv/bin/twine check --strict $(DIST)/raykv-*
 
 docs: .venv/.test  # into build/site; as a module, since the pages' hooks are imported from here
 	.venv/bin/python -m mkdocs build --strict

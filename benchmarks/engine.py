@@ -74,7 +74,7 @@ def prompts(requests: int, seed: int) -> list[list[int]]:
 def measured(asked: list[list[int]], schedule: Any) -> dict[str, float]:
     """computed: tokens of prompts. mean_s, p99_s, max_s: until a request's answer."""
     with local_pool("bench-engine", 64 * MIB):
-        engines = serve.run(build({"pool": "bench-engine"}, schedule=schedule))
+        engines = serve.run(build({"pool": "bench-engine", "schedule": schedule}))
         waits = asyncio.run(_waits(engines, asked))
         computed = sum(engines.broadcast("computed_tokens").results())
         serve.delete("default")

@@ -3,9 +3,12 @@
     python examples/engine.py
 
 starts two Ray nodes with an engine each, asks prompts that share three headers, and shows how many of their tokens were
-computed. In a cluster with a pool: `serve run examples.engine:build`. `BlockPool` finds prefixes among the engine's own
-blocks; `Engine.step` plans, loads from the pool, computes a batch and stores what is new. The model is a small Llama of
-random weights, a token is a byte: put your own in `load_model`.
+computed. In a cluster that has a pool (`raykv start`):
+
+    serve run examples.engine:build
+
+`BlockPool` finds prefixes among the engine's own blocks; `Engine.step` plans, loads from the pool, computes a batch and
+stores what is new. The model is a small Llama of random weights, a token is a byte: put your own in `load_model`.
 """
 
 import asyncio
@@ -279,11 +282,13 @@ class Replica:
         return self.engine.computed_tokens
 
 
-def build(arguments: dict[str, str], **options: Any) -> serve.Application:
-    """For `serve run`; arguments: `pool`, default "default". options: of Replica."""
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """For `serve run`; arguments: `pool`, default "default"; `schedule`, a function in place of `plan`."""
     known = {"pool": arguments.get("pool", "default"), "model": MODEL}
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=known)
-    return Replica.options(request_router_config=router).bind(known["pool"], **options)  # type: ignore[attr-defined]
+    return Replica.options(request_router_config=router).bind(  # type: ignore[attr-defined]
+        known["pool"], schedule=arguments.get("schedule", plan)
+    )
 
 
 def main() -> None:

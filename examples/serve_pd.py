@@ -7,6 +7,9 @@ cluster that has a pool (`raykv start`), on nodes that all see the model's folde
 
     serve run examples.serve_pd:build model=/path/to/model
 
+    curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "max_tokens": 16, "stream": true}'
+
 Both engines are attached to the pool, and know nothing of each other: there are no ports to choose, and what any engine
 has prefilled is prefilled by no other. The model is a small Llama of random weights, made on the spot.
 """

@@ -82,6 +82,11 @@ class Question(BaseModel):
         return self
 
 
+async def _lines(answer: Any) -> AsyncIterator[str]:
+    async for item in answer:
+        yield json.dumps(item) + "\n"
+
+
 @serve.deployment(max_ongoing_requests=100)  # by default 5, which one engine takes: the other would get none
 @serve.ingress(app)
 class Frontend:
@@ -94,11 +99,6 @@ class Frontend:
     async def answer(self, question: Question) -> StreamingResponse:
         answer = self.engine.remote(token_ids=list(question.prompt.encode()), max_tokens=question.max_tokens)
         return StreamingResponse(_lines(answer), media_type="application/x-ndjson")
-
-
-async def _lines(answer: Any) -> AsyncIterator[str]:
-    async for item in answer:
-        yield json.dumps(item) + "\n"
 
 
 def build(arguments: dict[str, str]) -> serve.Application:

@@ -8,7 +8,7 @@ starts two Ray nodes on this machine, asks over HTTP, and shows what came from a
     serve run examples.serve_vllm:build model=/path/to/model
 
     curl -N localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-        -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "stream": true}'
+        -d '{"model": "llm", "messages": [{"role": "user", "content": "..."}], "max_tokens": 16, "stream": true}'
 
 The model that the first command asks is a small Llama of random weights, made on the spot.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hicache import KINDS, imported
+from helpers.hicache import KINDS, documented, imported
 from helpers.pools import eventually, kill, other_node
 
 import raykv
@@ -421,16 +421,9 @@ def test_killed_actors_cost_hits_and_never_a_wrong_byte(
     assert all(made.batch_get_v1(keys, at(host, [4, 5, 6, 7])))
 
 
-def test_sglang_makes_it_by_configuration_alone(hicache: SimpleNamespace, pool: raykv.KVPool) -> None:
-    if hicache.factory is None:
-        pytest.skip("the stand-in has no factory: SGLang's sources do")
-    extra = {
-        "backend_name": "raykv",
-        "module_path": "raykv.integrations.sglang",
-        "class_name": "RayKVStorage",
-        "interface_v1": 1,
-        "pool": pool.name,
-    }
+@pytest.mark.parametrize("hicache", ["sources"], indirect=True)  # the stand-in has no factory
+def test_sglang_makes_it_by_the_configuration_of_the_docs(hicache: SimpleNamespace, pool: raykv.KVPool) -> None:
+    extra = documented() | {"pool": pool.name}
     config = hicache.Config(0, 1, 0, 1, 0, 1, False, False, True, "m", extra_config=extra)
     host = hicache.kv_pool("page_first", PAGE)
     made = hicache.factory.create_backend("dynamic", config, host)

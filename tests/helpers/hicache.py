@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.pages import ROOT
+from helpers.pages import ROOT, codes
 
 VERSION = "0.5.23"
 SOURCES = ROOT / ".venv-compat" / "sources" / f"sglang-{VERSION}"  # `make contract` brings them
@@ -146,7 +148,6 @@ def _made(theirs: Any, kv: Any, latent: Any, state: Any, logical: Any) -> Simple
         latent_pool=latent,
         state_pool=state,
         logical_pool=logical,
-        factory=None,
     )
 
 
@@ -215,6 +216,14 @@ def _state_pool() -> Any:
 
 def _logical_pool(page_size: int) -> Any:
     return _theirs("memory_pool_host").LogicalHostPool(16 * page_size, page_size)
+
+
+def documented() -> dict[str, Any]:
+    """The configuration of our storage in docs/engines.md."""
+    (shell,) = (code.text for code in codes(ROOT / "docs/engines.md") if "sglang.launch_server" in code.text)
+    words = shlex.split(shell)
+    found: dict[str, Any] = json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])
+    return found
 
 
 def sources() -> Path:

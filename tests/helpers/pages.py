@@ -1,11 +1,10 @@
 """The Markdown pages of this repository, and the code in them."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from helpers.shell import typed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,18 +45,5 @@ def run(page: Path, replaced: dict[str, str], environment: dict[str, str], folde
         if code.language == "python":  # at its own line, for tracebacks
             exec(compile("\n" * code.line + text, str(page), "exec"), namespace)
         elif code.language == "sh":
-            _shell(f"{page.name}:{code.line}", text, environment, folder)
+            typed(text, folder, **environment)
     return namespace
-
-
-def _shell(where: str, text: str, environment: dict[str, str], folder: Path) -> None:
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-euc", text],
-        env={**os.environ, "PATH": path, **environment},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, f"{where}: {done.stdout}{done.stderr}"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'raykv[transformers]'")
 
-from helpers.hicache import STORAGE, sources
+from helpers.hicache import STORAGE, documented, imported, sources
 from helpers.pages import ROOT
 from helpers.signatures import Function, Package, is_abstract, signature
 
@@ -66,6 +67,13 @@ def test_it_is_made_as_sglang_makes_a_dynamic_backend(sglang: Package) -> None:
     (made,) = [one for one in calls if ast.unparse(one.func) == "backend_class"]
     assert isinstance(OURS["__init__"], Function)
     assert not signature(OURS["__init__"]).refuses(made)
+
+
+def test_sglangs_factory_loads_what_the_docs_name() -> None:
+    named = documented()
+    with imported("sources") as sglang:
+        found = sglang.factory._load_backend_class(named["module_path"], named["class_name"], named["backend_name"])
+        assert found is sglang.Storage and not inspect.isabstract(found)
 
 
 @pytest.mark.parametrize("theirs", READ, ids=[name.rpartition(".")[2] for name in READ])

@@ -1,0 +1,56 @@
+"""The cluster and the pool of a user. Nothing of the tests is on its PYTHONPATH but what lets vLLM do without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import left_over
+from helpers.pages import ROOT
+from helpers.pools import MIB, free_port
+from helpers.shell import typed
+
+import raykv
+
+CPU_ONLY = str(Path(__file__).parents[1] / "helpers" / "ray_cpu")
+# vLLM's own settings for machines without a GPU, and without a network
+ENVIRONMENT = {
+    "PYTHONPATH": CPU_ONLY,
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_CI_ENV": "1",  # compiles nothing
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default half of the machine
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Two raylets with a dashboard; each says that it has a GPU, which `deploy/serve.yaml` asks for."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    room = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 256 * MIB}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        head = {**room, "include_dashboard": True, "dashboard_port": free_port()}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(wait=True, **room)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def pool(cluster: Any) -> Iterator[raykv.KVPool]:
+    """The pool of docs and examples, patient: a busy machine must not make a miss of a hit."""
+    typed("raykv start --cpu-memory 512MiB --deadline 10", ROOT, RAY_ADDRESS=cluster.address)
+    with left_over.removed():
+        yield raykv.attach("default")
+    typed("raykv stop --yes", ROOT, RAY_ADDRESS=cluster.address)

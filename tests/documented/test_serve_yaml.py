@@ -1,0 +1,70 @@
+"""`deploy/serve.yaml` by `serve deploy`, with the model's name replaced and nothing else.
+
+The file is for GPUs. On CPUs the nodes say that they have a GPU each, and a platform plugin tells vLLM to take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from helpers.pages import ROOT
+from helpers.pools import eventually
+from helpers.shell import typed
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from examples import serve_vllm
+
+pytestmark = pytest.mark.timeout(900)
+BLOCK, WORDS = 128, 1500  # tokens of a block of vLLM on CPUs, which is a block of the pool too; of a document
+
+
+class App(NamedTuple):
+    pool: raykv.KVPool
+
+    def ask(self, document: int, question: int) -> serve_vllm.Answer:
+        return serve_vllm.ask(f"{serve_vllm.words(document, WORDS)} {serve_vllm.words(question, 20)}")
+
+
+@pytest.fixture
+def app(cluster: Any, pool: raykv.KVPool, tmp_path: Path) -> Iterator[App]:
+    file, written = tmp_path / "serve.yaml", (ROOT / "deploy/serve.yaml").read_text()
+    (application,) = yaml.safe_load(written)["applications"]
+    (config,) = application["args"]["llm_configs"]
+    name = config["model_loading_config"]["model_source"]
+    file.write_text(written.replace(name, serve_vllm.make_model(tmp_path / "model")))
+    there = {"RAY_DASHBOARD_ADDRESS": f"http://{cluster.webui_url}"}
+
+    def runs() -> bool:
+        state = yaml.safe_load(typed("serve status", tmp_path, **there))["applications"]["llm"]
+        assert state["status"] in ("DEPLOYING", "RUNNING"), state
+        return bool(state["status"] == "RUNNING")
+
+    try:
+        typed("serve deploy serve.yaml", tmp_path, **there)
+        eventually(runs, deadline=600)
+        yield App(pool)
+    finally:
+        serve_vllm.shutdown()
+
+
+def test_requests_follow_their_prefix_and_the_second_replica_reads_it_from_the_pool(app: App) -> None:
+    for document in range(100, 104):
+        before = app.pool.stats()["keys"]
+        assert app.ask(document, 0).cached == 0
+        eventually(lambda before=before: app.pool.stats()["keys"] >= before + WORDS // BLOCK)  # type: ignore[misc]
+        assert all(app.ask(document, question).cached >= WORDS // BLOCK * BLOCK for question in (1, 2))
+    assert app.pool.stats()["remote_hits"] == 0, "one by one, each was answered where its document is"
+    with ThreadPoolExecutor(24) as threads:
+        answers = list(threads.map(lambda question: app.ask(100, question), range(3, 27)))
+    assert all(answer.cached >= WORDS // BLOCK * BLOCK and answer.text for answer in answers)
+    assert app.pool.stats()["remote_hits"] >= WORDS // BLOCK, (
+        "the other replica helped, and read the document from the pool"
+    )

@@ -1,0 +1,80 @@
+"""A source distribution and a wheel, by `make dist`; the wheel in an environment of its own, with no sources beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.pages import ROOT
+from helpers.shell import typed
+
+import raykv
+
+pytestmark = pytest.mark.timeout(900)
+POOL = """
+import json
+import numpy as np
+import ray
+import raykv
+
+ray.init(num_cpus=2, object_store_memory=256 << 20, include_dashboard=False)
+pool = raykv.start(raykv.PoolConfig(name="of-a-wheel", cpu_memory=64 << 20, deadline=10))
+cache = pool.cache(model="m", dtype="uint8", layout="bytes", block_tokens=16, block_bytes=1 << 20)
+keys = cache.keys(list(range(64)))
+blocks = np.random.default_rng(0).integers(0, 256, (len(keys), cache.block_bytes), np.uint8)
+stored = cache.store(keys, blocks)
+with cache.match(keys) as match:
+    out = np.empty_like(blocks)
+    read = match.read(out)
+pool.stop()
+print(json.dumps({"file": raykv.__file__, "stored": stored, "read": read, "equal": bool((out == blocks).all())}))
+"""
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    typed(f"make dist DIST={folder}", ROOT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (wheel,) = dist.glob("raykv-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a virtual environment, `env`, that has the wheel and what it asks for."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    typed(f"python -m venv env; env/bin/pip install --no-compile {wheel}", folder)
+    return folder
+
+
+def test_there_is_one_of_each(dist: Path) -> None:
+    assert {path.name for path in dist.iterdir()} == {
+        f"raykv-{raykv.__version__}.tar.gz",
+        f"raykv-{raykv.__version__}-py3-none-any.whl",
+    }
+
+
+def test_it_says_its_version(elsewhere: Path) -> None:
+    assert typed("env/bin/raykv --version", elsewhere) == f"raykv {raykv.__version__}\n"
+
+
+def test_a_pool_on_one_node_stores_and_reads(elsewhere: Path) -> None:
+    (elsewhere / "pool.py").write_text(POOL)
+    said = json.loads(typed("env/bin/python pool.py", elsewhere).splitlines()[-1])
+    assert said.pop("file").startswith(str(elsewhere / "env"))
+    assert said == {"stored": 4, "read": 4, "equal": True}
+
+
+def test_the_demo_runs_with_its_extra(wheel: Path, elsewhere: Path) -> None:
+    typed(
+        f"env/bin/pip install --no-compile torch==2.13.0; env/bin/pip install --no-compile '{wheel}[transformers]'",
+        elsewhere,
+    )
+    figures = json.loads(typed("env/bin/raykv demo --requests 3 --json", elsewhere).splitlines()[-1])
+    assert figures["identical"] and figures["pool_hits"]
