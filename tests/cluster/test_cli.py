@@ -65,16 +65,6 @@ def test_mistakes_in_a_shell_get_one_line_that_says_what_to_do(cluster: Any, tmp
     assert loose.returncode == 1 and "chmod 600" in loose.stderr
 
 
-@pytest.mark.own_cluster
-def test_the_demo_hits_the_pool() -> None:
-    """Cold on engine 0, then from its node on engine 1, then again on engine 0."""
-    figures = last_json(command("demo", "--requests", "3", "--json"))
-    assert figures["tokens_equal"] is True
-    assert [row["kind"] for row in figures["requests"]] == ["cold", "pool-remote", "pool-local"]
-    assert [row["pool_tokens"] for row in figures["requests"]] == [0, 2000, 2000]
-    assert {"cold_ms", "pool_local_ms", "pool_remote_ms"} <= figures.keys()
-
-
 def test_bench_directory() -> None:
     figures = last_json(command("bench", "directory", "--entries", "200000", "--json"))
     assert figures["bytes_per_entry"] > 0

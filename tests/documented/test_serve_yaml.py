@@ -14,6 +14,7 @@ import pytest
 import yaml
 from helpers.pages import ROOT
 from helpers.pools import eventually
+from helpers.serving import serves
 from helpers.shell import typed
 
 import raykv
@@ -40,16 +41,9 @@ def app(cluster: Any, pool: raykv.KVPool, tmp_path: Path) -> Iterator[App]:
     (config,) = application["args"]["llm_configs"]
     name = config["model_loading_config"]["model_source"]
     file.write_text(written.replace(name, serve_vllm.make_model(tmp_path / "model")))
-    there = {"RAY_DASHBOARD_ADDRESS": f"http://{cluster.webui_url}"}
-
-    def runs() -> bool:
-        state = yaml.safe_load(typed("serve status", tmp_path, **there))["applications"]["llm"]
-        assert state["status"] in ("DEPLOYING", "RUNNING"), state
-        return bool(state["status"] == "RUNNING")
-
     try:
-        typed("serve deploy serve.yaml", tmp_path, **there)
-        eventually(runs, deadline=600)
+        typed("serve deploy serve.yaml", tmp_path, RAY_DASHBOARD_ADDRESS=f"http://{cluster.webui_url}")
+        eventually(lambda: serves("llm"), deadline=600)
         yield App(pool)
     finally:
         serve_vllm.shutdown()

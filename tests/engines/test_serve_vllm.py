@@ -1,19 +1,16 @@
-"""vLLM in ray.serve.llm on a pool: the router calls a prompt's blocks what the engine calls them, and follows them."""
+"""vLLM in ray.serve.llm on a pool: the router calls a prompt's blocks what the engine calls them.
+
+That it follows them, over HTTP, is in tests/documented.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
-from helpers import left_over, pages
-from helpers.pools import ROUTED_S, eventually, free_port
-from ray import serve
-
-import raykv
+from helpers import pages
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
@@ -136,37 +133,3 @@ def test_openai_requests_have_the_keys_of_their_tokens(model: str) -> None:
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     with pytest.raises(ValueError, match="more than text"):
         got(ChatCompletionRequest(model="llm", messages=[{"role": "user", "content": image}]))
-
-
-class App(NamedTuple):
-    pool: raykv.KVPool
-    url: str
-
-    def ask(self, document: int, question: int) -> serve_vllm.Answer:
-        prompt = f"{serve_vllm.words(document, 1500)} {serve_vllm.words(question, 20)}"
-        return serve_vllm.ask(prompt, url=self.url)
-
-
-@pytest.fixture(scope="module")
-def app(start_for_module: Callable[..., raykv.KVPool], model: str) -> Iterator[App]:
-    pool, port = start_for_module(cpu_memory=512 << 20, deadline=ROUTED_S), free_port()
-    with left_over.removed():
-        serve.start(proxy_location="HeadOnly", http_options={"port": port})
-        serve.run(serve_vllm.build({"pool": pool.name, "model": model}))
-        yield App(pool, f"http://127.0.0.1:{port}/")
-        serve_vllm.shutdown()
-
-
-def test_requests_follow_their_prefix_and_cross_nodes_only_when_many_come(app: App) -> None:
-    for document in range(100, 104):
-        before = app.pool.stats()["keys"]
-        assert app.ask(document, 0).cached == 0
-        eventually(lambda before=before: app.pool.stats()["keys"] >= before + 1500 // CHUNK)  # type: ignore[misc]
-        assert all(app.ask(document, question).cached >= 1500 // BLOCK * BLOCK for question in (1, 2))
-    assert app.pool.stats()["remote_hits"] == 0, "one by one, each was answered where its document is"
-    with ThreadPoolExecutor(24) as threads:
-        answers = list(threads.map(lambda question: app.ask(100, question), range(3, 27)))
-    assert all(answer.cached >= 1500 // CHUNK * CHUNK and answer.text for answer in answers)
-    assert app.pool.stats()["remote_hits"] >= 1500 // CHUNK, (
-        "the other node helped, and read the document from the pool"
-    )

@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGINT
+from signal import SIG_DFL, SIGINT, signal
+from typing import Any
+
+from helpers.pools import eventually
 
 
 def typed(command: str, folder: Path, **environment: str) -> str:
@@ -17,29 +21,25 @@ def typed(command: str, folder: Path, **environment: str) -> str:
 
 
 @contextmanager
-def running(command: str, until: str, folder: Path, **environment: str) -> Iterator[None]:
-    """A command that goes on until Ctrl-C, which has printed `until`."""
-    process = subprocess.Popen(
-        _bash(f"exec {command}"),
-        env=_surroundings(environment),
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout
-    try:
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if until in line:
-                break
-        else:
-            raise AssertionError(f"{command}\n{''.join(said)}")
-        yield
-    finally:
-        process.send_signal(SIGINT)
-        process.communicate(timeout=120)
+def running(command: str, folder: Path, ready: Callable[[], bool], **environment: str) -> Iterator[None]:
+    """A command that goes on until Ctrl-C, once it is ready."""
+    with tempfile.TemporaryFile("w+") as said:
+        whole: dict[str, Any] = {
+            "env": _surroundings(environment),
+            "cwd": folder,
+            "stdout": said,
+            "stderr": subprocess.STDOUT,
+        }
+        # who runs the tests in the background has them, and what they start, ignore Ctrl-C
+        process = subprocess.Popen(_bash(f"exec {command}"), **whole, preexec_fn=lambda: signal(SIGINT, SIG_DFL))
+        try:
+            eventually(lambda: process.poll() is not None or ready(), deadline=600)
+            said.seek(0)
+            assert process.poll() is None, f"{command}\n{said.read()}"
+            yield
+        finally:
+            process.send_signal(SIGINT)
+            process.wait(timeout=120)
 
 
 def _bash(command: str) -> list[str]:
