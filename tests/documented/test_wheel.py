@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from helpers.pages import ROOT
@@ -58,6 +59,13 @@ def test_there_is_one_of_each(dist: Path) -> None:
         f"raykv-{raykv.__version__}.tar.gz",
         f"raykv-{raykv.__version__}-py3-none-any.whl",
     }
+
+
+@pytest.mark.parametrize(("folder", "package"), [("raykv", "raykv"), ("actors", "raykv/actors")])
+def test_the_wheel_holds_every_file_of(folder: str, package: str, wheel: Path) -> None:
+    there = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    held = ZipFile(wheel).namelist()
+    assert not [path for path in there if f"{package}/{path.relative_to(ROOT / folder)}" not in held]
 
 
 def test_it_says_its_version(elsewhere: Path) -> None:
