@@ -57,5 +57,5 @@ def test_an_example_serves_in_a_cluster_that_has_a_pool(
     serve_run, *questions = (command for command in commands(example) if not command.startswith("python "))
     if "/path/to/model" in serve_run:
         serve_run = serve_run.replace("/path/to/model", serve_vllm.make_model(tmp_path))
-    with running(serve_run, ROOT, lambda: serves("default"), RAY_ADDRESS=cluster.address):
+    with running(serve_run, ROOT, lambda: serves(cluster.webui_url, "default"), RAY_ADDRESS=cluster.address):
         assert all(re.search(ANSWERED, typed(question, ROOT)) for question in questions)

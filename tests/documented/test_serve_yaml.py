@@ -43,7 +43,7 @@ def app(cluster: Any, pool: raykv.KVPool, tmp_path: Path) -> Iterator[App]:
     file.write_text(written.replace(name, serve_vllm.make_model(tmp_path / "model")))
     try:
         typed("serve deploy serve.yaml", tmp_path, RAY_DASHBOARD_ADDRESS=f"http://{cluster.webui_url}")
-        eventually(lambda: serves("llm"), deadline=600)
+        eventually(lambda: serves(cluster.webui_url, "llm"), deadline=600)
         yield App(pool)
     finally:
         serve_vllm.shutdown()
