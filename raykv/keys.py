@@ -78,7 +78,7 @@ class Keys(np.ndarray[Any, np.dtype[np.uint8]]):  # not NDArray: an alias is no 
         self._cache = getattr(parent, "_cache", None) if self._are_rows() else None
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        return array[()] if return_scalar else array  # what arithmetic makes of keys is no key
+        return array[()] if return_scalar else np.asarray(array)  # what arithmetic makes of keys is no key
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = super().__array_function__(function, types, args, kwargs)
