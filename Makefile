@@ -48,18 +48,23 @@ clusters:
 engines:
 	@$(call BESIDE,tests/engines)
 
-# without torch and vLLM, with the newest numpy, numba and Ray that pip picks for an interpreter
+# in the environment $$made of an interpreter $$python, without torch and vLLM
+WITHOUT_ENGINES = test $$made/.made -nt pyproject.toml || { $$python -m venv $$made; \
+		$$made/bin/pip install --quiet --no-compile -e '.[ui,redis,fsspec,test]' $$constraints; touch $$made/.made; }; \
+	$$made/bin/python --version; $$made/bin/pip list | grep -E '^(numpy|numba|ray|raykv|starlette) '; \
+	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory; \
+	$$made/bin/pytest tests/cluster/test_pool.py
+
+# with the newest numpy, numba and Ray that pip picks for an interpreter, and on the first with the lowest that are admitted
 pythons:
 	@test -n "$(strip $(PYTHONS))" || { echo "neither pyenv nor PATH has Python 3.11, 3.12 or 3.13: give PYTHONS="; exit 1; }
 	@echo "interpreters: $(PYTHONS)"
-	@set -e; for python in $(PYTHONS); do \
-		made=.venv-pythons/$$($$python -c 'import platform; print(platform.python_version())'); \
-		test $$made/.made -nt pyproject.toml || { $$python -m venv $$made; \
-			$$made/bin/pip install --quiet --no-compile -e '.[ui,redis,fsspec,test]'; touch $$made/.made; }; \
-		$$made/bin/python --version; $$made/bin/pip list | grep -E '^(numpy|numba|ray|raykv) '; \
-		$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory; \
-		$$made/bin/pytest tests/cluster/test_pool.py; \
+	@set -e; constraints=; for python in $(PYTHONS); do \
+		made=.venv-pythons/$$($$python -c 'import platform; print(platform.python_version())'); $(WITHOUT_ENGINES); \
 	done
+	@set -e; python=$(firstword $(PYTHONS)); made=.venv-pythons/lowest; mkdir -p $$made; \
+	constraints="--constraint $$made/lowest.txt"; $$python -m tests.helpers.lowest ui redis fsspec > $$made/lowest.txt; \
+	$(WITHOUT_ENGINES)
 
 slow: .venv/.test
 	.venv/bin/pytest tests/engines -m slow

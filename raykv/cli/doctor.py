@@ -10,7 +10,7 @@ from rich.text import Text
 
 import raykv
 from raykv.cli import shell
-from raykv.doctor import exchange
+from raykv.doctor import exchange, token
 from raykv.doctor.examination import Examination
 from raykv.doctor.finding import ADVICE, OK, WRONG, Finding
 
@@ -23,13 +23,15 @@ class Report:
     def __init__(self, name: str | None) -> None:
         """name: of a pool that runs, whose stores are to be looked at too. PoolNotFound where it does not."""
         shell.join(name or "default")
-        pool = raykv.attach(name) if name else None
         examination = Examination()
         self.hosts = examination.hosts
-        found = list(examination.findings())
-        if pool:
-            found += exchange.findings(pool, self.hosts)
-            pool.close()
+        found = [token.finding()]
+        if found[0].state == OK:
+            pool = raykv.attach(name) if name else None
+            found += examination.findings()
+            if pool:
+                found += exchange.findings(pool, self.hosts)
+                pool.close()
         order = list(self.hosts)
         self.findings = sorted(found, key=lambda finding: order.index(finding.node))  # stable
 

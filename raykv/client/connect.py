@@ -6,6 +6,7 @@ import socket
 
 import ray
 
+from raykv.client import token
 from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound, RayKVError
 
@@ -16,11 +17,13 @@ def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.
     """Join the Ray cluster of RAY_ADDRESS, or of this machine, if this process is in none.
 
     name: of the pool that is asked for. namespace: of this process's Ray job; our actors have one of their own.
-    logging_level: of Ray's lines in this process. Raises PoolNotFound where there is no cluster.
+    logging_level: of Ray's lines in this process. Raises PoolNotFound where there is no cluster, and RayKVError where
+    it asks for another token.
     """
     if not ray.is_initialized():
         _check_address(os.environ.get("RAY_ADDRESS", ""))
         try:
+            token.check()
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging_level)
         except ConnectionError as error:
             raise PoolNotFound(

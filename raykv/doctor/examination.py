@@ -3,7 +3,7 @@
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -14,8 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raykv import internal_kv
 from raykv.actors.readiness import what_to_install
 from raykv.config import may_use_sockets
-from raykv.doctor import judgement
-from raykv.doctor.examiner import Examiner
+from raykv.doctor import examiner, judgement
 from raykv.doctor.facts import Facts
 from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
@@ -36,11 +35,10 @@ class Examination:
     def __init__(self) -> None:
         """In a process that has joined the Ray cluster."""
         self.hosts = {str(node["NodeID"]): str(node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]}
-        self._examiners = {node: _examiner(node) for node in self.hosts}
 
     def findings(self) -> Iterator[Finding]:
         """All that needs no pool, check by check."""
-        software = self._ask("software", self._examiners)
+        software = _ask(examiner.software, self.hosts)
         here = {"python": platform.python_version(), "numba": version("numba"), "raykv": version("raykv")}
         answered = {node: said for node, said in software.items() if not isinstance(said, Unanswered)}
         for node, said in software.items():
@@ -54,23 +52,16 @@ class Examination:
             yield self._clock(node)
         yield from self._doors(list(answered))
 
-    def _ask(self, question: str, nodes: Any, *args: Any) -> dict[str, Any]:
-        """What nodes answer; Unanswered where they don't."""
-        asked = {node: getattr(self._examiners[node], question).remote(*args) for node in nodes}
-        if asked:
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEADLINE_S)
-        return {node: _answer(answer) for node, answer in asked.items()}
-
     def _facts(self, nodes: list[str], raykv: str) -> Iterator[Finding]:
         """Of nodes that have this version of raykv."""
         usable = []
-        for node, protocol in self._ask("protocol", nodes).items():
+        for node, protocol in _ask(examiner.protocol, nodes).items():
             if isinstance(protocol, Unanswered):
                 yield Finding(node, "raykv", WRONG, f"{protocol.why}: {what_to_install()}")
             else:
                 yield (found := judgement.of_protocol(node, raykv, protocol))
                 usable += [node] if found.state == OK else []
-        told = self._ask("facts", usable)
+        told = _ask(examiner.facts, usable)
         machines = Counter(facts.machine for facts in told.values() if isinstance(facts, Facts))
         for node, facts in told.items():
             if isinstance(facts, Unanswered):
@@ -83,7 +74,7 @@ class Examination:
         asks = []
         for _ in range(CLOCK_ASKS):
             begin = time.time()
-            there = self._ask("clock", [node])[node]
+            there = _ask(examiner.clock, [node])[node]
             took = time.time() - begin
             if isinstance(there, Unanswered):
                 return Finding(node, "worker", WRONG, there.why)
@@ -97,13 +88,14 @@ class Examination:
             for node in nodes:
                 yield Finding(node, "ports", OK, "not used: RAY_USE_TLS is set, so that all goes through Ray")
             return
-        doors = self._ask("listen", nodes)
+        listening = _asked(examiner.listen, nodes)
+        doors = _answers(listening)
         for node, door in doors.items():
             if isinstance(door, Unanswered):
                 text = f"can't listen at its Ray address ({door.why}): give `ray start` a --node-ip-address of its own"
                 yield Finding(node, "ports", WRONG, text)
         open_ = [node for node, door in doors.items() if not isinstance(door, Unanswered)]
-        reached = self._ask("reach", open_, [doors[node] for node in open_])
+        reached = _ask(examiner.reach, open_, [doors[node] for node in open_])
         for node, whys in reached.items():
             if isinstance(whys, Unanswered):
                 yield Finding(node, "worker", WRONG, whys.why)
@@ -121,14 +113,29 @@ class Examination:
         )
 
 
-def _examiner(node: str) -> Any:
-    return Examiner.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()  # type: ignore[attr-defined]
+def _ask(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
+    """What nodes answer to one of examiner's questions; Unanswered where they don't."""
+    return _answers(_asked(question, nodes, *args))
 
 
-def _answer(asked: Any) -> Any:
-    try:
-        return ray.get(asked, timeout=0)
-    except TimeoutError:  # GetTimeoutError is one
+def _asked(question: Any, nodes: Iterable[str], *args: Any) -> dict[str, Any]:
+    """A question on its way to nodes, which answer by themselves or, as generators, one answer after another."""
+    return {
+        node: question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*args)
+        for node in nodes
+    }
+
+
+def _answers(asked: dict[str, Any]) -> dict[str, Any]:
+    """The first of each node."""
+    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEADLINE_S) if asked else ([], [])
+    return {node: _answer(answer, answer in ready) for node, answer in asked.items()}
+
+
+def _answer(answer: Any, is_there: bool) -> Any:
+    if not is_there:
         return Unanswered(f"no answer in {DEADLINE_S:.0f} s")
+    try:
+        return ray.get(next(answer) if isinstance(answer, ray.ObjectRefGenerator) else answer)
     except RayError as error:
         return Unanswered(reason_of(error))

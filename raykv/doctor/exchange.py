@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -29,34 +30,39 @@ class Reading(NamedTuple):
     seconds: float
 
 
-class Engine:
-    """Stores blocks on its node, and reads those of others."""
+@ray.remote(num_cpus=0, max_retries=0)
+def store(pool: str, seed: int) -> int:
+    """Store blocks on this node. Returns how many are new."""
+    cache = opened(pool)
+    return cache.store(*content(cache, seed), wait=True)
 
-    def __init__(self, pool: str) -> None:
-        """Raises as `raykv.attach`."""
-        self._cache = raykv.attach(pool).cache(
-            model="raykv doctor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
-        )
 
-    def store(self, seed: int) -> int:
-        """Returns how many blocks are new."""
-        keys, blocks = self._content(seed)
-        return self._cache.store(keys, blocks, wait=True)
+@ray.remote(num_cpus=0, max_retries=0)
+def read(pool: str, seed: int) -> Reading:
+    """Read here what another node stored with that seed."""
+    cache = opened(pool)
+    keys, blocks = content(cache, seed)
+    out = np.zeros_like(blocks)
+    begin = time.perf_counter()
+    with Match(cache.session, keys, RATE, counted=False).ask() as match:
+        count = match.read(out[: match.num_blocks])
+    seconds = time.perf_counter() - begin
+    return Reading(count, int((out[:count] != blocks[:count]).any(axis=1).sum()), seconds)
 
-    def read(self, seed: int) -> Reading:
-        """What was stored with that seed."""
-        keys, blocks = self._content(seed)
-        out = np.zeros_like(blocks)
-        begin = time.perf_counter()
-        with Match(self._cache.session, keys, RATE, counted=False).ask() as match:
-            count = match.read(out[: match.num_blocks])
-        seconds = time.perf_counter() - begin
-        return Reading(count, int((out[:count] != blocks[:count]).any(axis=1).sum()), seconds)
 
-    def _content(self, seed: int) -> tuple[Any, Any]:
-        random = np.random.default_rng(seed)
-        tokens = random.integers(0, 1 << 31, BLOCKS)
-        return self._cache.keys(tokens), random.integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
+@lru_cache(1)
+def opened(pool: str) -> raykv.KVCache:
+    """The cache of these blocks. Tasks of a node run in one worker mostly, and that attaches once."""
+    return raykv.attach(pool).cache(
+        model="raykv doctor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
+    )
+
+
+def content(cache: raykv.KVCache, seed: int) -> tuple[Any, Any]:
+    """Keys and blocks of that seed."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, 1 << 31, BLOCKS)
+    return cache.keys(tokens), random.integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
 
 
 def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
@@ -72,22 +78,19 @@ def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
             why = stats["failed"].get(node) or ("" if "nodes" in stats else "the directory does not answer")
             text = f"{state}{': ' if why else ''}{why}: see `raykv status --name {pool.name}`, and try again in 30 s"
             yield Finding(node, "store", WRONG, text)
-    engines = {node: _engine(pool.name, node) for node in serve}
     seed = int(np.random.default_rng().integers(1 << 32))
     for turn, (reader, source) in enumerate(permutations(serve, 2)):
-        yield _exchange(pool, hosts, engines, reader, source, seed + TURNS * turn)
+        yield _exchange(pool, hosts, reader, source, seed + TURNS * turn)
 
 
-def _exchange(
-    pool: raykv.KVPool, hosts: dict[str, str], engines: dict[str, Any], reader: str, source: str, seed: int
-) -> Finding:
+def _exchange(pool: raykv.KVPool, hosts: dict[str, str], reader: str, source: str, seed: int) -> Finding:
     """Have a node read what another one stores."""
     whose, see = f"{hosts[source]} ({source[:16]})", f"see `raykv status --name {pool.name}`"
     seconds = []
     for turn in range(TURNS):
         try:
-            stored = ray.get(engines[source].store.remote(seed + turn), timeout=DEADLINE_S)
-            found = ray.get(engines[reader].read.remote(seed + turn), timeout=DEADLINE_S)
+            stored = _at(source, store, pool.name, seed + turn)
+            found = _at(reader, read, pool.name, seed + turn)
         except RayError as error:
             return Finding(reader, "blocks", WRONG, f"none from {whose}: {reason_of(error)}", source)
         if stored < BLOCKS:
@@ -101,6 +104,7 @@ def _exchange(
     return Finding(reader, "blocks", OK, f"{mib} MiB from {whose} at {gbps:.2f} GB/s", source, gbps)
 
 
-def _engine(pool: str, node: str) -> Any:
+def _at(node: str, task: Any, *args: Any) -> Any:
+    """What a task returns, as one of that node."""
     pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0)(Engine).options(scheduling_strategy=pinned).remote(pool)
+    return ray.get(task.options(scheduling_strategy=pinned).remote(*args), timeout=DEADLINE_S)

@@ -1,6 +1,9 @@
 """What is wrong with a node, by what it says of itself."""
 
 from collections.abc import Iterator
+from importlib.metadata import metadata
+
+from packaging.specifiers import SpecifierSet
 
 from raykv.actors.readiness import what_to_install
 from raykv.config import MIN_MEMORY, PoolConfig, capacity_bytes
@@ -12,15 +15,19 @@ from raykv.system.extras import to_install
 
 CLOCKS_S = 1.0  # apart, beyond what the question took
 INSTALLED = ("python", "numba")
+PYTHONS = SpecifierSet(metadata("raykv")["Requires-Python"])
 
 
 def of_software(node: str, there: dict[str, str], here: dict[str, str]) -> list[Finding]:
-    """there, here: what `Examiner.software` says of the node, and of the driver."""
+    """there, here: what `examiner.software` says of the node, and of the driver."""
     found = []
     for what in INSTALLED:
-        same = there[what] == here[what]
-        text = there[what] if same else f"{there[what]}, here it is {here[what]}: install the same one on every node"
-        found.append(Finding(node, what, OK if same else WRONG, text))
+        state, text = OK, there[what]
+        if what == "python" and text.rstrip("+") not in PYTHONS:  # "+": built from no release
+            state, text = WRONG, f"{text}, and raykv needs Python {PYTHONS}: make Ray's environment with such a one"
+        elif text != here[what]:
+            state, text = WRONG, f"{text}, here it is {here[what]}: install the same one on every node"
+        found.append(Finding(node, what, state, text))
     if "why_not" in there:
         found.append(Finding(node, "raykv", WRONG, f"{there['why_not']}: {what_to_install()}"))
     elif there["raykv"] != here["raykv"]:

@@ -15,6 +15,7 @@ import ray
 from helpers.command_line import command
 from helpers.poor_machine import poor_machine, why_not
 from helpers.without_raykv import WITHOUT_RAYKV
+from ray._private.state import actors
 from rich.text import Text
 
 import raykv
@@ -55,15 +56,19 @@ def checks(report: dict[str, Any], node: str, state: str = "") -> dict[str, dict
 
 def test_nodes_that_lack_nothing(cluster: Any, start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
+    listed = set(actors())
     done = command("doctor", "--name", pool.name, "--json", address=cluster.address)
     assert done.returncode == 0, done.stdout
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["ok"] and report["version"] == raykv.__version__
     assert set(report["nodes"]) == living()
+    assert set(actors()) == listed, "nothing of it is on the Actors page of Ray's dashboard"
+    (token,) = (check for check in report["checks"] if check["check"] == "token")
+    assert token["state"] == OK and token["text"].startswith("none")
     here, there = report["nodes"]
     for node, peer in ((here, there), (there, here)):
         found = checks(report, node)
-        assert set(found) == ALWAYS | {"store", "blocks"}
+        assert set(found) - {"token"} == ALWAYS | {"store", "blocks"}
         assert not checks(report, node, WRONG) and set(checks(report, node, ADVICE)) <= UP_TO_THE_MACHINE
         assert found["blocks"]["peer"] == peer and found["blocks"]["gbps"] > 0
     (one, other) = exchange.findings(pool, {pool.node_id: "here", "f" * 56: "where no store could start"})
@@ -92,6 +97,20 @@ def console_text(colourful: str) -> str:
 def test_a_pool_that_does_not_run(cluster: Any) -> None:
     refused = command("doctor", "--name", "nobodys", address=cluster.address)
     assert refused.returncode == 1 and "raykv start --name nobodys" in refused.stderr
+
+
+@pytest.mark.parametrize("version", ["3.10.13", "3.14.0", "3.14.0rc1", "3.15.0a1"])
+def test_a_python_that_is_not_supported(version: str) -> None:
+    said = {"python": version, "numba": "1", "raykv": raykv.__version__}
+    python, numba = judgement.of_software("node", said, said)
+    assert (python.check, python.state, numba.state) == ("python", WRONG, OK)
+    assert f"{version}, and raykv needs Python <3.14,>=3.11: " in python.text
+
+
+@pytest.mark.parametrize("version", ["3.11.0", "3.12.1", "3.13.99", "3.13.0+"])
+def test_a_python_that_is_supported(version: str) -> None:
+    said = {"python": version, "numba": "1", "raykv": raykv.__version__}
+    assert not [finding for finding in judgement.of_software("node", said, said) if finding.state != OK]
 
 
 def test_memory_of_a_store_that_died_where_its_pool_has_another() -> None:
