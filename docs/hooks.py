@@ -1,14 +1,36 @@
-"""What mkdocs does with these pages beside its plugins: it writes the tables of settings and commands from the code."""
+"""What mkdocs does with these pages beside its plugins.
+
+It writes the tables of settings and commands from the code, and a page of the changelog, which lies beside this folder.
+"""
 
 import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import click
 
+import raykv
 from raykv.cli.main import main
 from raykv.config import PoolConfig
+
+CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs with all files that it found."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "changelog.md", content=changelog()))
+    return files
+
+
+def changelog() -> str:
+    """A page whose title, and so its place in the navigation, has the version."""
+    text = CHANGELOG.read_text().replace("# Changelog", f"# Version {raykv.__version__}: changelog", 1)
+    return text.replace("](docs/", "](")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

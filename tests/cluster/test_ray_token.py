@@ -80,7 +80,7 @@ def test_a_token_that_the_cluster_does_not_take(
     environment: dict[str, str], says: str, cluster_with: Callable[[str], Running], tmp_path: Path
 ) -> None:
     address = cluster_with(TOKEN).address
-    done = command("doctor", address=address, HOME=str(tmp_path), **environment)
+    done = command("doctor", address=address, folder=None, **{"HOME": str(tmp_path), **environment})
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"Error: the Ray cluster at {address} ") and says in last

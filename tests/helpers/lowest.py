@@ -20,6 +20,8 @@ def lowest(*extras: str) -> list[str]:
         if not (bound := re.fullmatch(r"([\w.-]+)>=([\w.]+)(,<[\w.]+)?", requirement)):
             raise ValueError(f"{requirement!r} names no lowest version: find it by `make pythons`")
         found.append(f"{bound[1]}=={bound[2]}")
+        if bound[1] == "fsspec":
+            found.append(f"s3fs=={bound[2]}")  # which asks for just that fsspec: else pip tries them all
     return found
 
 

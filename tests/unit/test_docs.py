@@ -19,6 +19,7 @@ from raykv.tiers import MARKER, Block, parse
 
 RUN = {"README.md", "getting-started.md", "engines.md", "tiers.md", "quotas.md", "operations.md", "scheduling.md"}
 NAMED = re.compile(r"`((?:\w+/)*\w+\.(?:py|md|sh|json))(?:: ([\w.]+(?:, [\w.]+)*))?`")
+BOX = 90  # characters
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
@@ -30,6 +31,12 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     to_run = [code for code in found if not code.reason and code.language != "text"]
     assert {code.language for code in to_run} <= {"python", "sh"}
     assert not to_run or page.name in RUN, "name it in RUN, or say `<!-- not run: why -->`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_no_line_of_a_command_runs_out_of_its_box(page: Path) -> None:
+    lines = [line for code in codes(page) if code.language == "sh" for line in code.text.splitlines()]
+    assert not [line for line in lines if len(line) > BOX], "put the comment on a line of its own"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -104,6 +111,9 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     pages = [page.read_text() for page in tmp_path.rglob("*.html")]
     fetched = [link for page in pages for link in re.findall(r'(?:src|<link[^>]* href)="(https?://[^"]+)"', page)]
     assert not fetched, "a page is to fetch nothing from elsewhere"
+    navigation = (tmp_path / "index.html").read_text()
+    (title,) = re.findall(r'<a href="changelog/" class="md-nav__link">\s*<span[^>]*>\s*(.*?)\s*<', navigation)
+    assert title == f"Version {raykv.__version__}: changelog" and (tmp_path / "changelog/index.html").exists()
 
 
 def test_the_tier_of_the_page_keeps_what_is_put(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ NAMED = {
 
 
 def test_a_command_names_the_packages_of_an_extra() -> None:
-    assert to_install("redis") == "pip install 'redis>=6'"
+    assert to_install("redis") == "pip install 'redis>=8'"
     assert to_install("fsspec") == "pip install fsspec"
     with pytest.raises(ValueError, match="no extra 'none'"):
         to_install("none")
