@@ -18,7 +18,7 @@ NAMED = {
 
 def test_a_command_names_the_packages_of_an_extra() -> None:
     assert to_install("redis") == "pip install 'redis>=8'"
-    assert to_install("fsspec") == "pip install fsspec"
+    assert to_install("fsspec") == "pip install 'fsspec>=2024.3'"
     with pytest.raises(ValueError, match="no extra 'none'"):
         to_install("none")
 
