@@ -52,7 +52,7 @@ def clock() -> float:
     return time.time()
 
 
-@ray.remote(num_cpus=0, max_retries=0, _generator_backpressure_num_objects=1)
+@ray.remote(num_cpus=0, max_retries=0, _generator_backpressure_num_objects=1)  # type: ignore[call-overload, untyped-decorator]
 def listen() -> Iterator[tuple[str, int]]:
     """(host, port) where this node listens, as the lanes between stores do, as long as its answers are kept.
 
