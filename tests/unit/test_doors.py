@@ -219,7 +219,7 @@ def ray_calls() -> Iterator[Step]:
         store: Any = object.__new__(NodeStore)
         memory = SimpleNamespace(arena=gate.arena, index=0, name="here", transports=Selector(nixl_of(gate.arena)))
         store._memory, store._memories, store._arena = memory, [memory], gate.arena
-        store._demoter, store._pulls, store._pulled = None, SingleFlight(), 0
+        store._demoter, store._pulls, store._pulled, store._lacks_gpus = None, SingleFlight(), 0, False
         store._lock = contextlib.nullcontext()
         asked: dict[str, bytes] = {}
         peer = Peer("there", SimpleNamespace(pull=SimpleNamespace(remote=lambda _: asked["answer"])))

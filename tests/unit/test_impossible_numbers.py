@@ -202,7 +202,7 @@ def store_of(gate: Guarded, monkeypatch: pytest.MonkeyPatch, **peer: Any) -> Any
     memory = SimpleNamespace(arena=gate.arena, index=0, name="here")
     peer_store = Peer("there", SimpleNamespace(**{name: SimpleNamespace(remote=f) for name, f in peer.items()}))
     store._memory, store._memories, store._arena = memory, [memory], gate.arena
-    store._demoter, store._pulls, store._pulled = None, SingleFlight(), 0
+    store._demoter, store._pulls, store._pulled, store._lacks_gpus = None, SingleFlight(), 0, False
     store._peers = SimpleNamespace(get=lambda _: peer_store, forget=lambda _: None)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     return store
