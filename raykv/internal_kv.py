@@ -34,6 +34,7 @@ from raykv.system.wire import Address
 # (JSON: counters that outlive a directory).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
+LAST_EPOCH = "last_epoch"
 AWAIT_S = 120.0
 AWAIT_LOOK_S = 0.02
 
@@ -58,9 +59,10 @@ def drop(pool: str, key: str) -> None:
 
 
 def forget(pool: str) -> None:
-    """Remove all that is known of a pool."""
+    """Remove all that is known of a pool, but its last epoch: clients that stay attached tell the next pool by that."""
+    kept = [f"{pool}/{key}".encode() for key in (LOCK, LAST_EPOCH)]
     for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
-        if key != f"{pool}/{LOCK}".encode():
+        if key not in kept:
             _internal_kv_del(key, namespace=NAMESPACE.encode())
 
 
@@ -177,8 +179,8 @@ def _living_jobs() -> set[str]:
 
 def take_epoch(pool: str, at_least: int = 1) -> int:
     """An epoch that no directory of the pool has had."""
-    epoch = max(at_least, int(get(pool, "last_epoch") or 0) + 1)
+    epoch = max(at_least, int(get(pool, LAST_EPOCH) or 0) + 1)
     while not put(pool, f"epoch/{epoch}", b"", overwrite=False):
         epoch += 1
-    put(pool, "last_epoch", str(epoch).encode())
+    put(pool, LAST_EPOCH, str(epoch).encode())
     return epoch

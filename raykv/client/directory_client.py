@@ -408,7 +408,7 @@ class DirectoryClient:
                 self._up = self._probe()
             if not self._up:
                 self.line.close()  # whatever is wrong with it
-                self._up = self.line.find() and not self._is_strange() and self._probe()
+                self._up = self.line.find() and not self._turned_away() and self._probe()
             if self._up:
                 self.metrics.add("without_directory_seconds_total", time.monotonic() - self._down_since)
             return
@@ -422,8 +422,10 @@ class DirectoryClient:
         while self._to_forget and self._forget(self._to_forget[0]):
             self._to_forget.pop(0)
 
-    def _is_strange(self) -> bool:
+    def _turned_away(self) -> bool:
+        """Whether the directory that was found is of another pool: the line to it is closed, and not asked again."""
         if why := self._why_strange():
+            self.line.close()
             self.fault("strange", why)
         return bool(why)
 
