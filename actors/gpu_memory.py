@@ -5,6 +5,7 @@ from typing import Any
 
 import ray
 
+from raykv import named_actors
 from raykv.actors.node_memory import NodeMemory
 from raykv.arena.gpu import device
 from raykv.arena.gpu_arena import GpuArena
@@ -32,7 +33,8 @@ def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | i
             f"gpu_memory={gpu_memory}, but this node's GPUs can't be used: {to_install('gpu')} there, or see "
             f"CUDA_VISIBLE_DEVICES of its raylet"
         )
-    beside = memory_of(2 * _others(node_id)) if found and uses_nccl(transport) else 0
+    counts = found and uses_nccl(transport) and not named_actors.restarted()  # later, engines have taken the rest
+    beside = memory_of(2 * _others(node_id)) if counts else 0
     memories: list[NodeMemory] = []
     try:
         for uuid in found:

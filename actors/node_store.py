@@ -33,7 +33,7 @@ from raykv.arena.gpu import device
 from raykv.arena.gpu_arena import GpuArena, copy_between
 from raykv.client.directory_line import DirectoryLine
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
-from raykv.errors import CapacityError, DeviceError
+from raykv.errors import DeviceError
 from raykv.protocol import (
     CONTENT_BYTES,
     FAILED,
@@ -111,11 +111,11 @@ class NodeStore:
         self._lock = threading.Lock()  # guards _pulled
         try:
             self._open_gpus()
-        except (CapacityError, DeviceError) as error:
+        except Exception as error:
             if not named_actors.restarted():
                 raise
+            log.warning("%r: no GPU tier until it can be opened, memory serves meanwhile: %s", self, error)
             self._lacks_gpus = True
-            self._without_gpus(error)
             self._gpus.start()
         self._heartbeats[0].start()
         self._metrics = StoreMetrics(pool, self._memories, self._demoter)
@@ -141,7 +141,7 @@ class NodeStore:
 
     def _without_gpus(self, error: Exception) -> float:
         """Memory serves until they open: a dead store's GPU memory stays taken while engines have it mapped."""
-        log.warning("%r: no GPU tier for now: %s", self, error)
+        log.debug("%r: no GPU tier yet: %s", self, error)
         return GPUS_S
 
     def __repr__(self) -> str:
@@ -330,6 +330,8 @@ class NodeStore:
         """Release the memory, and that of dead stores of this machine. The actor is of no use afterwards."""
         events.tell("stop")
         self._gpus.stop()
+        if self._lacks_gpus:
+            self._gpus.join(GPUS_S)  # what it opens now is closed below
         for loop in self._heartbeats:
             loop.stop()
         self._metrics.stop()

@@ -168,10 +168,10 @@ class Mapping:
         self._populated.discard(slab)
         if slab in self._registered:
             host_copy.unregister(self.region(0)[0], self.slab_bytes, {slab: self._registered.pop(slab)})
-        self._discards += 1
-        header.store(self._memory[0], header.DISCARDS, self._discards)
         for region in (self._payload(slab), self._headers(slab)):
             _advise(self._memory[1], *region, _MADV_REMOVE)
+        self._discards += 1  # after the pages went: who registers the slab before maps the file again
+        header.store(self._memory[0], header.DISCARDS, self._discards)
 
     def _payload(self, slab: int) -> tuple[int, int]:
         """Offset of a slab's slots in the file, and their bytes."""
@@ -191,8 +191,9 @@ class Mapping:
         """
         slabs = set(range(self.offered)).difference(self.given_back())
         self._populate(self._memory[1], slabs)
-        for slab in slabs if gpu else ():  # one at a time: copies of others need not wait for all
-            self.register(gpu or "", np.array([self.region(slab)[0]]))
+        if gpu:
+            for slab in slabs.difference(self.given_back()):  # one at a time: copies of others do not wait for all
+                self.register(gpu, np.array([self.region(slab)[0]]))
 
     def _populate(self, data: Bytes, slabs: set[int]) -> None:
         """Fill the page tables, once a slab: a fault a page costs more than the copy of the page."""

@@ -16,7 +16,16 @@ from ray.exceptions import AuthenticationError, RpcError
 from raykv.errors import RayKVError
 
 FILE = "~/.ray/auth_token"
-ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+ASK = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1])
+except AuthenticationError:
+    sys.exit(77)
+"""
+ASKED_FOR = 77  # exit status
 ASK_S = 30.0
 
 
@@ -49,8 +58,11 @@ def is_sent() -> bool:
 def is_asked_for(address: str) -> bool:
     """Whether the Ray cluster at an address lets in nobody without a token. It takes a second."""
     without = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # a process has one mode, so another one asks
-    asked = subprocess.run([sys.executable, "-c", ASK, address], env=without, capture_output=True, timeout=ASK_S)
-    return asked.returncode != 0
+    try:
+        asked = subprocess.run([sys.executable, "-c", ASK, address], env=without, capture_output=True, timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        return True  # Ray tries again where it is turned away
+    return asked.returncode == ASKED_FOR
 
 
 def source() -> str:

@@ -61,8 +61,8 @@ def listen() -> Iterator[tuple[str, int]]:
     host = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=1024) as door:  # the system accepts for it
-        while True:
-            yield host, int(door.getsockname()[1])  # Ray goes on when somebody asks for the next answer
+        for _ in range(2):  # Ray goes on when somebody asks for the second answer, or for none any more
+            yield host, int(door.getsockname()[1])
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena
 from raykv.arena.buffers import rows_of
+from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.arena.gpu.copy_kernel import LONG, UNIT, Way, blocks_of
 from raykv.arena.gpu.device import Device
@@ -57,6 +58,8 @@ def test_no_other_gpu_gets_a_context(on_host: Any, memory: Any) -> None:
         assert not driver.ctxGetCurrent(), "the thread is as it was"
 
     in_a_thread(act)
+    events = [cuda.events_after(gpu.ordinal, {1})]
+    in_a_thread(events.clear)  # whoever has the last reference to them
     assert driver.contexts == {1}
     rows = rows_of([on_host.zeros((2, 8), np.uint8)])  # the engine's own thread is on the first
     assert driver.contexts == {0, 1} and rows.device == devices.visible()[0]

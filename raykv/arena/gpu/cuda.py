@@ -121,16 +121,29 @@ def stream_of(array: Any) -> int | None:
     return stream
 
 
-def events_after(ordinal: int, streams: set[int | None]) -> tuple[Any, ...]:
+class Event:
+    """A CUDA event. CuPy's would be destroyed in any thread, and one without a GPU gets a context on GPU 0 by that."""
+
+    def __init__(self, module: Any, ordinal: int) -> None:
+        """module: CuPy, whose current device is the GPU of that number."""
+        self._runtime, self._ordinal = module.cuda.runtime, ordinal
+        self.ptr: int = self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception), on(self._ordinal):  # a GPU that is lost, or the interpreter ends
+            self._runtime.eventDestroy(self.ptr)
+
+
+def events_after(ordinal: int, streams: set[int | None]) -> tuple[Event, ...]:
     """CUDA events that are over when these streams have done what they were given by now. None is no stream."""
     handles = streams - {None}
     if not handles:
         return ()
     with on(ordinal) as module:
-        events = [(module.cuda.Event(disable_timing=True), handle) for handle in handles]
-        for event, handle in events:
+        events = tuple(Event(module, ordinal) for _ in handles)
+        for event, handle in zip(events, handles, strict=True):
             module.cuda.runtime.eventRecord(event.ptr, handle)
-    return tuple(event for event, _ in events)
+    return events
 
 
 def page_locked(module: Any, size: int) -> NDArray[np.uint8]:

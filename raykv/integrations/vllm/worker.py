@@ -23,7 +23,6 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import cuda
-from raykv.arena.gpu.device import device
 from raykv.client.cache import KVCache
 from raykv.client.hits import found_tokens
 from raykv.client.lease import Lease
@@ -121,6 +120,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._pages, self._writes, self._device = pages, stores, pages[0].device
+        self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # of the GPU
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
         self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes)
         self._spare = _spare(pages)
@@ -329,7 +329,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if self._device is None:
             return ()
         tensors: Any = self._pages[0].memory
-        return cuda.events_after(device(self._device).ordinal, {cuda.stream_of(tensors[0])})
+        return cuda.events_after(self._ordinal, {cuda.stream_of(tensors[0])})
 
     def _begin(self, job: Job) -> bool:
         """Whether a store may copy: the engine has not taken its blocks back. It is "copying" then."""

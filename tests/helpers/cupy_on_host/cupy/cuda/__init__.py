@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from cupy.cuda import driver, runtime
 
-__all__ = ["Device", "Event", "Memory", "Stream", "alloc_pinned_memory", "driver", "get_current_stream", "runtime"]
+__all__ = ["Device", "Memory", "Stream", "alloc_pinned_memory", "driver", "get_current_stream", "runtime"]
 _local = threading.local()
 
 
@@ -44,13 +44,6 @@ class Stream:
 
 def get_current_stream():
     return getattr(_local, "stream", SimpleNamespace(ptr=0))
-
-
-class Event:
-    def __init__(self, block=False, disable_timing=False):
-        runtime.check()
-        driver.current()
-        self.ptr = runtime.new_handle()
 
 
 class Memory:

@@ -230,6 +230,22 @@ def memcpyAsync(to, of, size, kind, stream):
     enqueue(stream, lambda: move(device, to, of, size))
 
 
+eventDisableTiming = 2
+
+
+def eventCreateWithFlags(flags):
+    assert flags == eventDisableTiming
+    check()
+    driver.current()
+    return new_handle()
+
+
+def eventDestroy(event):
+    check()
+    driver.current()
+    _events.pop(event, None)
+
+
 def eventRecord(event, stream):
     check()
     stream = stream or streamLegacy
