@@ -5,7 +5,6 @@ from typing import Any
 
 import ray
 
-from raykv import named_actors
 from raykv.actors.node_memory import NodeMemory
 from raykv.arena.gpu import device
 from raykv.arena.gpu_arena import GpuArena
@@ -19,11 +18,14 @@ from raykv.transports.selector import open_transports, uses_nccl
 DRIVER = "/proc/driver/nvidia/version"
 
 
-def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | int, transport: str) -> list[NodeMemory]:
+def open_gpus(
+    pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | int, transport: str, again: bool = False
+) -> list[NodeMemory]:
     """The memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. Raises CapacityError where a GPU has less memory, or the node has GPUs that
-    can't be used; DeviceError where one fails.
+    gpu_memory, transport: see PoolConfig. again: after a restart, when engines have taken what was left for NCCL.
+    Raises CapacityError where a GPU has less memory, or the node has GPUs that can't be used; DeviceError where one
+    fails.
     """
     if not gpu_memory:
         return []
@@ -33,7 +35,7 @@ def open_gpus(pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | i
             f"gpu_memory={gpu_memory}, but this node's GPUs can't be used: {to_install('gpu')} there, or see "
             f"CUDA_VISIBLE_DEVICES of its raylet"
         )
-    counts = found and uses_nccl(transport) and not named_actors.restarted()  # later, engines have taken the rest
+    counts = found and uses_nccl(transport) and not again
     beside = memory_of(2 * _others(node_id)) if counts else 0
     memories: list[NodeMemory] = []
     try:

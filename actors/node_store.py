@@ -100,9 +100,9 @@ class NodeStore:
         self._memory = NodeMemory(node_id, self._arena, transports, report, on_reply)
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
         self._heartbeats = [self._heartbeat_of(self._memory)]  # of each memory its own: none waits for another
-        self._gpu_tier = partial(
-            open_gpus, pool, node_id, pool_fingerprint, settings["gpu_memory"], settings["transport"]
-        )
+        memory, transport = settings["gpu_memory"], settings["transport"]
+        again = named_actors.restarted()
+        self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, again)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
         self._lacks_gpus = False
         self._peers = Peers(self._look_up)

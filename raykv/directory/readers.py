@@ -26,7 +26,6 @@ from raykv.protocol import (
     NextWindowRequest,
     Stored,
     Window,
-    host_of,
     is_block_size,
     is_count,
     is_tier,
@@ -167,15 +166,11 @@ class Readers(Membership):
 
     def _index_of(self, request: MatchRequest) -> int:
         """What locations call a reader's memory; -1 where it has none yet."""
-        return _index_of(self._reader(request.node))
-
-    def _reader(self, name: str) -> Node | None:
-        """The memory of that name; its node's for a GPU that is gone: an engine's scheduler knows no other name."""
-        return self.nodes.get(name) or self.nodes.get(host_of(name))
+        return _index_of(self.nodes.get(request.node))
 
     def _hold_prefix(self, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
         """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
-        reader, stride = self._reader(request.node), slot_bytes(request.block_bytes)
+        reader, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes)
         size_class, on_gpu = self._allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
         node = _index_of(reader)
         host = self.nodes.get(reader.host) if reader and on_gpu else None

@@ -40,18 +40,6 @@ def test_what_was_matched_together_is_evicted_block_after_block() -> None:
     assert pool.has(FIRST) == pool.has(SECOND) == [True] * 2 + [False] * 2
 
 
-def test_a_gpu_that_is_gone_is_read_as_its_node() -> None:
-    """An engine's scheduler goes on asking for the GPU's memory: its worker has found the node's by now."""
-    pool = Pool(slots=8, window=4, nodes="ab")
-    pool.store("a", FIRST)
-    pool.store("b", SECOND)
-    _, got = pool.match_parts("driver", [("a/GPU-1", FIRST), ("a/GPU-1", SECOND)])
-    here, away = got.parts
-    assert [part.nonce for part in got.parts] == [b"a", b"a"] and pool.name(here.node) == pool.name(away.node) == "a"
-    assert blocks(here) == blocks(away) == 4 and staged(away) == 4 and not here.staged
-    check_invariants(pool.directory)
-
-
 def test_each_part_is_read_on_its_own_node_whoever_asks() -> None:
     pool = Pool(slots=8, window=4, nodes="abc")
     pool.store("a", FIRST)

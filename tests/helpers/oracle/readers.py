@@ -13,7 +13,6 @@ from helpers.oracle.slots import (
     STORED,
     USES_MAX,
     Lease,
-    Node,
     Row,
     pack,
     split,
@@ -28,7 +27,6 @@ from raykv.protocol import (
     NextWindowRequest,
     Stored,
     Window,
-    host_of,
 )
 
 HELD_UP_S = 0.5
@@ -95,8 +93,7 @@ class Readers(Membership):
             self.count_match(request, min(request.window, len(keys)) if request.window else len(keys), hold)
             if tokens:
                 client.holds[request.lease] = hold
-                reader = self.reader_of(request.node)
-                nonce = reader.nonce if reader and hold.node >= 0 else b""
+                nonce = self.nodes[request.node].nonce if hold.node >= 0 else b""
                 where = self.where(hold, request.block_bytes)
                 parts.append(MatchedPart(hold.node, nonce, *where, needed.start))
         if intent and intent.intent:
@@ -138,12 +135,8 @@ class Readers(Membership):
             n += 1
         return n - ready // requests[0].tokens
 
-    def reader_of(self, name: str) -> Node | None:
-        """Whose a memory is: a GPU that is gone is read as its node."""
-        return self.nodes.get(name) or self.nodes.get(host_of(name))
-
     def index_of(self, node: str) -> int:
-        reader = self.reader_of(node)
+        reader = self.nodes.get(node)
         return reader.index if reader and reader.state != "joining" else -1
 
     def cut(self, hold: Lease, n: int) -> None:
@@ -158,7 +151,7 @@ class Readers(Membership):
         """Hold the longest prefix that is ready, and stage what is elsewhere."""
         node, block_bytes, stage = request.node, request.block_bytes, request.stage
         stride = -(-block_bytes // 4096) * 4096
-        reader = self.reader_of(node)
+        reader = self.nodes.get(node)
         size_class = self.size_class(reader, stride) if reader else None
         if reader and reader.state != "alive":
             size_class = None  # its store pulls nothing
@@ -199,7 +192,7 @@ class Readers(Membership):
         return pack(hold.source, block_bytes), self.pack_staged(hold, slice(None), block_bytes) if remote else b""
 
     def count_match(self, request: MatchRequest, asked: int, hold: Lease) -> None:
-        reader = self.reader_of(request.node)
+        reader = self.nodes.get(request.node)
         remote = sum(item is not None and item[0].slab.node != hold.node for item in hold.source)
         self.counters["lookups"] += asked
         self.counters["hits"] += len(hold.keys)
