@@ -55,10 +55,10 @@ from raykv.transports.base import Peer
 from raykv.transports.selector import open_transports
 
 log = logging.getLogger("raykv")
+GPUS_S = 5.0  # after which a GPU tier is tried again
 # Threads by concurrency group. A push waits for the peer's pull, which waits for our read: each has threads of its own,
 # else stores that are busy with each other would wait for good. So have pulls from a tier ("promote") and reads of one
 # ("tier_read"): memory waits for neither.
-GPUS_S = 5.0  # after which a GPU tier is tried again
 GROUPS = {"push": 8, "pull": 16, "read": 8, "promote": 8, "tier_read": 8, "resize": 4}
 
 
@@ -74,7 +74,8 @@ class NodeStore:
         settings.
         """
         self._pool, self._node_id = pool, node_id
-        events.begin(named_actors.restarted(), role="store", pool=pool, node=node_id[:8], pid=os.getpid())
+        again = named_actors.restarted()
+        events.begin(again, role="store", pool=pool, node=node_id[:8], pid=os.getpid())
         if question is not None and internal_kv.settings(pool) is None:
             internal_kv.put(pool, f"answer/{node_id}", pickle.dumps(answer(question)))
         compile_all("raykv.arena")  # before the settings are there, where it can
@@ -101,7 +102,6 @@ class NodeStore:
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
         self._heartbeats = [self._heartbeat_of(self._memory)]  # of each memory its own: none waits for another
         memory, transport = settings["gpu_memory"], settings["transport"]
-        again = named_actors.restarted()
         self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, again)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
         self._lacks_gpus = False
@@ -112,7 +112,7 @@ class NodeStore:
         try:
             self._open_gpus()
         except Exception as error:
-            if not named_actors.restarted():
+            if not again:
                 raise
             log.warning("%r: no GPU tier until it can be opened, memory serves meanwhile: %s", self, error)
             self._lacks_gpus = True

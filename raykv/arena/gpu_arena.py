@@ -16,7 +16,7 @@ from raykv.arena import block_copy, files, header
 from raykv.arena.arena import Arena, Locations, Mask, PeerBlocks
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.checksum import judge
-from raykv.arena.gpu import host_copy
+from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.gpu.device import Device, Region, device
 from raykv.arena.mapping import Addresses, Bytes
 from raykv.errors import CapacityError, DeviceError
@@ -103,7 +103,7 @@ class GpuArena(Arena):
         with self._mutex:
             if self._region is None:
                 self._region = self._open()
-                host_copy.when_gone(data, self._region.close)  # once the last copy is done
+                cuda.when_gone(data, self._region.close)  # once the last copy is done
             return self._region.address - self._shape[2]
 
     @property

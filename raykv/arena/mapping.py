@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from raykv.arena import header, superblock
 from raykv.arena.files import ArenaFile, inode
-from raykv.arena.gpu import host_copy
+from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.gpu.device import device
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import ALIGN, GENERATIONS, epoch_of
@@ -63,7 +63,7 @@ class Mapping:
         self._registering: set[int] = set()  # slabs that some thread is at
         self._discards = header.load(self._memory[0], header.DISCARDS)
         first = data.ctypes.data + self._shape[2]
-        host_copy.when_gone(data, host_copy.unregister, first, self.slab_bytes, self._registered)
+        cuda.when_gone(data, host_copy.unregister, first, self.slab_bytes, self._registered)
 
     @property
     def offered(self) -> int:

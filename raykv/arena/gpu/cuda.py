@@ -3,11 +3,13 @@
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import uuid as uuids
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,8 @@ from numpy.typing import NDArray
 from raykv.errors import DeviceError
 from raykv.system.extras import to_install
 
-LEGACY, PER_THREAD = 1, 2  # handles of CUDA's default streams
+LEGACY = 1  # handle of CUDA's default stream
+P = ParamSpec("P")
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -126,12 +129,14 @@ class Event:
 
     def __init__(self, module: Any, ordinal: int) -> None:
         """module: CuPy, whose current device is the GPU of that number."""
-        self._runtime, self._ordinal = module.cuda.runtime, ordinal
-        self.ptr: int = self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming)
+        runtime = module.cuda.runtime
+        self.ptr: int = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+        when_gone(self, _destroy_event, ordinal, self.ptr)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception), on(self._ordinal):  # a GPU that is lost, or the interpreter ends
-            self._runtime.eventDestroy(self.ptr)
+
+def _destroy_event(ordinal: int, event: int) -> None:
+    with on(ordinal) as module:
+        module.cuda.runtime.eventDestroy(event)
 
 
 def events_after(ordinal: int, streams: set[int | None]) -> tuple[Event, ...]:
@@ -144,6 +149,18 @@ def events_after(ordinal: int, streams: set[int | None]) -> tuple[Event, ...]:
         for event, handle in zip(events, handles, strict=True):
             module.cuda.runtime.eventRecord(event.ptr, handle)
     return events
+
+
+def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call it when `owner` is collected; not as the interpreter ends, and not in a forked child, which has no GPU."""
+    process = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == process:
+            with contextlib.suppress(DeviceError):  # a GPU that is lost has nothing left to free
+                function(*args, **kwargs)
+
+    weakref.finalize(owner, call).atexit = False
 
 
 def page_locked(module: Any, size: int) -> NDArray[np.uint8]:

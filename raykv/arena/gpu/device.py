@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,12 +129,12 @@ class Device:
         with cuda.on(self.ordinal) as cupy:
             return Region(cupy.cuda.runtime.ipcOpenMemHandle(handle), size, handle, self._release)
 
-    def copy(self, table: Copies, after: Sequence[Any] = (), way: Way = "within") -> None:
+    def copy(self, table: Copies, after: Sequence[cuda.Event] = (), way: Way = "within") -> None:
         """Do the copies, and wait until they are done. The GIL is free meanwhile.
 
         table: (pieces, 3) or (blocks, parts, 3) int64: addresses to and from, and length. Each is of this GPU's memory
         or page-locked; any other address makes CUDA fail for good in this process. Copies must not overlap.
-        after: CUDA events, as CuPy has them, that are to be over first. way: "within" GPU memory, or "to_host" or
+        after: what is to be over first. way: "within" GPU memory, or "to_host" or
         "to_gpu": across PCIe.
         """
         if table.dtype != np.int64 or table.ndim not in (2, 3) or table.shape[-1] != 3:

@@ -1,10 +1,8 @@
 """Copies between a GPU and this process's memory: directly if that is page-locked, else through a bounce buffer."""
 
 import contextlib
-import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +11,6 @@ from raykv.arena.checksum import Copies
 from raykv.arena.gpu.copy_kernel import Way
 from raykv.arena.gpu.device import BOUNCE_BYTES, device
 from raykv.errors import DeviceError
-
-P = ParamSpec("P")
 
 
 def copy(gpu: str, table: Copies, registered: bool, to_gpu: bool, after: Sequence[Any] = ()) -> None:
@@ -63,15 +59,3 @@ def unregister(first: int, length: int, registered: dict[int, str | None]) -> No
         if gpu is not None:
             with contextlib.suppress(DeviceError):  # a GPU that is lost reaches nothing
                 device(gpu).unregister(first + number * length)
-
-
-def when_gone(owner: object, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call it when `owner` is collected; not as the interpreter ends, and not in a forked child, which has no GPU."""
-    process = os.getpid()
-
-    def call() -> None:
-        if os.getpid() == process:
-            with contextlib.suppress(DeviceError):  # a GPU that is lost has nothing left to free
-                function(*args, **kwargs)
-
-    weakref.finalize(owner, call).atexit = False
