@@ -73,7 +73,7 @@ def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
             kill(pool, part)
             come_back(cache, prompts)
     come_back(cache, prompts, workers)
-    eventually(lambda: settled(pool))
+    eventually(lambda: settled(pool), seen=pool.stats)
     assert pool.stats()["epoch"] > epoch and pool.stats()["corrupt"] == 0
     # whoever attaches now finds a store that knows its place
     for node_id in (pool.node_id, other_node(pool)):
@@ -98,7 +98,7 @@ def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., 
     ray.get(workers[1].keep.remote(far), timeout=120)
     come_back(cache, [far, *prompts], workers)  # who pulled through the old store pulls through the new one
     assert pool.stats()["corrupt"] == 0
-    eventually(lambda: settled(pool))
+    eventually(lambda: settled(pool), seen=pool.stats)
 
 
 def test_another_directory_is_in_charge_though_both_hang(start: Callable[..., raykv.KVPool]) -> None:
@@ -146,7 +146,7 @@ def test_a_stopped_directory_is_replaced_and_refused_when_it_goes_on(
     assert pool.stats()["epoch"] == now
     come_back(cache, prompts, workers)
     assert read(cache, late).matched == 0
-    eventually(lambda: settled(pool))
+    eventually(lambda: settled(pool), seen=pool.stats)
 
 
 def granted(pool: raykv.KVPool, keys: raykv.Keys) -> Any:
@@ -178,4 +178,4 @@ def test_a_killed_supervisor_comes_back_and_a_raylet_dies_under_load(
         eventually(lambda: node.node_id not in pool.stats()["nodes"])  # and then Ray gives it up
     come_back(cache, [kept], [near])
     keep(cache, lost)
-    eventually(lambda: settled(pool))
+    eventually(lambda: settled(pool), seen=pool.stats)

@@ -16,6 +16,8 @@ from helpers.pools import BLOCK, MIB, Worker, eventually, load, read, served, to
 import raykv
 
 NAMESPACES = ["unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+# Ray's log monitor moves away the logs of processes that it does not see: of all that are not in the pod
+OWN_FOLDER = ["sh", "-c", 'mount -t tmpfs tmpfs /tmp/ray && exec "$@"', "sh"]
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -44,7 +46,7 @@ def a_pod(address: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes],
         f"--object-store-memory={256 * MIB}",
     ]
     with (folder / "pod.log").open("wb") as log:
-        pod = subprocess.Popen([*NAMESPACES, *start], stdout=log, stderr=log)
+        pod = subprocess.Popen([*NAMESPACES, *OWN_FOLDER, *start], stdout=log, stderr=log)
     try:
         (node_id,) = eventually(lambda: nodes() - before)
         yield pod, node_id

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ Event = dict[str, str]
 
 
 def texts(cluster: Any) -> str:
-    """All that Ray's workers wrote."""
-    logs = Path(cluster.head_node.get_logs_dir_path())
-    return "".join(path.read_text(errors="replace") for path in sorted(logs.glob("worker-*.err")))
+    """All that Ray's workers wrote. Ray moves the files of the dead to a folder `old` once there are many."""
+    logs, found = Path(cluster.head_node.get_logs_dir_path()), {}
+    for folder in (logs, logs / "old"):
+        for path in folder.glob("worker-*.err"):
+            with suppress(FileNotFoundError):  # it is being moved, and read from `old`
+                found[path.name] = path.read_text(errors="replace")
+    return "".join(found[name] for name in sorted(found))
 
 
 def events(cluster: Any, pool: str) -> list[Event]:
