@@ -11,7 +11,7 @@ PROMPT = "What is known of this? " * 60
 
 def answer(host: str) -> dict[str, Any]:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 4}).encode()
-    with urlopen(Request(f"http://{host}:8000/", body)) as lines:
+    with urlopen(Request(f"http://{host}:8000/", body, {"Content-Type": "application/json"})) as lines:
         found, *rest = map(json.loads, lines)
     return {**found, "prompt_tokens": len(PROMPT), "tokens": [line["token"] for line in rest]}
 
