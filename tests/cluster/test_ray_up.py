@@ -55,7 +55,7 @@ def test_ray_up_starts_a_pool_that_stop_ends(machines: Machines, tmp_path: Path)
     eventually(crossed)
     assert machines.json(1, "raykv status --json")["remote_hits"] >= first["prompt_tokens"] // 16 - 1
 
-    machines.run(DESK, f"cd {ROOT} && ray exec {config} 'raykv stop' && ray down -y {config}")
+    machines.run(DESK, f"cd {ROOT} && ray exec {config} 'raykv stop --yes' && ray down -y {config}")
     for machine in (1, 2, 3):
         assert "raykv" not in machines.run(machine, "ls /dev/shm")
     assert machines.ask(1, "pgrep raylet").returncode == 1
