@@ -47,10 +47,11 @@ def cache_folder() -> tuple[str, list[str]]:
     """(the folder of machine code, better ones that are not writable by this user alone). With two of those it is this
     process's own: every process compiles.
 
-    It is of these very sources (numba looks at one file's date, not at the kernels it calls), and private to this user
-    (numba unpickles what it finds there).
+    It is of these very sources (numba looks at one file's date, not at the kernels it calls) in this place, of this
+    numba and Python (each numba overwrites what another one kept), and private to this user (numba unpickles what it
+    finds there).
     """
-    sources = hashlib.sha256()
+    sources = hashlib.sha256(f"{Path(__file__)} {numba.__version__} {sys.implementation.cache_tag}".encode())
     for path in _kernel_sources():
         sources.update(path.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

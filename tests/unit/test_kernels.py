@@ -85,3 +85,13 @@ def test_a_shared_folder_that_others_can_write_is_not_used(tmp_path: Path) -> No
     shared.chmod(0o777)
     said = _folder_without_home(tmp_path)
     assert not Path(said.stdout.strip()).is_relative_to(shared) and str(shared) in said.stderr
+
+
+@pytest.mark.parametrize("of", ["numba.__version__", "sys.implementation.cache_tag"])
+def test_another_numba_or_python_has_a_folder_of_its_own(of: str, tmp_path: Path) -> None:
+    """In one folder each would overwrite what the other one kept, and compile at every start."""
+    change = f"import numba, sys; {of} = 'another'; from raykv.system import jit; print(jit.cache_folder()[0])"
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", change], capture_output=True, text=True, check=True, env=env)
+    assert Path(ran.stdout.strip()).parent == tmp_path
+    assert Path(ran.stdout.strip()).name != Path(jit.cache_folder()[0]).name
