@@ -44,8 +44,7 @@ class Administration:
 
         Raises RayError if the pool's actors do not answer, and ValueError if it has no directory.
         """
-        settings_of(self.name)
-        directory = named_actors.find_directory(self.name)
+        directory = self._directory()
         floor, count = ray.get(directory.clear.remote(), timeout=ADMIN_DEADLINE_S)
         stores = []
         names = ray.get(directory.nodes.remote(), timeout=ADMIN_DEADLINE_S).values()
@@ -74,9 +73,7 @@ class Administration:
         Returns how many blocks would still be lost with the node. Raises ValueError if no living node has that id, or
         if it is the last one, and RayError if the pool's actors do not answer.
         """
-        settings_of(self.name)
-        _check_living(node_id)
-        supervisor = named_actors.find(named_actors.supervisor_name(self.name))
+        supervisor = self._supervisor_of(node_id)
         with _plainly(ValueError):
             asked = supervisor.drain.remote(node_id, deadline, force)
             left: int = ray.get(asked, timeout=2 * deadline + DRAIN_GRACE_S)
@@ -88,9 +85,7 @@ class Administration:
         Raises ValueError if no living node has that id, or if Ray itself says that the node is about to leave, and
         RayError if the pool's actors do not answer.
         """
-        settings_of(self.name)
-        _check_living(node_id)
-        supervisor = named_actors.find(named_actors.supervisor_name(self.name))
+        supervisor = self._supervisor_of(node_id)
         with _plainly(ValueError):
             ray.get(supervisor.cancel_drain.remote(node_id), timeout=2 * ADMIN_DEADLINE_S)
 
@@ -133,8 +128,7 @@ class Administration:
 
         Raises RayError if the directory does not answer.
         """
-        settings_of(self.name)
-        removed = named_actors.find_directory(self.name).remove_quota.remote(tenant)
+        removed = self._directory().remove_quota.remote(tenant)
         return bool(ray.get(removed, timeout=ADMIN_DEADLINE_S))
 
     def quotas(self) -> dict[str, dict[str, Any]]:
@@ -144,10 +138,20 @@ class Administration:
         maximum_bytes: what these are now. evicted: blocks that made room for others since this directory took charge.
         Raises RayError if the directory does not answer.
         """
-        settings_of(self.name)
-        asked = named_actors.find_directory(self.name).quotas.remote()
+        asked = self._directory().quotas.remote()
         answer: dict[str, dict[str, Any]] = ray.get(asked, timeout=ADMIN_DEADLINE_S)
         return answer
+
+    def _directory(self) -> Any:
+        """The directory in charge of a pool that runs. ValueError where it has none."""
+        settings_of(self.name)
+        return named_actors.find_directory(self.name)
+
+    def _supervisor_of(self, node_id: str) -> Any:
+        """The supervisor of a pool that runs, to be asked about a node. ValueError if no living node has that id."""
+        settings_of(self.name)
+        _check_living(node_id)
+        return named_actors.find(named_actors.supervisor_name(self.name))
 
 
 @contextlib.contextmanager

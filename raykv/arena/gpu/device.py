@@ -134,8 +134,7 @@ class Device:
 
         table: (pieces, 3) or (blocks, parts, 3) int64: addresses to and from, and length. Each is of this GPU's memory
         or page-locked; any other address makes CUDA fail for good in this process. Copies must not overlap.
-        after: what is to be over first. way: "within" GPU memory, or "to_host" or
-        "to_gpu": across PCIe.
+        after: what is to be over first. way: "within" GPU memory, or "to_host" or "to_gpu": across PCIe.
         """
         if table.dtype != np.int64 or table.ndim not in (2, 3) or table.shape[-1] != 3:
             raise ValueError(f"copies: {table.dtype} of shape {table.shape}: give (pieces, 3) int64")
