@@ -43,6 +43,7 @@ SLABS_MAX = 1 << 20  # of one arena or tier: what is counted by somebody else is
 SLAB_BYTES_MAX = 1 << 30  # of an arena
 FAILED, PULLED, ALTERED = range(3)  # verdicts: what became of a block that was to cross nodes
 STILL_WRITTEN, FREED, FINISHED = range(3)  # verdicts of a sweep
+NOT_WRITTEN, WRITTEN, UNTOUCHED = range(3)  # what a writer did to a slot
 
 
 @overload
@@ -234,7 +235,7 @@ class CommitRequest(NamedTuple):
     reservation: int
     locations: bytes  # slots that were granted
     keys: bytes
-    written: bytes  # uint8: 1 where the block is in its slot, 0 where the write failed
+    written: bytes  # uint8: WRITTEN; NOT_WRITTEN where that failed and may go on; UNTOUCHED where nobody writes
 
 
 class Counted(NamedTuple):

@@ -24,6 +24,7 @@ from raykv.config import CLIENT_TTL_S, HEARTBEAT_S
 from raykv.keys import Keys
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import (
+    WRITTEN,
     Call,
     CommitRequest,
     Counted,
@@ -207,7 +208,7 @@ class DirectoryClient:
             return _count(self._ask(Counted, "commit", request))
         if not self._may_ask():
             return 0
-        expected = sum(written)
+        expected = written.count(WRITTEN)
         try:
             with self._lock:
                 self.line.tell("commit", self._call(), plain(request), deliver=partial(self._on_committed, expected))

@@ -13,7 +13,7 @@ from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
-from raykv.protocol import LOCATION, PULLED
+from raykv.protocol import LOCATION, NOT_WRITTEN, PULLED, UNTOUCHED, WRITTEN
 
 PUSH_BYTES = 128 * MIB  # that another node pulls at a time: nothing overlaps, and each time costs a call
 NO_ROOM = "all memory is held, or this node is drained or has no store: see `raykv status`"
@@ -41,7 +41,7 @@ class Reservation:
         self._locations = np.frombuffer(granted.locations if granted else b"", LOCATION)
         self._staged = np.frombuffer(granted.staged if granted else b"", LOCATION)
         self._away = self._staged["slab_gen"] > 0
-        self._written = np.zeros(len(indices), np.bool_)
+        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # until a copy begins: its slot is free at once
         if granted and not len(self) and self.covered < len(keys):
             session.directory.fault("refused", f"no room for {len(keys) - self.covered} blocks: {NO_ROOM}")
         if not len(self):
@@ -61,8 +61,10 @@ class Reservation:
             self._session.refresh()
         else:
             try:
-                self._written = local.arena.write(target, self._keys, rows[self._rows], self._positions)
+                there = local.arena.write(target, self._keys, rows[self._rows], self._positions)
+                self._written = np.where(there, WRITTEN, NOT_WRITTEN).astype(np.uint8)
             except DeviceError as error:
+                self._written[:] = NOT_WRITTEN
                 self._session.directory.fault("gpu", error)
 
     def commit(self, wait: bool = False) -> int:
@@ -75,10 +77,10 @@ class Reservation:
             return 0
         directory = self._session.directory
         self._push()
-        if not self._written.all():
-            directory.fault("write", f"{int((~self._written).sum())} of {len(self)} blocks were not written")
-        written = self._written.astype(np.uint8).tobytes()
-        count = directory.commit(self._id, self._locations.tobytes(), self._keys.tobytes(), written, wait)
+        if missing := int((self._written != WRITTEN).sum()):
+            directory.fault("write", f"{missing} of {len(self)} blocks were not written")
+        locations, keys = self._locations.tobytes(), self._keys.tobytes()
+        count = directory.commit(self._id, locations, keys, self._written.tobytes(), wait)
         self.release()
         return count
 
@@ -87,18 +89,21 @@ class Reservation:
         self._session.directory.release(self._id)
 
     def _push(self) -> None:
-        session, away = self._session, np.flatnonzero(self._away & self._written)
-        self._written[away] = False
+        session, away = self._session, np.flatnonzero(self._away & (self._written == WRITTEN))
+        self._written[self._away] = UNTOUCHED  # until their nodes are asked to write there
         if session.local is None:
             return
         for piece in pieces(away, max(1, PUSH_BYTES // self._block_bytes)):
+            if not session.local.reaches(self._locations["node"][piece]).all():
+                session.directory.fault("silent", f"{len(piece)} blocks are for nodes that do not answer")
+                return
             verdicts = session.local.push(
                 self._staged[piece], self._keys[piece], self._locations[piece], session.directory
             )
-            self._written[piece] = verdicts == PULLED
-            if not self._written[piece].all():
+            self._written[piece] = np.where(verdicts == PULLED, WRITTEN, NOT_WRITTEN)
+            if (verdicts != PULLED).any():
                 session.refresh()
-                break
+                return
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from raykv.client.directory_client import DirectoryClient, plain
 from raykv.client.silence import PING_S, Silence
 from raykv.client.workers import giving_way
-from raykv.protocol import FAILED, PULLED, Transfer, data_deadline, verdicts_of
+from raykv.protocol import PULLED, Transfer, data_deadline, verdicts_of
 
 Locations = NDArray[np.void]
 
@@ -68,9 +68,6 @@ class StoreClient:
         self, source: Locations, keys: NDArray[np.uint8], target: Locations, directory: DirectoryClient
     ) -> NDArray[np.uint8]:
         """Have other nodes fetch blocks from staging slots of its node; (n,) verdicts. Arguments as of `pull`."""
-        if not self.reaches(target["node"]).all():
-            directory.fault("silent", f"{len(target)} blocks are for nodes that do not answer")
-            return np.full(len(target), FAILED, np.uint8)
         answer = self.store.push.remote(_transfer(source, keys, target))
         if self.first([answer], data_deadline(int(target["bytes"].sum()))) is None:
             self.gave_up(target["node"])

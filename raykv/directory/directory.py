@@ -23,6 +23,8 @@ from raykv.directory.readers import Readers
 from raykv.directory.tier_catalog import NOTHING
 from raykv.protocol import (
     LOCATION,
+    NOT_WRITTEN,
+    UNTOUCHED,
     Call,
     CommitRequest,
     Counted,
@@ -199,10 +201,10 @@ class Directory(Readers):
         if not len(locations) == len(keys) == len(written):
             return Counted(self.epoch)
         hold = client.holds.get(request.reservation)
-        if 0 in request.written:  # only the reservation that has a slot may give it up
+        if NOT_WRITTEN in request.written:  # only the reservation that has a slot may give it up
             rows, _ = self._size_classes.rows_of(locations)
-            theirs = (written == 0) & ~np.isin(rows, hold.source if hold else [])
-            written = np.where(theirs, np.uint8(placement.UNKNOWN), written)
+            theirs = (written == NOT_WRITTEN) & ~np.isin(rows, hold.source if hold else [])
+            written = np.where(theirs, np.uint8(UNTOUCHED), written)
         accepted = placement.commit(self._c, locations, keys, written)
         if hold:
             self.clients.end(client, request.reservation)

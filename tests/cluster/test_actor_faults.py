@@ -24,7 +24,9 @@ from helpers.pools import (
     served,
     settled,
     stopped,
+    store,
     tokens,
+    totals,
     worker,
 )
 
@@ -79,6 +81,30 @@ def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
     for node_id in (pool.node_id, other_node(pool)):
         newcomer = worker(pool, node_id)
         assert ray.get(newcomer.read.remote(prompts[0]), timeout=120)[1:3] == (40, 0)
+
+
+def test_nothing_is_evicted_for_a_writer_that_is_yet_to_find_its_store(start: Callable[..., raykv.KVPool]) -> None:
+    """A new directory calls its node something else. It knows nothing to write into, again and again."""
+    pool = start()
+    cache, prompts, _ = on_both(pool)
+    with pool.session._renewing:  # nobody looks for the store meanwhile
+        kill(pool, "directory")
+        eventually(lambda: served_again(pool))
+        before = pool.stats()
+        for seed in range(500, 540):  # more than all memory
+            assert store(cache, cache.keys(tokens(seed, 16))) == 0
+        assert pool.stats()["evicted"] == before["evicted"] and totals(pool)["quarantined"] == 0
+    come_back(cache, prompts)
+    keep(cache, cache.keys(tokens(500, 16)))
+    eventually(lambda: settled(pool), seen=pool.stats)
+
+
+def served_again(pool: raykv.KVPool) -> bool:
+    """Whether another directory offers both nodes, and this process does not know what it calls its own."""
+    nodes = pool.stats().get("nodes", {})
+    assert pool.session.local
+    there = len(nodes) == 2 and all(node["state"] == "alive" for node in nodes.values())
+    return there and nodes[pool.node_id]["index"] != pool.session.local.index
 
 
 @both_ways_at_once

@@ -17,7 +17,9 @@ from helpers.pools import (
     read,
     settled,
     stopped,
+    store,
     tokens,
+    totals,
     worker,
 )
 
@@ -103,6 +105,19 @@ def test_a_node_that_was_late_is_left_alone(start: Callable[..., raykv.KVPool]) 
     for match in matches:
         match.release()
     come_back(cache, [near, *far])
+    eventually(lambda: settled(pool))
+
+
+def test_blocks_for_a_node_that_was_late_cost_no_slots_there(start: Callable[..., raykv.KVPool]) -> None:
+    """Only what it was asked for may still be written there."""
+    pool = start()
+    cache = a_cache(pool)
+    (full,) = kept(pool, cache, pool.node_id, range(100, 101), 224)  # all that is not its staging window
+    with stopped(pid(node_store(pool, other_node(pool)))):
+        assert [store(cache, cache.keys(tokens(seed, 1))) for seed in range(5)] == [0] * 5
+        assert pool.session.directory.faults["silent"] == 4
+        assert totals(pool)["quarantined"] == 1
+    come_back(cache, [full])
     eventually(lambda: settled(pool))
 
 

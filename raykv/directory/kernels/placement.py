@@ -25,9 +25,9 @@ from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
 from raykv.directory.kernels.table import find, first_of
 from raykv.directory.kernels.tenants import is_full
+from raykv.protocol import NOT_WRITTEN, WRITTEN
 from raykv.system.jit import kernel
 
-UNKNOWN = 2  # whether a block was written: nothing is done about it
 AHEAD = 4  # victims whose rows are prefetched
 
 
@@ -166,7 +166,7 @@ def _grant_missing(c, keys, firsts, start, size_class, others, heaps, locality, 
 
 @kernel(C, LOCATIONS, KEYS, FLAGS)
 def commit(c, locations, keys, written):
-    """Make WRITING rows READY where written[i] is 1, or QUARANTINED where it is 0.
+    """Make WRITING rows READY where written[i] is WRITTEN, or QUARANTINED where it is NOT_WRITTEN.
 
     Idempotent: each row is judged by its key and generation. Returns how many blocks are offered now.
     """
@@ -178,9 +178,9 @@ def commit(c, locations, keys, written):
         if c.rows[row].k0 != keys[i, 0] or c.rows[row].k1 != keys[i, 1]:
             continue
         state = c.rows[row].state
-        if state == WRITING and written[i] == 0:
+        if state == WRITING and written[i] == NOT_WRITTEN:
             quarantine(c, row)
-        elif written[i] == 1 and (state == WRITING or present(state)):
+        elif written[i] == WRITTEN and (state == WRITING or present(state)):
             c.rows[row].state = READY if state == WRITING else state
             accepted += 1
     return accepted

@@ -102,10 +102,10 @@ class Oracle(Readers):
             row = self.row_of(location)
             if row is None or row.gen != location[5] or row.key != key:
                 continue
-            if done and row.state in ("writing", *PRESENT):
+            if done == 1 and row.state in ("writing", *PRESENT):
                 row.state = "ready" if row.state == "writing" else row.state
                 accepted += 1
-            elif not done and row.state == "writing" and hold and (row, row.gen) in hold.source:
+            elif done == 0 and row.state == "writing" and hold and (row, row.gen) in hold.source:
                 self.quarantined(row)
         if hold:
             self.end(client, reservation)

@@ -11,7 +11,17 @@ from helpers.world.cast import Cast, Held, Worker
 from helpers.world.documents import DEPTH, DOCUMENTS, LONGEST, SIZES
 from helpers.world.locations import split
 from raykv.directory.kernels import columns
-from raykv.protocol import Call, CommitRequest, Intent, MatchRequest, NextWindowRequest, ReserveRequest
+from raykv.protocol import (
+    NOT_WRITTEN,
+    UNTOUCHED,
+    WRITTEN,
+    Call,
+    CommitRequest,
+    Intent,
+    MatchRequest,
+    NextWindowRequest,
+    ReserveRequest,
+)
 
 TENANTS = ("", "one", "two", "three")
 
@@ -184,9 +194,9 @@ class Clients(Cast):
             pairs = self._stale(worker)
         elif how < 0.3 and pairs:
             pairs = [(rng.choice(pairs)[0], key) for _, key in pairs]
-        written = bytes(rng.random() < 0.9 for _ in pairs)
+        written = bytes(rng.choices((WRITTEN, NOT_WRITTEN, UNTOUCHED), (18, 1, 1))[0] for _ in pairs)
         for (location, key), done in zip(pairs, written, strict=True):
-            if done:
+            if done == WRITTEN:
                 self._write_header(location, key)
         if rng.random() < 0.05:
             reservation = rng.choice([self.ids + 1, *worker.holds])
