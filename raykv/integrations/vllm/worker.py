@@ -29,6 +29,7 @@ from raykv.client.lease import Lease
 from raykv.client.pool import KVPool
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
+from raykv.integrations.vllm.adapters import Adapter, LoadedAdapters
 from raykv.integrations.vllm.chunks import ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.ranks import Rank
 from raykv.keys import Keys
@@ -101,7 +102,7 @@ def pages_of(kv_caches: Any) -> list[Rows]:
 class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     """Loads and stores chunks in threads of its own. Reports success of every job: `take_failed` names the others.
 
-    rank: where this is, for the scheduler's side.
+    rank: where this is, for the scheduler's side. adapters: what this engine has loaded, if it loads any.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._pages, self._writes, self._device = pages, stores, pages[0].device
+        self.adapters: LoadedAdapters | None = None
         self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # of the GPU
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
         self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes)
@@ -142,7 +144,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: ChunksToStore) -> bool:
         job = self._jobs[job_id] = Job(job_id, "queued", src_spec.block_ids, self._mark())
-        if not self._writes:
+        if not self._writes or not self._has(dst_spec.adapter):
             self._finish(job, "queued", 0)
             return True
         job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
@@ -150,11 +152,19 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any, expedited: bool = False) -> bool:
         job = self._jobs[job_id] = Job(job_id, "copying", dst_spec.block_ids, self._mark())
+        if not self._has(src_spec.origin.adapter):
+            self._failed.add(job_id)
+            self._finish(job, "copying", 0)
+            return True
         away = any(part.away for part in src_spec.ranks[self._number])
         threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
         self._pause_s = PAUSES_S[1]  # it ends when the load does
         return True
+
+    def _has(self, adapter: Adapter | None) -> bool:
+        """Whether the adapter's weights are still those that a request's keys name."""
+        return self.adapters is None or self.adapters.has(adapter)
 
     def pause(self) -> None:
         """Wait a moment, in steps that compute nothing: scheduler and worker that poll would take the copy's cores.

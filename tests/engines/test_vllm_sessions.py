@@ -1,0 +1,74 @@
+"""Sessions whose prompt grows: what others read of them is the KV of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.vllm_engine import ENVIRONMENT, close_engines, engine_on, save_model
+from helpers.vllm_session import StreamedEngine
+
+from raykv.integrations.vllm.compat import TRIMS_HASHES
+
+pytestmark = pytest.mark.timeout(600)
+CHUNK = 128  # tokens
+
+
+class Engines(NamedTuple):
+    streamed: Any
+    reader: Any
+
+    def afresh(self, prompt: list[int], cold: bool = False) -> tuple[list[int], int]:
+        """The answer of an engine that has nothing in a cache of its own, and how many tokens it read."""
+        eventually(lambda: ray.get(self.reader.reset.remote(), timeout=60))
+        return ray.get(self.reader.answer.remote(prompt, cold=cold), timeout=300)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def engines(
+    start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    pool, model = start_for_module(cpu_memory=256 * MIB), tmp_path_factory.mktemp("model")
+    save_model(model)
+    kind = ray.remote(StreamedEngine).options(num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
+    streamed: Any = kind.remote(pool.name, str(model), 128 * MIB)
+    engines = Engines(streamed, engine_on(pool.node_id, pool.name, str(model), 128 * MIB, "/fault"))
+    engines.afresh([7] * 40)
+    yield engines
+    ray.get(streamed.close.remote(), timeout=60)
+    ray.kill(streamed)
+    close_engines(engines.reader)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [
+        ((128, 128, 128), 1),
+        ((127, 128, 128), 1),  # what is sampled ends a block, and is dropped
+        ((100, 60, 200, 31), 29),
+        ((300, 10, 10, 300), 8),
+    ],
+    ids=["whole_chunks", "a_dropped_token_ends_a_block", "answers_are_kept", "turns_within_a_chunk"],
+)
+def test_a_session_that_grows_is_read_right_by_others(engines: Engines, lengths: tuple[int, ...], tokens: int) -> None:
+    random = np.random.default_rng(sum(lengths) + tokens)
+    turns: list[list[int]] = [random.integers(3, 500, length).tolist() for length in lengths]
+    answers = ray.get(engines.streamed.session.remote(turns, tokens), timeout=300)
+    assert [len(answer) for answer in answers] == [tokens] * len(turns)
+    # vLLM drops an answer's last token when the next turn comes
+    kept = [turn + answer[:-1] for turn, answer in zip(turns, answers, strict=True)]
+    said = [token for turn in kept for token in turn]
+    stored = len(said if TRIMS_HASHES else kept[0]) // CHUNK * CHUNK
+    for end in range(CHUNK, stored + 1, CHUNK):
+        prompt = said[:end] + [7] * 40
+        eventually(lambda prompt=prompt, end=end: engines.afresh(prompt)[1] == end)  # type: ignore[misc]
+        assert engines.afresh(prompt) == (engines.afresh(prompt, cold=True)[0], end)
