@@ -22,10 +22,11 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
+from raykv.integrations.vllm.chain import Chain
 from raykv.integrations.vllm.chunks import ChunksToLoad, Origin
 from raykv.integrations.vllm.connector import most_loaded
 from raykv.integrations.vllm.groups import groups_of
-from raykv.integrations.vllm.manager import Chain, Found, RayKVManager
+from raykv.integrations.vllm.manager import Found, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.protocol import KEY_BYTES
 

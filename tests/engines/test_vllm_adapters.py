@@ -43,6 +43,10 @@ class Engines(NamedTuple):
         eventually(lambda: ray.get(self.actors[engine].reset.remote(), timeout=60))
         return ray.get(self.actors[engine].answer.remote(prompt, cold=cold, lora=lora), timeout=300)[0]  # type: ignore[no-any-return]
 
+    def again(self, engine: int, prompt: list[int], lora: LoRARequest) -> list[int]:
+        """The same, but for what its own cache has."""
+        return ray.get(self.actors[engine].answer.remote(prompt, lora=lora), timeout=300)[0][0]  # type: ignore[no-any-return]
+
     def read(self, engine: int, prompt: list[int], lora: LoRARequest) -> list[int]:
         """The answer once all of the prompt can be read, which is the same as of who computes it."""
         eventually(lambda: self.answer(engine, prompt, lora)[1] == WHOLE)
@@ -115,3 +119,38 @@ def test_an_adapter_that_was_let_go_is_named_by_what_is_loaded_then(engines: Eng
         engines.answer(0, prompt(5), engines.adapter(f"other{number}", number, number))
     new = engines.answer(0, asked, lora)[0]
     assert new == engines.answer(0, asked, lora, cold=True)[0] != old
+
+
+def test_an_engines_own_cache_gives_the_pool_no_kv_of_old_weights(engines: Engines) -> None:
+    """vLLM finds its blocks by an adapter's name. Nobody resets its cache here."""
+    lora, asked = engines.adapter("kept", 8, 7), prompt(6)
+    old = engines.again(0, asked, lora)
+    assert engines.read(0, asked, lora) == old
+    engines.load(0, engines.adapter("kept", 9, 7, load_inplace=True))
+    new = engines.again(0, asked, lora)
+    assert new != old
+    engines.load(1, engines.adapter("kept", 9, 7))
+    assert engines.read(1, asked, lora) == new
+    renamed = engines.adapter("kept", 10, 8)  # unloaded, and loaded under another number
+    engines.load(0, renamed)
+    newest = engines.again(0, asked, renamed)
+    assert newest not in (old, new)
+    engines.load(1, renamed)
+    assert engines.read(1, asked, renamed) == newest
+
+
+def test_all_ranks_tell_what_they_loaded(engines: Engines, start: Callable[..., raykv.KVPool]) -> None:
+    pool = start(cpu_memory=128 * MIB)
+    lora, asked = engines.adapter("ranks", 11, 9), prompt(7)
+    options: Any = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "tensor_parallel_size": 2}
+    options["extra"] = {"blocks_per_chunk": CHUNK // 32}
+    arguments = (pool.name, str(engines.folder / "model"), 128 * MIB, "/fault")
+    engine = engine_on(pool.node_id, *arguments, apart=True, **options)
+    two = Engines((engine, engine), engines.folder)
+    old = two.answer(0, asked, lora)[0]
+    assert two.read(0, asked, lora) == old
+    two.load(0, engines.adapter("ranks", 12, 9, load_inplace=True))
+    new = two.answer(0, asked, lora)[0]
+    assert new == two.answer(0, asked, lora, cold=True)[0] != old
+    assert two.read(0, asked, lora) == new
+    close_engines(engine)

@@ -16,8 +16,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from helpers import vllm_request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
+from raykv.integrations.vllm.chain import Chain
 from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.manager import WAITED, Chain, RayKVManager
+from raykv.integrations.vllm.manager import WAITED, RayKVManager
 from raykv.integrations.vllm.ranks import Rank
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.tail import Tail

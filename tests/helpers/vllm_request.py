@@ -5,8 +5,8 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
 
+from raykv.integrations.vllm.chain import Chain
 from raykv.integrations.vllm.chunks import Origin
-from raykv.integrations.vllm.manager import Chain
 from raykv.integrations.vllm.tail import Tail
 
 

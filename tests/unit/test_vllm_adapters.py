@@ -11,7 +11,8 @@ from helpers.pools import eventually
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from raykv.integrations.vllm.adapters import REST_NS, Adapter, Loads, Told, ToldAdapters, digest_of, files_of
+from raykv.integrations.vllm.adapters import Adapter, Load, Told, ToldAdapters
+from raykv.integrations.vllm.loads import REST_NS, Loads, digest_of, files_of
 
 
 def write(folder: Path, weights: str, seconds_ago: int = 60) -> str:
@@ -44,51 +45,80 @@ def test_a_modification_time_that_is_set_back_hides_no_write(tmp_path: Path) -> 
     assert not after.at_rest, "it was written just now, whatever its modification time says"
 
 
-def test_an_adapter_is_known_once_its_files_are_what_they_were_before(tmp_path: Path) -> None:
+def test_an_adapter_has_weights_once_its_files_are_what_they_were_before(tmp_path: Path) -> None:
     loads, files = Loads(), files_of(write(tmp_path, "first"))
-    loads.note(7, files, digest_of(files))
-    assert eventually(lambda: loads.known({7})) == {7: Adapter(7, 1, digest_of(files) or b"")}
-    assert not loads.known({8})
+    loads.note(7, "a", files, digest_of(files))
+    assert eventually(lambda: weights(loads, 7)) == digest_of(files)
+    assert loads.known({7})[7].number == 1 and not loads.known({8})
 
 
 def test_files_that_change_while_they_are_loaded_name_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loads, files = Loads(), files_of(write(tmp_path, "first"))
     before = digest_of(files)
     write(tmp_path, "second")
-    loads.note(7, files, before)
+    loads.note(7, "a", files, before)
     eventually(lambda: "its KV is shared with no other engine" in caplog.text)
-    assert not loads.known({7})
+    assert not weights(loads, 7)
+    loads.note(7, "a", files_of(str(tmp_path)), digest_of(files_of(str(tmp_path))))
+    assert eventually(lambda: weights(loads, 7))
+    assert loads.known({7})[7].number == 2
+
+
+def weights(loads: Loads, adapter: int) -> bytes:
+    return loads.known({adapter})[adapter].weights
+
+
+def test_other_weights_of_a_name_have_another_number_and_the_same_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever vLLM's id is: an adapter that is unloaded and loaded gets a new one."""
+    now = time.time_ns()
+    monkeypatch.setattr("raykv.integrations.vllm.loads.time.time_ns", lambda: now + 60 * REST_NS)
+    one, other = (files_of(write(tmp_path / name, name)) for name in ("one", "other"))
+    loads, numbers = Loads(), []
+    for adapter, files in ((7, one), (7, one), (8, one), (8, other), (8, one)):
+        loads.note(adapter, "a", files, digest_of(files))
+        assert weights(loads, adapter) == digest_of(files)
+        numbers.append(loads.known({adapter})[adapter].number)
+    assert numbers == [1, 1, 1, 2, 3]
 
 
 def test_only_the_last_load_of_an_adapter_counts() -> None:
     loads = Loads()
-    first, second = loads._begin(7, b"first"), loads._begin(7, b"second")
-    loads._take(Adapter(7, first, b"first"))
-    assert not loads.known({7})
-    loads._take(Adapter(7, second, b"second"))
-    assert loads.known({7}) == {7: Adapter(7, second, b"second")}
-    assert loads._begin(7, b"second") == second, "the same weights again"
-    assert not loads.known({7}), "before its files were looked at again"
-    assert loads._begin(7, b"first") > second
+    first, second = (loads._begin(7, "a", digest, agree=False) for digest in (b"first", b"second"))
+    loads._check(7, first, None, "")
+    assert loads.known({7}) == {7: second} and first.number < second.number
 
 
 def test_files_at_rest_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = files_of(write(tmp_path, "first"))
     now = time.time_ns()
-    monkeypatch.setattr("raykv.integrations.vllm.adapters.time.time_ns", lambda: now + 2 * REST_NS)
+    monkeypatch.setattr("raykv.integrations.vllm.loads.time.time_ns", lambda: now + 2 * REST_NS)
     assert files.at_rest and digest_of(files)
     (tmp_path / "adapter_model.safetensors").unlink()
     assert digest_of(files)
 
 
 def test_all_ranks_tell_before_an_adapter_has_a_name() -> None:
-    told, adapter = ToldAdapters(), Adapter(7, 1, b"weights")
+    """Each counts its own loads."""
+    told, one, two = ToldAdapters(2), Load("a", 1, b"weights"), Load("a", 2, b"weights")
     question = told.ask()
-    told.tell({0: Told(question, {7: adapter})})
-    assert not told.answered(question, 2) and told.answered(question, 1)
+    assert not told.tell({0: Told(question, {7: one})})
+    assert not told.answered(question) and told.numbers(7) is None
     told.tell({1: Told(question - 1, {})})
-    assert not told.answered(question, 2) and told.loaded(7) is None
-    told.tell({1: Told(question, {7: adapter._replace(weights=b"others")})})
-    assert told.answered(question, 2) and told.loaded(7) is None
-    told.tell({1: Told(question, {7: adapter})})
-    assert told.loaded(7) == adapter and told.loaded(8) is None
+    assert not told.answered(question) and told.numbers(7) is None
+    told.tell({1: Told(question, {7: two._replace(weights=b"others")})})
+    assert told.answered(question) and told.numbers(7) == {0: 1, 1: 2}
+    assert told.named(7, {0: 1, 1: 2}) is None
+    told.tell({1: Told(question, {7: two})})
+    assert told.named(7, {0: 1, 1: 2}) == Adapter(7, b"weights", {0: 1, 1: 2})
+    assert told.named(7, {0: 1, 1: 1}) is None and told.named(8, {0: 1, 1: 2}) is None
+
+
+def test_a_name_has_other_weights_when_its_load_has_a_higher_number() -> None:
+    told, load = ToldAdapters(1), Load("a", 3, b"weights")
+    assert not told.tell({0: Told(0, {7: load})})
+    assert not told.tell({0: Told(0, {})})
+    assert not told.tell({0: Told(0, {8: load})})
+    assert told.tell({0: Told(0, {8: load._replace(number=4, weights=b"")})}) == {"a"}
+    assert not told.tell({0: Told(0, {7: load, 8: load._replace(number=4)})})

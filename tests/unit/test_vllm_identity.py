@@ -27,9 +27,9 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_request_block_
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from raykv.integrations.vllm.adapters import digest_of, files_of
 from raykv.integrations.vllm.connector import _identify, kv_transfer_config
 from raykv.integrations.vllm.identity import _options_digest
+from raykv.integrations.vllm.loads import digest_of, files_of
 from raykv.integrations.vllm.weights import Weights
 from raykv.keys import rekey, root
 

@@ -6,8 +6,8 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from raykv.client import prefix_lookup
+from raykv.integrations.vllm.chain import Chain
 from raykv.integrations.vllm.connector import RayKVConnector
-from raykv.integrations.vllm.manager import Chain
 from raykv.integrations.vllm.ranks import Rank
 
 
@@ -19,20 +19,20 @@ class RoutedConnector(RayKVConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._announced: set[tuple[str, str, bytes]] = set()  # names, paths and weights of adapters
+        self._announced: dict[tuple[str, str], bytes] = {}  # weights of adapters, by name and path
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
         super().set_xfer_handshake_metadata_pp_aware(metadata)
         self._announce(self._vllm_config.model_config.served_model_name)
 
-    def _name_adapter(self, status: Any) -> None:
-        super()._name_adapter(status)
-        adapter, origin = status.req.lora_request, status.req_context.get_state(Chain).origin
-        if not origin.adapter or (named := (adapter.lora_name, adapter.lora_path, origin.weights)) in self._announced:
-            return
-        self._announced.add(named)
-        lora = {"name": adapter.lora_name, "path": adapter.lora_path, "weights": origin.weights.hex()}
-        self.connector_scheduler.manager.in_background(self._announce, adapter.lora_name, lora)
+    def _name_adapter(self, status: Any) -> bool:
+        named = super()._name_adapter(status)
+        adapter, weights = status.req.lora_request, status.req_context.get_state(Chain).origin.weights
+        if named and self._announced.get((adapter.lora_name, adapter.lora_path)) != weights:
+            self._announced[adapter.lora_name, adapter.lora_path] = weights
+            lora = {"name": adapter.lora_name, "path": adapter.lora_path, "weights": weights.hex()}
+            self.connector_scheduler.manager.in_background(self._announce, adapter.lora_name, lora)
+        return named
 
     def _announce(self, name: str, lora: dict[str, str] | None = None) -> None:
         cache = self.connector_scheduler.manager.first_cache

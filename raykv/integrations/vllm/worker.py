@@ -29,8 +29,9 @@ from raykv.client.lease import Lease
 from raykv.client.pool import KVPool
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
-from raykv.integrations.vllm.adapters import Adapter, LoadedAdapters
+from raykv.integrations.vllm.adapters import Adapter
 from raykv.integrations.vllm.chunks import ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.loads import LoadedAdapters
 from raykv.integrations.vllm.ranks import Rank
 from raykv.keys import Keys
 from raykv.metrics.span import under
@@ -47,7 +48,7 @@ GRACE_S = 0.02  # that an engine waits for the directory when it wants back a bl
 class Job:
     """A transfer. state: "queued" -> "copying" -> "done"; a job that is done before it copies must not copy at all.
 
-    blocks: the engine's.
+    blocks: the engine's. adapter: whose KV it loads.
     """
 
     id: int
@@ -56,6 +57,7 @@ class Job:
     after: tuple[Any, ...] = ()  # CUDA events, after which its pages may be touched
     begin: float = field(default_factory=time.perf_counter)
     future: Future[None] | None = None
+    adapter: Adapter | None = None
 
 
 class Run(NamedTuple):
@@ -152,10 +154,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any, expedited: bool = False) -> bool:
         job = self._jobs[job_id] = Job(job_id, "copying", dst_spec.block_ids, self._mark())
-        if not self._has(src_spec.origin.adapter):
-            self._failed.add(job_id)
-            self._finish(job, "copying", 0)
-            return True
+        job.adapter = src_spec.origin.adapter
         away = any(part.away for part in src_spec.ranks[self._number])
         threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
@@ -184,8 +183,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         while not self._done.empty():
             result = self._done.get_nowait()
             job = self._jobs.pop(result.job_id)
-            if job.id in self._failed:
-                self._failed.remove(job.id)
+            if job.id in self._failed or not self._has(job.adapter):
+                self._failed.discard(job.id)
                 self._reported[job.id] = set(job.blocks.tolist())
             results.append(result)
         return results
