@@ -50,6 +50,7 @@ READ = {
     ),
     f"{CONNECTORS}.offloading.scheduler.RequestGroupState": "offload_keys next_stored_chunk_idx block_ids",
     f"{CONNECTORS}.offloading.common.OffloadingConnectorMetadata": "store_jobs",
+    f"{CONNECTORS}.offloading.common.OffloadingWorkerMetadata": "completed_jobs transfer_stats aggregate",
     f"{CONNECTORS}.offloading.worker.OffloadingConnectorWorker": "worker _load_jobs",
     f"{OFFLOAD}.base.OffloadingSpec": "extra_config tokens_per_block blocks_per_chunk config",
     f"{OFFLOAD}.base.GPULoadStoreSpec": "block_ids group_sizes block_indices",
@@ -60,7 +61,11 @@ READ = {
     f"{OFFLOAD}.base.CanonicalKVCacheTensor": "tensor",
     f"{OFFLOAD}.config.OffloadingConfig": "worker_kv_bytes_per_block parallel",
     f"{OFFLOAD}.config.OffloadingParallelConfig": "rank",
-    "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens",
+    "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path",
+    "vllm.lora.worker_manager.WorkerLoRAManager": "_load_adapter list_adapters lora_config",
+    "vllm.v1.core.block_pool.BlockPool": "blocks evict_blocks",
+    "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
+    "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens scheduled_new_reqs",
     "vllm.v1.request.Request": (
         "block_hashes all_token_ids lora_request num_tokens num_prompt_tokens num_computed_tokens is_finished "
         "request_id trace_headers kv_transfer_params skip_reading_prefix_cache"
