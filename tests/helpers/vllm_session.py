@@ -1,7 +1,9 @@
 """A vLLM engine as an actor that is sent a prompt in pieces, as by who speaks to it."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+from uuid import uuid4
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -15,13 +17,16 @@ from raykv.integrations.vllm import kv_transfer_config
 class StreamedEngine:
     """vLLM's AsyncLLM on a pool, in float32: whatever was computed together gives the same tokens."""
 
-    def __init__(self, pool: str, model: str, cache_bytes: int, role: str = "kv_both") -> None:
+    def __init__(self, pool: str, model: str, cache_bytes: int, weights: str) -> None:
+        """weights: a file with what they are called."""
+        transfer = kv_transfer_config(pool)
+        transfer["kv_connector_extra_config"]["weights"] = weights
         arguments = AsyncEngineArgs(
             model=model,
             skip_tokenizer_init=True,
             enforce_eager=True,
             kv_cache_memory_bytes=cache_bytes,
-            kv_transfer_config=kv_transfer_config(pool, role),
+            kv_transfer_config=transfer,
             dtype="float32",
             max_model_len=3200,
             block_size=32,
@@ -52,6 +57,33 @@ class StreamedEngine:
                 answers.append([])
                 answered.set()
         return answers[: len(turns)]
+
+    async def answer(self, prompt: list[int], tokens: int = 8) -> tuple[list[int], int]:
+        """What follows a prompt, and how many of its tokens were cached."""
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        outputs = [it async for it in self.engine.generate({"prompt_token_ids": prompt}, sampling, uuid4().hex)]
+        return list(outputs[-1].outputs[0].token_ids), outputs[-1].num_cached_tokens or 0
+
+    async def reset(self, **options: bool) -> bool:
+        return bool(await self.engine.reset_prefix_cache(**options))
+
+    async def pause(self) -> None:
+        """As the docs do it. The engine goes on after it."""
+        await self._again(lambda: self.engine.pause_generation(mode="keep", clear_cache=True))
+        await self.engine.resume_generation()
+
+    async def reset_all(self) -> None:
+        """As the docs do it, whatever runs and loads."""
+        await self._again(lambda: self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+
+    async def _again(self, call: Callable[[], Awaitable[Any]]) -> None:
+        while True:
+            try:
+                await call()
+                return
+            except Exception:
+                await self.engine.resume_generation()
+                await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         self.engine.shutdown()

@@ -63,7 +63,7 @@ READ = {
     f"{OFFLOAD}.config.OffloadingParallelConfig": "rank",
     "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_load_adapter list_adapters lora_config",
-    "vllm.v1.core.block_pool.BlockPool": "blocks evict_blocks",
+    "vllm.v1.core.block_pool.BlockPool": "blocks evict_blocks reset_prefix_cache",
     "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
     "vllm.v1.core.sched.output.SchedulerOutput": "num_scheduled_tokens scheduled_new_reqs",
     "vllm.v1.request.Request": (

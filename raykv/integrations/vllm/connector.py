@@ -53,6 +53,7 @@ from raykv.integrations.vllm.weights import Weights
 log = logging.getLogger("raykv")
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
+HOLD_S = 1.0  # after a reset that failed, in which it is tried again: no load begins
 WITHOUT_KV = ("ngram", "suffix")  # speculative methods that have no layers of their own
 WITHOUT = "or leave kv_transfer_config out"
 
@@ -104,7 +105,14 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        self._own_cache.blocks = gpu_block_pool
+        self._own_cache.blocks, reset = gpu_block_pool, gpu_block_pool.reset_prefix_cache
+
+        def noted() -> bool:
+            done = bool(reset())
+            self.connector_scheduler.manager.hold(0.0 if done else HOLD_S)
+            return done
+
+        gpu_block_pool.reset_prefix_cache = noted
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
         """What every worker has told: RuntimeError if one has not."""

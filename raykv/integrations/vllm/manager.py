@@ -124,6 +124,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._counts: Counter[str] = Counter()
         self._computing: dict[str, Computing] = {}
         self._rate = 0.0  # tokens a second that requests got computed, lately
+        self._held_until = 0.0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
 
     def set_ranks(self, ranks: list[Rank], groups: list[Group]) -> None:
@@ -140,7 +141,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         Called by the scheduler: it never waits for Ray. key: vLLM's hash of a chunk.
         """
         request = req_context.req_id
-        if request in self._failed or not self.caches:
+        if request in self._failed or not self.caches or time.monotonic() < self._held_until:
             return LookupResult.MISS
         ask, chain = self._asks.get(request), req_context.get_state(Chain)
         if not chain.is_named:
@@ -270,6 +271,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """The request is to be computed from now on."""
         self._failed.add(request)
         self._counts[FAILED] += 1
+
+    def hold(self, seconds: float) -> None:
+        """Find nothing for so long: vLLM can't reset its cache while a request loads."""
+        self._held_until = time.monotonic() + seconds
 
     def reset_cache(self) -> None:
         """The weights may be others now: use the cache of what they are called, which nobody else has without a name.

@@ -1,4 +1,4 @@
-"""Sessions whose prompt grows: what others read of them is the KV of their tokens."""
+"""What only vLLM's AsyncLLM does: sessions whose prompt grows, and resets while requests load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
-from helpers.pools import MIB, eventually
+from helpers.pools import MIB, eventually, node_store, other_node, pid, stopped
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
 
@@ -24,6 +25,9 @@ CHUNK = 128  # tokens
 
 
 class Engines(NamedTuple):
+    """reader: on the other node."""
+
+    pool: raykv.KVPool
     streamed: Any
     reader: Any
 
@@ -39,10 +43,18 @@ def engines(
 ) -> Iterator[Engines]:
     pool, model = start_for_module(cpu_memory=256 * MIB), tmp_path_factory.mktemp("model")
     save_model(model)
-    kind = ray.remote(StreamedEngine).options(num_cpus=0, runtime_env={"env_vars": ENVIRONMENT})
-    streamed: Any = kind.remote(pool.name, str(model), 128 * MIB)
-    engines = Engines(streamed, engine_on(pool.node_id, pool.name, str(model), 128 * MIB, "/fault"))
-    engines.afresh([7] * 40)
+    kind = ray.remote(StreamedEngine).options(
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(pool.node_id, soft=False),
+        runtime_env={"env_vars": ENVIRONMENT},
+    )
+    weights = model / "weights"
+    weights.write_text("step 1")
+    arguments = (pool.name, str(model), 128 * MIB)
+    streamed: Any = kind.remote(*arguments, str(weights))
+    reader = engine_on(other_node(pool), *arguments, "/fault", extra={"weights": str(weights)})
+    engines = Engines(pool, streamed, reader)
+    ray.get([engine.answer.remote([7] * 40) for engine in (streamed, reader)], timeout=300)
     yield engines
     ray.get(streamed.close.remote(), timeout=60)
     ray.kill(streamed)
@@ -72,3 +84,21 @@ def test_a_session_that_grows_is_read_right_by_others(engines: Engines, lengths:
         prompt = said[:end] + [7] * 40
         eventually(lambda prompt=prompt, end=end: engines.afresh(prompt)[1] == end)  # type: ignore[misc]
         assert engines.afresh(prompt) == (engines.afresh(prompt, cold=True)[0], end)
+
+
+@pytest.mark.parametrize("how", ["reset_all", "pause"])
+def test_a_reset_while_a_request_loads_succeeds_when_tried_again(engines: Engines, how: str) -> None:
+    """Of what lies on a node whose store hangs: the load can't end before the first try."""
+    prompt = np.random.default_rng(len(how)).integers(3, 500, 3 * CHUNK + 40).tolist()
+    before = engines.pool.stats()["keys"]
+    right = engines.afresh(prompt)[0]
+    eventually(lambda: engines.pool.stats()["keys"] == before + 3)
+    with stopped(pid(node_store(engines.pool, other_node(engines.pool)))):
+        asked = engines.streamed.answer.remote(prompt)
+        eventually(lambda: not ray.get(engines.streamed.reset.remote(), timeout=60))  # it has blocks
+        with pytest.raises(Exception, match="Failed to reset"):
+            ray.get(engines.streamed.reset.remote(reset_running_requests=True, reset_connector=True), timeout=60)
+        ray.get(getattr(engines.streamed, how).remote(), timeout=60)
+    assert ray.get(asked, timeout=60)[0] == right
+    assert ray.get(engines.streamed.reset.remote(), timeout=60)
+    eventually(lambda: ray.get(engines.streamed.answer.remote(prompt), timeout=60) == (right, 3 * CHUNK))
