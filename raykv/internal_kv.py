@@ -31,7 +31,7 @@ from raykv.system.wire import Address
 # `<pool>/failed/<node>` (why a node has no store), `<pool>/answer/<node>` (pickled: what a node says before a pool
 # starts), `<pool>/compiled` (kernels that the directory has compiled, and all), `<pool>/lock` (who starts or stops it),
 # `<pool>/last_epoch` (kept by a pool that was stopped), `<pool>/seed` (names an empty tier's content), `<pool>/totals`
-# (JSON: counters that outlive a directory).
+# (JSON: counters that outlive a directory), `<pool>/other_tokens/<node>` (chunks that held what their keys are not of).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 LAST_EPOCH = "last_epoch"
@@ -133,6 +133,17 @@ def failures(pool: str) -> dict[str, str]:
     """Why nodes have no store, by Ray node id."""
     found = {node_id: get(pool, f"failed/{node_id}") for node_id in names(pool, "failed")}
     return {node_id: why.decode() for node_id, why in found.items() if why is not None}
+
+
+def count_other_tokens(pool: str, node_id: str, chunks: int) -> None:
+    """A reader on a node found chunks that hold other tokens than their keys stand for."""
+    put(pool, f"other_tokens/{node_id}", str(chunks + int(get(pool, f"other_tokens/{node_id}") or 0)).encode())
+
+
+def other_tokens(pool: str) -> dict[str, int]:
+    """How many such chunks were found, by the node of their readers."""
+    found = {node_id: get(pool, f"other_tokens/{node_id}") for node_id in names(pool, "other_tokens")}
+    return {node_id: int(count) for node_id, count in found.items() if count is not None}
 
 
 def quotas(pool: str) -> dict[str, Quota]:

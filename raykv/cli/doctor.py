@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 import raykv
+from raykv import internal_kv
 from raykv.cli import shell
-from raykv.doctor import exchange, token
+from raykv.doctor import exchange, judgement, token
 from raykv.doctor.examination import Examination
 from raykv.doctor.finding import ADVICE, OK, WRONG, Finding
 
@@ -31,9 +32,15 @@ class Report:
             found += examination.findings()
             if pool:
                 found += exchange.findings(pool, self.hosts)
+                found += self._tokens(pool.name)
                 pool.close()
         order = list(self.hosts)
         self.findings = sorted(found, key=lambda finding: order.index(finding.node))  # stable
+
+    def _tokens(self, pool: str) -> list[Finding]:
+        """What engines on nodes that are still there have told."""
+        told = internal_kv.other_tokens(pool)
+        return [judgement.of_tokens(node, told[node]) for node in self.hosts if node in told]
 
     @property
     def ok(self) -> bool:

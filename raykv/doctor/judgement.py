@@ -63,6 +63,15 @@ def of_clock(node: str, ahead: float, unsure: float) -> Finding:
     return Finding(node, "clock", OK, text)
 
 
+def of_tokens(node: str, chunks: int) -> Finding:
+    """chunks: that engines of the node found to hold other tokens than their keys stand for."""
+    text = (
+        f"{chunks} chunks held other tokens than their keys stand for; engines with verify_tokens dropped and computed "
+        f"them. That is a fault of raykv or of the engine: keep the engines' logs, and report it"
+    )
+    return Finding(node, "tokens", WRONG, text)
+
+
 def _memory(node: str, facts: Facts, neighbours: int) -> Finding:
     room, default = facts.room, PoolConfig().cpu_memory
     asked = neighbours * capacity_bytes(default, facts.total)

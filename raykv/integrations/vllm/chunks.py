@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import LoadStoreSpec
@@ -41,10 +41,11 @@ class PartToLoad(NamedTuple):
 
 @dataclass
 class ChunksToLoad(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie. ranks: by rank, the parts that it reads. origin: of the request."""
+    """Where chunks lie. ranks: by rank, the parts that it reads. origin: of the request. digests: see ChunksToStore."""
 
     ranks: list[list[PartToLoad]]
     origin: Origin
+    digests: dict[int, bytes] = field(default_factory=dict)
 
 
 class ChunksOfGroup(NamedTuple):
@@ -60,8 +61,12 @@ class ChunksOfGroup(NamedTuple):
 
 @dataclass
 class ChunksToStore(LoadStoreSpec):  # type: ignore[misc]
-    """Chunks that the workers are to offer, by group. salt, adapter: of the request's origin."""
+    """Chunks that the workers are to offer, by group. salt, adapter: of the request's origin.
+
+    digests: by group, of what each of its chunks holds (see `contents`); none where that is not verified, or unknown.
+    """
 
     groups: dict[int, ChunksOfGroup]
     salt: str | None = None
     adapter: Adapter | None = None
+    digests: dict[int, bytes] = field(default_factory=dict)

@@ -39,6 +39,7 @@ from raykv.integrations.vllm.adapters import OwnCache, Told, ToldAdapters
 from raykv.integrations.vllm.chain import Chain
 from raykv.integrations.vllm.chunks import Origin
 from raykv.integrations.vllm.compat import TAKES_GROUPS, TRIMS_HASHES, Connector, check_version, kv_replicas, load_limit
+from raykv.integrations.vllm.contents import Contents
 from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, loadable, unsupported
 from raykv.integrations.vllm.identity import identity
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
@@ -95,6 +96,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             manager.weights = Weights(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights"))
             self._adapters = ToldAdapters(self.connector_scheduler.config.num_workers)
             self._own_cache, self._unnamed = OwnCache(), set[str]()  # requests whose adapter has no name yet
+            self._contents = self._make_contents()
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,13 +184,35 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             status = self.connector_scheduler._req_status[new.req_id]
             if status.group_states[0].block_ids:
                 self._go_on(status, new.num_computed_tokens)
+        if self._contents:
+            self._contents.follow(scheduler_output)
         meta = super().build_connector_meta(scheduler_output)
         meta.computes = scheduler_output.total_num_scheduled_tokens > 0
         meta.question = self._adapters.question
         if self._role == "kv_producer":
             for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
                 meta.store_jobs.update(self._store_tail(request_id, tokens))
+        if self._contents:
+            self._contents.note(meta)
         return meta
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        if self._contents:
+            self._contents.finish(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
+        if self._contents:
+            self._contents.finish(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def _make_contents(self) -> Contents | None:
+        """What this engine's blocks hold, where that is to be verified."""
+        if not self._vllm_config.kv_transfer_config.kv_connector_extra_config["verify_tokens"]:
+            return None
+        config, statuses = self.connector_scheduler.config, self.connector_scheduler._req_status
+        tokens = {group.group_idx: group.tokens_per_block for group in config.kv_group_configs}
+        return Contents(tokens, config.blocks_per_chunk, lambda request: statuses[request].req)
 
     def _go_on(self, status: Any, computed: int) -> None:
         """A session's prompt has grown: vLLM tells all of its blocks anew, and keeps what it computed of the others.
@@ -388,6 +412,7 @@ def _configure(vllm_config: Any) -> None:
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
     extra["self_describing_kv_events"] = False  # vLLM's tracker: ours is KVEvents
     extra["patience"] = patience_of(extra)
+    extra["verify_tokens"] = bool(extra.get("verify_tokens", False))
     extra["sync_load_budget_bytes"] = 0  # vLLM can't compute what a load within a step does not bring
 
 

@@ -99,6 +99,11 @@ class LoadedAdapters:
         load = self._now().get(adapter.id)
         return load is not None and (load.weights, load.number) == (adapter.weights, adapter.numbers[self._rank])
 
+    def weights_of(self, adapter: int) -> bytes:
+        """Of an adapter by vLLM's id, as it is loaded now; empty where that is not known."""
+        load = self._now().get(adapter)
+        return load.weights if load else b""
+
     def news(self, question: int) -> dict[int, Told]:
         """By rank, what the scheduler's side does not know yet. question: its last."""
         told = Told(question, self._now())

@@ -5,6 +5,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from raykv.integrations.node import attach
+from raykv.integrations.vllm.contents import DIGEST_BYTES
 from raykv.integrations.vllm.groups import pool_part
 from raykv.integrations.vllm.manager import METRICS, RayKVManager
 from raykv.integrations.vllm.worker import RayKVWorker, pages_of
@@ -42,18 +43,19 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             device, rank = kv_caches.tensors[0].tensor.device, self.config.parallel.rank
             pool = attach(self._pool, None if device.type == "cpu" else str(device))
             parts, stores = self.extra_config["parts"], self.extra_config["stores"][rank]
-            pages = pages_of(kv_caches)
+            pages, verifies = pages_of(kv_caches), self.extra_config["verify_tokens"]
             caches = [
                 {
                     part: pool.cache(
                         **self._arguments,
                         block_tokens=tokens * self.blocks_per_chunk,
-                        block_bytes=of_group.bytes * self.blocks_per_chunk // len(parts[rank]),
+                        block_bytes=of_group.bytes * self.blocks_per_chunk // len(parts[rank])
+                        + verifies * DIGEST_BYTES,
                         part=pool_part(place, part, parts),
                     )
                     for part in parts[rank]
                 }
                 for place, (of_group, tokens) in enumerate(zip(pages, self.tokens_per_block, strict=True))
             ]
-            self._worker = RayKVWorker(pool, caches, rank, pages, self.blocks_per_chunk, stores)
+            self._worker = RayKVWorker(pool, caches, rank, pages, self.blocks_per_chunk, stores, verifies)
         return self._worker

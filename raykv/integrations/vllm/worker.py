@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
+from raykv import internal_kv
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import cuda
 from raykv.client.cache import KVCache
@@ -31,6 +32,7 @@ from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation
 from raykv.integrations.vllm.adapters import Adapter
 from raykv.integrations.vllm.chunks import ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.contents import DIGEST_BYTES, mixed
 from raykv.integrations.vllm.loads import LoadedAdapters
 from raykv.integrations.vllm.ranks import Rank
 from raykv.keys import Keys
@@ -48,7 +50,7 @@ GRACE_S = 0.02  # that an engine waits for the directory when it wants back a bl
 class Job:
     """A transfer. state: "queued" -> "copying" -> "done"; a job that is done before it copies must not copy at all.
 
-    blocks: the engine's. adapter: whose KV it loads.
+    blocks: the engine's. adapter: whose KV it loads. weights: of the adapter that it is for, as they are loaded here.
     """
 
     id: int
@@ -58,6 +60,7 @@ class Job:
     begin: float = field(default_factory=time.perf_counter)
     future: Future[None] | None = None
     adapter: Adapter | None = None
+    weights: bytes = b""
 
 
 class Run(NamedTuple):
@@ -79,11 +82,12 @@ class Run(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Slots for a part of chunks. number: of the part, among those that the rank has."""
+    """Slots for a part of chunks. number: of the part, among those that the rank has. digests: of the chunks."""
 
     run: Run
     number: int
     reservation: Reservation
+    digests: torch.Tensor | None
 
 
 def pages_of(kv_caches: Any) -> list[Rows]:
@@ -115,14 +119,17 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         pages: list[Rows],
         blocks_per_chunk: int,
         stores: bool = True,
+        verifies: bool = False,
     ) -> None:
         """pages: of each group the engine's blocks, see `pages_of`. caches: of each group those of the parts of a chunk
         that this rank has: equal pieces of every page, in order.
 
-        stores: this rank offers what it has; without it another does, which has the same bytes.
+        stores: this rank offers what it has; without it another does, which has the same bytes. verifies: a digest of
+        what it holds ends each chunk (see `contents`).
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._pages, self._writes, self._device = pages, stores, pages[0].device
+        self._verifies = verifies
         self.adapters: LoadedAdapters | None = None
         self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # of the GPU
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
@@ -149,12 +156,14 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if not self._writes or not self._has(dst_spec.adapter):
             self._finish(job, "queued", 0)
             return True
+        job.weights = self._weights_of(dst_spec.adapter)
         job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
         return True
 
     def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any, expedited: bool = False) -> bool:
         job = self._jobs[job_id] = Job(job_id, "copying", dst_spec.block_ids, self._mark())
         job.adapter = src_spec.origin.adapter
+        job.weights = self._weights_of(job.adapter)
         away = any(part.away for part in src_spec.ranks[self._number])
         threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
@@ -164,6 +173,9 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def _has(self, adapter: Adapter | None) -> bool:
         """Whether the adapter's weights are still those that a request's keys name."""
         return self.adapters is None or self.adapters.has(adapter)
+
+    def _weights_of(self, adapter: Adapter | None) -> bytes:
+        return self.adapters.weights_of(adapter.id) if self.adapters and adapter else b""
 
     def pause(self) -> None:
         """Wait a moment, in steps that compute nothing: scheduler and worker that poll would take the copy's cores.
@@ -213,11 +225,13 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if job.state == "done":
             return
         try:
-            offers = [offer for run in self._runs(source) for offer in self._offers(run, target)]
+            offers = [offer for run in self._runs(source) for offer in self._offers(run, target, job.weights)]
             if any(len(offer.reservation) for offer in offers) and self._begin(job):
                 for offer in offers:
                     if len(offer.reservation):
-                        rows = self._rows(offer.run, offer.run.chunks, offer.number, self._nothing, job.after)
+                        rows = self._rows(
+                            offer.run, offer.run.chunks, offer.number, self._nothing, job.after, offer.digests
+                        )
                         offer.reservation.copy_in(rows)
                         size += len(offer.reservation) * self.rank.part_bytes[offer.run.group]
                         self._commits.submit(self._commit, offer.reservation)
@@ -239,7 +253,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             if size
         ]
 
-    def _offers(self, run: Run, target: ChunksToStore) -> list[Offer]:
+    def _offers(self, run: Run, target: ChunksToStore, weights: bytes) -> list[Offer]:
         """Slots for the parts of a group's chunks, on this node where it has room. None for a group with a gap.
 
         A window has let go of the blocks before it: a chunk that begins with such blocks is left out.
@@ -251,13 +265,16 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         blocks = chunks.tail or run.chunks * run.per_chunk
         if blocks != len(run.ids) or run.chunks + left_out != _count(keys):
             return []
+        if self._verifies and run.group not in target.digests:
+            return []
+        digests = self._digests(target.digests.get(run.group, b"")[left_out * DIGEST_BYTES :], weights)
         caches = self._caches[run.group]
         left = {part: _rows_of_keys(keys[part])[left_out:] for part in caches}
         reserved = [
             cache.reserve(Keys(left[part], cache.id.for_salt(target.salt)), position + left_out)
             for part, cache in caches.items()
         ]
-        return [Offer(run, number, reservation) for number, reservation in enumerate(reserved)]
+        return [Offer(run, number, reservation, digests) for number, reservation in enumerate(reserved)]
 
     def _commit(self, reservation: Reservation) -> None:
         try:
@@ -271,28 +288,30 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         size = 0
         try:
             with under(source.origin.headers):
-                size = self._read(source, target, job.after)
+                size = self._read(source, target, job)
         except Exception:
             log.exception("pool %s: a load failed", self._pool.name)
         if not size:
             self._failed.add(job.id)
         self._finish(job, "copying", size)
 
-    def _read(self, source: ChunksToLoad, target: Any, after: tuple[Any, ...]) -> int:
+    def _read(self, source: ChunksToLoad, target: Any, job: Job) -> int:
         """Bytes read: of all chunks, or 0 if one of them does not come."""
         size, runs = 0, {run.group: run for run in self._runs(target)}
         for part in source.ranks[self._number]:
-            read = self._read_part(part, runs[part.group], source.origin, after)
+            expected = mixed(source.digests.get(part.group, b""), job.weights)
+            read = self._read_part(part, runs[part.group], source.origin, job.after, expected)
             if not read:
                 return 0
             size += read
         return size
 
-    def _read_part(self, part: PartToLoad, run: Run, origin: Origin, after: tuple[Any, ...]) -> int:
-        """The same, of one part."""
+    def _read_part(self, part: PartToLoad, run: Run, origin: Origin, after: tuple[Any, ...], expected: bytes) -> int:
+        """The same, of one part. expected: digests of its chunks."""
         session, done, leased = self._pool.session, 0, part.leased
         chunks = sum(len(blocks.keys) // KEY_BYTES for blocks in leased)
-        rows = self._rows(run, chunks, part.number, self._spare, after)
+        digests = self._digests(bytes(chunks * DIGEST_BYTES), b"")
+        rows = self._rows(run, chunks, part.number, self._spare, after, digests)
         # not by index: a new directory has others
         if session.local is None or any(session.local.arena.nonce != blocks.nonce for blocks in leased):
             session.refresh()
@@ -309,7 +328,29 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         if record is not None:
             record.read = done * record.cache.block_tokens
             session.directory.report(record.line(session.node_id))
-        return rows.bytes * done if done == len(rows) else 0
+        if done < len(rows) or (digests is not None and not self._are(digests, expected, leases)):
+            return 0
+        return rows.bytes * done
+
+    def _digests(self, digests: bytes, weights: bytes) -> torch.Tensor | None:
+        """Where chunks have their digests beside the engine's pages; None where nothing is verified."""
+        if not self._verifies:
+            return None
+        found = torch.frombuffer(bytearray(mixed(digests, weights)), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
+        return found.to(self._spare.device)
+
+    def _are(self, digests: torch.Tensor, expected: bytes, leases: list[Lease]) -> bool:
+        """Whether chunks that were read hold what their keys stand for. Those that do not are dropped, and counted."""
+        other = np.frombuffer(digests.cpu().numpy().tobytes(), "V8") != np.frombuffer(expected, "V8")
+        if not other.any():
+            return True
+        directory, first = self._pool.session.directory, 0
+        directory.fault("tokens", f"{int(other.sum())} chunks hold other tokens than their keys stand for")
+        for lease in leases:
+            directory.corrupt(lease.source[other[first : first + len(lease)]])
+            first += len(lease)
+        internal_kv.count_other_tokens(self._pool.name, self._pool.session.node_id, int(other.sum()))
+        return False
 
     def _record(self, part: PartToLoad, leases: list[Lease], origin: Origin) -> RequestRecord | None:
         """Of a read, if somebody follows requests."""
@@ -320,18 +361,29 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         name = lease_name(part.leased[0].owner, part.leased[0].lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
 
-    def _rows(self, run: Run, chunks: int, number: int, other: torch.Tensor, after: tuple[Any, ...]) -> Rows:
+    def _rows(
+        self,
+        run: Run,
+        chunks: int,
+        number: int,
+        other: torch.Tensor,
+        after: tuple[Any, ...],
+        digests: torch.Tensor | None,
+    ) -> Rows:
         """The engine's blocks as rows of a part of chunks, which the CUDA events `after` are to precede.
 
         other: a page for what is no block of the engine's: a load may want only a part of the first and last chunk, and
-        the tail of a prompt does not fill one.
+        the tail of a prompt does not fill one. digests: (chunks, 8) uint8, which end the chunks; None: nothing does.
         """
         pages, per_chunk = self._pages[run.group], self._per_chunk
         lengths = pages.lengths // len(self._caches[run.group])
         wanted = np.full((chunks * per_chunk, pages.addresses.shape[1]), other.data_ptr())
         wanted[run.skipped : run.skipped + len(run.ids)] = pages.addresses[run.ids] + number * lengths
         addresses, lengths = wanted.reshape(chunks, -1), np.tile(lengths, per_chunk)
-        return Rows(addresses, lengths, (pages, other), writable=True, device=self._device, after=after)
+        if digests is not None:
+            ends = digests.data_ptr() + DIGEST_BYTES * np.arange(chunks)
+            addresses, lengths = np.column_stack([addresses, ends]), np.append(lengths, DIGEST_BYTES)
+        return Rows(addresses, lengths, (pages, other, digests), writable=True, device=self._device, after=after)
 
     def _mark(self) -> tuple[Any, ...]:
         """CUDA events after the work that this thread's stream has now: it may be on a job's pages."""
