@@ -168,20 +168,23 @@ def exclusive(pool: str, seconds: float) -> Iterator[None]:
     """
     job, end = ray.get_runtime_context().get_job_id(), time.monotonic() + seconds
     mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()
-    while not put(pool, LOCK, mine, overwrite=False):
-        holder = get(pool, LOCK) or b""
-        if holder and holder.decode().partition("/")[0] not in _living_jobs():
-            drop(pool, LOCK)  # it was killed
-        elif time.monotonic() > end:
-            raise TimeoutError(
-                f"another process has been starting or stopping pool {pool!r} for {seconds:.0f} s: end that process, "
-                f"or try again"
-            )
-        time.sleep(AWAIT_LOOK_S)
-    try:
+    try:  # before the first `put`: a signal's handler may raise behind it
+        while not put(pool, LOCK, mine, overwrite=False):
+            holder = get(pool, LOCK) or b""
+            if holder == mine:  # a signal's handler raised where it was to be given up
+                break
+            if holder and holder.decode().partition("/")[0] not in _living_jobs():
+                drop(pool, LOCK)  # it was killed
+            elif time.monotonic() > end:
+                raise TimeoutError(
+                    f"another process has been starting or stopping pool {pool!r} for {seconds:.0f} s: end that "
+                    f"process, or try again"
+                )
+            time.sleep(AWAIT_LOOK_S)
         yield
     finally:
-        drop(pool, LOCK)
+        if get(pool, LOCK) == mine:
+            drop(pool, LOCK)
 
 
 def _living_jobs() -> set[str]:

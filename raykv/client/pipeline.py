@@ -3,6 +3,10 @@
 Answers come in the order of their requests. No thread reads for the others: whoever waits for an answer reads, and
 delivers what comes for others, until its own is there; then the next who waits goes on reading. A loop that waits has
 the socket among those that it watches.
+
+A signal's handler may raise in the main thread wherever a call returns or a function begins. Between `acquire` and its
+`try` a lock would stay taken for good. So the turn to read is an item of a dict: one call takes it inside of the `try`,
+and it is given up without one.
 """
 
 import asyncio
@@ -24,16 +28,18 @@ RECEIVE_BYTES = 256 << 10  # at a time
 ANSWER_BYTES = 1 << 30  # the longest
 SEND_S = 0.25  # until a peer is given up that does not take a request
 Answer = bytes | ConnectionError
+READER = "reader"
 Deliver = Callable[[Answer], None]  # called with an answer, or with what ended the connection, by whoever reads it
 
 
 class Request:
-    """A request whose answer a thread waits for. answer: None until it is there."""
+    """A request whose answer a thread waits for. answer: None until it is there. gone: nobody waits any more."""
 
-    __slots__ = ("answer", "woken")
+    __slots__ = ("answer", "gone", "woken")
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
+        self.gone = False
         self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # the answer is there, or nobody reads
 
     def deliver(self, answer: Answer) -> None:
@@ -55,12 +61,17 @@ class Pipeline:
         self._readable.register(self.socket, select.POLLIN)
         self._usable.register(self.socket, select.POLLIN | select.POLLOUT)
         self._sending = threading.Lock()  # guards that requests are sent whole, in the order of `_due`
-        self._reading = threading.Lock()  # held by who reads the socket; guards _inbox, and taking from _due
+        self._turn: dict[str, object] = {}  # READER: who reads the socket, uses _inbox, and takes from _due
         self._due: deque[Deliver] = deque()
         self._waiting: deque[Request] = deque()  # what threads are in `wait` for
         self._inbox, self._buffer = bytearray(), memoryview(bytearray(RECEIVE_BYTES))
         self._loops: Counter[asyncio.AbstractEventLoop] = Counter()  # requests that each waits for
-        self.alive = True
+        self.alive, self._why = True, "the connection has failed"
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody reads now."""
+        return READER in self._turn
 
     def send(self, body: bytes, deliver: Deliver) -> None:
         """Send a request. Raises ConnectionError where that fails; that is delivered, too.
@@ -81,24 +92,29 @@ class Pipeline:
                 self.alive = False
                 self._hang_up()
                 raise
-        self._fail(ConnectionError(why))
+        self._fail(why)
         raise ConnectionError(why)
 
     def wait(self, request: Request, seconds: float) -> bytes:
         """The answer to a request whose `deliver` was sent along. Raises TimeoutError, ConnectionError."""
         end = time.monotonic() + seconds
-        self._waiting.append(request)
         try:
+            self._waiting.append(request)
             while request.answer is None:
-                if self._reading.acquire(blocking=False):
+                if self._turn.setdefault(READER, request) is request:
                     self._read_until(request, end)
                 else:
                     request.woken.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
             raise TimeoutError(f"no answer in {seconds:.2f} s") from None
         finally:
-            self._waiting.remove(request)
-            self._wake_next()  # it may have been this one's turn to read
+            request.gone = True
+            try:
+                if self._turn[READER] is request:
+                    del self._turn[READER]
+            except KeyError:  # nobody reads
+                pass
+            self._pass_on()  # it may have been this one's turn to read
         return _checked(request.answer)
 
     async def answer(self, body: bytes, seconds: float) -> bytes:
@@ -120,16 +136,24 @@ class Pipeline:
 
     def look(self) -> None:
         """Deliver answers that nobody waits for, and see whether the connection has failed. Does not wait."""
-        if self._reading.acquire(blocking=False):
+        mine = object()
+        try:
+            if self._turn.setdefault(READER, mine) is mine:
+                if self.alive:
+                    self._read(0.0)
+                if not self.alive:
+                    self._end(self._why)
+        finally:
             try:
-                self._read(0.0)
-            finally:
-                self._reading.release()
-                self._wake_next()
+                if self._turn[READER] is mine:
+                    del self._turn[READER]
+            except KeyError:  # nobody reads
+                pass
+            self._pass_on()
 
     def close(self) -> None:
         """End the connection. Requests that wait fail."""
-        self._fail(ConnectionError("the connection was closed"))
+        self._fail("the connection was closed")
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # it never was connected
@@ -150,14 +174,11 @@ class Pipeline:
                 self.look()
 
     def _read_until(self, request: Request, end: float) -> None:
-        """Read and deliver until the request's answer is there. queue.Empty at `end`. Releases `_reading`."""
-        try:
-            while request.answer is None:
-                if (left := end - time.monotonic()) <= 0:
-                    raise queue.Empty
-                self._read(left)
-        finally:
-            self._reading.release()
+        """Read and deliver until the request's answer is there. queue.Empty at `end`."""
+        while request.answer is None:
+            if (left := end - time.monotonic()) <= 0:
+                raise queue.Empty
+            self._read(left)
 
     def _read(self, seconds: float) -> None:
         """Wait for bytes so long, and deliver the answers that are whole."""
@@ -175,27 +196,32 @@ class Pipeline:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(ConnectionError(str(error)))
+            self._end(str(error))
         except BaseException:  # a signal's: an answer may have been lost, and the next would be taken for it
             self._hang_up()
             raise
 
-    def _wake_next(self) -> None:
+    def _pass_on(self) -> None:
         """Have a thread read that waits for its answer; whoever reads now does so when it is done."""
-        if not self._reading.locked():
-            with contextlib.suppress(IndexError):  # none waits
-                self._waiting[0].woken.put(None)
+        with contextlib.suppress(IndexError, ValueError):  # none waits, or others have removed it
+            while (first := self._waiting[0]).gone:
+                self._waiting.remove(first)
+            if not self.is_read:
+                first.woken.put(None)
+        if self._due and not self.alive and not self.is_read:  # it failed while somebody else read
+            self.look()
 
-    def _fail(self, error: ConnectionError) -> None:
+    def _fail(self, why: str) -> None:
+        """All that waits fails, at once or when whoever reads now is done."""
+        self._why = why
         self._hang_up()
-        with self._reading:
-            self._end(error)
+        self.look()
 
-    def _end(self, error: ConnectionError) -> None:
-        """Under `_reading`: fail all that waits. What is sent from now on fails, and calls this again."""
+    def _end(self, why: str) -> None:
+        """For the reader: fail all that waits. What is sent from now on fails, and calls this again."""
         self._hang_up()
         while self._due:
-            _deliver(self._due.popleft(), error)
+            _deliver(self._due.popleft(), ConnectionError(why))
 
     def _hang_up(self) -> None:
         """Who reads or sends wakes up. The socket is not closed: others may be using the descriptor."""

@@ -63,7 +63,8 @@ class Session:
         self._looked = time.monotonic()
         self._names: dict[int, str] = {}
         self._others: dict[str, StoreClient] = {}  # by what the directory calls the memory of their nodes
-        self._renewing = threading.Lock()  # held while the node store is looked for
+        self._renewal: threading.Thread | None = None  # that looks for the node store
+        self._renewing = threading.Lock()  # guards that there is one
         self._workers = Workers("raykv")
         self._background = Workers("raykv-background")
 
@@ -101,11 +102,14 @@ class Session:
 
         Nobody queues behind it: a store that does not answer is waited for in a thread of its own, and asked once.
         """
-        if time.monotonic() - self._looked > REFRESH_S and self._renewing.acquire(blocking=False):
+        with self._renewing:
+            looks = self._renewal is not None and self._renewal.is_alive()
+            if looks or time.monotonic() - self._looked <= REFRESH_S:
+                return
+            self._renewal = threading.Thread(target=self._renew, name="raykv-renew", daemon=True)
             try:
-                threading.Thread(target=self._renew, name="raykv-renew", daemon=True).start()
+                self._renewal.start()
             except RuntimeError as error:  # no thread can be started: the next refresh tries again
-                self._renewing.release()
                 self.directory.fault("store", error)
 
     def _let_go_of_lost_memory(self) -> None:
@@ -179,7 +183,6 @@ class Session:
             self.directory.fault("store", error)
         finally:
             self._looked = time.monotonic()
-            self._renewing.release()
 
     def _take(self, found: LocalStore | None) -> None:
         if found is None:

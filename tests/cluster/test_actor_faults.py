@@ -1,5 +1,6 @@
 """Faults of a pool's own actors and nodes, under load: users see misses, and afterwards all blocks again."""
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -83,11 +84,14 @@ def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
         assert ray.get(newcomer.read.remote(prompts[0]), timeout=120)[1:3] == (40, 0)
 
 
-def test_nothing_is_evicted_for_a_writer_that_is_yet_to_find_its_store(start: Callable[..., raykv.KVPool]) -> None:
+def test_nothing_is_evicted_for_a_writer_that_is_yet_to_find_its_store(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new directory calls its node something else. It knows nothing to write into, again and again."""
     pool = start()
     cache, prompts, _ = on_both(pool)
-    with pool.session._renewing:  # nobody looks for the store meanwhile
+    with monkeypatch.context() as forgetful:
+        forgetful.setattr(pool.session, "_looked", math.inf)  # nobody looks for the store meanwhile
         kill(pool, "directory")
         eventually(lambda: served_again(pool))
         before = pool.stats()

@@ -1,6 +1,8 @@
 """The two ways to the directory, its socket and calls through Ray: the same on both, and from one to the other."""
 
 import asyncio
+import itertools
+import math
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 from helpers.echo_server import flood
+from helpers.interrupts import interrupted_at
 from helpers.pools import (
     BLOCK,
     WAYS,
@@ -35,6 +38,7 @@ from helpers.pools import (
 )
 
 import raykv
+import raykv.client.session
 from raykv import internal_kv
 from raykv.client import directory_line
 from raykv.client.prefix_lookup import PrefixLookup, announce
@@ -153,6 +157,39 @@ def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, m
         signal.signal(signal.SIGUSR1, before)
     assert not directory._held
     eventually(lambda: pool.stats()["leases"] == 0)
+
+
+def test_a_look_for_the_store_that_a_signal_interrupts_is_not_the_last(pool: raykv.KVPool) -> None:
+    """At each moment once."""
+    renewed = pool.session.local
+    for moment in itertools.count():
+        pool.session._looked, pool.session.local = -math.inf, None
+        with interrupted_at(moment, raykv.client.session) as at:
+            pool.session.refresh()
+        if not at:
+            break
+
+        def found() -> bool:
+            pool.session._looked = -math.inf
+            pool.session.refresh()
+            return pool.session.local is not None
+
+        eventually(found)
+    assert moment > 3 and renewed
+    keep(a_cache(pool), a_cache(pool).keys(tokens(6, 3)))
+
+
+def test_a_start_that_a_signal_interrupts_can_be_tried_again(pool: raykv.KVPool) -> None:
+    """At each moment once."""
+    for moment in itertools.count():
+        with interrupted_at(moment, internal_kv) as at, internal_kv.exclusive("nobody", 1.0):
+            pass
+        if not at:
+            break
+        with internal_kv.exclusive("nobody", 1.0):
+            pass
+        assert internal_kv.get("nobody", internal_kv.LOCK) is None
+    assert moment > 5
 
 
 # ---------------------------------------------------------------------- faults, on both ways

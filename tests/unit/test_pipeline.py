@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import random
+import select
 import signal
 import socket
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from helpers.echo_server import PATIENCE_S, Server, expected, open_files, question, serving
+from helpers.interrupts import Interrupted, interrupted_at
 from helpers.pools import eventually
 
 import raykv.client.pipeline
@@ -179,10 +181,6 @@ def test_a_request_whose_answer_nobody_waits_for_keeps_nobody_from_reading(pipel
             future.result(PATIENCE_S)
 
 
-class Interrupted(BaseException):
-    """What a signal's handler raises."""
-
-
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -205,7 +203,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 def test_a_waiter_that_a_signal_interrupts_passes_its_turn_on(pipeline: Pipeline, reads: bool) -> None:
     with threads(2) as executor:
         other = None if reads else executor.submit(ask, pipeline, 1, 0, 0.5)
-        eventually(lambda: reads or pipeline._reading.locked())
+        eventually(lambda: reads or pipeline.is_read)
         request = send(pipeline, 2, seconds=0.5)
         with interrupted_after(0.1):
             if reads:
@@ -217,8 +215,30 @@ def test_a_waiter_that_a_signal_interrupts_passes_its_turn_on(pipeline: Pipeline
 
 
 def _wait_when_read(pipeline: Pipeline, request: Request) -> None:
-    eventually(lambda: pipeline._reading.locked())
+    eventually(lambda: pipeline.is_read)
     assert pipeline.wait(request, PATIENCE_S) == expected(3)
+
+
+@pytest.mark.parametrize("what", ["wait", "look"])
+def test_a_signal_at_any_moment_leaves_the_turn_to_others(what: str) -> None:
+    """At each moment once: the pipeline has failed then, or others read."""
+    with serving() as listener, threads(1) as executor:
+        pipeline, moments = Pipeline(listener.address), list[str]()
+        while True:
+            request = send(pipeline, 1)
+            assert select.select([pipeline.socket], [], [], PATIENCE_S)[0]  # there is something to read
+            with interrupted_at(len(moments), raykv.client.pipeline) as at:
+                pipeline.wait(request, PATIENCE_S) if what == "wait" else pipeline.look()
+            if not at:
+                break
+            moments.append(at[0])
+            assert not pipeline.is_read, at
+            if pipeline.alive:
+                executor.submit(ask, pipeline, 2).result(2 * PATIENCE_S)
+            else:
+                pipeline = Pipeline(listener.address)
+        pipeline.close()
+    assert len(moments) > 10, moments
 
 
 # ---------------------------------------------------------------------- event loops
