@@ -31,7 +31,8 @@ from raykv.system.wire import Address
 # `<pool>/failed/<node>` (why a node has no store), `<pool>/answer/<node>` (pickled: what a node says before a pool
 # starts), `<pool>/compiled` (kernels that the directory has compiled, and all), `<pool>/lock` (who starts or stops it),
 # `<pool>/last_epoch` (kept by a pool that was stopped), `<pool>/seed` (names an empty tier's content), `<pool>/totals`
-# (JSON: counters that outlive a directory), `<pool>/other_tokens/<node>` (chunks that held what their keys are not of).
+# (JSON: counters that outlive a directory), `<pool>/rank/<engine>/<n>` (JSON: where a worker of an engine is),
+# `<pool>/other_tokens/<node>` (chunks that held what their keys are not of).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 LAST_EPOCH = "last_epoch"

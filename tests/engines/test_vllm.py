@@ -215,7 +215,7 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
     return (
         other.get("version", "0.32.0"),
         config,
-        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]),
+        SimpleNamespace(kv_cache_groups=other.get("groups", [SimpleNamespace(kv_cache_spec=spec)])),
     )
 
 
@@ -228,6 +228,7 @@ def engine(**other: Any) -> tuple[str, Any, Any]:
         ({"nnodes": 2}, "nnodes=2"),
         ({"speculative": SimpleNamespace(method="eagle")}, "method='eagle'.*set it to one of ngram"),
         ({"kind": CrossAttentionSpec}, "CrossAttentionSpec, which raykv can't reuse"),
+        ({"groups": []}, "no KV of a prompt, as BERT"),
     ],
 )
 def test_engines_that_are_not_supported_are_refused(other: dict[str, Any], said: str) -> None:

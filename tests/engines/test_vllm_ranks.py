@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from raykv.integrations.vllm.groups import Group
 from raykv.integrations.vllm.manager import RayKVManager
-from raykv.integrations.vllm.ranks import Rank, in_order
+from raykv.integrations.vllm.ranks import Rank, tell, told
 
 BYTES = (4096, 8192)  # of a part: stages of a pipeline may have different numbers of layers
 KEYS = [make_offload_key(one, 0) for one in HASHES]
@@ -106,9 +105,13 @@ def test_nothing_is_asked_or_stored_before_the_workers_told_where_they_are(manag
     manager.on_request_finished(context)
 
 
-def test_stages_of_a_pipeline_are_parts_in_the_order_of_ranks() -> None:
-    told = {(stage, rank): Rank(f"n{stage}{rank}", (2 * stage + rank,), (1,)) for stage in (1, 0) for rank in (1, 0)}
-    ranks = in_order(told, SimpleNamespace(world_size=4))
-    assert [rank.parts for rank in ranks] == [(0,), (1,), (2,), (3,)]
+def test_workers_tell_where_they_are_in_the_order_of_ranks(manager: RayKVManager) -> None:
+    pool = manager._pool
+    ranks = [Rank(f"n{number}", (number,), (1, 2)) for number in range(4)]
+    for number in (2, 0, 3, 1):
+        tell(pool.name, "engine", number, ranks[number])
     with pytest.raises(RuntimeError, match="4 of 5 workers"):
-        in_order(told, SimpleNamespace(world_size=5))
+        told(pool.name, "engine", 5)
+    assert told(pool.name, "engine", 4) == ranks
+    with pytest.raises(RuntimeError, match="0 of 4 workers"):  # they belong to one start of an engine
+        told(pool.name, "engine", 4)

@@ -1,6 +1,7 @@
 """A vLLM engine as an actor, for the tests that share a pool between several."""
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
@@ -17,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import InprocClient
 
 import raykv.client.lease
-from helpers.pools import PATIENCE_S
+from helpers.pools import PATIENCE_S, free_port
 from raykv.bench import one_process
 from raykv.integrations.vllm.chunks import ChunksToLoad
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
@@ -125,13 +126,28 @@ class Engine:
         extra: dict[str, Any] | None = None,
         connector: tuple[str, str] = (__name__, "FaultyConnector"),
         role: str = "kv_both",
+        beside: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], []),
+        policy: str = "recompute",
         **options: Any,
     ) -> None:
-        """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM."""
+        """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM.
+
+        beside: configurations of other connectors in one MultiConnector, before and after. policy: of that, for failed
+        loads.
+        """
         one_process.prepare()
         transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
         transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
+        if any(beside):
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+            before, after = beside
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {"connectors": [*before, transfer, *after]},
+            }
         defaults = {"dtype": "float32", "max_model_len": 3200, "max_num_batched_tokens": 4096, "block_size": 32}
         self.llm = LLM(
             model,

@@ -65,6 +65,21 @@ def test_vllm_takes_the_connector_that_a_configuration_names(written: dict[str, 
     assert not inspect.isabstract(connector)
 
 
+@pytest.mark.parametrize("written", [kv_transfer_config("default"), routed_config("default")])
+@pytest.mark.parametrize("name", ["OffloadingConnector", "LMCacheMPConnector"])
+def test_offloading_of_vllms_own_beside_the_pool_is_refused(written: dict[str, Any], name: str) -> None:
+    """`kv_offloading_size` replaces the connector's name, and leaves its module."""
+    config = KVTransferConfig(**written | {"kv_connector": name})
+    with pytest.raises(ValueError, match="leave kv_offloading_size out"):
+        KVConnectorFactory.get_connector_class(config)
+
+
+def test_a_name_that_is_nobodys_is_missing() -> None:
+    config = KVTransferConfig(**kv_transfer_config("default") | {"kv_connector": "Unheard"})
+    with pytest.raises(AttributeError, match="Unheard"):
+        KVConnectorFactory.get_connector_class(config)
+
+
 def test_vllm_takes_the_spec_that_the_connector_names() -> None:
     config = KVTransferConfig(**kv_transfer_config("default"))
     _configure(SimpleNamespace(kv_transfer_config=config))

@@ -7,8 +7,12 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from raykv.client import prefix_lookup
 from raykv.integrations.vllm.chain import Chain
+from raykv.integrations.vllm.compat import missing
 from raykv.integrations.vllm.connector import RayKVConnector
-from raykv.integrations.vllm.ranks import Rank
+
+
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name)
 
 
 class RoutedConnector(RayKVConnector):
@@ -20,10 +24,8 @@ class RoutedConnector(RayKVConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._announced: dict[tuple[str, str], bytes] = {}  # weights of adapters, by name and path
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
-        super().set_xfer_handshake_metadata_pp_aware(metadata)
-        self._announce(self._vllm_config.model_config.served_model_name)
+        if self.connector_scheduler is not None:
+            self._announce(self._vllm_config.model_config.served_model_name)
 
     def _name_adapter(self, status: Any) -> bool:
         named = super()._name_adapter(status)

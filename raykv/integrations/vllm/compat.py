@@ -24,6 +24,8 @@ log = logging.getLogger("raykv")
 
 OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM: these and those between were tried
 INSTALL = "pip install 'vllm>=0.29,<0.34'"
+# connectors of vLLM's that `kv_offloading_size` puts in the place of a configured one, whose module it keeps
+REPLACING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
 
 
 def check_version(version: str) -> None:
@@ -39,6 +41,16 @@ def _minor(version: str) -> tuple[int, int] | None:
     """None for a version that has no numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def missing(module: str, name: str) -> Exception:
+    """What to raise where a connector is looked for in one of our modules, by a name that is not there."""
+    if name in REPLACING:
+        return ValueError(
+            f"kv_offloading_size has vLLM use its own {name} in the place of raykv's connector: leave "
+            f"kv_offloading_size out, or kv_transfer_config"
+        )
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def kv_replicas(kv_cache_config: Any, tensor: int) -> int:

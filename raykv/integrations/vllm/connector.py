@@ -26,6 +26,7 @@ from raykv.system.extras import to_install
 try:
     import torch
     import vllm
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -44,7 +45,7 @@ from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, 
 from raykv.integrations.vllm.identity import identity
 from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
 from raykv.integrations.vllm.loads import LoadedAdapters
-from raykv.integrations.vllm.ranks import Cut, Rank, check_heads, cut, in_order
+from raykv.integrations.vllm.ranks import Cut, check_heads, cut, tell, told
 from raykv.integrations.vllm.serve_llm import register
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
 from raykv.integrations.vllm.tail import Tail, as_chunk, store_job, tail_of
@@ -81,6 +82,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """ValueError for a version, hash, parallel shape or KV layout of vLLM that is not supported."""
         check(vllm.__version__, vllm_config, kv_cache_config)
+        _check_policy(vllm_config)
         _configure(vllm_config)
         _identify(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -97,6 +99,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             self._adapters = ToldAdapters(self.connector_scheduler.config.num_workers)
             self._own_cache, self._unnamed = OwnCache(), set[str]()  # requests whose adapter has no name yet
             self._contents = self._make_contents()
+            self._place_ranks()
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,10 +119,17 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
         gpu_block_pool.reset_prefix_cache = noted
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Rank]) -> None:
-        """What every worker has told: RuntimeError if one has not."""
-        scheduler = self.connector_scheduler
-        ranks = in_order(metadata, self._vllm_config.parallel_config)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Another connector's, inside of vLLM's MultiConnector."""
+
+    def _place_ranks(self) -> None:
+        """What every worker has told, all of which have their memory by now: RuntimeError if one has not."""
+        scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
+        ranks = told(
+            extra.get("pool", "default"),
+            self._kv_transfer_config.engine_id,
+            self._vllm_config.parallel_config.world_size,
+        )
         if why := _why_computed(self._vllm_config):
             log.warning("this engine reads and stores nothing in the raykv pool: %s", why)
         else:
@@ -312,10 +322,6 @@ class RayKVConnector(Connector):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ worker
 
-    def get_handshake_metadata(self) -> Rank:
-        rank: Rank = self.connector_worker.worker.rank
-        return rank
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """ValueError where the canonical layout was asked for, and pages do not lie head by head."""
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -323,7 +329,14 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         if parts.by_heads:
             check_heads(kv_caches, spec.num_kv_heads)
         super().register_kv_caches(kv_caches)
-        self.connector_worker.worker.adapters = self._loaded
+        worker, extra = self.connector_worker.worker, self._kv_transfer_config.kv_connector_extra_config
+        worker.adapters = self._loaded
+        tell(
+            extra.get("pool", "default"),
+            self._kv_transfer_config.engine_id,
+            self._vllm_config.parallel_config.rank,
+            worker.rank,
+        )
 
     def build_connector_worker_meta(self) -> Any:
         meta = super().build_connector_worker_meta()
@@ -377,6 +390,8 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
             f"more than the tokens up to there: set it to one of {', '.join(WITHOUT_KV)}, {WITHOUT}"
         )
     groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise ValueError("this model keeps no KV of a prompt, as BERT and other encoders: leave kv_transfer_config out")
     if wrong := set().union(*(unsupported(group.kv_cache_spec) for group in groups)):
         raise ValueError(
             f"this model's KV cache has {', '.join(sorted(wrong))}, "
@@ -386,6 +401,21 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
         raise ValueError(
             f"this model's KV cache has {len(groups)} groups, but vLLM {version} can't go on after a failed load: "
             f"install 0.30 or later, set disable_hybrid_kv_cache_manager=True if these are sliding windows, {WITHOUT}"
+        )
+
+
+def _check_policy(vllm_config: Any) -> None:
+    """ValueError where vLLM would end a request whose load fails, which it does by default.
+
+    Inside of MultiConnector the configuration of a connector is its own, and the scheduler reads the one around.
+    """
+    around = get_current_vllm_config_or_none()
+    if around is None or around.kv_transfer_config is vllm_config.kv_transfer_config:
+        return
+    if (policy := around.kv_transfer_config.kv_load_failure_policy) != "recompute":
+        raise ValueError(
+            f'kv_load_failure_policy={policy!r} beside "connectors": a request whose load fails would end with an '
+            f'error: add "kv_load_failure_policy": "recompute" to the kv_transfer_config of MultiConnector itself'
         )
 
 

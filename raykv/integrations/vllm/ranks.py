@@ -7,21 +7,20 @@ head, groups of heads are the parts (`canonical_layout`), so that engines of oth
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-T = TypeVar("T")
+from raykv import internal_kv
+
 HEADS = "heads"
 GROUPS = 8  # of heads, at most: every part is a key of its own in the pool
 
 
-@dataclass(frozen=True)
-class Rank(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler's side, in vLLM's handshake.
+class Rank(NamedTuple):
+    """What a worker tells the scheduler's side.
 
     memory: what the directory calls the memory that it reads and writes, on the node that it runs on. parts: of a
     chunk, those that it has. part_bytes: of one of them, by KV cache group.
@@ -85,15 +84,23 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
             )
 
 
-def in_order(told: Mapping[tuple[int, int], T], parallel: Any) -> list[T]:
-    """What workers told, by (pipeline rank, tensor rank), in the order of their ranks.
+def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
+    """A worker tells the scheduler's side where it is. engine: vLLM's engine_id.
 
-    parallel: vLLM's parallel_config. RuntimeError unless all have.
+    Not by vLLM's handshake: inside of its MultiConnector that is the first connector's.
     """
-    ranks = [told[place] for place in sorted(told)]
-    if len(ranks) != parallel.world_size:
+    internal_kv.put(pool, f"rank/{engine}/{number}", json.dumps(rank).encode())
+
+
+def told(pool: str, engine: str, count: int) -> list[Rank]:
+    """What the workers told, which is forgotten then. RuntimeError unless all of `count` have."""
+    names = [f"rank/{engine}/{number}" for number in range(count)]
+    found = [json.loads(value) for name in names if (value := internal_kv.get(pool, name))]
+    if len(found) != count:
         raise RuntimeError(
-            f"{len(ranks)} of {parallel.world_size} workers told where they run, so raykv can't know which nodes' "
-            f"memory they read: leave kv_transfer_config out"
+            f"{len(found)} of {count} workers told where they run, so raykv can't know which nodes' memory they read: "
+            f"leave kv_transfer_config out"
         )
-    return ranks
+    for name in names:
+        internal_kv.drop(pool, name)
+    return [Rank(memory, tuple(parts), tuple(part_bytes)) for memory, parts, part_bytes in found]

@@ -1,0 +1,74 @@
+"""raykv beside other connectors, in vLLM's MultiConnector: NIXL carries prefills to decoders, the pool is behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+from helpers.pools import MIB, eventually
+
+import raykv
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
+
+from helpers.vllm_engine import close_engines, engine_on, save_model
+
+pytestmark = pytest.mark.timeout(600)
+CHUNK = 128  # tokens
+WHOLE = 3 * CHUNK  # what is read of a prompt
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+ORDERS: dict[str, Any] = {"nixl_first": ([NIXL], []), "raykv_first": ([], [NIXL])}
+
+
+class Place(NamedTuple):
+    """Where engines start. alone: one that has raykv's connector only. fault: while it is there no load succeeds."""
+
+    pool: raykv.KVPool
+    model: Path
+    fault: Path
+    alone: Any
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.pool.name, str(self.model), 128 * MIB, str(self.fault)
+
+
+def afresh(engine: Any, prompt: list[int], cold: bool = False) -> tuple[list[int], int]:
+    """The answer of an engine that has nothing in a cache of its own, and how many tokens it read."""
+    eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
+    return ray.get(engine.answer.remote(prompt, cold=cold), timeout=300)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def place(start_for_module: Callable[..., raykv.KVPool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    pool, folder = start_for_module(cpu_memory=256 * MIB), tmp_path_factory.mktemp("multi")
+    save_model(folder / "model")
+    alone = engine_on(pool.node_id, pool.name, str(folder / "model"), 128 * MIB, str(folder / "fault"))
+    yield Place(pool, folder / "model", folder / "fault", alone)
+    close_engines(alone)
+
+
+@pytest.mark.parametrize("beside", ORDERS.values(), ids=ORDERS)
+def test_beside_nixl_an_engine_stores_reads_and_computes_what_does_not_come(place: Place, beside: Any) -> None:
+    engine = engine_on(place.pool.node_id, *place.arguments, beside=beside)
+    for seed, (writer, reader) in enumerate([(engine, place.alone), (place.alone, engine)]):
+        prompt = np.random.default_rng([seed, bool(beside[0])]).integers(3, 500, WHOLE + 40).tolist()
+        said = afresh(writer, prompt)[0]
+        eventually(lambda reader=reader, prompt=prompt: afresh(reader, prompt)[1] == WHOLE)  # type: ignore[misc]
+        assert afresh(reader, prompt) == (said, WHOLE)
+    place.fault.touch()
+    try:
+        assert afresh(engine, prompt) == (said, 0)
+    finally:
+        place.fault.unlink()
+    close_engines(engine)
+
+
+def test_a_policy_that_ends_requests_is_refused(place: Place) -> None:
+    with pytest.raises(ray.exceptions.RayError, match='add "kv_load_failure_policy": "recompute"'):
+        engine = engine_on(place.pool.node_id, *place.arguments, beside=([NIXL], []), policy="fail")
+        ray.get(engine.answer.remote([7] * 40), timeout=300)
