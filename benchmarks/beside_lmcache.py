@@ -179,7 +179,7 @@ def _wait_for(url: str, folder: str) -> None:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1):
             return
         time.sleep(1.0)
-    logs = [f"{path.name}:\n{path.read_text()[-2000:]}" for path in Path(folder).glob("*.log")]
+    logs = [f"{path.name}:\n{path.read_text(encoding='utf-8')[-2000:]}" for path in Path(folder).glob("*.log")]
     raise TimeoutError(f"{url} did not answer in {WAIT_S:.0f} s. The ends of the logs:\n" + "\n".join(logs))
 
 
@@ -217,7 +217,7 @@ def ask(port: int, model: str, seed: int, **dataset: Any) -> Run:
     }
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     arguments = parser.parse_args([*words, "--disable-tqdm", "--ignore-eos", "--save-detailed"])
-    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+    with open(os.devnull, "w", encoding="utf-8") as quiet, contextlib.redirect_stdout(quiet):
         found = asyncio.run(serve.main_async(arguments))
     if found["completed"] != dataset["num_prompts"]:
         raise RuntimeError(f"{found['completed']} of {dataset['num_prompts']} requests answered: {found['errors']}")

@@ -204,7 +204,7 @@ def _seconds(one: Watched) -> tuple[float, Counter[str]]:
 def _name(one: Watched, pid: int, thread: int) -> str:
     """What Python calls a thread, else the kernel; less its number."""
     try:
-        known = one.names.get(thread) or Path(f"/proc/{pid}/task/{thread}/comm").read_text().strip()
+        known = one.names.get(thread) or Path(f"/proc/{pid}/task/{thread}/comm").read_text(encoding="utf-8").strip()
     except OSError:
         known = "ended"
     return re.sub(r"[_-]?\d+$", "", known)

@@ -28,7 +28,7 @@ def main() -> int:
     setattr(demo, "Console", recorder)  # noqa: B010 - so that mypy lets a class be replaced
     equal = demo.run(REQUESTS, NODES, SEED, as_json=False)
     export = partial(consoles[0].export_svg, title="make demo", unique_id="demo")
-    PICTURE.write_text(export(code_format=FONTS.sub("", CONSOLE_SVG_FORMAT)))
+    PICTURE.write_text(export(code_format=FONTS.sub("", CONSOLE_SVG_FORMAT)), encoding="utf-8")
     return 0 if equal else 1
 
 

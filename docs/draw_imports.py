@@ -56,7 +56,7 @@ def graph() -> Graph:
 def _folders_of(path: Path, modules: dict[str, Path], public: set[str]) -> set[str]:
     """The folders that a file imports; `public` for `import raykv`."""
     found: set[str] = set()
-    for target in imported(ast.parse(path.read_text())):
+    for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
         while target not in modules and "." in target:
             target = target.rpartition(".")[0]
         if target == "raykv":
@@ -101,7 +101,7 @@ def drawn(edges: Graph) -> Iterator[tuple[str, str]]:
 def purpose(folder: str) -> str:
     """The first sentence of a folder's, or a module's, docstring."""
     name = f"raykv.{folder}"
-    doc = ast.get_docstring(ast.parse(dict(sources())[name].read_text())) or ""
+    doc = ast.get_docstring(ast.parse(dict(sources())[name].read_text(encoding="utf-8"))) or ""
     return doc.split("\n\n")[0].replace("\n", " ").replace("`", "").split(". ")[0].rstrip(".")
 
 
@@ -139,4 +139,4 @@ def _box(name: str, x: float, y: float) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
+    PICTURE.write_text(draw(), encoding="utf-8")

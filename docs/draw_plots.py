@@ -38,9 +38,11 @@ def draw(plot: dict[str, Any]) -> str:
 
 def draw_all() -> dict[Path, str]:
     """The plots, by the file that each belongs in."""
-    return {FOLDER / plot["file"]: draw(plot) for plot in json.loads((FOLDER / "figures.json").read_text())}
+    return {
+        FOLDER / plot["file"]: draw(plot) for plot in json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
+    }
 
 
 if __name__ == "__main__":
     for path, picture in draw_all().items():
-        path.write_text(picture)
+        path.write_text(picture, encoding="utf-8")

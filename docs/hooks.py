@@ -29,7 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def changelog() -> str:
     """A page whose title, and so its place in the navigation, has the version."""
-    text = CHANGELOG.read_text().replace("# Changelog", f"# Version {raykv.__version__}: changelog", 1)
+    text = CHANGELOG.read_text(encoding="utf-8").replace("# Changelog", f"# Version {raykv.__version__}: changelog", 1)
     return text.replace("](docs/", "](")
 
 

@@ -54,4 +54,4 @@ def _row(name: str, metric: Metric) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")

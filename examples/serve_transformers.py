@@ -121,7 +121,7 @@ def ask(prompt: str, max_tokens: int = 16, url: str = URL) -> Iterator[dict[str,
 def main() -> None:
     with local_cluster(2) as nodes, local_pool("default", 512 * MIB):
         serve.run(build({}))
-        document = Path(os.__file__).read_text()[:3000]
+        document = Path(os.__file__).read_text(encoding="utf-8")[:3000]
 
         def show(question: str) -> str:
             begin = time.perf_counter()

@@ -100,10 +100,10 @@ class Server(NamedTuple):
     def cpu_s(self) -> float:
         """CPU time of the thread that answers."""
         task = Path(f"/proc/{self.process.process.pid}/task/{self.thread}/schedstat")
-        return int(task.read_text().split()[0]) / 1e9
+        return int(task.read_text(encoding="utf-8").split()[0]) / 1e9
 
     def resident_bytes(self) -> int:
-        pages = int(Path(f"/proc/{self.process.process.pid}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{self.process.process.pid}/statm").read_text(encoding="utf-8").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -36,6 +37,9 @@ class Commands(click.Group):
 @click.version_option(package_name="raykv", message="raykv %(version)s")
 def main() -> None:
     """A KV-cache pool inside a Ray cluster."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale may lack the bars of `raykv status`
 
 
 @main.command()

@@ -68,7 +68,7 @@ def look() -> Facts:
 def _found(path: str, pattern: str) -> str:
     """What a file of the kernel's says; "" where there is no such file, or it says something else."""
     try:
-        match = re.search(pattern, Path(path).read_text())
+        match = re.search(pattern, Path(path).read_text(encoding="utf-8"))
     except OSError:
         return ""
     return match[1] if match else ""

@@ -45,7 +45,7 @@ def _own_random() -> Iterator[None]:
 def _raylet() -> tuple[str, str] | None:
     """(node id, GCS address) of the raylet that started the actor above this process."""
     try:
-        line = Path(f"/proc/{os.environ['RAY_RAYLET_PID']}/cmdline").read_text()
+        line = Path(f"/proc/{os.environ['RAY_RAYLET_PID']}/cmdline").read_text(encoding="utf-8")
     except (KeyError, OSError):
         return None
     found = {name: re.search(rf"--{name}[=\0]([^\0 ]+)", line) for name in ("node_id", "gcs-address")}

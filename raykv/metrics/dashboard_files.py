@@ -27,6 +27,6 @@ def write(folder: Path) -> list[Path]:
     contents = (dashboard.dashboard(), dashboard.rules())
     for name, content in zip(NAMES, contents, strict=True):  # the rules are YAML, as all JSON is
         unfinished = folder / f".{name}.{os.getpid()}"
-        unfinished.write_text(json.dumps(content, indent=2) + "\n")
+        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         unfinished.rename(folder / name)
     return [folder / name for name in NAMES]

@@ -74,7 +74,7 @@ def ray_nodes(proc: str = "/proc") -> set[str]:
 
 
 def _meminfo(proc: Path, name: str) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
+    for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise CapacityError(f"{proc}/meminfo does not say {name}: raykv needs Linux 3.14 or newer")
@@ -82,7 +82,7 @@ def _meminfo(proc: Path, name: str) -> int:
 
 def _limits(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes left) of this process's cgroup and each above it. Inactive page cache counts as left."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
+    for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             names, tree = ("memory.max", "memory.current", "inactive_file"), root
@@ -107,14 +107,14 @@ def _upwards(tree: Path, path: str) -> Iterator[Path]:
 
 def _number(path: Path) -> int | None:
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # absent here, or "max"
         return None
 
 
 def _stat(path: Path, name: str) -> int:
     try:
-        fields = dict(line.split(None, 1) for line in path.read_text().splitlines())
+        fields = dict(line.split(None, 1) for line in path.read_text(encoding="utf-8").splitlines())
     except OSError:
         return 0
     return int(fields.get(name, 0))
@@ -123,7 +123,7 @@ def _stat(path: Path, name: str) -> int:
 def _raylets(proc: Path) -> Iterator[Path]:
     for process in proc.iterdir():
         try:
-            if process.name.isdigit() and (process / "comm").read_text().strip() == "raylet":
+            if process.name.isdigit() and (process / "comm").read_bytes().strip() == b"raylet":
                 yield process
         except OSError:  # it has just ended
             continue

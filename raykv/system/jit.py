@@ -31,7 +31,7 @@ _compiling = threading.Lock()  # guards _complete, and what all kernels of a pro
 def _kernel_sources() -> list[Path]:
     """Files that define kernels, and all of raykv that they import: a constant of theirs is in the machine code."""
     package = Path(__file__).parent.parent
-    texts = {path: path.read_text() for path in package.rglob("*.py")}
+    texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     found = [path for path, text in texts.items() if "@kernel" in text]
     for path in found:  # grows meanwhile
         for module, names in re.findall(r"^from (raykv[\w.]*) import \(?([\w, ]*)", texts[path], re.MULTILINE):
@@ -56,7 +56,8 @@ def cache_folder() -> tuple[str, list[str]]:
         sources.update(path.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"raykv-{sources.hexdigest()[:16]}"
-    if _is_private(folder := os.path.join(base, name)):
+    folder = os.path.join(base, name)
+    if os.path.isabs(base) and _is_private(folder):  # "~" stays where this user has no home
         return folder, []
     shared = os.path.join(tempfile.gettempdir(), f"raykv-kernels-{os.getuid()}")
     if _is_private(shared) and _is_private(instead := os.path.join(shared, name)):
@@ -196,8 +197,8 @@ def _compile_in_processes(names: list[str], on_progress: Progress) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", "import sys; from raykv.system import jit; jit.compile_some(sys.argv[1:])"]
     with contextlib.ExitStack() as running:
-        lines = running.enter_context(open(report))
-        with open(said) as output:
+        lines = running.enter_context(open(report, encoding="utf-8"))
+        with open(said, encoding="utf-8") as output:
             for share in range(processes):
                 process = subprocess.Popen([*command, *names[share::processes]], stdout=output, env=environment)
                 running.callback(process.wait)

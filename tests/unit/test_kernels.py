@@ -62,21 +62,24 @@ def test_a_kernel_on_the_list_is_not_compiled_for_other_arguments() -> None:
         table.find("no columns", np.zeros((0, 2), np.uint64), np.zeros(0, np.int64))
 
 
-def _folder_without_home(tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def _folder_without_home(tmp_path: Path, home: str = "/dev/null") -> subprocess.CompletedProcess[str]:
     """The folder that a process keeps machine code in whose HOME is no folder, and what it says of it."""
     unset = {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME"}
     env = {name: value for name, value in os.environ.items() if name not in unset}
-    env |= {"HOME": "/dev/null", "TMPDIR": str(tmp_path)}
+    env |= {"HOME": home, "TMPDIR": str(tmp_path)}
     code = "from raykv.system import jit; print(jit.cache_folder()[0])"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=tmp_path
+    )
 
 
-def test_without_a_home_all_processes_of_a_user_share_one_folder(tmp_path: Path) -> None:
-    first, second = _folder_without_home(tmp_path), _folder_without_home(tmp_path)
+@pytest.mark.parametrize("home", ["/dev/null", "~"])  # "~" stays "~" where this user is not in /etc/passwd
+def test_without_a_home_all_processes_of_a_user_share_one_folder(tmp_path: Path, home: str) -> None:
+    first, second = _folder_without_home(tmp_path, home), _folder_without_home(tmp_path, home)
     folder = Path(first.stdout.strip())
     assert second.stdout.strip() == str(folder) and folder.is_relative_to(tmp_path)
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
-    assert str(folder) in first.stderr and "/dev/null" in first.stderr
+    assert str(folder) in first.stderr and home in first.stderr and not (tmp_path / "~").exists()
 
 
 def test_a_shared_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Weights:
         if self._file is None:
             return ""
         try:
-            name = Path(self._file).read_text().strip()
+            name = Path(self._file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             log.warning("the engine's weights have no name, so it shares with nobody: %s", error)
             return ""
