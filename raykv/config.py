@@ -33,7 +33,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b?)", re.IGNORECASE)
 class PoolConfig:
     """Settings of a pool. Raises ValueError for a setting that is not possible.
 
-    name: letters, digits, '_' and '-'; at most 40 of them.
+    name: letters, digits, '_' and '-', and no '-' first; at most 40 of them.
     cpu_memory: of every node: a fraction of its memory (0.3), or bytes (an int above 1, or "20GiB"); see `parse_size`.
     gpu_memory: of every GPU that a node has: the same. What engines that attach with `device=` store goes there first.
         0: no such tier.
@@ -67,8 +67,8 @@ class PoolConfig:
     secret: bytes | str | Path | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", self.name):
-            raise ValueError(f"pool name {self.name!r}: use 1 to 40 letters, digits, '_' or '-'")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}", self.name):
+            raise ValueError(f"pool name {self.name!r}: use 1 to 40 letters, digits, '_' or '-', and no '-' first")
         object.__setattr__(self, "cpu_memory", memory_size("cpu_memory", self.cpu_memory))
         gpu_memory = 0 if self.gpu_memory in (0, "0") else memory_size("gpu_memory", self.gpu_memory)
         object.__setattr__(self, "gpu_memory", gpu_memory)

@@ -4,7 +4,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from raykv.config import parse_size
 from raykv.tiers.base import TierUrl
-from raykv.tiers.registry import registered
+from raykv.tiers.registry import registered, tier_for
 
 LOCAL = ("file", "local")  # no credentials in these
 
@@ -17,7 +17,10 @@ def parse(url: str) -> TierUrl:
     params = dict(given)
     if len(params) < len(given):
         raise ValueError(f"external={text}: a parameter is given twice")
-    capacity, shared = _capacity(params.pop("capacity", None), text), _shared(params.pop("shared", None), text)
+    if "capacity" not in params:
+        tier_for(TierUrl(parts.scheme, text, parts, 0, None, ()))  # a scheme that nobody knows comes first
+        raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
+    capacity, shared = _capacity(params.pop("capacity"), text), _shared(params.pop("shared", None), text)
     if params and not registered(parts.scheme):
         names = ", ".join(map(repr, params))
         raise ValueError(f"external={text}: unknown parameter {names}: there are capacity=200GiB and shared=0 or 1")
@@ -42,9 +45,7 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
-def _capacity(value: str | None, text: str) -> int:
-    if value is None:
-        raise ValueError(f"external={text}: append how much may be kept there: ?capacity=200GiB")
+def _capacity(value: str, text: str) -> int:
     try:
         capacity = parse_size("capacity", value)
     except ValueError:

@@ -111,6 +111,7 @@ def test_the_bytes_of_a_memory() -> None:
     ("setting", "message"),
     [
         ({"name": "a/b"}, "pool name 'a/b'"),
+        ({"name": "-x"}, "pool name '-x'"),  # a shell takes it for an option
         ({"locality": 0.5}, "locality=0.5"),
         ({"transport": "pigeon"}, "transport='pigeon'"),
         ({"write": "twice"}, "write='twice'"),

@@ -33,6 +33,12 @@ def test_capacities(text: str, capacity: int) -> None:
     assert parse(f"file:///data?capacity={text}").capacity == capacity
 
 
+@pytest.mark.parametrize(("url", "says"), [("file:///x", "append how much"), ("foo://x", "unknown scheme 'foo'")])
+def test_a_url_without_a_capacity(url: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse(url)
+
+
 def test_the_parts_of_a_url() -> None:
     url = parse("redis://kv:pass%40word@host:7000/2?capacity=1GiB&shared=0")
     assert (url.scheme, url.text, url.shared, url.pool) == ("redis", "redis://host:7000/2", False, "default")
