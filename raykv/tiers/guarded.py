@@ -303,12 +303,23 @@ class GuardedTier:
         same = found in (self._marked, self._content)
         if self._content != self._marked:  # it was cleared while the tier was down
             self._mark_cleared()
+        elif found is None and self._holds_content():  # the server evicted the marker alone
+            self._mark()
+            same = True
         elif found is None:  # whichever store of a shared tier is first, they derive the same name
             self._content = hashlib.sha256(b"raykv content\0" + self._content).digest()[:CONTENT_BYTES]
             self._mark()
         else:
             self._content = self._marked = found
         return same
+
+    def _holds_content(self) -> bool:
+        """Whether there are blocks of the content, among the first that a scan finds."""
+        if not isinstance(self._tier, ReadsHeads):
+            return False
+        found = next(filter(None, (self._ours(batch, Strangers()) for batch in self._tier.scan())), [])
+        heads = _each(len(found), self._tier.get_heads, [key for key, _ in found])
+        return any(head is not None and head[8:16] == self._content for head in heads)
 
     def _mark(self) -> None:
         """Write the marker."""

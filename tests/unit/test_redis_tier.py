@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.redis_server import RedisServer, redis_server
 
-from raykv.tiers import Block, Tier, open_tier, parse
+from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
+from raykv.tiers.guarded import GuardedTier
 
 redis = pytest.importorskip("redis")
 
@@ -96,6 +98,24 @@ def test_a_server_that_may_not_be_written_raises(tmp_path: Path) -> None:
         with pytest.raises(redis.exceptions.ReadOnlyError):
             put(tier)
         tier.close()
+
+
+def test_an_evicted_marker_costs_no_block(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `allkeys-random` and `allkeys-lrm` evict it. Where all is gone the content is another one."""
+    monkeypatch.setattr(guarded, "CHECK_S", 0.0)
+    tier = GuardedTier(lambda: open_tier(parse(server.url())), bytes(16))
+    assert tier.open(bytes(8))
+    keys = np.arange(1, 1 + 200 * 16, dtype=np.int64).astype(np.uint8).reshape(200, 16)
+    bodies = [memoryview(BODY[:4096])] * 200
+    assert tier.store(keys, np.ones(200, np.uint64), np.zeros(200, np.uint32), bodies).all()
+    content = tier.content
+    with redis.Redis(port=server.port) as client:
+        assert client.delete(f"raykv:default:{MARKER.hex()}") == 1
+        assert tier.probe() is None and tier.up and tier.content == content
+        assert [piece.there.all() for piece in tier.load(keys, 4096)] == [True]
+        client.flushall()
+        assert tier.probe() is False and tier.up and tier.content != content
+    tier.close()
 
 
 def test_pools_and_databases_are_separate(server: RedisServer) -> None:
