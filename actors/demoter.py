@@ -98,7 +98,7 @@ class Demoter:
         end, last_up = now + seconds, now
         while not self._idle.wait(POLL_S) and now < min(end, last_up + TIER_RETURNS_S):
             now = time.monotonic()
-            last_up = now if self.external.up and self._served else last_up
+            last_up = now if self.external.writable and self._served else last_up
         if not lasting:
             self._flushes.discard(caller)
         return self._idle.is_set()
@@ -112,7 +112,7 @@ class Demoter:
 
     def _step(self, directory: DirectoryLine) -> float:
         self._heartbeat(directory)
-        demoted = self.external.up and self.index >= 0 and self._demote(directory)
+        demoted = self.external.writable and self.index >= 0 and self._demote(directory)
         return self._pause_after(demoted)
 
     def _on_error(self, error: Exception) -> float:

@@ -282,7 +282,8 @@ class NodeStore:
         """Counters since this process started.
 
         pulled: blocks copied here from other nodes or from a tier. corrupt: blocks found altered on arrival.
-        transports: how other nodes were read from. tier_*: what went wrong with the external tier.
+        transports: how other nodes were read from. tier_*: what went wrong with the external tier. refusal: why that
+        can't be written now.
         """
         faults = self._demoter.external.faults if self._demoter else {}
         return {
@@ -294,6 +295,7 @@ class NodeStore:
                 for name, route in memory.transports.stats().items()
             ],
             **{f"tier_{fault}": count for fault, count in faults.items()},
+            "refusal": self._demoter.external.refusal if self._demoter else "",
         }
 
     def clear(self, generation: int, content: bytes) -> None:

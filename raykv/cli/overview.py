@@ -24,7 +24,8 @@ class Member:
     roles: of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: it is not alive; "" where it is.
     uptime_s: of its store; None where that does not run. restarts: of its store by Ray; None where it has none.
     pulled: blocks that its store copied from other nodes or a tier since it started; None where it does not answer.
-    faults: counted by its store since it started, by kind.
+    faults: counted by its store since it started, by kind. refusal: why its external tier can't be written; "" where it
+    can, or there is none.
     """
 
     host: str
@@ -36,6 +37,7 @@ class Member:
     restarts: int | None
     pulled: int | None
     faults: dict[str, int]
+    refusal: str
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ def _member(
         restarts=actor.restarts if actor else None,
         pulled=counted.get("pulled"),
         faults={kind: count for kind, count in faults.items() if count},
+        refusal=counted.get("refusal", ""),
     )
 
 

@@ -156,7 +156,11 @@ def _tiers(overview: Overview) -> Iterator[str]:
     for name, tier in overview.counts.get("tiers", {}).items():
         whose = f"of {shown.get(name, name)}" if name else "of all nodes"
         state = {"up": "answers", "down": "does not answer", "listing": "is being listed"}[tier["state"]]
-        yield f"external tier {whose} {state}: {fill(tier['bytes_used'], tier['capacity'])}, {tier['blocks']} blocks"
+        owners = [overview.members[name]] if name in overview.members else overview.members.values()
+        why = next((member.refusal for member in owners if member.refusal), "")
+        refuses = f", but can't be written: {why}" if why and tier["state"] != "down" else ""
+        used = fill(tier["bytes_used"], tier["capacity"])
+        yield f"external tier {whose} {state}: {used}, {tier['blocks']} blocks{refuses}"
 
 
 def _routes(overview: Overview) -> Iterator[str]:

@@ -37,6 +37,8 @@ PIECE_BYTES = 16 << 20  # read at a time, while the caller uses as many
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
 CHECK_S = 10.0  # between probes of a tier that is up
 READERS = 4  # threads
+REFUSAL_CHARACTERS = 200
+TRIAL = b"raykv may write?"  # key of a record that is written and deleted before a pool starts
 KeyRows = NDArray[np.uint8]
 
 
@@ -54,7 +56,8 @@ class GuardedTier:
     """A tier behind deadlines: no method raises or waits longer than one, but `check` and `scan`. Thread-safe.
 
     A tier that failed, or did not answer in time, is down: no call reaches it until a `probe` succeeds. It may be down
-    from the beginning; then a `probe` opens it.
+    from the beginning; then a `probe` opens it. A tier that refuses to be written, with an error, is read as before:
+    nothing is stored nor deleted there for a while, and `refusal` says why.
     """
 
     def __init__(self, make: Callable[[], Tier], fingerprint: bytes) -> None:
@@ -64,7 +67,9 @@ class GuardedTier:
         self._opened: Tier | None = None
         self._content = self._marked = bytes(CONTENT_BYTES)  # its name, and the name in the tier's marker
         self._up, self._failures, self._retry_at = False, 0, 0.0
-        self._lock = threading.Lock()  # guards `_up`, `_failures`, `_retry_at` in `_fail`, and `_buffers`; innermost
+        self.refusal = ""  # why it was not written, the last time; "" where it was
+        self._refusals, self._write_at = 0, 0.0
+        self._lock = threading.Lock()  # guards `_up`, failures and times in `_fail`, and `_buffers`; innermost
         self._buffers: list[mmap.mmap] = []  # free ones
         self._began: WeakKeyDictionary[Future[Any], list[float]] = (
             WeakKeyDictionary()
@@ -78,6 +83,11 @@ class GuardedTier:
     def up(self) -> bool:
         """Whether calls reach the tier."""
         return self._up
+
+    @property
+    def writable(self) -> bool:
+        """Whether calls that write reach the tier. The first one after a refusal tries whether it is over."""
+        return self._up and time.monotonic() >= self._write_at
 
     @property
     def content(self) -> bytes:
@@ -101,8 +111,13 @@ class GuardedTier:
         return self._opened
 
     def check(self) -> None:
-        """Raise where the tier can't be opened; ValueError if another secret, pool or version wrote what is there."""
+        """Raise where it can't be opened or written; ValueError if another pool, secret or version wrote there."""
         self._read_marker()
+        try:
+            _each(1, self._tier.put_many, [Block(TRIAL, self._head(TRIAL, 0, 1, 0), memoryview(b"\0"))])
+            self._tier.delete_many([TRIAL])
+        except Exception as error:
+            raise OSError(f"it can't be written: {error}") from error
 
     def open(self, seed: bytes) -> bool:
         """Mark the tier as this pool's. Returns whether it is up; if not, `probe` tells when it is.
@@ -128,11 +143,11 @@ class GuardedTier:
             for key, checksum, position, body in zip(_split(keys), sums, positions, bodies, strict=True)
         ]
         size = sum(map(len, bodies))
-        asked = self._ask(self._writes, lambda: _each(len(blocks), self._tier.put_many, blocks))
+        asked = self._ask_to_write(lambda: _each(len(blocks), self._tier.put_many, blocks))
         if asked:
             self._stores.add(asked)
             asked.add_done_callback(self._stores.discard)
-        done = self._answer(asked, data_deadline(size), "store")
+        done = self._answer(asked, data_deadline(size), "store", writes=True)
         stored = np.zeros(len(blocks), np.bool_) if done is None else np.array(done, np.bool_)
         if done is not None:
             self.faults["refused"] += int((~stored).sum())
@@ -174,7 +189,7 @@ class GuardedTier:
         if not keys:
             return True
         delete = partial(_then_true, self._tier.delete_many, keys)
-        return bool(self._call(self._writes, delete, CALL_S + len(keys) / 1e3, "delete"))
+        return bool(self._write(delete, CALL_S + len(keys) / 1e3, "delete"))
 
     def scan(self) -> Iterator[list[tuple[bytes, int]]]:
         """Batches of (key, block_bytes) of all blocks there, oldest first. Ends early where the tier fails; see `up`.
@@ -215,7 +230,7 @@ class GuardedTier:
         content: the new name (CONTENT_BYTES); all stores of a shared tier give the same.
         """
         self._content = content
-        self._call(self._writes, self._mark_cleared, CALL_S, "clear")  # if it fails, the next probe does it
+        self._write(self._mark_cleared, CALL_S, "clear")  # if it fails, the next probe does it
 
     def close(self) -> None:
         """Cancel what waits, and close the tier."""
@@ -235,7 +250,8 @@ class GuardedTier:
             return None
         if self._up:
             self._retry_at = time.monotonic() + CHECK_S
-            return None if self._call(self._writes, self._take_content, CALL_S, "probe") in (None, True) else False
+            taken = self._answer(self._ask(self._writes, self._take_content), CALL_S, "probe")
+            return None if taken in (None, True) else False
         if self._probing is None:
             self._probing = self._writes.submit(self._take_content)
         try:
@@ -253,9 +269,21 @@ class GuardedTier:
         self._up, self._failures = True, 0
         return same
 
-    def _call(self, threads: ThreadPoolExecutor, call: Callable[[], T], deadline: float, what: str) -> T | None:
-        """The call's answer. None if the tier is down, or fails, or is late."""
-        return self._answer(self._ask(threads, call), deadline, what)
+    def _write(self, call: Callable[[], T], deadline: float, what: str) -> T | None:
+        """The answer of a call that writes. None if the tier is down, or refuses, or is late."""
+        return self._answer(self._ask_to_write(call), deadline, what, writes=True)
+
+    def _ask_to_write(self, call: Callable[[], T]) -> Future[T] | None:
+        if self._up and not self.writable:
+            self.faults["down"] += 1
+            return None
+
+        def write() -> T:
+            done = call()
+            self.refusal, self._refusals = "", 0
+            return done
+
+        return self._ask(self._writes, write)
 
     def _ask(self, threads: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T] | None:
         if not self._up:
@@ -271,7 +299,7 @@ class GuardedTier:
         self._began[asked] = began
         return asked
 
-    def _answer(self, asked: Future[T] | None, deadline: float, what: str) -> T | None:
+    def _answer(self, asked: Future[T] | None, deadline: float, what: str, writes: bool = False) -> T | None:
         if asked is None:
             return None
         try:
@@ -280,7 +308,9 @@ class GuardedTier:
             asked.cancel()  # a call that still waits for a thread must not begin: nobody wants its answer
             began = self._began[asked]
             late = time.monotonic() - deadline / 2
-            if began and (asked.done() or began[0] <= late):  # else it was queued behind late calls, which count
+            if writes and began and asked.done() and not asked.cancelled():
+                self._refuse(what, error)
+            elif began and (asked.done() or began[0] <= late):  # else it was queued behind late calls, which count
                 self._fail(what, error)
         return None
 
@@ -294,6 +324,18 @@ class GuardedTier:
             self._retry_at = time.monotonic() + BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
             self._failures += 1
 
+    def _refuse(self, what: str, error: BaseException) -> None:
+        """The tier was not written. Readers have it as before, unless the next probe finds that it is down."""
+        with self._lock:
+            if not self.refusal:
+                events.tell("tier_refuses", call=what, error=type(error).__name__)
+                log.warning("external tier: nothing is stored there for now: %s", error)
+            self.faults[what] += 1
+            self.refusal = f"{error}"[:REFUSAL_CHARACTERS] or type(error).__name__
+            self._write_at = time.monotonic() + BACK_OFF_S[min(self._refusals, len(BACK_OFF_S) - 1)]
+            self._refusals += 1
+            self._retry_at = 0.0
+
     # ------------------------------------------------------------------ records
 
     def _take_content(self) -> bool:
@@ -301,8 +343,8 @@ class GuardedTier:
         head = self._read_marker()
         found = head[8:16] if head is not None else None
         same = found in (self._marked, self._content)
-        if self._content != self._marked:  # it was cleared while the tier was down
-            self._mark_cleared()
+        if self._content != self._marked:  # it was cleared while the tier was down, or refused to be written
+            self._write_late()
         elif found is None and self._holds_content():  # the server evicted the marker alone
             self._mark()
             same = True
@@ -320,6 +362,15 @@ class GuardedTier:
         found = next(filter(None, (self._ours(batch, Strangers()) for batch in self._tier.scan())), [])
         heads = _each(len(found), self._tier.get_heads, [key for key, _ in found])
         return any(head is not None and head[8:16] == self._content for head in heads)
+
+    def _write_late(self) -> None:
+        """Write the marker that a clear could not write. What the tier has is void until then, and after."""
+        if self._up and not self.writable:
+            return
+        try:
+            self._mark_cleared()
+        except Exception as error:
+            self._refuse("clear", error)
 
     def _mark(self) -> None:
         """Write the marker."""

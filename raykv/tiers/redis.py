@@ -38,6 +38,18 @@ class RedisTier:
             ) from error
         except RedisError as error:
             raise OSError(f"external={url.text}: {error}: does a server run there that this user may use?") from error
+        if self._is_of_a_cluster():
+            raise ValueError(
+                f"external={url.text}: it is part of a Redis Cluster, and answers for some keys: give a server that "
+                f"has cluster-enabled no, or a proxy of the cluster"
+            )
+
+    def _is_of_a_cluster(self) -> bool:
+        try:
+            found: Any = self._client.info("cluster")
+            return bool(found.get("cluster_enabled"))
+        except RedisError:  # this user may not ask, or a proxy does not know
+            return False
 
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
         stored: list[bool] = []

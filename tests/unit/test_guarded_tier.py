@@ -1,5 +1,6 @@
 """An external tier as a node store has it: whatever the tier does, a wrong byte is noticed and nobody waits long."""
 
+import errno
 import shutil
 import threading
 import time
@@ -39,6 +40,7 @@ class Moody:
         self.open = threading.Event()  # calls wait for it
         self.open.set()
         self.answer: Callable[[list[Any]], Any] = lambda answers: answers
+        self.refuses: Exception | None = None  # to be written
         self.before_read: Callable[[], object] = lambda: None
         self.after_read: Callable[[], object] = lambda: None
         self.buffers: list[int] = []
@@ -49,8 +51,13 @@ class Moody:
         if self.error:
             raise self.error
 
+    def _write(self, call: str) -> None:
+        self._enter(call)
+        if self.refuses:
+            raise self.refuses
+
     def put_many(self, blocks: Sequence[Block]) -> list[bool]:
-        self._enter("put")
+        self._write("put")
         self.blocks.update({key: (head, bytes(body)) for key, head, body in blocks})
         return self.answer([True] * len(blocks))  # type: ignore[no-any-return]
 
@@ -67,7 +74,7 @@ class Moody:
         return self.answer(heads)  # type: ignore[no-any-return]
 
     def delete_many(self, keys: Sequence[bytes]) -> None:
-        self._enter("delete")
+        self._write("delete")
         for key in keys:
             self.blocks.pop(key, None)
 
@@ -344,12 +351,13 @@ CALLS: dict[str, Callable[[GuardedTier, Keys], object]] = {
     "clear": lambda tier, keys: tier.clear(NEXT),
     "scan": lambda tier, keys: len(list(tier.scan())) > 1,
 }
-NO_ANSWER, NO_DEADLINE = ("delete", "scan"), ("scan",)
+NO_ANSWER, NO_DEADLINE, WRITES = ("delete", "scan"), ("scan",), ("store", "delete", "clear")
 FAILING = [
     (call, failure)
     for call in CALLS
     for failure in FAILURES
     if not (call in NO_ANSWER and "answers" in failure) and not (call in NO_DEADLINE and failure == "waits")
+    if call not in WRITES or failure == "waits"
 ]
 
 
@@ -378,6 +386,30 @@ def test_a_tier_that_fails_is_down_until_a_probe_succeeds(
     cleared, deleted = call == "clear", (call, failure) == ("delete", "waits")  # late, but it was asked to
     assert load(tier, keys) == [not cleared and not deleted] * 2
     assert all(store(tier, keys)) and load(tier, keys) == [True, True]
+
+
+@pytest.mark.parametrize("call", WRITES)
+@pytest.mark.parametrize("error", [OSError(errno.EROFS, "Read-only file system"), KeyError("READONLY a replica")])
+def test_a_tier_that_refuses_to_be_written_is_read_as_before(
+    opened: Callable[..., GuardedTier], monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
+) -> None:
+    monkeypatch.setattr(guarded, "BACK_OFF_S", (60.0,))
+    moody, keys = Moody(), some_keys(2)
+    tier = opened(moody)
+    assert all(store(tier, keys)) and tier.refusal == ""
+    moody.refuses = error
+    assert not CALLS[call](tier, keys)
+    assert tier.up and not tier.writable and tier.refusal == str(error) and tier.faults[call] == 1
+    calls = moody.calls.count("put") + moody.calls.count("delete")
+    assert not any(store(tier, keys)) and not tier.delete([keys[0].tobytes()])
+    assert moody.calls.count("put") + moody.calls.count("delete") == calls
+    cleared = call == "clear"
+    assert load(tier, keys) == [not cleared] * 2 and len(list(tier.scan())) > 1
+    moody.refuses, tier._write_at = None, 0.0
+    assert tier.probe() is None and tier.up
+    assert load(opened(moody), keys) == [not cleared] * 2, "whoever opens it now knows of the clear"
+    assert all(store(tier, keys)) and load(tier, keys) == [True, True]
+    assert tier.writable and tier.refusal == ""
 
 
 def test_probes_back_off(opened: Callable[..., GuardedTier], hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:

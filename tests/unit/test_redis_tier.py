@@ -118,6 +118,48 @@ def test_an_evicted_marker_costs_no_block(server: RedisServer, monkeypatch: pyte
     tier.close()
 
 
+def test_a_server_that_became_a_replica_is_read_as_before(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded, "BACK_OFF_S", (0.0,))
+    tier = GuardedTier(lambda: open_tier(parse(server.url())), bytes(16))
+    assert tier.open(bytes(8))
+    keys = np.arange(1, 1 + 40 * 16, dtype=np.int64).astype(np.uint8).reshape(40, 16)
+    sums, positions, body = np.ones(20, np.uint64), np.zeros(20, np.uint32), memoryview(BODY[:4096])
+    assert tier.store(keys[:20], sums, positions, [body] * 20).all()
+    with redis.Redis(port=server.port) as client:
+        client.replicaof("127.0.0.1", "1")
+        assert not tier.store(keys[20:], sums, positions, [body] * 20).any()
+        assert "read only replica" in tier.refusal
+        assert tier.probe() is None and tier.up
+        assert [piece.there.all() for piece in tier.load(keys[:20], 4096)] == [True]
+        client.replicaof("NO", "ONE")
+        assert tier.store(keys[20:], sums, positions, [body] * 20).all() and tier.refusal == ""
+    tier.close()
+
+
+def test_a_server_of_a_cluster_is_refused(tmp_path: Path) -> None:
+    with (
+        redis_server(tmp_path, cluster_enabled="yes") as server,
+        pytest.raises(ValueError, match="part of a Redis Cluster"),
+    ):
+        open_tier(parse(server.url()))
+
+
+def test_a_user_who_may_not_write_is_refused(server: RedisServer) -> None:
+    with redis.Redis(port=server.port) as client:
+        client.acl_setuser(
+            "reader", enabled=True, passwords=["+secret"], categories=["+@read", "+@connection"], keys="*"
+        )
+    tier = GuardedTier(lambda: open_tier(parse(server.url("reader:secret@"))), bytes(16))
+    with pytest.raises(OSError, match=r"it can't be written.*permissions"):
+        tier.check()
+    tier.close()
+    mine = GuardedTier(lambda: open_tier(parse(server.url())), bytes(16))
+    mine.check()
+    with redis.Redis(port=server.port) as client:
+        assert client.dbsize() == 0
+    mine.close()
+
+
 def test_pools_and_databases_are_separate(server: RedisServer) -> None:
     tiers = [
         open_tier(dataclasses.replace(parse(server.url(database=database)), pool=pool))

@@ -17,7 +17,7 @@ HOST = "a-host-with-a-long-name.example.com"
 
 
 def member(pulled: int | None = 0, state: str = "alive", why: str = "") -> Member:
-    return Member(HOST, "192.0.2.1", ("store",), state, why, 1.0, 0, pulled, {})
+    return Member(HOST, "192.0.2.1", ("store",), state, why, 1.0, 0, pulled, {}, "")
 
 
 def overview(members: dict[str, Member], **counts: int) -> Overview:
