@@ -210,6 +210,18 @@ class Lease:
                 self.source[blocks] = where
         return _leading(there[:stop])
 
+    def give_back(self) -> None:
+        """Its blocks were read: let others have its staging slots, as the next lease of this reader. Reads ask anew."""
+        if not (self.staged["slab_gen"] > 0).any():
+            return
+        stop = self._first + len(self)
+        request = NextWindowRequest(self._owner, self.id, stop, stop, self._block_bytes)
+        answer = self._session.directory.next_window(request)
+        self._window_lost = answer is None
+        if answer and answer.passed:
+            self.source[:] = np.frombuffer(answer.passed, LOCATION)[self._first :]
+        self.staged["slab_gen"] = 0
+
     def fetch_external(self) -> int:
         """Bring blocks of an external tier to this node, as many as the staging window holds.
 

@@ -185,6 +185,8 @@ class Match:
             done += count
             if count < len(lease):
                 break
+            if lease is not self._leases[-1]:
+                lease.give_back()
         count_saved(self._session, self._keys.cache, done * self._block_tokens, self._block_tokens / self._block_s)
         if self._record is not None:
             self._record.read += done * self._block_tokens
@@ -204,6 +206,8 @@ class Match:
             done += count
             if count < len(lease):
                 break
+            if whole and lease is not self._leases[-1]:
+                lease.give_back()
         return done
 
     def release(self) -> None:

@@ -27,9 +27,13 @@ from helpers.pools import (
     totals,
     worker,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import raykv
+import raykv.client.joint_match
 import raykv.client.lease
+import raykv.client.match
 from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Lease
 from raykv.keys import Keys
@@ -85,6 +89,51 @@ def test_a_lease_is_read_twice_and_fetched(start: Callable[..., raykv.KVPool]) -
         assert match.read(out) == LONG and (out == payload(other, BLOCK)).all()
     assert pool.session.directory.faults == {}
     eventually(lambda: settled(pool))
+
+
+def test_one_reader_alone_reads_all_that_is_there(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many leases a prompt has, of however many ranks, and however long the pieces are."""
+    pool, cache, prompts = full(start, "tcp")
+    session = pool.session
+
+    @settings(max_examples=25, deadline=None, database=None)
+    @given(
+        keys=st.sampled_from(prompts),
+        a_call=st.integers(1, LONG),
+        piece=st.integers(1, 2 * WINDOW),
+        by=st.integers(0, 3),
+    )
+    def check(keys: Keys, a_call: int, piece: int, by: int) -> None:
+        monkeypatch.setattr(raykv.client.lease, "PIECE_BYTES", piece * BLOCK)
+        for module in (raykv.client.match, raykv.client.joint_match):
+            monkeypatch.setattr(module, "KEYS_PER_CALL", a_call * max(1, by))
+        if not by:
+            assert read(cache, keys)[:3] == (LONG, LONG, 0)
+            with cache.match(keys) as match:
+                assert match.fetch(whole=True) == LONG
+            return
+        joint = JointMatch(session, [Part(session.memory_name, keys)] * by, 1e4).ask()
+        for rank in range(by):
+            leases = [Lease.borrowed(session, BLOCK, leased) for leased in joint.leased(rank, 0, LONG)]
+            read_by_a_worker(leases, keys)
+        joint.release()
+
+    check()
+    assert session.directory.faults == {}
+    eventually(lambda: settled(pool))
+
+
+def read_by_a_worker(leases: list[Lease], keys: Keys) -> None:
+    """As vLLM's worker does it: one after another, while the scheduler's process holds all of them."""
+    out, done = np.zeros((LONG, BLOCK), np.uint8), 0
+    rows = raykv.arena.buffers.dense("out", out, LONG, BLOCK)
+    for lease in leases:
+        assert lease.read(rows[done : done + len(lease)], verify=False) == len(lease)
+        done += len(lease)
+        lease.give_back()
+    assert done == LONG and (out == payload(keys, BLOCK)).all()
 
 
 def test_another_process_streams_by_a_lease_that_takes_no_staging(start: Callable[..., raykv.KVPool]) -> None:

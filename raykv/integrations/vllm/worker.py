@@ -325,6 +325,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             done += count
             if count < len(lease):
                 break
+            if lease is not leases[-1]:
+                lease.give_back()
         if record is not None:
             record.read = done * record.cache.block_tokens
             session.directory.report(record.line(session.node_id))
