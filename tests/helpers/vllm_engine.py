@@ -132,13 +132,14 @@ class Engine:
     ) -> None:
         """extra, role: of the connector's configuration. connector: its module, and name. options: of vLLM.
 
+        Chunks are verified (`verify_tokens`), unless `extra` says otherwise.
         beside: configurations of other connectors in one MultiConnector, before and after. policy: of that, for failed
         loads.
         """
         one_process.prepare()
         transfer = kv_transfer_config(pool, role)
         transfer |= dict(zip(("kv_connector_module_path", "kv_connector"), connector, strict=True))
-        transfer["kv_connector_extra_config"].update(extra or {}, fault=fault)
+        transfer["kv_connector_extra_config"].update({"verify_tokens": True} | (extra or {}), fault=fault)
         if any(beside):
             os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
             before, after = beside

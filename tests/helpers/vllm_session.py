@@ -20,7 +20,7 @@ class StreamedEngine:
     def __init__(self, pool: str, model: str, cache_bytes: int, weights: str) -> None:
         """weights: a file with what they are called."""
         transfer = kv_transfer_config(pool)
-        transfer["kv_connector_extra_config"]["weights"] = weights
+        transfer["kv_connector_extra_config"] |= {"weights": weights, "verify_tokens": True}
         arguments = AsyncEngineArgs(
             model=model,
             skip_tokenizer_init=True,
