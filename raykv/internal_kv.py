@@ -32,7 +32,7 @@ from raykv.system.wire import Address
 # starts), `<pool>/compiled` (kernels that the directory has compiled, and all), `<pool>/lock` (who starts or stops it),
 # `<pool>/last_epoch` (kept by a pool that was stopped), `<pool>/seed` (names an empty tier's content), `<pool>/totals`
 # (JSON: counters that outlive a directory), `<pool>/rank/<engine>/<n>` (JSON: where a worker of an engine is),
-# `<pool>/other_tokens/<node>` (chunks that held what their keys are not of).
+# `<pool>/other_tokens/<node>/<client>` (chunks that held what their keys are not of).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 LAST_EPOCH = "last_epoch"
@@ -136,15 +136,24 @@ def failures(pool: str) -> dict[str, str]:
     return {node_id: why.decode() for node_id, why in found.items() if why is not None}
 
 
-def count_other_tokens(pool: str, node_id: str, chunks: int) -> None:
-    """A reader on a node found chunks that hold other tokens than their keys stand for."""
-    put(pool, f"other_tokens/{node_id}", str(chunks + int(get(pool, f"other_tokens/{node_id}") or 0)).encode())
+def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
+    """So many chunks that a client on a node read held other tokens than their keys stand for."""
+    put(pool, f"other_tokens/{node_id}/{client}", str(chunks).encode())
 
 
 def other_tokens(pool: str) -> dict[str, int]:
-    """How many such chunks were found, by the node of their readers."""
-    found = {node_id: get(pool, f"other_tokens/{node_id}") for node_id in names(pool, "other_tokens")}
-    return {node_id: int(count) for node_id, count in found.items() if count is not None}
+    """How many such chunks were read since the last `clear`, by node."""
+    found: dict[str, int] = {}
+    for name in names(pool, "other_tokens"):
+        node_id = name.partition("/")[0]
+        found[node_id] = found.get(node_id, 0) + int(get(pool, f"other_tokens/{name}") or 0)
+    return found
+
+
+def drop_other_tokens(pool: str) -> None:
+    """Count from 0 again."""
+    for name in names(pool, "other_tokens"):
+        drop(pool, f"other_tokens/{name}")
 
 
 def quotas(pool: str) -> dict[str, Quota]:

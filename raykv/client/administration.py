@@ -51,6 +51,7 @@ class Administration:
         for node_id in {host_of(name) for name in names}:
             with contextlib.suppress(ValueError):  # a node that was lost meanwhile
                 stores.append(named_actors.find(named_actors.node_store_name(self.name, node_id)))
+        internal_kv.drop_other_tokens(self.name)
         content = secrets.token_bytes(CONTENT_BYTES)
         internal_kv.put(self.name, "seed", content)  # a store that restarts may find a tier without its marker
         ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)

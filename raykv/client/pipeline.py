@@ -5,8 +5,8 @@ delivers what comes for others, until its own is there; then the next who waits 
 the socket among those that it watches.
 
 A signal's handler may raise in the main thread wherever a call returns or a function begins. Between `acquire` and its
-`try` a lock would stay taken for good. So the turn to read is an item of a dict: one call takes it inside of the `try`,
-and it is given up without one.
+`try` a lock would stay taken for good. So the turn to read is an item of a dict: it is taken inside of a `try`, and
+given up without any call.
 """
 
 import asyncio
@@ -179,6 +179,8 @@ class Pipeline:
             if (left := end - time.monotonic()) <= 0:
                 raise queue.Empty
             self._read(left)
+            if not self.alive and request.answer is None:  # a signal took it from who was to deliver it
+                raise ConnectionError(self._why)
 
     def _read(self, seconds: float) -> None:
         """Wait for bytes so long, and deliver the answers that are whole."""

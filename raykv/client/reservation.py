@@ -41,7 +41,7 @@ class Reservation:
         self._locations = np.frombuffer(granted.locations if granted else b"", LOCATION)
         self._staged = np.frombuffer(granted.staged if granted else b"", LOCATION)
         self._away = self._staged["slab_gen"] > 0
-        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # until a copy begins: its slot is free at once
+        self._written = np.full(len(indices), UNTOUCHED, np.uint8)  # nobody commits before `copy_in` is done
         if granted and not len(self) and self.covered < len(keys):
             session.directory.fault("refused", f"no room for {len(keys) - self.covered} blocks: {NO_ROOM}")
         if not len(self):

@@ -67,7 +67,8 @@ def of_tokens(node: str, chunks: int) -> Finding:
     """chunks: that engines of the node found to hold other tokens than their keys stand for."""
     text = (
         f"{chunks} chunks held other tokens than their keys stand for; engines with verify_tokens dropped and computed "
-        f"them. That is a fault of raykv or of the engine: keep the engines' logs, and report it"
+        f"them. That is a fault of raykv or of the engine: keep the engines' logs, and report it. `raykv clear` counts "
+        f"from 0 again"
     )
     return Finding(node, "tokens", WRONG, text)
 

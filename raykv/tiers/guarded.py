@@ -38,6 +38,7 @@ BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
 CHECK_S = 10.0  # between probes of a tier that is up
 READERS = 4  # threads
 REFUSAL_CHARACTERS = 200
+WITNESSES = 16  # blocks that show whether a server has lost more than its marker
 TRIAL = b"raykv may write?"  # key of a record that is written and deleted before a pool starts
 KeyRows = NDArray[np.uint8]
 
@@ -66,6 +67,8 @@ class GuardedTier:
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
         self._content = self._marked = bytes(CONTENT_BYTES)  # its name, and the name in the tier's marker
+        self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # keys, lately
+        self._witnesses: list[bytes] = []  # of them, those from before the marker was there the last time
         self._up, self._failures, self._retry_at = False, 0, 0.0
         self.refusal = ""  # why it was not written, the last time; "" where it was
         self._refusals, self._write_at = 0, 0.0
@@ -149,6 +152,7 @@ class GuardedTier:
             asked.add_done_callback(self._stores.discard)
         done = self._answer(asked, data_deadline(size), "store", writes=True)
         stored = np.zeros(len(blocks), np.bool_) if done is None else np.array(done, np.bool_)
+        self._stored.extend(block.key for block, there in zip(blocks[:1], stored[:1], strict=True) if there)
         if done is not None:
             self.faults["refused"] += int((~stored).sum())
         return stored
@@ -353,14 +357,19 @@ class GuardedTier:
             self._mark()
         else:
             self._content = self._marked = found
+        self._witnesses = list(self._stored)
         return same
 
     def _holds_content(self) -> bool:
-        """Whether there are blocks of the content, among the first that a scan finds."""
+        """Whether blocks of the content are there that were stored before the marker was seen; else, any that a scan
+        finds first: this store has stored none."""
         if not isinstance(self._tier, ReadsHeads):
             return False
-        found = next(filter(None, (self._ours(batch, Strangers()) for batch in self._tier.scan())), [])
-        heads = _each(len(found), self._tier.get_heads, [key for key, _ in found])
+        keys = self._witnesses
+        if not keys:
+            found = next(filter(None, (self._ours(batch, Strangers()) for batch in self._tier.scan())), [])
+            keys = [key for key, _ in found]
+        heads = _each(len(keys), self._tier.get_heads, keys)
         return any(head is not None and head[8:16] == self._content for head in heads)
 
     def _write_late(self) -> None:

@@ -114,6 +114,7 @@ def test_an_evicted_marker_costs_no_block(server: RedisServer, monkeypatch: pyte
         assert tier.probe() is None and tier.up and tier.content == content
         assert [piece.there.all() for piece in tier.load(keys, 4096)] == [True]
         client.flushall()
+        assert tier.store(~keys[:1], np.ones(1, np.uint64), np.zeros(1, np.uint32), bodies[:1]).all()  # not noticed yet
         assert tier.probe() is False and tier.up and tier.content != content
     tier.close()
 

@@ -194,6 +194,49 @@ def test_other_blocks_are_told(tokens: list[int], data: st.DataObject) -> None:
     assert (engine.stored(request, list(wrong)) == expected(tokens)) == (list(wrong) == blocks)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_blocks_that_another_connector_filled_are_not_known(ours: bool) -> None:
+    """They held something else before."""
+    tokens = list(range(3 * CHUNK))
+    engine, before, request = Engine(), a_request("before", tokens[::-1]), a_request("request", tokens)
+    engine.begin(before, [], len(tokens))
+    blocks = engine.blocks["before"][: 2 * PER_CHUNK]
+    engine.finish(before)
+    engine.contents.ask("request", 0)  # its own cache has nothing
+    if ours:
+        engine.asked(request, blocks)
+    request.num_computed_tokens = 2 * CHUNK
+    engine.begin(request, blocks, CHUNK)
+    assert engine.stored(request, engine.blocks["request"]) == (expected(tokens) if ours else None)
+    assert (engine.stored(request, engine.blocks["request"][2 * PER_CHUNK :], 2 * PER_CHUNK) is None) is not ours
+
+
+def test_blocks_that_vllm_has_let_go_of_are_not_missed() -> None:
+    """As those before a window, or before a state."""
+    tokens = list(range(4 * CHUNK))
+    engine, request = Engine(), a_request("request", tokens)
+    request.num_computed_tokens = 2 * CHUNK
+    engine.begin(request, [0] * 2 * PER_CHUNK, 2 * CHUNK)
+    assert engine.stored(request, engine.blocks["request"][2 * PER_CHUNK :], 2 * PER_CHUNK) == expected(tokens)[16:]
+    assert engine.stored(request, [0, *engine.blocks["request"][2 * PER_CHUNK :]], 2 * PER_CHUNK - 1) is not None
+    assert (
+        engine.stored(request, engine.blocks["request"][2 * PER_CHUNK : 2 * PER_CHUNK + 1], 2 * PER_CHUNK + 1) is None
+    )
+
+
+def test_a_preempted_request_has_no_blocks_any_more() -> None:
+    engine, request, other = Engine(), a_request("request", [1] * 2 * CHUNK), a_request("other", [2] * 2 * CHUNK)
+    engine.begin(request, [], CHUNK)
+    output = SchedulerOutput.make_empty()
+    output.preempted_req_ids = {"request"}
+    engine.contents.follow(output)
+    blocks = engine.blocks["request"]
+    engine.begin(other, blocks, CHUNK)
+    request.num_computed_tokens = 2 * CHUNK  # it was loading
+    engine.finish(request)
+    assert engine.stored(other, blocks) == expected([2] * CHUNK)
+
+
 def test_what_is_not_known_is_not_stored() -> None:
     engine, request = Engine(), a_request("writer", [1] * CHUNK)
     engine.begin(request, [], CHUNK - 1)

@@ -17,6 +17,7 @@ have chunks of their own (see `groups`). What a `kv_producer` has prefilled is s
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,7 +128,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         scheduler, extra = self.connector_scheduler, self._kv_transfer_config.kv_connector_extra_config
         ranks = told(
             extra.get("pool", "default"),
-            self._kv_transfer_config.engine_id,
+            _name(self._vllm_config),
             self._vllm_config.parallel_config.world_size,
         )
         if why := _why_computed(self._vllm_config):
@@ -156,6 +157,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         context, chain = status.req_context, status.req_context.get_state(Chain)
         if request.lora_request and self._waits_for_adapter(request, chain, num_computed_tokens):
             return None, False
+        self._verify(Contents.ask, request.request_id, num_computed_tokens)
         chain.most = most_loaded(scheduler, status, num_computed_tokens)
         found, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         tail = chain.tail_now
@@ -194,27 +196,34 @@ class RayKVConnector(Connector):  # type: ignore[misc]
             status = self.connector_scheduler._req_status[new.req_id]
             if status.group_states[0].block_ids:
                 self._go_on(status, new.num_computed_tokens)
-        if self._contents:
-            self._contents.follow(scheduler_output)
+        self._verify(Contents.follow, scheduler_output)
         meta = super().build_connector_meta(scheduler_output)
         meta.computes = scheduler_output.total_num_scheduled_tokens > 0
         meta.question = self._adapters.question
         if self._role == "kv_producer":
             for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
                 meta.store_jobs.update(self._store_tail(request_id, tokens))
-        if self._contents:
-            self._contents.note(meta)
+        self._verify(Contents.note, meta)
         return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        if self._contents:
-            self._contents.finish(request)
+        self._verify(Contents.finish, request)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
-        if self._contents:
-            self._contents.finish(request)
+        self._verify(Contents.finish, request)
         return super().request_finished_all_groups(request, block_ids)
+
+    def _verify(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Follow what blocks hold. Where that fails, no chunk is trusted any more, and the engine goes on without."""
+        if self._contents is None:
+            return
+        try:
+            step(self._contents, *arguments)
+        except Exception:
+            log.exception("verify_tokens lost track: this engine uses the pool no more; report it")
+            self._contents = None
+            self.connector_scheduler.manager.give_up()
 
     def _make_contents(self) -> Contents | None:
         """What this engine's blocks hold, where that is to be verified."""
@@ -333,7 +342,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
         worker.adapters = self._loaded
         tell(
             extra.get("pool", "default"),
-            self._kv_transfer_config.engine_id,
+            _name(self._vllm_config),
             self._vllm_config.parallel_config.rank,
             worker.rank,
         )
@@ -404,6 +413,11 @@ def check(version: str, vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
+def _name(vllm_config: Any) -> str:
+    """Of one start of an engine. A configuration may name its engine_id, and several engines may have that one."""
+    return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
+
+
 def _check_policy(vllm_config: Any) -> None:
     """ValueError where vLLM would end a request whose load fails, which it does by default.
 
@@ -442,7 +456,10 @@ def _configure(vllm_config: Any) -> None:
     extra.setdefault("kv_events", extra.get("self_describing_kv_events", True))
     extra["self_describing_kv_events"] = False  # vLLM's tracker: ours is KVEvents
     extra["patience"] = patience_of(extra)
-    extra["verify_tokens"] = bool(extra.get("verify_tokens", False))
+    if not isinstance(extra.setdefault("verify_tokens", False), bool):
+        raise ValueError(
+            f"verify_tokens={extra['verify_tokens']!r} in kv_connector_extra_config: set it to true or false"
+        )
     extra["sync_load_budget_bytes"] = 0  # vLLM can't compute what a load within a step does not bring
 
 

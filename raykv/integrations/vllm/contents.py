@@ -2,7 +2,7 @@
 
 Keys say what a chunk should be. This follows, step by step, what vLLM's scheduler has computed into which block, and
 gives each chunk that is stored a digest of that. A reader compares it with a digest of its own tokens. Where a fault
-puts a chunk under another one's key, both differ, and the chunk is a miss.
+puts a chunk under another one's key, the two digests differ, and the chunk is a miss.
 """
 
 from __future__ import annotations
@@ -39,13 +39,20 @@ class Contents:
         self._held: dict[int, bytes] = {}  # by block
         self._tables: dict[str, Table] = {}
         self._left: dict[str, dict[int, bytes]] = {}  # what finished requests held, until their last jobs are made
+        self._asked: dict[str, int] = {}  # by request that waits, tokens that vLLM's own cache has
+        self._loaded: set[str] = set()  # requests whose prefix was loaded here, not by another connector
+
+    def ask(self, request: str, computed: int) -> None:
+        """A request is about to begin, or to begin again. computed: its tokens in vLLM's own cache."""
+        self._asked[request] = computed
 
     def follow(self, output: Any) -> None:
         """vLLM has scheduled a step. output: what it tells its workers."""
         begin = {}
+        for preempted in getattr(output, "preempted_req_ids", None) or ():
+            self._tables.pop(preempted, None)
         for new in output.scheduled_new_reqs:
-            blocks = {group: list(new.block_ids[group]) for group in self._tokens}
-            self._tables[new.req_id] = Table(blocks, new.num_computed_tokens)
+            self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
             begin[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for request, blocks, computed in zip(
@@ -60,6 +67,8 @@ class Contents:
 
     def finish(self, request: Any) -> None:
         """A request is done, and vLLM is about to free its blocks. Its last chunks are stored in the next step."""
+        self._asked.pop(request.request_id, None)
+        self._loaded.discard(request.request_id)
         table = self._tables.get(request.request_id)
         if table is None:
             return
@@ -81,10 +90,21 @@ class Contents:
     def _go_on(self, request: str, blocks: Any, computed: int, resumed: bool) -> None:
         """blocks: by group, those that a request got; all that it has if it was `resumed`."""
         if resumed:
-            self._tables[request] = Table({group: list(blocks[group]) for group in self._tokens}, computed)
+            self._begin(request, blocks, computed)
             return
         for group, of_group in self._tables[request].blocks.items():
             of_group += blocks[group] if blocks else ()
+
+    def _begin(self, request: str, blocks: Any, computed: int) -> None:
+        """blocks: all that a request has, by group. What another connector brought of its prefix is not known."""
+        self._tables[request] = Table({group: list(blocks[group]) for group in self._tokens}, computed)
+        known = self._asked.pop(request, computed)
+        if request in self._loaded:
+            self._loaded.discard(request)
+            return
+        for group, tokens in self._tokens.items():
+            for block in blocks[group][known // tokens : -(-computed // tokens)]:
+                self._held.pop(block, None)
 
     def _write(self, name: str, start: int, stop: int) -> None:
         """A step computes these tokens of a request. Those at the end may be guesses, which a later step tells."""
@@ -96,12 +116,21 @@ class Contents:
                 self._held.pop(block, None)
             number, digest = table.last.get(group, (0, b""))
             if number != first or not digest:
-                digest = self._held.get(blocks[first - 1], b"") if first else _seed(request, group)
+                digest = self._up_to(request, group, blocks, first)
             for number in range(first, known // tokens):
                 digest = digest and _next(digest, request, number * tokens, (number + 1) * tokens)
                 self._hold(blocks[number], digest)
             table.last[group] = known // tokens, digest
         table.told = known
+
+    def _up_to(self, request: Any, group: int, blocks: list[int], count: int) -> bytes:
+        """Of a request's first blocks. Where vLLM has let go of the last one nobody reads that: its tokens count."""
+        if count and blocks[count - 1]:
+            return self._held.get(blocks[count - 1], b"")
+        tokens, digest = self._tokens[group], _seed(request, group)
+        for first in range(0, count * tokens, tokens):
+            digest = _next(digest, request, first, first + tokens)
+        return digest
 
     def _hold(self, block: int, digest: bytes | None) -> None:
         if block and digest:  # 0 is nobody's
@@ -122,7 +151,7 @@ class Contents:
             if offered.tail:
                 found[-1] = self._end_of_prompt(job.req_id, group, found)
             before = -first % self._per_chunk  # blocks of a chunk that begins before them, which is left out
-            if all(found[before:]):
+            if found[before:] and all(found[before:]):
                 left_out = bytes(DIGEST_BYTES) if before else b""
                 chunks.digests[place] = left_out + _of_chunks(found[before:], self._per_chunk)
 
@@ -133,17 +162,13 @@ class Contents:
         number = stop // tokens
         if stop % tokens == 0:
             return found[-1]
-        if len(found) > 1:
-            before = found[-2]
-        else:
-            before = (
-                self._held.get(self._tables[name].blocks[group][number - 1], b"") if number else _seed(request, group)
-            )
+        before = found[-2] if len(found) > 1 else self._up_to(request, group, self._tables[name].blocks[group], number)
         return before and _next(before, request, number * tokens, stop)
 
     def _note_loaded(self, job: Any) -> None:
         """What the request expects. Its blocks hold that when the job is done, or are computed."""
         chunks, request = job.src_spec, self._request_of(job.req_id)
+        self._loaded.add(job.req_id)
         for place, (group, first, blocks) in enumerate(self._runs(job.dst_spec)):
             if not blocks:
                 continue

@@ -276,6 +276,10 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         """Find nothing for so long: vLLM can't reset its cache while a request loads."""
         self._held_until = time.monotonic() + seconds
 
+    def give_up(self) -> None:
+        """Look nothing up, and store nothing, from now on."""
+        self._ranks, self.caches = [], {}
+
     def reset_cache(self) -> None:
         """The weights may be others now: use the cache of what they are called, which nobody else has without a name.
 
@@ -319,6 +323,8 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         return _first(self.caches) if self.caches else None
 
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
+        if not self._ranks:
+            return {}
         arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + self.weights.name}
         ranks = [rank.parts for rank in self._ranks]
         return {

@@ -85,7 +85,7 @@ def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
 
 
 def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
-    """A worker tells the scheduler's side where it is. engine: vLLM's engine_id.
+    """A worker tells the scheduler's side where it is. engine: a name of this start of the engine.
 
     Not by vLLM's handshake: inside of its MultiConnector that is the first connector's.
     """

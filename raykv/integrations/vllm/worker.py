@@ -129,7 +129,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._pages, self._writes, self._device = pages, stores, pages[0].device
-        self._verifies = verifies
+        self._verifies, self._other_tokens = verifies, 0
         self.adapters: LoadedAdapters | None = None
         self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # of the GPU
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
@@ -163,7 +163,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any, expedited: bool = False) -> bool:
         job = self._jobs[job_id] = Job(job_id, "copying", dst_spec.block_ids, self._mark())
         job.adapter = src_spec.origin.adapter
-        job.weights = self._weights_of(job.adapter)
+        job.weights = job.adapter.weights if job.adapter else b""
         away = any(part.away for part in src_spec.ranks[self._number])
         threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
@@ -221,26 +221,30 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _store(self, job: Job, source: Any, target: ChunksToStore) -> None:
         """Copy chunks into slots. They are committed after vLLM has its blocks back."""
-        size = 0
+        size, offers = 0, list[Offer]()
         if job.state == "done":
             return
         try:
-            offers = [offer for run in self._runs(source) for offer in self._offers(run, target, job.weights)]
+            for run in self._runs(source):
+                offers += self._offers(run, target, job.weights)
             if any(len(offer.reservation) for offer in offers) and self._begin(job):
-                for offer in offers:
-                    if len(offer.reservation):
-                        rows = self._rows(
-                            offer.run, offer.run.chunks, offer.number, self._nothing, job.after, offer.digests
-                        )
-                        offer.reservation.copy_in(rows)
-                        size += len(offer.reservation) * self.rank.part_bytes[offer.run.group]
-                        self._commits.submit(self._commit, offer.reservation)
-            else:
-                for offer in offers:
-                    offer.reservation.release()
+                while offers:
+                    size += self._copy(offers[0], job)
+                    offers.pop(0)
         except Exception:  # the engine goes on: its blocks are not in the pool, that is all
             log.exception("pool %s: a store failed", self._pool.name)
+        for offer in offers:
+            offer.reservation.release()
         self._finish(job, job.state, size)
+
+    def _copy(self, offer: Offer, job: Job) -> int:
+        """Copy a part of chunks into its slots, and have it committed. Returns the bytes."""
+        if not len(offer.reservation):
+            return 0
+        rows = self._rows(offer.run, offer.run.chunks, offer.number, self._nothing, job.after, offer.digests)
+        offer.reservation.copy_in(rows)
+        self._commits.submit(self._commit, offer.reservation)
+        return len(offer.reservation) * self.rank.part_bytes[offer.run.group]
 
     def _runs(self, spec: Any) -> list[Run]:
         """The engine's blocks of a job, by group."""
@@ -262,6 +266,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         keys, position, left_out = chunks.keys, chunks.position, 0
         if run.skipped:
             run, left_out = run.whole(), 1
+        if not len(run.ids):
+            return []
         blocks = chunks.tail or run.chunks * run.per_chunk
         if blocks != len(run.ids) or run.chunks + left_out != _count(keys):
             return []
@@ -349,10 +355,15 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         directory, first = self._pool.session.directory, 0
         directory.fault("tokens", f"{int(other.sum())} chunks hold other tokens than their keys stand for")
         for lease in leases:
-            directory.corrupt(lease.source[other[first : first + len(lease)]])
+            directory.forget_later(lease.keys[other[first : first + len(lease)]].tobytes())  # replicas, too
             first += len(lease)
-        internal_kv.count_other_tokens(self._pool.name, self._pool.session.node_id, int(other.sum()))
+        self._commits.submit(self._count_other_tokens, int(other.sum()))  # Ray may take its time
         return False
+
+    def _count_other_tokens(self, chunks: int) -> None:
+        """Chunks, or parts of them, that this process found."""
+        session, self._other_tokens = self._pool.session, self._other_tokens + chunks
+        internal_kv.put_other_tokens(self._pool.name, session.node_id, session.directory.client, self._other_tokens)
 
     def _record(self, part: PartToLoad, leases: list[Lease], origin: Origin) -> RequestRecord | None:
         """Of a read, if somebody follows requests."""
