@@ -125,7 +125,7 @@ $(COMPAT)/sources/vllm-% $(COMPAT)/tests/vllm-%: | $(COMPAT)/setup
 	PYTHONPATH=$(CURDIR)/$(COMPAT)/setup VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$* .venv/bin/pip download \
 		--no-deps --no-build-isolation --no-binary vllm --dest $(COMPAT)/sources vllm==$*
 	tar --extract --gzip --file $(COMPAT)/sources/vllm-$*.tar.gz --directory $(COMPAT)/sources --wildcards \
-		$(foreach part,v1 distributed utils platforms lora,'vllm-$*/vllm/$(part)/*.py')
+		$(foreach part,v1 config distributed utils platforms lora,'vllm-$*/vllm/$(part)/*.py')
 	mkdir -p $(COMPAT)/tests  # a folder of their own: whoever imports them would else import the sources beside, not vLLM
 	tar --extract --gzip --file $(COMPAT)/sources/vllm-$*.tar.gz --directory $(COMPAT)/tests --wildcards \
 		'vllm-$*/tests/__init__.py' 'vllm-$*/tests/v1/*.py'
