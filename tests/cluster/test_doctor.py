@@ -19,6 +19,7 @@ from ray._private.state import actors
 from rich.text import Text
 
 import raykv
+from raykv import internal_kv
 from raykv.arena import files
 from raykv.arena.arena import open_own
 from raykv.cluster import living
@@ -73,6 +74,20 @@ def test_nodes_that_lack_nothing(cluster: Any, start: Callable[..., raykv.KVPool
         assert found["blocks"]["peer"] == peer and found["blocks"]["gbps"] > 0
     (one, other) = exchange.findings(pool, {pool.node_id: "here", "f" * 56: "where no store could start"})
     assert one.state == OK and other.state == WRONG and other.text.startswith("no store: see `raykv status --name")
+
+
+def test_chunks_that_held_other_tokens_are_said_until_the_pool_is_cleared(
+    cluster: Any, start: Callable[..., raykv.KVPool]
+) -> None:
+    pool = start()
+    for client, chunks in ((1, 2), (2, 3), (1, 4)):  # each tells all that it has found
+        internal_kv.put_other_tokens(pool.name, pool.node_id, client, chunks)
+    internal_kv.put_other_tokens(pool.name, "f" * 56, 3, 1)  # of a node that is gone
+    done = command("doctor", "--name", pool.name, address=cluster.address)
+    (said,) = (line for line in done.stdout.splitlines() if " tokens: " in line)
+    assert done.returncode == 1 and pool.node_id[:16] in said and "7 chunks held other tokens" in said
+    pool.clear()
+    assert command("doctor", "--name", pool.name, address=cluster.address).returncode == 0
 
 
 def test_nothing_is_cut_off_in_a_pipe_or_on_a_narrow_terminal(cluster: Any) -> None:
