@@ -66,6 +66,7 @@ def replace() -> Iterator[None]:
 
         patch.setattr(utils, "MockOffloadingSpec", Spec)
         patch.setattr(connector, "RayKVOffloadingSpec", Spec)
+        patch.setattr(connector, "told", lambda *_: [])  # there is no Ray: `take_up` tells it
         patch.setattr(connector, "CHUNK_BYTES", 1)  # a chunk is a block, where a test says nothing else
         patch.setattr(cpu, "CPUOffloadingManager", lambda **_: manager.Storing(opened, arguments(), True))
         yield

@@ -423,10 +423,10 @@ def _check_policy(vllm_config: Any) -> None:
 
     Inside of MultiConnector the configuration of a connector is its own, and the scheduler reads the one around.
     """
-    around = get_current_vllm_config_or_none()
-    if around is None or around.kv_transfer_config is vllm_config.kv_transfer_config:
+    around = getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None)
+    if around is None or around is vllm_config.kv_transfer_config:
         return
-    if (policy := around.kv_transfer_config.kv_load_failure_policy) != "recompute":
+    if (policy := around.kv_load_failure_policy) != "recompute":
         raise ValueError(
             f'kv_load_failure_policy={policy!r} beside "connectors": a request whose load fails would end with an '
             f'error: add "kv_load_failure_policy": "recompute" to the kv_transfer_config of MultiConnector itself'
