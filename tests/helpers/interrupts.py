@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+CHECKED = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")  # instructions that see to signals
+
 
 class Interrupted(BaseException):
     """What a signal's handler raises."""
@@ -23,15 +25,25 @@ def interrupted_at(number: int, module: ModuleType) -> Iterator[list[str]]:
     at: list[str] = []
     seen = itertools.count()
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
+    def trace(frame: FrameType, _: str, __: Any) -> Any:
         if frame.f_code.co_filename != module.__file__:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode" and frame.f_lasti in interruptible(frame.f_code) and next(seen) == number:
-            at.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
-            raise Interrupted
-        return trace
+        before = ""  # the instruction that was executed in this frame
 
+        def step(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal before
+            frame.f_trace_opcodes = True  # Python 3.13 takes no notice before a frame is traced
+            if event == "opcode":
+                if before in CHECKED and next(seen) == number:
+                    at.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
+                    raise Interrupted
+                before = names(frame.f_code)[frame.f_lasti]
+            return step
+
+        return step
+
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks here whether anybody wants them
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -43,7 +55,6 @@ def interrupted_at(number: int, module: ModuleType) -> Iterator[list[str]]:
 
 
 @functools.cache
-def interruptible(code: CodeType) -> set[int]:
-    found = dis.get_instructions(code)
-    checks = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
-    return {after.offset for before, after in itertools.pairwise(found) if before.opname in checks}
+def names(code: CodeType) -> dict[int, str]:
+    """Of its instructions, by offset."""
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
