@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,10 +127,15 @@ class Contents:
         """Of a request's first blocks. Where vLLM has let go of the last one nobody reads that: its tokens count."""
         if count and blocks[count - 1]:
             return self._held.get(blocks[count - 1], b"")
-        tokens, digest = self._tokens[group], _seed(request, group)
-        for first in range(0, count * tokens, tokens):
-            digest = _next(digest, request, first, first + tokens)
+        *_, digest = self._chain(request, group, count * self._tokens[group])
         return digest
+
+    def _chain(self, request: Any, group: int, stop: int) -> Iterator[bytes]:
+        """By a request's tokens before `stop`: what stands before its blocks, then a digest of each."""
+        digest, tokens = _seed(request, group), self._tokens[group]
+        yield digest
+        for first in range(0, stop, tokens):
+            yield (digest := _next(digest, request, first, min(stop, first + tokens)))
 
     def _hold(self, block: int, digest: bytes | None) -> None:
         if block and digest:  # 0 is nobody's
@@ -176,10 +181,7 @@ class Contents:
             stop = -(-(first + len(blocks)) // per_chunk) * per_chunk * tokens
             if stop > request.num_tokens:  # the tail of a prompt
                 stop = request.num_prompt_tokens
-            digests, digest = [], _seed(request, group)
-            for begin in range(0, stop, tokens):
-                digest = _next(digest, request, begin, min(stop, begin + tokens))
-                digests.append(digest)
+            _, *digests = self._chain(request, group, stop)
             for number, block in enumerate(blocks, first):
                 self._hold(block, digests[number] if (number + 1) * tokens <= stop else None)
             chunks.digests[place] = _of_chunks(digests[first // per_chunk * per_chunk :], per_chunk)

@@ -163,7 +163,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any, expedited: bool = False) -> bool:
         job = self._jobs[job_id] = Job(job_id, "copying", dst_spec.block_ids, self._mark())
         job.adapter = src_spec.origin.adapter
-        job.weights = job.adapter.weights if job.adapter else b""
+        job.weights = src_spec.origin.weights
         away = any(part.away for part in src_spec.ranks[self._number])
         threads = self._streams if away else self._loads
         job.future = threads.submit(self._load, job, src_spec, dst_spec)
