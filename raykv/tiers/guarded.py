@@ -178,9 +178,16 @@ class GuardedTier:
             checksums = np.array([checksum for checksum, _, _ in found], np.uint64)
             positions = np.array([position for _, position, _ in found], np.uint32)
             there = np.array([ok for _, _, ok in found], np.bool_)
-            self.faults["missing"] += int((~there).sum())
+            self._miss(int((~there).sum()))
             yield LoadedPiece(part, _rows(buffer, len(found), block_bytes), checksums, positions, there)
             self._free_buffer(buffer)
+
+    def _miss(self, blocks: int) -> None:
+        """Blocks were not there. Perhaps none is: the next probe is due now, which looks for the marker."""
+        self.faults["missing"] += blocks
+        with self._lock:
+            if blocks and self._up:
+                self._retry_at = 0.0
 
     def _begin_load(self, keys: KeyRows, block_bytes: int) -> tuple[Future[Sequence[bytes | None]] | None, mmap.mmap]:
         """Ask for a piece. Returns the call, and the buffer that it reads into."""
@@ -255,7 +262,9 @@ class GuardedTier:
         if self._up:
             self._retry_at = time.monotonic() + CHECK_S
             taken = self._answer(self._ask(self._writes, self._take_content), CALL_S, "probe")
-            return None if taken in (None, True) else False
+            if taken is False:
+                events.tell("tier_lost")
+            return None if taken else taken
         if self._probing is None:
             self._probing = self._writes.submit(self._take_content)
         try:

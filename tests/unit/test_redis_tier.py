@@ -119,6 +119,20 @@ def test_an_evicted_marker_costs_no_block(server: RedisServer, monkeypatch: pyte
     tier.close()
 
 
+def test_a_miss_is_reason_to_look_whether_all_is_gone(server: RedisServer) -> None:
+    tier = GuardedTier(lambda: open_tier(parse(server.url())), bytes(16))
+    assert tier.open(bytes(8))
+    keys, one = np.arange(16, dtype=np.uint8).reshape(1, 16), np.ones(1, np.uint64)
+    assert tier.store(keys, one, one.astype(np.uint32), [memoryview(BODY[:4096])]).all()
+    assert [piece.there.all() for piece in tier.load(keys, 4096)] == [True]
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+    assert tier.probe() is None  # it looked a moment ago
+    assert [piece.there.any() for piece in tier.load(keys, 4096)] == [False]
+    assert tier.probe() is False and tier.up
+    tier.close()
+
+
 def test_a_server_that_became_a_replica_is_read_as_before(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded, "BACK_OFF_S", (0.0,))
     tier = GuardedTier(lambda: open_tier(parse(server.url())), bytes(16))
