@@ -19,11 +19,18 @@ DRIVER = "/proc/driver/nvidia/version"
 
 
 def open_gpus(
-    pool: str, node_id: str, fingerprint: bytes, gpu_memory: float | int, transport: str, again: bool = False
+    pool: str,
+    node_id: str,
+    fingerprint: bytes,
+    gpu_memory: float | int,
+    transport: str,
+    cluster: bytes,
+    again: bool = False,
 ) -> list[NodeMemory]:
     """The memory of each GPU that this process can use.
 
-    gpu_memory, transport: see PoolConfig. again: after a restart, when engines have taken what was left for NCCL.
+    gpu_memory, transport: see PoolConfig. cluster: see `raylets.cluster_id`.
+    again: after a restart, when engines have taken what was left for NCCL.
     Raises CapacityError where a GPU has less memory, or the node has GPUs that can't be used; DeviceError where one
     fails.
     """
@@ -40,7 +47,7 @@ def open_gpus(
     memories: list[NodeMemory] = []
     try:
         for uuid in found:
-            arena = _open_arena(pool, fingerprint, device.device(uuid), gpu_memory, beside)
+            arena = _open_arena(pool, fingerprint, device.device(uuid), gpu_memory, beside, cluster)
             transports = open_transports(arena, transport, ray.util.get_node_ip_address())
             memories.append(_fixed_size_memory(f"{node_id}/{uuid}", arena, transports))
     except BaseException:
@@ -57,12 +64,14 @@ def _others(node_id: str) -> int:
     return int(sum(node["Resources"].get("GPU", 0) for node in nodes))
 
 
-def _open_arena(pool: str, fingerprint: bytes, gpu: device.Device, gpu_memory: float | int, beside: int) -> GpuArena:
+def _open_arena(
+    pool: str, fingerprint: bytes, gpu: device.Device, gpu_memory: float | int, beside: int, cluster: bytes
+) -> GpuArena:
     size = gpu.capacity(gpu_memory, beside)
     slab = slab_bytes(size)
     if size < slab:
         raise CapacityError(f"{gpu.uuid}: gpu_memory={gpu_memory} are {size} bytes: the smallest tier has {slab}")
-    return GpuArena.open_new(pool, fingerprint, gpu, slab, size // slab)
+    return GpuArena.open_new(pool, fingerprint, gpu, slab, size // slab, cluster)
 
 
 def _fixed_size_memory(name: str, arena: GpuArena, transports: Any) -> NodeMemory:

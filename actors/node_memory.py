@@ -4,6 +4,7 @@ It joins the directory, reports its slabs with every heartbeat, and carries out 
 store owns one for the node and one for each GPU.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
@@ -27,6 +28,7 @@ from raykv.protocol import (
 from raykv.system import events
 from raykv.transports.selector import TransportSelector
 
+log = logging.getLogger("raykv")
 JOIN_DEADLINE_S = 30.0
 PIECE_BLOCKS = 4096  # of an inventory; a piece takes the directory a millisecond or two
 
@@ -47,12 +49,14 @@ class NodeMemory:
         self.index = -1  # in locations; -1 until it has joined
         self.joined = threading.Event()
         self._report, self._on_directory_reply = report, on_directory_reply
+        self._had_name = True  # its file, when it was last looked at
 
     def heartbeat(self, directory: DirectoryLine) -> bool:
         """Report to the directory, and join one that does not know this memory. Returns whether it joined.
 
         Raises one of `directory_line.ERRORS` if the directory does not answer, or is not the one in charge.
         """
+        self._look_at_file()
         if not self.joined.is_set():  # a restarted store: the directory may know its node, but not this arena
             self._join(directory)
         report = self._report()
@@ -68,6 +72,18 @@ class NodeMemory:
         if heartbeat.sweep:
             self._sweep(directory, np.frombuffer(heartbeat.sweep, LOCATION))
         return False
+
+    def _look_at_file(self) -> None:
+        """Say so, once, where somebody removed the arena's file. Clients find it by the store's descriptor: `door`."""
+        if self._had_name and not self.arena.has_name:
+            self._had_name = False
+            events.tell("file_removed", memory=events.short(self.name), path=self.arena.path)
+            log.warning(
+                "%s was removed while its node store uses it, as logind does at the end of a user's last session: set "
+                "RemoveIPC=no in logind.conf. It is still read and written on this node; if the store dies, its blocks "
+                "are lost",
+                self.arena.path,
+            )
 
     def _join(self, directory: DirectoryLine) -> None:
         arena = self.arena

@@ -16,7 +16,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from raykv import internal_kv, named_actors
+from raykv import cluster, internal_kv, named_actors
 from raykv.actors.demoter import Demoter, content_seed, open_external
 from raykv.actors.directory_loop import DirectoryLoop
 from raykv.actors.gpu_demoter import GpuDemoter
@@ -93,7 +93,8 @@ class NodeStore:
             events.tell("external", url=parse(settings["external"]).text, capacity=tier[1], up=up)
         # Laid out for all of the node's memory: slabs that are not offered take none.
         slabs = min(max(total // slab, limit), SLABS_MAX)
-        self._arena: Arena = open_own(pool, pool_fingerprint, slab, slabs, free_memory.check, limit=limit)
+        self._cluster = cluster.identity()
+        self._arena: Arena = open_own(pool, pool_fingerprint, slab, slabs, free_memory.check, limit, self._cluster)
         self._demoter = Demoter(pool, node_id, self._arena, *tier) if tier else None
         transports = open_transports(self._arena, settings["transport"], ray.util.get_node_ip_address())
         self._resizer = Resizer(saved_size, self._arena, limit, self._demoter, transports.withdraw)
@@ -102,7 +103,7 @@ class NodeStore:
         self._memories, self._gpu_demoters = [self._memory], list[GpuDemoter]()
         self._heartbeats = [self._heartbeat_of(self._memory)]  # of each memory its own: none waits for another
         memory, transport = settings["gpu_memory"], settings["transport"]
-        self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, again)
+        self._gpu_tier = partial(open_gpus, pool, node_id, pool_fingerprint, memory, transport, self._cluster, again)
         self._gpus = Periodic("raykv-gpus", self._open_gpus_again, self._without_gpus)
         self._lacks_gpus = False
         self._peers = Peers(self._look_up)
@@ -160,7 +161,7 @@ class NodeStore:
             raise TimeoutError(f"{self!r} has not reached the directory in {JOIN_DEADLINE_S:.0f} s")
         arena = memory.arena
         handle = arena.handle if isinstance(arena, GpuArena) else b""
-        return tuple(StoreDescription(memory.name, arena.path, arena.nonce, memory.index, handle))
+        return tuple(StoreDescription(memory.name, arena.door, arena.nonce, memory.index, handle))
 
     @ray.method(concurrency_group="pull")
     def pull(self, transfer: tuple[bytes, bytes, bytes]) -> bytes:
@@ -346,7 +347,7 @@ class NodeStore:
             self._demoter.stop()
         for memory in self._memories:
             memory.arena.close(unlink=True)
-        remove_left_behind(self._pool)
+        remove_left_behind(self._pool, self._cluster)
 
     # ------------------------------------------------------------------ heartbeats
 

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raykv import cluster
 from raykv.actors.demoter import open_external
 from raykv.actors.gpu_memory import DRIVER
 from raykv.arena.files import SHM, left_behind
@@ -94,9 +95,10 @@ def machine() -> str:
 
 
 def left_behind_by_pool() -> dict[str, int]:
-    """Bytes of shared memory that no living store owns, by pool of which this user has arenas here."""
+    """Bytes of shared memory that were left behind, by pool of which this user has arenas here."""
     names = (re.fullmatch(rf"raykv-([A-Za-z0-9_-]+)-{os.getuid()}-(gpu-)?\d+", name) for name in os.listdir(SHM))
-    return {name: _bytes(left_behind(name)) for name in {found[1] for found in names if found}}
+    ours = cluster.identity()
+    return {name: _bytes(left_behind(name, ours)) for name in {found[1] for found in names if found}}
 
 
 def _bytes(paths: list[str]) -> int:

@@ -4,10 +4,17 @@ from typing import Any
 
 import ray
 
+from raykv.system.raylets import cluster_id
+
 
 def living() -> set[str]:
     """Ray node ids of the nodes that are alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def identity() -> bytes:
+    """Tells the Ray cluster of this process from others of its machine (8 bytes)."""
+    return cluster_id(ray.get_runtime_context().get_session_name())
 
 
 def is_head(node: dict[str, Any]) -> bool:

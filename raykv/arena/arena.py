@@ -19,6 +19,7 @@ from raykv.arena.buffers import Rows, address_of, rows_of
 from raykv.arena.files import SHM, ArenaFile
 from raykv.arena.gpu import host_copy
 from raykv.arena.mapping import Addresses, Bytes, Mapping
+from raykv.arena.superblock import NO_CLUSTER
 from raykv.protocol import (
     ALIGN,
     EPOCHS,
@@ -91,14 +92,16 @@ class Arena(Mapping):
         compile_all("raykv.arena")  # before anybody waits for a kernel or holds a lock
 
     @classmethod
-    def create(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self:
+    def create(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> Self:
         """A new arena, owned, that offers no slab yet. See `files.create`."""
-        return cls(files.create(path, fingerprint, slab_bytes, slabs))
+        return cls(files.create(path, fingerprint, slab_bytes, slabs, cluster))
 
     @classmethod
-    def adopt(cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self | None:
+    def adopt(
+        cls, path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER
+    ) -> Self | None:
         """The arena that a dead owner left behind, now owned, with a higher incarnation. None: see `files.adopt`."""
-        file = files.adopt(path, fingerprint, slab_bytes, slabs)
+        file = files.adopt(path, fingerprint, slab_bytes, slabs, cluster)
         if file is None:
             return None
         arena = cls(file)
@@ -453,22 +456,23 @@ def open_own(
     slabs: int,
     room_check: Callable[[int], None],
     limit: int | None = None,
+    cluster: bytes = NO_CLUSTER,
 ) -> Arena:
     """The arena of a node store: one that a dead store of this user and pool left behind, else a new one.
 
     room_check: called with the bytes of a new one (`raykv.system.free_memory.check`) of which `limit` slabs are to be
-    offered, by default all; raises where the node can't afford them.
+    offered, by default all; raises where the node can't afford them. cluster: see `raylets.cluster_id`.
     """
     for index in itertools.count():
         path = f"{SHM}/raykv-{pool}-{os.getuid()}-{index}"
-        arena = Arena.adopt(path, fingerprint, slab_bytes, slabs)
+        arena = Arena.adopt(path, fingerprint, slab_bytes, slabs, cluster)
         if arena is not None:
             return arena
-        if os.path.lexists(path):  # a living store's, or another user's
+        if os.path.lexists(path):  # a living store's, another user's, or another Ray cluster's
             continue
         room_check(superblock.layout(slab_bytes, slabs if limit is None else limit).size)
         try:
-            return Arena.create(path, fingerprint, slab_bytes, slabs)
+            return Arena.create(path, fingerprint, slab_bytes, slabs, cluster)
         except FileExistsError:
             continue
     raise AssertionError("unreachable")

@@ -1,7 +1,8 @@
 """The files of arenas in shared memory: made, adopted after their owner died, opened by clients, found and removed.
 
 An owner, a node store, holds a lock on its file's first page for as long as it lives: the kernel drops it with the
-process. A file whose owner's lock is free was left behind. `raykv.arena.mapping` maps what is opened here.
+process. A file whose owner's lock is free was left behind, unless its Ray cluster still runs and is another one: there
+the owner may be restarting. `raykv.arena.mapping` maps what is opened here.
 """
 
 import os
@@ -13,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import superblock
+from raykv.arena.superblock import NO_CLUSTER
 from raykv.errors import ArenaMismatch
 from raykv.protocol import ALIGN
+from raykv.system import raylets
 from raykv.system.file_locks import held_elsewhere, lock
 
 SHM = "/dev/shm"
@@ -28,12 +31,12 @@ class ArenaFile(NamedTuple):
     first_page: NDArray[np.int64]  # see raykv.arena.superblock
 
 
-def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> ArenaFile:
+def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> ArenaFile:
     """A new file, owned: `slabs` times `slab_bytes` (a multiple of 256 KiB), of which no slab is offered yet.
 
     It appears under its name whole and locked, or not at all. FileExistsError if there is such a file.
     """
-    words = superblock.new_page(fingerprint, slab_bytes, slabs)
+    words = superblock.new_page(fingerprint, slab_bytes, slabs, cluster)
     fd = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         lock(fd, 0, ALIGN)
@@ -48,11 +51,11 @@ def create(path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> ArenaF
     return ArenaFile(path, fd, words)
 
 
-def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> ArenaFile | None:
+def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER) -> ArenaFile | None:
     """The file that a dead owner left behind, now owned.
 
-    None if there is none; if its owner lives or is another user (the file is left alone); or if it has another
-    fingerprint or geometry (the file is unlinked, which its clients survive).
+    None if there is none; if its owner lives, is another user or of another Ray cluster that runs (the file is left
+    alone); or if it has another fingerprint or geometry (the file is unlinked, which its clients survive).
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -61,9 +64,11 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> ArenaFi
     try:
         info = os.fstat(fd)
         ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and lock(fd, 0, ALIGN)
-        if ours and inode(os.stat(path)) == inode(info):  # else somebody unlinked it before we had the lock
+        found = ours and has_name(path, fd)  # else somebody unlinked it before we had the lock
+        if found and superblock.cluster_of(fd) not in _others(cluster):
             words = superblock.read(fd)
             if words is not None and superblock.matches(words, fingerprint, slab_bytes, slabs):
+                superblock.put_cluster(fd, cluster)
                 return ArenaFile(path, fd, words)
             os.unlink(path)
     except FileNotFoundError:
@@ -72,10 +77,28 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> ArenaFi
     return None
 
 
-def attach(path: str, nonce: bytes) -> ArenaFile:
-    """The file that this node's store serves; its nonce tells it from others. ArenaMismatch if this is not it."""
+def door(path: str, fd: int) -> str:
+    """By what other processes open a file that its owner has open: its path, or a descriptor if that was removed."""
+    return path if has_name(path, fd) else f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def has_name(path: str, fd: int) -> bool:
+    """Whether an open file is still what its path names."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        named, opened = os.stat(path), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+def attach(path: str, nonce: bytes) -> ArenaFile:
+    """The file that this node's store serves; its nonce tells it from others. ArenaMismatch if this is not it.
+
+    path: see `door`.
+    """
+    follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW  # a descriptor is a link
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | follow)
     except OSError as error:
         raise ArenaMismatch(_mismatch(path, f"cannot be opened ({error.strerror})")) from error
     words = superblock.read(fd)
@@ -85,24 +108,25 @@ def attach(path: str, nonce: bytes) -> ArenaFile:
     return ArenaFile(path, fd, words)
 
 
-def arenas_of(pool: str) -> list[str]:
-    """Paths of this user's arenas of a pool, on this machine."""
-    ours = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+")
-    return [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
+def arenas_of(pool: str, cluster: bytes = NO_CLUSTER) -> list[str]:
+    """Paths of this user's arenas of a pool, on this machine, but for those of other Ray clusters that run."""
+    ours, others = re.compile(rf"raykv-{pool}-{os.getuid()}-(gpu-)?\d+"), _others(cluster)
+    found = [entry.path for entry in os.scandir(SHM) if ours.fullmatch(entry.name)]
+    return [path for path in found if _cluster_of(path) not in others]
 
 
-def left_behind(pool: str) -> list[str]:
-    """Paths of this user's arenas of a pool that no living store owns."""
-    return [path for path in arenas_of(pool) if not _owned(path)]
+def left_behind(pool: str, cluster: bytes = NO_CLUSTER) -> list[str]:
+    """Those of `arenas_of` that no living store owns."""
+    return [path for path in arenas_of(pool, cluster) if not _owned(path)]
 
 
-def remove_left_behind(pool: str) -> int:
-    """Remove this user's arenas of a pool that no living store owns. Returns how many there were."""
-    return sum(remove(path) for path in left_behind(pool))
+def remove_left_behind(pool: str, cluster: bytes = NO_CLUSTER) -> int:
+    """Remove those of `arenas_of` that no living store owns. Returns how many there were."""
+    return sum(remove(path, cluster) for path in left_behind(pool, cluster))
 
 
-def remove(path: str) -> bool:
-    """Remove an arena that no living store owns. Returns whether it was removed.
+def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
+    """Remove an arena that no living store owns, nor one of another Ray cluster. Returns whether it was removed.
 
     This takes the owner's lock: by now another store may have adopted the file, or created a new one of that name.
     """
@@ -111,7 +135,7 @@ def remove(path: str) -> bool:
     except OSError:
         return False
     try:
-        unowned = lock(fd, 0, ALIGN) and inode(os.stat(path)) == inode(os.fstat(fd))
+        unowned = lock(fd, 0, ALIGN) and has_name(path, fd) and superblock.cluster_of(fd) not in _others(cluster)
         if unowned:
             os.unlink(path)
         return unowned
@@ -121,9 +145,20 @@ def remove(path: str) -> bool:
         os.close(fd)
 
 
-def inode(info: os.stat_result) -> tuple[int, int]:
-    """What tells a file from any other, whatever its name."""
-    return info.st_dev, info.st_ino
+def _others(cluster: bytes) -> set[bytes]:
+    """Ray clusters of which this machine has nodes, but for one."""
+    return raylets.clusters() - {cluster}
+
+
+def _cluster_of(path: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return NO_CLUSTER
+    try:
+        return superblock.cluster_of(fd)
+    finally:
+        os.close(fd)
 
 
 def _owned(path: str) -> bool:
@@ -139,6 +174,13 @@ def _owned(path: str) -> bool:
 
 
 def _mismatch(path: str, what: str) -> str:
+    if path.startswith("/proc/"):
+        return (
+            f"{path} {what}. Somebody removed the shared memory of this node's store, as logind does at the end of a "
+            f"user's last session: only processes of the store's user that see its /proc still reach it. Set "
+            f"RemoveIPC=no in logind.conf, and end process {path.split('/')[2]}: Ray starts the store again, with a "
+            f"new file and without its blocks"
+        )
     return (
         f"{path} {what}. This process must see its node store's shared memory: mount the Ray pod's "
         f"{os.path.dirname(path)} into this container (an emptyDir with medium: Memory) and run as the same user"

@@ -19,6 +19,7 @@ from raykv.arena.checksum import judge
 from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.gpu.device import Device, Region, device
 from raykv.arena.mapping import Addresses, Bytes
+from raykv.arena.superblock import NO_CLUSTER
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol import ALIGN, ALTERED, FAILED, PULLED
 
@@ -39,11 +40,16 @@ class GpuArena(Arena):
     _region: Region | None  # None: not opened yet. Guarded by `_mutex`
 
     @classmethod
-    def open_new(cls, pool: str, fingerprint: bytes, gpu: Device, slab_bytes: int, slabs: int) -> Self:
-        """A new one, owned, that offers all of its slabs. CapacityError where the GPU, or /dev/shm, has no room."""
+    def open_new(
+        cls, pool: str, fingerprint: bytes, gpu: Device, slab_bytes: int, slabs: int, cluster: bytes = NO_CLUSTER
+    ) -> Self:
+        """A new one, owned, that offers all of its slabs. CapacityError where the GPU, or /dev/shm, has no room.
+
+        cluster: see `raylets.cluster_id`.
+        """
         region = gpu.allocate(slab_bytes * slabs)
         try:
-            arena = cls._create_next(pool, fingerprint, slab_bytes, slabs)
+            arena = cls._create_next(pool, fingerprint, slab_bytes, slabs, cluster)
         except BaseException:
             region.close()
             raise
@@ -53,13 +59,13 @@ class GpuArena(Arena):
         return arena
 
     @classmethod
-    def _create_next(cls, pool: str, fingerprint: bytes, slab_bytes: int, slabs: int) -> Self:
+    def _create_next(cls, pool: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) -> Self:
         """The file, with all of its headers allocated, that offers no slab yet."""
         for index in itertools.count():
             path = f"{files.SHM}/raykv-{pool}-{os.getuid()}-gpu-{index}"
-            files.remove(path)  # a dead store's; the GPU memory went with it
+            files.remove(path, cluster)  # a dead store's; the GPU memory went with it
             try:
-                arena = cls.create(path, fingerprint, slab_bytes, slabs)
+                arena = cls.create(path, fingerprint, slab_bytes, slabs, cluster)
             except FileExistsError:
                 continue
             first, length = arena._headers(0)

@@ -31,7 +31,7 @@ Shape = tuple[int, int, int, int]
 
 FREE, WRITING, READY = 0, 1, 2
 MAGIC, VERSION, NONCE, FINGERPRINT = 0, 1, 2, 4  # of the superblock; nonce and fingerprint are two words each
-SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS = range(6, 14)
+SLAB_BYTES, SLABS, OFFERED, EPOCH, INCARNATION, CLOCK_BASE, FLOOR, DISCARDS, CLUSTER = range(6, 15)
 TABLE = 512  # first word of the slab table: (slab generation, stride) of every slab
 GIVEN_BACK = -1  # for a stride: the slab's memory was, or is to be, discarded
 HEADER_WORDS = 8

@@ -6,6 +6,7 @@ the slabs that it uses, and registers slabs with CUDA where a GPU is to reach th
 writes the blocks.
 """
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -16,8 +17,8 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.arena import header, superblock
-from raykv.arena.files import ArenaFile, inode
+from raykv.arena import files, header, superblock
+from raykv.arena.files import ArenaFile
 from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.gpu.device import device
 from raykv.errors import CapacityError, DeviceError
@@ -46,7 +47,6 @@ class Mapping:
         self.slab_bytes, self.slabs = int(words[header.SLAB_BYTES]), int(words[header.SLABS])
         layout = superblock.layout(self.slab_bytes, self.slabs)
         self._shape = (self.slab_bytes, layout.headers // 8, layout.payload, self.slabs)
-        self._inode = inode(os.fstat(file.fd))
         self._size = layout.size
         # Guards replacing `_memory`, and the owner's changes of epoch and floor. Taken inside `_slab_lock`.
         self._mutex = threading.Lock()
@@ -64,6 +64,16 @@ class Mapping:
         self._discards = header.load(self._memory[0], header.DISCARDS)
         first = data.ctypes.data + self._shape[2]
         cuda.when_gone(data, host_copy.unregister, first, self.slab_bytes, self._registered)
+
+    @property
+    def door(self) -> str:
+        """Owner: by what other processes open the file; see `files.door`."""
+        return files.door(self.path, self._locks.fd)
+
+    @property
+    def has_name(self) -> bool:
+        """Owner: whether the file is where its path says; somebody may have removed it."""
+        return files.has_name(self.path, self._locks.fd)
 
     @property
     def offered(self) -> int:
@@ -248,12 +258,9 @@ class Mapping:
 
     def close(self, unlink: bool = False) -> None:
         """Let the file go: copies under way finish, every later call finds nothing. unlink: remove its name, too."""
-        if unlink:
-            try:
-                if inode(os.stat(self.path)) == self._inode:
-                    os.unlink(self.path)
-            except FileNotFoundError:
-                pass
+        if unlink and self._locks.fd >= 0 and self.has_name:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
         with self._mutex:
             self._memory = np.zeros(header.TABLE, np.int64), np.zeros(0, np.uint8)  # unmapped with the last view
         self._locks.close()

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from raykv.arena import header
 from raykv.protocol import ALIGN, EPOCHS, GENERATIONS, SLAB_BYTES_MAX, SLABS_MAX
+from raykv.system import raylets
 
 MAGIC = int.from_bytes(b"raykv\0ar", "little")
 VERSION = 1
+NO_CLUSTER = bytes(raylets.CLUSTER_BYTES)
 SLAB_UNIT = ALIGN * ALIGN // (8 * header.HEADER_WORDS)  # bytes of slab whose headers fill a page
 HUGE_PAGE = 2 << 20
 
@@ -35,7 +37,7 @@ def layout(slab_bytes: int, slabs: int) -> Layout:
     return Layout(headers, payload, payload + slabs * slab_bytes)
 
 
-def new_page(fingerprint: bytes, slab_bytes: int, slabs: int) -> NDArray[np.int64]:
+def new_page(fingerprint: bytes, slab_bytes: int, slabs: int, cluster: bytes) -> NDArray[np.int64]:
     """The first page of a new arena. ValueError for a geometry that is not possible."""
     if not _is_possible(slab_bytes, slabs):
         raise ValueError(
@@ -48,6 +50,7 @@ def new_page(fingerprint: bytes, slab_bytes: int, slabs: int) -> NDArray[np.int6
     words[header.FINGERPRINT : header.FINGERPRINT + 2] = np.frombuffer(fingerprint, np.int64)
     words[header.SLAB_BYTES], words[header.SLABS] = slab_bytes, slabs
     words[header.INCARNATION], words[header.CLOCK_BASE] = 1, int(time.time())
+    words[header.CLUSTER] = int.from_bytes(cluster, "little", signed=True)
     return words
 
 
@@ -74,6 +77,16 @@ def _is_possible(slab_bytes: int, slabs: int) -> bool:
 def nonce_of(words: NDArray[np.int64]) -> bytes:
     """16 random bytes that no other arena has."""
     return words[header.NONCE : header.NONCE + 2].tobytes()
+
+
+def cluster_of(fd: int) -> bytes:
+    """The Ray cluster of the file's last owner; NO_CLUSTER where it says none."""
+    return os.pread(fd, len(NO_CLUSTER), 8 * header.CLUSTER) or NO_CLUSTER
+
+
+def put_cluster(fd: int, cluster: bytes) -> None:
+    """Owner: say which Ray cluster it is of."""
+    os.pwrite(fd, cluster, 8 * header.CLUSTER)
 
 
 def matches(words: NDArray[np.int64], fingerprint: bytes, slab_bytes: int, slabs: int) -> bool:

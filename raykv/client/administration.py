@@ -13,7 +13,7 @@ from raykv.client.session import settings_of
 from raykv.config import Quota, Size, check_tenant, memory_size
 from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
-from raykv.system import free_memory
+from raykv.system import raylets
 
 ADMIN_DEADLINE_S = 10.0
 STORES_DEADLINE_S = 1.0  # a store that is stopped is not waited for
@@ -59,7 +59,7 @@ class Administration:
 
     def own_node(self) -> str:
         """Ray node id of the one node of this machine. ValueError where it has several of this cluster, or none."""
-        here = sorted(cluster.living() & free_memory.ray_nodes())
+        here = sorted(cluster.living() & raylets.nodes())
         if len(here) != 1:
             raise ValueError(
                 f"this machine runs {len(here)} nodes of the Ray cluster, so which one is meant? Give its Ray node id: "

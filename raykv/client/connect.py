@@ -51,8 +51,8 @@ def _check_address(address: str) -> None:
     )
     if "://" in address:
         raise PoolNotFound(
-            f"RAY_ADDRESS={address!r} is for Ray Client, whose processes share no memory with a node: run this on one, "
-            f"and {what_to_do}"
+            f"RAY_ADDRESS={address!r} is for Ray Client, by which raykv's commands don't work: run this on a node, and "
+            f"{what_to_do}. A program on a node may call ray.init({address!r}) itself, and then attach"
         )
     host, _, port = address.rpartition(":")
     try:

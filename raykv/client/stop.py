@@ -123,10 +123,11 @@ def _clean_up(name: str, unstopped: set[str], silent: set[str]) -> int:
 @ray.remote(num_cpus=0, max_retries=0)
 def _clean(pool: str, seconds: float) -> int:
     """Remove arenas of this machine whose stores are dead. seconds: to wait for those that may still be dying."""
-    end, removed = time.monotonic() + seconds, remove_left_behind(pool)
-    while arenas_of(pool) and time.monotonic() < end:
+    end, ours = time.monotonic() + seconds, cluster.identity()
+    removed = remove_left_behind(pool, ours)
+    while arenas_of(pool, ours) and time.monotonic() < end:
         time.sleep(LOOK_S)
-        removed += remove_left_behind(pool)
+        removed += remove_left_behind(pool, ours)
     return removed
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from raykv import cluster
 from raykv.actors.gpu_memory import DRIVER
 from raykv.actors.readiness import left_behind_by_pool, machine
 from raykv.arena.files import SHM, arenas_of, left_behind
@@ -44,7 +45,7 @@ class Facts(NamedTuple):
 
 def look() -> Facts:
     """Of this node, from one of its Ray workers."""
-    stats = os.statvfs(SHM)
+    stats, ours = os.statvfs(SHM), cluster.identity()
     kernels, unwritable = jit.cache_folder()
     left = {pool: size for pool, size in left_behind_by_pool().items() if size}
     return Facts(
@@ -53,7 +54,7 @@ def look() -> Facts:
         free_memory.total_bytes(),
         stats.f_blocks * stats.f_frsize,
         left,
-        {pool for pool in left if len(left_behind(pool)) < len(arenas_of(pool))},
+        {pool for pool in left if len(left_behind(pool, ours)) < len(arenas_of(pool, ours))},
         kernels,
         unwritable,
         _found(HUGE_PAGES, r"\[(\w+)\]"),

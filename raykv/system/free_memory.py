@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raykv.errors import CapacityError
+from raykv.system import raylets
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number about this big
 
@@ -15,9 +16,9 @@ class FreeMemory:
     """Free bytes, by what limits them. `free` is what an arena may take."""
 
     shm_free: int  # of the /dev/shm file system
-    memory_free: int  # of the machine: /dev/shm may be bigger than that
+    memory_free: int  # of the machine, but what object stores in other mounts of /dev/shm may take
     cgroup_free: int | None  # of the tightest memory limit on this process; None: no limit
-    plasma_unfilled: int  # that local raylets' object stores may still take of the same memory
+    plasma_unfilled: int  # that local raylets' object stores may still take of this /dev/shm
 
     @property
     def free(self) -> int:
@@ -30,11 +31,13 @@ class FreeMemory:
 def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", shm: str = "/dev/shm") -> FreeMemory:
     """What is free now. proc, cgroup, shm: where the kernel shows its state."""
     stats = os.statvfs(shm)
+    found = [(_unfilled(process, shm), _sees(process, shm)) for process in raylets.processes(proc)]
+    elsewhere = sum(unfilled for unfilled, ours in found if not ours)
     return FreeMemory(
         shm_free=stats.f_bavail * stats.f_frsize,
-        memory_free=_meminfo(Path(proc), "MemAvailable"),
+        memory_free=max(0, _meminfo(Path(proc), "MemAvailable") - elsewhere),
         cgroup_free=min((left for _, left in _limits(Path(proc), Path(cgroup))), default=None),
-        plasma_unfilled=sum(_unfilled(process, shm) for process in _raylets(Path(proc))),
+        plasma_unfilled=sum(unfilled for unfilled, ours in found if ours),
     )
 
 
@@ -66,11 +69,6 @@ def total_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
     """The node's memory: the machine's, or the tightest memory limit on this process."""
     limits = [limit for limit, _ in _limits(Path(proc), Path(cgroup))]
     return min([_meminfo(Path(proc), "MemTotal"), *limits])
-
-
-def ray_nodes(proc: str = "/proc") -> set[str]:
-    """Ray node ids of this machine's raylets, of whatever clusters, as far as this process sees."""
-    return {_options(process).get("node_id", "") for process in _raylets(Path(proc))}
 
 
 def _meminfo(proc: Path, name: str) -> int:
@@ -120,30 +118,20 @@ def _stat(path: Path, name: str) -> int:
     return int(fields.get(name, 0))
 
 
-def _raylets(proc: Path) -> Iterator[Path]:
-    for process in proc.iterdir():
-        try:
-            if process.name.isdigit() and (process / "comm").read_bytes().strip() == b"raylet":
-                yield process
-        except OSError:  # it has just ended
-            continue
-
-
-def _options(process: Path) -> dict[str, str]:
-    """A raylet's `--name=value`; none where it has just ended."""
-    try:
-        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(word.lstrip("-").split("=", 1) for word in words if word.startswith("--") and "=" in word)
-
-
 def _unfilled(process: Path, shm: str) -> int:
     """Bytes that a raylet's object store may still take of `shm`."""
-    options = _options(process)
+    options = raylets.options(process)
     if not options.get("plasma_directory", shm).startswith(shm):
         return 0  # the object store is on a disk
     return max(0, int(options.get("object_store_memory", 0)) - _filled(process, shm))
+
+
+def _sees(process: Path, shm: str) -> bool:
+    """Whether a process has the same `shm` as this one: a container has its own. True where nobody may know."""
+    try:
+        return os.stat(f"{process}/root{shm}").st_dev == os.stat(shm).st_dev
+    except OSError:
+        return True
 
 
 def _filled(process: Path, shm: str) -> int:

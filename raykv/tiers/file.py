@@ -60,7 +60,12 @@ class FileTier:
             self._open(url)
         except OSError as error:
             self.close()
-            raise OSError(error.errno, f"external={url.text}: {error.strerror}: name a folder to write in") from error
+            advice = "name a folder to write in"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                advice = (
+                    f"name one on a disk with more free inodes (df -i): {len(FOLDERS)} for folders, and one a block"
+                )
+            raise OSError(error.errno, f"external={url.text}: {error.strerror}: {advice}") from error
         except ValueError:
             self.close()
             raise

@@ -1,5 +1,6 @@
 """What the log files of a pool's actors say after things happened to it."""
 
+import os
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
@@ -97,6 +98,9 @@ def test_the_logs_say_what_happened_and_no_secret(
     assert pool.drain(leaving, deadline=30.0) == 0
     assert said("supervisor", "drain", node=leaving[:8], deadline=30.0)
     assert said("supervisor", "drained", node=leaving[:8], left=0)
+    assert pool.session.local
+    os.unlink(pool.session.local.arena.path)
+    assert said("store", "file_removed", node=here)
     pool.stop()
     assert len(said("store", "stop")) == 3 and said("supervisor", "stop")
 

@@ -1,15 +1,45 @@
-"""What the end of a pool leaves in shared memory, where a raylet died before and its machine has others."""
+"""A pool's files in shared memory: what its end leaves of them, and what becomes of them in others' hands."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.pools import actor_names, eventually, node_store, pid, served, shm_files, suspend
+import ray
+from helpers.pools import (
+    BLOCK,
+    actor_names,
+    eventually,
+    kill,
+    node_store,
+    pid,
+    served,
+    shm_files,
+    stopped,
+    store,
+    suspend,
+    tokens,
+    worker,
+)
 
 import raykv
 from raykv.arena import files
+from raykv.system import raylets
+
+# Another Ray cluster, whose pool of the given name starts when a line comes in, and ends
+ANOTHER_CLUSTER = """
+import sys, ray, raykv
+ray.init("local", num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, logging_level="ERROR")
+print("ready", flush=True)
+sys.stdin.readline()
+raykv.start(raykv.PoolConfig(name=sys.argv[1], cpu_memory="64MiB")).stop()
+print("done", flush=True)
+sys.stdin.readline()
+"""
 
 
 @pytest.mark.parametrize("graceful", [False, True], ids=["killed", "removed"])
@@ -29,3 +59,69 @@ def test_a_store_that_dies_after_the_others_have_stopped_leaves_nothing(
     os.close(dying.fd)  # as its owner's death does
     stopping.join(60)
     assert not stopping.is_alive() and not shm_files(pool.name)
+
+
+@pytest.fixture
+def another_cluster() -> Any:
+    """Begins ANOTHER_CLUSTER for a pool's name."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", ANOTHER_CLUSTER, name]
+        env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        begun.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env))
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.communicate()
+        assert process.returncode == 0
+
+
+def test_another_ray_cluster_on_the_machine_leaves_a_store_that_restarts_its_blocks(
+    start: Callable[..., raykv.KVPool], third_node: Callable[[], Any], another_cluster: Any
+) -> None:
+    pool, node_id = start(), third_node().node_id
+    eventually(lambda: served(pool, 3))
+    other = another_cluster(pool.name)
+    engine = worker(pool, node_id)
+    keys = a_cache(pool).keys(tokens(1, 20))
+    eventually(lambda: ray.get(engine.store.remote(keys), timeout=60) == len(keys))
+    before = sorted(shm_files(pool.name))
+    assert other.stdout.readline() == "ready\n"
+    process = pid(node_store(pool, node_id))
+    with stopped(raylet_of(node_id)):  # it starts no store meanwhile
+        os.kill(process, signal.SIGKILL)
+        assert len(files.left_behind(pool.name)) == 0, "it is of a cluster that runs"
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "done\n"
+        assert sorted(shm_files(pool.name)) == before
+    eventually(lambda: ray.get(engine.holds.remote(keys), timeout=60))
+
+
+def raylet_of(node_id: str) -> int:
+    return next(int(process.name) for process in raylets.processes() if raylets.options(process)["node_id"] == node_id)
+
+
+def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
+    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
+
+
+def test_a_pool_goes_on_whose_files_were_removed(start: Callable[..., raykv.KVPool]) -> None:
+    """As logind does at the end of a user's last session. Who comes later finds the memory; it goes with its store."""
+    pool = start()
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(2, 20))
+    assert store(cache, keys) == len(keys)
+    for name in shm_files(pool.name):
+        os.unlink(f"{files.SHM}/{name}")
+    late = worker(pool, pool.node_id)
+    assert ray.get(late.holds.remote(keys), timeout=60)
+    more = cache.keys(tokens(3, 20))
+    assert ray.get(late.store.remote(more), timeout=60) == len(more)
+    kill(pool, pool.node_id)
+    eventually(lambda: served(pool, 2))
+    assert len(shm_files(pool.name)) == 1
+    eventually(lambda: ray.get(late.store.remote(keys), timeout=60) == len(keys))
+    assert ray.get(worker(pool, pool.node_id).holds.remote(keys), timeout=60)

@@ -15,7 +15,7 @@ import raykv
         ("no-such-host.invalid:6379", "no Ray cluster answers there"),
         ("6379", "no Ray cluster answers there"),
         ("127.0.0.1:port", "no Ray cluster answers there"),
-        ("ray://127.0.0.1:10001", "is for Ray Client.*run this on one"),
+        ("ray://127.0.0.1:10001", "is for Ray Client.*run this on a node"),
     ],
 )
 def test_a_wrong_ray_address_is_named(address: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

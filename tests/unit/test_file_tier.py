@@ -205,6 +205,14 @@ def test_a_full_disk_takes_no_more_and_goes_on_serving(tmp_path: Path) -> None:
         tier.close()
 
 
+def test_a_disk_without_inodes_is_named_as_such(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "poor", "-t", "tmpfs", "-o", "size=8m,nr_inodes=100", "tmpfs"),
+        pytest.raises(OSError, match=r"No space left.*more free inodes \(df -i\)"),
+    ):
+        open_file(tmp_path / "poor", capacity="1MiB")
+
+
 def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
     with mounted(tmp_path / "memory", "-t", "ramfs", "ramfs"):
         with pytest.raises(OSError):

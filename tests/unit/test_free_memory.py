@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raykv.errors import CapacityError
-from raykv.system import free_memory
+from raykv.system import free_memory, raylets
 
 MIB = 1 << 20
 
@@ -77,6 +77,18 @@ def test_raylet_with_its_store_on_disk(proc: Path) -> None:
     assert free_memory.free_bytes(str(proc)).plasma_unfilled == MIB
 
 
+def test_raylet_of_a_container_with_a_dev_shm_of_its_own(proc: Path) -> None:
+    """Its object store takes memory of the machine, and none of this /dev/shm."""
+    for pid in (7, 8):
+        (proc / f"{pid}/fd").mkdir(parents=True)
+        (proc / f"{pid}/comm").write_text("raylet\n")
+        (proc / f"{pid}/cmdline").write_bytes(b"raylet\0--object_store_memory=1048576\0--plasma_directory=/dev/shm\0")
+    (proc / "7/root").symlink_to("/")
+    (proc / "8/root/dev/shm").mkdir(parents=True)
+    found = free_memory.free_bytes(str(proc))
+    assert found.plasma_unfilled == MIB and found.memory_free == 1048576 * 1024 - MIB
+
+
 def test_more_than_is_free_is_a_capacity_error() -> None:
     assert free_memory.free_bytes().memory_free > 0
     free_memory.check(1)
@@ -91,10 +103,10 @@ def ray_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if ray.is_initialized():
         pytest.skip("another test's cluster is in this process")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    before = set(free_memory._raylets(Path("/proc")))
+    before = set(raylets.processes())
     ray.init("local", num_cpus=1, object_store_memory=100 * MIB, include_dashboard=False, logging_level="ERROR")
     session = ray._private.worker._global_node.get_session_dir_path().encode()
-    new = set(free_memory._raylets(Path("/proc"))) - before
+    new = set(raylets.processes()) - before
     yield next(process for process in new if session in (process / "cmdline").read_bytes())
     ray.shutdown()
 

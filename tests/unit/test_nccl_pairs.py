@@ -10,6 +10,7 @@ from helpers.nccl_nodes import ELSEWHERE, FROM, PATIENCE_S, TO, ByHand, Node, bl
 
 from raykv.actors.gpu_memory import open_gpus
 from raykv.arena.gpu import cuda
+from raykv.arena.superblock import NO_CLUSTER
 from raykv.errors import CapacityError
 from raykv.protocol import PULLED
 from raykv.transports import nccl_pair
@@ -191,8 +192,8 @@ def test_a_gpu_that_has_no_room_for_its_pairs(nccl: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     needs = nccl_pair.memory_of(16)
     with pytest.raises(CapacityError, match=f"{needs // MIB} MiB of it for NCCL"):
-        open_gpus("p", "here", b"0" * 16, 8 * MIB, "auto")
+        open_gpus("p", "here", b"0" * 16, 8 * MIB, "auto", NO_CLUSTER)
     monkeypatch.setenv("CUPY_ON_HOST_BYTES", str(8 * MIB + needs))
-    for memory in open_gpus("p", "here", b"0" * 16, 8 * MIB, "auto"):
+    for memory in open_gpus("p", "here", b"0" * 16, 8 * MIB, "auto", NO_CLUSTER):
         memory.arena.close(unlink=True)
         memory.transports.close()

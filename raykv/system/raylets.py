@@ -1,0 +1,41 @@
+"""The raylets of this machine, of whatever Ray clusters, as far as this process sees the kernel's processes."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+CLUSTER_BYTES = 8
+
+
+def cluster_id(session: str) -> bytes:
+    """Tells a Ray cluster from others (CLUSTER_BYTES). session: as Ray names the cluster's session."""
+    return hashlib.sha256(session.encode()).digest()[:CLUSTER_BYTES]
+
+
+def clusters(proc: str = "/proc") -> set[bytes]:
+    """The `cluster_id` of each Ray cluster that has nodes here."""
+    return {cluster_id(options(process).get("session-name", "")) for process in processes(proc)}
+
+
+def nodes(proc: str = "/proc") -> set[str]:
+    """Ray node ids."""
+    return {options(process).get("node_id", "") for process in processes(proc)}
+
+
+def processes(proc: str = "/proc") -> Iterator[Path]:
+    """The kernel's folder of each raylet."""
+    for process in Path(proc).iterdir():
+        try:
+            if process.name.isdigit() and (process / "comm").read_bytes().strip() == b"raylet":
+                yield process
+        except OSError:  # it has just ended
+            continue
+
+
+def options(process: Path) -> dict[str, str]:
+    """A raylet's `--name=value`; none where it has just ended."""
+    try:
+        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(word.lstrip("-").split("=", 1) for word in words if word.startswith("--") and "=" in word)
