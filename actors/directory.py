@@ -399,7 +399,7 @@ def _load_kernels() -> None:
 
 
 def start_directory(pool: str, number: int, node_id: str) -> Any:
-    """Start a directory near a node, or find it. Returns at once; it answers when its kernels are loaded."""
+    """Start a directory on a node, or find it. Returns at once; it answers when its kernels are loaded."""
     name = named_actors.directory_name(pool, number)
-    options = named_actors.options(name, node_id, pinned=False)
+    options = named_actors.options(name, node_id)
     return ray.remote(DirectoryActor).options(**options).remote(pool, name)

@@ -366,7 +366,7 @@ class NodeStore:
 
 def start_store(pool: str, node_id: str, question: Question | None = None) -> Any:
     """Start the store of a node, or find it. Returns at once. question: see NodeStore."""
-    options = named_actors.options(named_actors.node_store_name(pool, node_id), node_id, pinned=True, threads=4)
+    options = named_actors.options(named_actors.node_store_name(pool, node_id), node_id, threads=4)
     return (
         ray.remote(concurrency_groups=GROUPS)(NodeStore)  # type: ignore[call-overload]
         .options(**options)

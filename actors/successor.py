@@ -14,7 +14,7 @@ log = logging.getLogger("raykv")
 FIRST_LOOK_S = 10.0  # a pool that has just started has better things to do
 LOOK_S = 5.0
 START_DEADLINE_S = 120.0
-MOVE_AFTER_S = 30.0  # since the last move: Ray may put it back again and again, and a start takes seconds of a core
+MOVE_AFTER_S = 30.0  # since the last move: nodes come and go, and a start takes seconds of a core
 
 
 class Successor:
@@ -23,6 +23,7 @@ class Successor:
     def __init__(self, pool: str) -> None:
         self._pool = pool
         self._number = 0  # of the two directories, the one that stands by
+        self.node_id = ""  # where it was at the last answer
         self._handle: Any = None  # once it was found
         self._answer: Any = None  # that is due: the node that it is on
         self._look_at = time.monotonic() + FIRST_LOOK_S
@@ -46,11 +47,11 @@ class Successor:
         number: its own. in_charge: the node of the directory in charge. others: the other nodes where it may be.
         """
         if self._number != number:  # it took over: what is due was asked of another
-            self._number, self._answer, self._handle = number, None, None
+            self._number, self._answer, self._handle, self.node_id = number, None, None, ""
         if self._handle is None or not is_alive(self._handle):
             there = others[self._given_up % len(others)] if others else in_charge
             self._handle = start_directory(self._pool, number, there)
-        if self._is_bad(others):
+        if self._is_bad(others or [in_charge]):
             return self._handle
         if self._answer is None:
             self._answer, self._asked = self._handle.node_id.remote(), time.monotonic()
@@ -60,11 +61,11 @@ class Successor:
         """End it: it is started anew, by the next look on the next node. successor: its handle."""
         log.warning("pool %s: the directory that stands by is started anew: %s", self._pool, why)
         ray.kill(successor)
-        self._handle = self._answer = None
+        self._handle, self._answer, self.node_id = None, None, ""
         self._given_up += 1
 
-    def _is_bad(self, others: list[str]) -> bool:
-        """Whether it has not answered for too long, or is on none of the other nodes though there are some.
+    def _is_bad(self, nodes: list[str]) -> bool:
+        """Whether it has not answered for too long, or is on none of these nodes.
 
         One that was moved less than MOVE_AFTER_S ago is left where it is. An answer is looked at once.
         """
@@ -74,10 +75,10 @@ class Successor:
             return time.monotonic() > self._asked + START_DEADLINE_S
         answer, self._answer = self._answer, None
         try:
-            elsewhere = bool(others) and ray.get(answer) not in others
+            self.node_id = ray.get(answer)
         except RayError:  # it is being restarted
             return False
-        return elsewhere and self._may_move()
+        return self.node_id not in nodes and self._may_move()
 
     def _may_move(self) -> bool:
         if time.monotonic() < self._moved + MOVE_AFTER_S:

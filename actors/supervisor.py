@@ -1,7 +1,8 @@
 """The supervisor: keeps one node store on every living node, and one directory that answers.
 
 Ray restarts an actor whose process died. The supervisor does what Ray does not: it starts a store on a node that joins,
-removes what a dead node had, replaces a directory that does not answer, and drains nodes that are about to leave.
+removes what a dead node had, replaces a directory that does not answer, drains nodes that are about to leave, and
+leaves nodes that nobody else uses.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from raykv import internal_kv, named_actors
 from raykv.actors.directory import start_directory
-from raykv.actors.drain import check_others, drain, stay
+from raykv.actors.drain import check_others, drain
+from raykv.actors.idle_nodes import IdleNodes, used
 from raykv.actors.node_store import start_store
 from raykv.actors.readiness import why_not_usable
 from raykv.actors.successor import START_DEADLINE_S, Successor, is_alive
@@ -61,6 +63,7 @@ class Supervisor:
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
         self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
         self._successor = Successor(pool)
+        self._idle = IdleNodes(pool, (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0))
         self._rests_until = 0.0  # the last close look found all well
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
@@ -77,6 +80,8 @@ class Supervisor:
 
         force: also the last node that takes blocks, for which a ValueError is raised otherwise.
         """
+        if node_id in self._idle.without_store:
+            return 0
         if not force:
             check_others(self._pool, node_id)
         self._draining.add(node_id)
@@ -96,7 +101,7 @@ class Supervisor:
                 f"and whoever drained it there"
             )
         with self._telling:
-            stay(self._pool, node_id)
+            self._idle.take_back(node_id)
             self._draining.discard(node_id)
 
     def stop(self) -> None:
@@ -118,7 +123,7 @@ class Supervisor:
         self._exported = time.monotonic()
         self._exporter.set("start_time_seconds", self._started, role="supervisor")
         self._exporter.set("ray_nodes", len(self._living))
-        for node_id in self._living:
+        for node_id in self._living - self._idle.without_store:
             up = node_id in self._served and node_id in self._stores and is_alive(self._stores[node_id])
             self._exporter.set("store_up", float(up), node=node_id)
         self._exporter.set("directory_up", float(self._exported - self._answered < REST_S + LATE_S))
@@ -135,7 +140,7 @@ class Supervisor:
     def _look(self) -> None:
         """Look closely, unless one question to Ray says that all is as it was: that takes seven."""
         self._living, some_leave = _nodes()
-        if some_leave or self._living != self._stores.keys() or not self._at_rest():
+        if some_leave or self._living - self._idle.without_store != self._stores.keys() or not self._at_rest():
             self._rests_until = 0.0
             self._look_closely(self._living)
 
@@ -145,25 +150,29 @@ class Supervisor:
         return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
 
     def _look_closely(self, living: set[str]) -> None:
+        wanted = living - self._idle.without_store
         if internal_kv.settings(self._pool) is None:  # the pool is being stopped
             return
         self._drop_failed()
-        for node_id in living - self._stores.keys():
+        for node_id in wanted - self._stores.keys():
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
                 events.tell("watch_node", node=node_id[:8])
                 self._stores[node_id] = start_store(self._pool, node_id)
         directory = self._directory()  # while the stores start, which wait for it
-        for node_id in self._stores.keys() - living:  # a pinned actor never comes back once its node is dead
+        for node_id in self._stores.keys() - wanted - self._draining:  # a pinned actor never leaves a node that is dead
             ray.kill(self._stores.pop(node_id))
             self._pings.pop(node_id, None)
+            self._served.discard(node_id)
         known = self._known(directory)
-        for node_id in {host_of(name) for name in known.values()} - living:
+        for node_id in {host_of(name) for name in known.values()} - wanted:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
             internal_kv.drop(self._pool, f"memory/{node_id}")
             events.tell("remove_node", node=node_id[:8])
         for node_id in set(internal_kv.names(self._pool, "failed")) - living:
             internal_kv.drop(self._pool, f"failed/{node_id}")
         self._look_for_leaving(directory, living)
+        if self._idle:
+            self._look_for_idle(directory, living)
         self._keep_successor(directory, living)
         self._rests_until = time.monotonic() + REST_S if known else 0.0
 
@@ -178,6 +187,32 @@ class Supervisor:
             if node_id in self._stores and node_id not in self._draining:
                 self._draining.add(node_id)
                 threading.Thread(target=self._drain, args=(node_id, seconds), name="raykv-drain", daemon=True).start()
+
+    def _look_for_idle(self, directory: Any, living: set[str]) -> None:
+        """Leave nodes that nobody else has used for long, and come back to those that somebody uses again."""
+        busy = used()
+        for node_id in internal_kv.idle(self._pool).keys() - self._draining:
+            if node_id not in living:
+                self._idle.forget(node_id)
+            elif node_id in busy:
+                with self._telling:
+                    self._idle.take_back(node_id)
+        leaving = {*internal_kv.names(self._pool, "leaving")} - internal_kv.idle(self._pool).keys()
+        long = self._idle.look((self._served & living) - busy - leaving - self._draining - self._idle.without_store)
+        in_charge = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S) if long else ""
+        if in_charge in long and self._successor.node_id not in {"", *long}:
+            self._start_directory(self._in_charge)  # have the other one take over
+        for node_id in long - {in_charge}:
+            self._draining.add(node_id)
+            threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
+
+    def _leave(self, node_id: str) -> None:
+        try:
+            self._idle.release(node_id)
+        except (RayError, ValueError) as error:
+            log.debug("%r: node %s is idle, and could not be left yet: %r", self, node_id[:8], error)
+            self._loop.sleep(DRAIN_AGAIN_S)
+        self._draining.discard(node_id)
 
     def _drain(self, node_id: str, seconds: float) -> None:
         left = 1
@@ -276,7 +311,8 @@ class Supervisor:
         if not self._successor.due():
             return
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
-        others = sorted((living & self._served) - {node_id} - set(internal_kv.names(self._pool, "leaving")))
+        bad_places = {node_id, *internal_kv.names(self._pool, "leaving")} | self._idle.long
+        others = sorted((living & self._served) - bad_places)
         bad = self._successor.look(_other(self._in_charge), node_id, others)
         if bad is not None and internal_kv.in_charge(self._pool).name == self._in_charge:  # else it took over meanwhile
             self._successor.give_up(bad, "it is of no use where it is")
@@ -309,7 +345,7 @@ def _gcs(address: str) -> Any:
     return GcsClient(address=address)
 
 
-def start_supervisor(pool: str, node_id: str) -> None:
-    """Start the supervisor near a node, or find it. Returns at once: from here on Ray sees to it that there is one."""
-    options = named_actors.options(named_actors.supervisor_name(pool), node_id, pinned=False, threads=4)
+def start_supervisor(pool: str) -> None:
+    """Start the supervisor on Ray's head, or find it. Returns at once: from here on Ray sees to it that it runs."""
+    options = named_actors.options(named_actors.supervisor_name(pool), None, threads=4)
     ray.remote(Supervisor).options(**options).remote(pool)

@@ -6,6 +6,8 @@ import ray
 
 from raykv.system.raylets import cluster_id
 
+HEAD = "node:__internal_head__"  # a resource that Ray gives the head
+
 
 def living() -> set[str]:
     """Ray node ids of the nodes that are alive."""
@@ -19,4 +21,4 @@ def identity() -> bytes:
 
 def is_head(node: dict[str, Any]) -> bool:
     """Whether a node of `ray.nodes()` is the cluster's head."""
-    return "node:__internal_head__" in node["Resources"]
+    return HEAD in node["Resources"]

@@ -51,6 +51,8 @@ class PoolConfig:
     deadline: seconds that a client's question to the directory may take, at most 10; past them the answer is a miss.
         Raise it where engines leave the processors no time: a directory that hangs is noticed as much later. A router
         waits a fifth of it; a read waits eight times as long for staging slots.
+    idle_node_s: seconds for which nothing but the pool runs on a node before the pool leaves it, for Ray's autoscaler
+        to take it away: its blocks go to other nodes, and its store ends. 0: never. Ray's head keeps its store.
     secret: keys are derived from it: bytes, or the path of a file only its owner can read. Default: the environment's
         RAYKV_SECRET, else a random one kept in Ray's internal KV.
     """
@@ -64,6 +66,7 @@ class PoolConfig:
     write: str = "back"
     min_hits: int = 0
     deadline: float = METADATA_DEADLINE_S
+    idle_node_s: float = 0.0
     secret: bytes | str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +88,8 @@ class PoolConfig:
                 f"deadline={self.deadline!r}: give seconds above 0, and at most 10: for up to so long a request waits "
                 f"for a directory that hangs"
             )
+        if isinstance(self.idle_node_s, bool) or not 0 <= self.idle_node_s < float("inf"):
+            raise ValueError(f"idle_node_s={self.idle_node_s!r}: give seconds, or 0 for no node ever")
         if self.external is not None and "://" not in self.external:  # `start` checks the rest
             raise ValueError("external= is not a URL such as file:///mnt/nvme/raykv?capacity=200GiB")
 

@@ -23,16 +23,17 @@ from raykv.protocol import VERSION
 from raykv.system.fork import refuse_forked
 from raykv.system.wire import Address
 
-# What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the
-# secret and the protocol's version), `<pool>/directory` (JSON: name of the directory in charge; its host, port and
-# token), `<pool>/epoch/<n>` (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>`
-# (JSON: the cpu_memory that it was resized to), `<pool>/quota/<tenant>` (JSON: its minimum and maximum), `<pool>/tier`
-# (what was given to `register_tier`, pickled), `<pool>/model/<name>` (JSON: how prompts become keys, for routers),
-# `<pool>/failed/<node>` (why a node has no store), `<pool>/answer/<node>` (pickled: what a node says before a pool
-# starts), `<pool>/compiled` (kernels that the directory has compiled, and all), `<pool>/lock` (who starts or stops it),
-# `<pool>/last_epoch` (kept by a pool that was stopped), `<pool>/seed` (names an empty tier's content), `<pool>/totals`
-# (JSON: counters that outlive a directory), `<pool>/rank/<engine>/<n>` (JSON: where a worker of an engine is),
-# `<pool>/other_tokens/<node>/<client>` (chunks that held what their keys are not of).
+# What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the secret
+# and the protocol's version), `<pool>/directory` (JSON: name of the directory in charge; its host, port and token),
+# `<pool>/epoch/<n>` (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON:
+# the cpu_memory that it was resized to), `<pool>/idle/<node>` (whether its store has ended for that),
+# `<pool>/quota/<tenant>` (JSON: its minimum and maximum), `<pool>/tier` (what was given to `register_tier`, pickled),
+# `<pool>/model/<name>` (JSON: how prompts become keys, for routers), `<pool>/failed/<node>` (why a node has no store),
+# `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled` (kernels that the
+# directory has compiled, and all), `<pool>/lock` (who starts or stops it), `<pool>/last_epoch` (kept by a pool that
+# was stopped), `<pool>/seed` (names an empty tier's content), `<pool>/totals` (JSON: counters that outlive a
+# directory), `<pool>/rank/<engine>/<n>` (JSON: where a worker of an engine is), `<pool>/other_tokens/<node>/<client>`
+# (chunks that held what their keys are not of).
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 LAST_EPOCH = "last_epoch"
@@ -126,8 +127,13 @@ def await_settings(pool: str) -> dict[str, Any]:
 
 def shown(settings: dict[str, Any]) -> dict[str, Any]:
     """What a log may have of them: neither the secret nor a tier's URL, which may hold a password."""
-    names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits", "deadline")
+    names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits", "deadline", "idle_node_s")
     return {name: settings[name] for name in names}
+
+
+def idle(pool: str) -> dict[str, bytes]:
+    """Nodes that are idle, by Ray node id: what the supervisor notes of each."""
+    return {node_id: get(pool, f"idle/{node_id}") or b"" for node_id in names(pool, "idle")}
 
 
 def failures(pool: str) -> dict[str, str]:

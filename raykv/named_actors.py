@@ -5,9 +5,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv import internal_kv
+from raykv import cluster, internal_kv
 from raykv.config import NAMESPACE
 from raykv.system.fork import refuse_forked
+
+PREFIX = "raykv/"
 
 
 def directory_name(pool: str, number: int) -> str:
@@ -30,9 +32,14 @@ def page_name(pool: str) -> str:
     return f"{_actors(pool)}ui"
 
 
+def is_ours(name: str) -> bool:
+    """Whether an actor of that name belongs to a pool."""
+    return name.startswith(PREFIX)
+
+
 def _actors(pool: str) -> str:
     """How the names of its actors begin: on Ray's dashboard, which shows no namespace, they are told from others."""
-    return f"raykv/{pool}/"
+    return f"{PREFIX}{pool}/"
 
 
 def names(pool: str) -> list[str]:
@@ -53,8 +60,13 @@ def find_directory(pool: str) -> Any:
     return find(internal_kv.in_charge(pool).name)
 
 
-def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str, Any]:
-    """Options of a detached actor: on `node_id`, and only there if `pinned`. threads: calls at a time."""
+def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
+    """Options of a detached actor that stays on `node_id`, or on Ray's head if None. threads: calls at a time.
+
+    An actor with a soft affinity and no CPU would be anywhere: Ray asks any raylet for it first, which takes it.
+    """
+    head = {"resources": {cluster.HEAD: 0.001}}  # also one that replaces this head, as Serve's controller
+    place = head if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     return {
         "name": name,
         "namespace": NAMESPACE,
@@ -64,7 +76,7 @@ def options(name: str, node_id: str, pinned: bool, threads: int = 1) -> dict[str
         "num_cpus": 0,
         "enable_task_events": False,  # calls that come every second are nothing to list on the dashboard
         "max_concurrency": threads,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=not pinned),
+        **place,
     }
 
 

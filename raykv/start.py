@@ -62,7 +62,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
         running = internal_kv.settings(config.name)
         if running is not None:
             _check_same(config, secret, running, exist_ok)
-            start_supervisor(config.name, _head())  # whoever started it may have died before
+            start_supervisor(config.name)  # whoever started it may have died before
             return KVPool(config.name)
         settings, question = _prepared(config, secret)
         if named_actors.names(config.name):  # of a start that was killed
@@ -70,7 +70,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
         try:
             _start_actors(question, settings, on_progress)
             pool = KVPool(config.name)
-            start_supervisor(config.name, _head())
+            start_supervisor(config.name)
             return pool
         except BaseException:  # KeyboardInterrupt, too
             if internal_kv.settings(config.name) is None:
@@ -112,6 +112,7 @@ def _comparable(config: PoolConfig) -> dict[str, Any]:
         "write": config.write,
         "min_hits": config.min_hits,
         "deadline": config.deadline,
+        "idle_node_s": config.idle_node_s,
     }
 
 

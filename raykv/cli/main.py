@@ -59,6 +59,12 @@ def main() -> None:
     show_default=True,
     help="Of a question to the directory, in seconds; then a miss.",
 )
+@click.option(
+    "--idle-node-s",
+    default=0.0,
+    show_default=True,
+    help="Leave nodes where nothing else runs for so long, for Ray's autoscaler; 0: never.",
+)
 @click.option("--secret-file", type=click.Path(exists=True, dir_okay=False), help="What keys are derived from (0600).")
 @click.option("--exist-ok", is_flag=True, help="Take a pool that runs with other settings as it is.")
 @JSON

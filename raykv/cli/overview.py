@@ -88,13 +88,14 @@ def look(pool: str) -> Overview:
     if not counts:
         wrong["directory"] = wrong["directory"] or "does not answer"
     answers = store_stats(pool, {node_id for node_id, store in stores.items() if store and store.is_alive})
-    failed = internal_kv.failures(pool)
+    failed, idle = internal_kv.failures(pool), internal_kv.idle(pool)
     members = {}
     for node in nodes:
         store, answer = stores[node.node_id], answers.get(node.node_id)
         roles = [role for role, actor in upkeep.items() if actor and actor.is_alive and actor.node_id == node.node_id]
         seen = Seen(store, answer is not None, counts.get("nodes", {}).get(node.node_id), bool(counts))
-        members[node.node_id] = _member(node, roles, seen, answer, failed.get(node.node_id), wrong["supervisor"])
+        state = state_of(seen, failed.get(node.node_id), wrong["supervisor"], node.node_id in idle)
+        members[node.node_id] = _member(node, roles, store, answer, *state)
     transports = transports_among(list(counts.get("nodes", ())), answers)
     return Overview(pool, tuple(nodes), counts, failed, transports, members, wrong)
 
@@ -112,15 +113,19 @@ class Seen:
     directory_answers: bool
 
 
-def state_of(store: Seen, failed: str | None, supervisor: str) -> tuple[str, str]:
+def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = False) -> tuple[str, str]:
     """(state of a node, why it is not alive). failed: why its store could not start. supervisor: what is wrong with it.
+    idle: nothing but the pool ran there; see PoolConfig.idle_node_s.
 
     alive; joining: it is being taken up; leaving: it is drained; starting: its first process is; restarting: it died,
-    and another is starting; silent: it does not answer; no store: nothing runs there, and `why` says what to expect.
+    and another is starting; silent: it does not answer; idle: the store ended, since nothing else runs there; no store:
+    nothing runs there, and `why` says what to expect.
     """
     actor, counts = store.actor, store.counts
     if failed is not None:
         return "no store", f"{failed} (it is tried again every 30 s)"
+    if actor is None and idle:
+        return "idle", "nothing else runs there, so its store ended; it starts again when something does"
     if actor is None and supervisor:
         return "no store", f"the supervisor, which starts stores, {supervisor}"
     if actor is None:
@@ -141,10 +146,9 @@ def state_of(store: Seen, failed: str | None, supervisor: str) -> tuple[str, str
 
 
 def _member(
-    node: RayNode, roles: list[str], store: Seen, answer: dict[str, Any] | None, failed: str | None, supervisor: str
+    node: RayNode, roles: list[str], actor: Actor | None, answer: dict[str, Any] | None, state: str, why: str
 ) -> Member:
-    state, why = state_of(store, failed, supervisor)
-    actor, counted = store.actor, answer or {}
+    counted = answer or {}
     mine = [*(["head"] if node.is_head else []), *roles, *(["store"] if actor else [])]
     faults = {kind: count for kind, count in counted.items() if kind.startswith("tier_")}
     faults["corrupt_on_arrival"] = counted.get("corrupt", 0)

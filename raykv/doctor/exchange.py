@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
+from raykv import internal_kv
 from raykv.client.match import Match
 from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
@@ -67,11 +68,13 @@ def content(cache: raykv.KVCache, seed: int) -> tuple[Any, Any]:
 
 def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
     """Of each node's store, and of each two nodes that have one. hosts: names by Ray node id."""
-    stats = pool.stats()
+    stats, idle = pool.stats(), internal_kv.idle(pool.name)
     serve = []
     for node in hosts:
         state = stats.get("nodes", {}).get(node, {}).get("state", "no store")
-        if state == "alive":
+        if node in idle:
+            yield Finding(node, "store", OK, "none: nothing but the pool runs there; see idle_node_s")
+        elif state == "alive":
             serve.append(node)
             yield Finding(node, "store", OK, f"serves pool {pool.name}")
         else:

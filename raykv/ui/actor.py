@@ -114,5 +114,5 @@ def _family(host: str) -> socket.AddressFamily:
 
 def start_page(pool: str, look: Callable[[str], Sight], host: str, port: int, node_id: str) -> Any:
     """Start the actor on a node, or find it. Returns at once."""
-    options = named_actors.options(named_actors.page_name(pool), node_id, pinned=True, threads=2)
+    options = named_actors.options(named_actors.page_name(pool), node_id, threads=2)
     return ray.remote(PageActor).options(**options).remote(pool, look, host, port)

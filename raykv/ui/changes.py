@@ -50,7 +50,7 @@ def _node(old: Node, new: Node) -> Iterator[tuple[str, str]]:
 
 def _new_state(old: Node, new: Node, name: str) -> Iterator[tuple[str, str]]:
     if new.state == "alive":
-        starts = old.state in ("starting", "joining") or (old.state == "no store" and old.restarts is None)
+        starts = old.state in ("starting", "joining", "idle") or (old.state == "no store" and old.restarts is None)
         yield (
             "good",
             f"the drain of {name} ended"
@@ -59,6 +59,8 @@ def _new_state(old: Node, new: Node, name: str) -> Iterator[tuple[str, str]]:
         )
     elif new.state == "leaving":
         yield "note", f"{name} is being drained"
+    elif new.state == "idle":
+        yield "note", f"nothing else ran on {name}, so its store ended"
     elif new.state == "silent":
         yield "bad", f"the store on {name} does not answer"
     elif new.state == "no store":

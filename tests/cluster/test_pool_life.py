@@ -41,6 +41,7 @@ from helpers.pools import (
 import raykv
 from raykv import internal_kv, named_actors
 from raykv import keys as key_chain
+from raykv.cli.actors import look_up
 from raykv.client.stop import stop_pool
 from raykv.config import HEARTBEAT_S
 
@@ -260,6 +261,27 @@ def test_a_node_that_joins_gets_its_store(
     keys = cache.keys(tokens(1, 4))
     assert store(cache, keys) == 4
     assert ray.get(worker(pool, node.node_id).read.remote(keys), timeout=120)[:3] == (4, 4, 0)
+
+
+def test_what_keeps_a_pool_going_stays_where_it_was_put(
+    start: Callable[..., raykv.KVPool], third_node: Callable[[], Any]
+) -> None:
+    """Ray would put an actor of no CPU anywhere, when it starts and whenever it starts again."""
+    third_node()
+    pool = start()
+    names = [named_actors.directory_name(pool.name, number) for number in (1, 2)]
+    names.append(named_actors.supervisor_name(pool.name))
+
+    def places() -> list[str]:
+        return [actor.node_id if (actor := look_up(name)) and actor.is_alive else "" for name in names]
+
+    eventually(lambda: all(places()))
+    directory, successor, supervisor = before = places()
+    assert directory == supervisor == pool.node_id != successor
+    for what in ("supervisor", "directory", "supervisor"):
+        kill(pool, what)
+        eventually(lambda: all(places()))
+        assert places() == before
 
 
 def open_things() -> tuple[int, int, int]:

@@ -16,7 +16,8 @@ class Watch(supervisor.Supervisor):
         self.now, self.nodes, self.some_leave, self.looks = 100.0, {"a", "b"}, False, 0
         self._stores: dict[str, Any] = {node: Store() for node in self.nodes}
         self._served = set(self.nodes)
-        self._rests_until = 0.0
+        idle: Any = SimpleNamespace(without_store=set())
+        self._rests_until, self._idle = 0.0, idle
         monkeypatch.setattr(supervisor, "_nodes", lambda: (self.nodes, self.some_leave))
         monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: self.now))
         assert self.looks_closely() and not self.looks_closely()
@@ -61,6 +62,15 @@ def test_a_node_that_joins_and_one_that_is_gone(watch: Watch) -> None:
     assert watch.looks_closely() and watch.looks_closely(), "until it has a store"
     watch.nodes = {"a"}
     assert watch.looks_closely()
+
+
+def test_a_node_that_was_left_since_nobody_else_used_it(watch: Watch) -> None:
+    watch._idle.without_store.add("b")
+    assert watch.looks_closely(), "until its store is gone"
+    del watch._stores["b"]
+    assert not watch.looks_closely()
+    watch._idle.without_store.clear()
+    assert watch.looks_closely() and watch.looks_closely(), "until it has a store"
 
 
 def test_a_node_that_is_about_to_leave(watch: Watch) -> None:
