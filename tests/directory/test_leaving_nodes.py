@@ -251,7 +251,9 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
 
     watch = supervisor.Supervisor.__new__(supervisor.Supervisor)
     loop = Periodic("", lambda: None, lambda _: None)
-    vars(watch).update(_pool="p", _stores={"n": None}, _draining=set(), _telling=threading.Lock(), _loop=loop)
+    idle = SimpleNamespace(without_store=set())
+    watch_has = {"_pool": "p", "_stores": {"n": None}, "_draining": set(), "_idle": idle}
+    vars(watch).update(watch_has, _telling=threading.Lock(), _loop=loop)
     monkeypatch.setattr(supervisor, "DRAIN_AGAIN_S", 0.0)
     monkeypatch.setattr(supervisor, "drain", drain)
     monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})

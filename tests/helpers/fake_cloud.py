@@ -13,10 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
-
-from raykv.system import raylets
 
 MIB = 1 << 20
 IDLE_S = 6.0  # after which Ray takes an idle node away
@@ -60,10 +59,10 @@ def autoscaled(v2: bool) -> Iterator[str]:
             finally:
                 started.send_signal(signal.SIGTERM)
                 started.wait(60)
-                for process in raylets.processes():  # of nodes that the cloud still has
-                    if raylets.options(process).get("temp_dir") == tmp:
-                        with suppress(ProcessLookupError):
-                            os.kill(int(process.name), signal.SIGKILL)
+                for process in psutil.process_iter(["cmdline"]):  # of nodes that the cloud still has
+                    if any(tmp in word for word in process.info["cmdline"] or ()):
+                        with suppress(psutil.NoSuchProcess):
+                            process.kill()
 
 
 def _config(address: str, head: str) -> dict[str, Any]:
