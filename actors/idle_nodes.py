@@ -5,6 +5,9 @@ drain. When something else runs on the node again before Ray takes it away, the 
 """
 
 import contextlib
+import logging
+import secrets
+import threading
 import time
 
 import ray
@@ -15,74 +18,94 @@ from raykv import cluster, internal_kv, named_actors
 from raykv.actors.drain import check_others, drain, stay
 from raykv.system import events
 
-DRAIN_S = 60.0
+log = logging.getLogger("raykv")
+DRAIN_S = 60.0  # of a drain, which is repeated while it moves blocks
 STOP_S = 10.0
-ENDED = b"its store has ended"  # in the internal KV; before that the node is being drained
 
 
 class IdleNodes:
-    """Which nodes of a pool have been idle for long, and which have no store for that. Not thread-safe but `release`.
+    """Finds nodes that have been idle for long, and leaves them. What it notes of each is in Ray's internal KV.
 
-    without_store: Ray node ids of nodes whose store has ended. long: of nodes that were idle for long at the last look.
+    seconds: for which a node is idle before it is left; 0: none ever is. Ray node ids: without_store, of nodes that
+    were left; being_left, of those that are being emptied; long, of those that were idle for so long at the last look.
     """
 
-    def __init__(self, pool: str, seconds: float) -> None:
-        """seconds: for which a node is idle before its store ends; 0: none ever does."""
-        self._pool, self._seconds = pool, seconds
+    def __init__(self, pool: str, seconds: float, telling: threading.Lock) -> None:
+        """telling: held while the directory is told who leaves, and who stays."""
+        self._pool, self.seconds, self._telling = pool, seconds, telling
         self._since: dict[str, float] = {}  # nodes that were idle at the last look, by when they began to be
-        self.long = set[str]()
-        self.without_store = {node_id for node_id, ended in internal_kv.idle(pool).items() if ended == ENDED}
+        self.long, self.being_left = set[str](), set[str]()
+        self.without_store = internal_kv.left_nodes(pool) if seconds else set()
         for node_id in self.without_store:
-            self._kill_store(node_id)  # the supervisor before this one may have died before it did
+            self._end_store(node_id)  # the supervisor before this one may have died before it did
 
-    def __bool__(self) -> bool:
-        """Whether there are ever any."""
-        return self._seconds > 0
+    def look(self, living: set[str], served: set[str]) -> set[str]:
+        """Those of the nodes with a store that are to be left now. Nodes that are used again are taken back.
 
-    def look(self, nodes: set[str]) -> set[str]:
-        """Those of these idle nodes that have been idle for long."""
-        now = time.monotonic()
-        self._since = {node_id: self._since.get(node_id, now) for node_id in nodes}
-        self.long = {node_id for node_id, since in self._since.items() if now >= since + self._seconds}
+        living: nodes. served: nodes whose store has answered.
+        """
+        used, left = used_nodes(), internal_kv.left_nodes(self._pool)
+        for node_id in internal_kv.idle_nodes(self._pool) - self.being_left:
+            if node_id not in living:
+                internal_kv.drop(self._pool, f"idle/{node_id}")
+                self.without_store.discard(node_id)
+            elif node_id in used or node_id not in left:
+                with self._telling:
+                    self.take_back(node_id)
+        drained = set(internal_kv.names(self._pool, "leaving"))  # by somebody else: it has no note here
+        now, idle = time.monotonic(), (served & living) - used - drained - self.being_left - self.without_store
+        self._since = {node_id: self._since.get(node_id, now) for node_id in idle}
+        self.long = {node_id for node_id, since in self._since.items() if now >= since + self.seconds}
         return self.long
 
-    def release(self, node_id: str) -> None:
-        """Drain a node and end its store; not if something else runs there by then.
-
-        Raises RayError or ValueError where the directory is down, or no other node takes blocks.
-        """
-        check_others(self._pool, node_id)
-        internal_kv.put(self._pool, f"idle/{node_id}", b"")
-        left = drain(self._pool, node_id, DRAIN_S)
-        if node_id not in internal_kv.idle(self._pool):  # somebody took the drain back
-            return
-        if node_id in used():
-            self.take_back(node_id)
-            return
-        events.tell("idle", node=node_id[:8], left=left)
-        internal_kv.put(self._pool, f"idle/{node_id}", ENDED)
-        self.without_store.add(node_id)
-        with contextlib.suppress(RayError, ValueError):
-            ray.get(named_actors.find(named_actors.node_store_name(self._pool, node_id)).stop.remote(), timeout=STOP_S)
-        self._kill_store(node_id)
+    def leave(self, node_id: str) -> None:
+        """Drain a node and end its store, in a thread; not if something else runs there by then."""
+        self.being_left.add(node_id)
+        threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
 
     def take_back(self, node_id: str) -> None:
-        """The node is to have a store, and takes blocks again."""
+        """The node is to have a store, and takes blocks. For a caller that holds `telling`."""
         stay(self._pool, node_id)
         internal_kv.drop(self._pool, f"idle/{node_id}")
         self.without_store.discard(node_id)
 
-    def forget(self, node_id: str) -> None:
-        """Ray has taken the node away."""
-        internal_kv.drop(self._pool, f"idle/{node_id}")
-        self.without_store.discard(node_id)
+    def _leave(self, node_id: str) -> None:
+        try:
+            self._empty_and_end(node_id)
+        except (RayError, ValueError) as error:  # the next look takes the node back
+            log.debug("pool %s: node %s is idle, and could not be left: %r", self._pool, node_id[:8], error)
+        finally:
+            self.being_left.discard(node_id)
 
-    def _kill_store(self, node_id: str) -> None:
+    def _empty_and_end(self, node_id: str) -> None:
+        note = secrets.token_bytes(8)
+        with self._telling:  # of two nodes at once, the second finds that the first leaves
+            check_others(self._pool, node_id)
+            internal_kv.put(self._pool, f"idle/{node_id}", note)
+            internal_kv.put(self._pool, f"leaving/{node_id}", b"")
+        left = drain(self._pool, node_id, DRAIN_S)
+        while left and (again := drain(self._pool, node_id, DRAIN_S)) < left:
+            left = again
+        with self._telling:
+            if internal_kv.get(self._pool, f"idle/{node_id}") != note:  # an administrator drains it, or has it stay
+                return
+            if node_id in used_nodes():
+                self.take_back(node_id)
+                return
+            internal_kv.put(self._pool, f"idle/{node_id}", internal_kv.LEFT)
+            self.without_store.add(node_id)
+        events.tell("idle", node=node_id[:8], left=left)
+        self._end_store(node_id)
+
+    def _end_store(self, node_id: str) -> None:
         with contextlib.suppress(ValueError):
-            ray.kill(named_actors.find(named_actors.node_store_name(self._pool, node_id)))
+            store = named_actors.find(named_actors.node_store_name(self._pool, node_id))
+            with contextlib.suppress(RayError):
+                ray.get(store.stop.remote(), timeout=STOP_S)
+            ray.kill(store)
 
 
-def used() -> set[str]:
+def used_nodes() -> set[str]:
     """Ray node ids of nodes where something runs that is not a pool's: an actor, or what has taken resources.
 
     The head is one of them: Ray never takes it away.

@@ -24,7 +24,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from raykv import internal_kv, named_actors
 from raykv.actors.directory import start_directory
 from raykv.actors.drain import check_others, drain
-from raykv.actors.idle_nodes import IdleNodes, used
+from raykv.actors.idle_nodes import IdleNodes
 from raykv.actors.node_store import start_store
 from raykv.actors.readiness import why_not_usable
 from raykv.actors.successor import START_DEADLINE_S, Successor, is_alive
@@ -63,7 +63,8 @@ class Supervisor:
         self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
         self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
         self._successor = Successor(pool)
-        self._idle = IdleNodes(pool, (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0))
+        idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # none: the pool is being stopped
+        self._idle = IdleNodes(pool, idle_node_s, self._telling)
         self._rests_until = 0.0  # the last close look found all well
         self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
         self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
@@ -80,8 +81,11 @@ class Supervisor:
 
         force: also the last node that takes blocks, for which a ValueError is raised otherwise.
         """
-        if node_id in self._idle.without_store:
-            return 0
+        with self._telling:
+            internal_kv.drop(self._pool, f"idle/{node_id}")  # from here on somebody else's use is no reason to stay
+            if node_id in self._idle.without_store:
+                internal_kv.put(self._pool, f"leaving/{node_id}", b"")
+                return 0
         if not force:
             check_others(self._pool, node_id)
         self._draining.add(node_id)
@@ -150,29 +154,31 @@ class Supervisor:
         return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
 
     def _look_closely(self, living: set[str]) -> None:
-        wanted = living - self._idle.without_store
         if internal_kv.settings(self._pool) is None:  # the pool is being stopped
             return
         self._drop_failed()
+        wanted = living - self._idle.without_store
         for node_id in wanted - self._stores.keys():
             if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
                 events.tell("watch_node", node=node_id[:8])
                 self._stores[node_id] = start_store(self._pool, node_id)
         directory = self._directory()  # while the stores start, which wait for it
-        for node_id in self._stores.keys() - wanted - self._draining:  # a pinned actor never leaves a node that is dead
+        ending = living & self._idle.being_left
+        for node_id in self._stores.keys() - wanted - ending:  # a pinned actor never comes back once its node is dead
             ray.kill(self._stores.pop(node_id))
             self._pings.pop(node_id, None)
             self._served.discard(node_id)
         known = self._known(directory)
         for node_id in {host_of(name) for name in known.values()} - wanted:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
-            internal_kv.drop(self._pool, f"memory/{node_id}")
             events.tell("remove_node", node=node_id[:8])
+            if node_id not in living:
+                internal_kv.drop(self._pool, f"memory/{node_id}")
         for node_id in set(internal_kv.names(self._pool, "failed")) - living:
             internal_kv.drop(self._pool, f"failed/{node_id}")
         self._look_for_leaving(directory, living)
-        if self._idle:
-            self._look_for_idle(directory, living)
+        if self._idle.seconds and self._leave_idle(directory, living):
+            return
         self._keep_successor(directory, living)
         self._rests_until = time.monotonic() + REST_S if known else 0.0
 
@@ -188,31 +194,18 @@ class Supervisor:
                 self._draining.add(node_id)
                 threading.Thread(target=self._drain, args=(node_id, seconds), name="raykv-drain", daemon=True).start()
 
-    def _look_for_idle(self, directory: Any, living: set[str]) -> None:
-        """Leave nodes that nobody else has used for long, and come back to those that somebody uses again."""
-        busy = used()
-        for node_id in internal_kv.idle(self._pool).keys() - self._draining:
-            if node_id not in living:
-                self._idle.forget(node_id)
-            elif node_id in busy:
-                with self._telling:
-                    self._idle.take_back(node_id)
-        leaving = {*internal_kv.names(self._pool, "leaving")} - internal_kv.idle(self._pool).keys()
-        long = self._idle.look((self._served & living) - busy - leaving - self._draining - self._idle.without_store)
-        in_charge = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S) if long else ""
-        if in_charge in long and self._successor.node_id not in {"", *long}:
-            self._start_directory(self._in_charge)  # have the other one take over
+    def _leave_idle(self, directory: Any, living: set[str]) -> bool:
+        """Leave nodes that nobody else has used for long. Returns whether another directory is in charge now."""
+        long = self._idle.look(living, self._served)
+        away = long | self._idle.without_store
+        in_charge = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S) if away else ""
         for node_id in long - {in_charge}:
-            self._draining.add(node_id)
-            threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
-
-    def _leave(self, node_id: str) -> None:
-        try:
-            self._idle.release(node_id)
-        except (RayError, ValueError) as error:
-            log.debug("%r: node %s is idle, and could not be left yet: %r", self, node_id[:8], error)
-            self._loop.sleep(DRAIN_AGAIN_S)
-        self._draining.discard(node_id)
+            self._idle.leave(node_id)
+        stands_by = self._successor.stands_by(_other(self._in_charge)) and self._successor.node_id in living - away
+        if in_charge in away and stands_by:
+            self._start_directory(self._in_charge, "nobody else uses its node")
+            return True
+        return False
 
     def _drain(self, node_id: str, seconds: float) -> None:
         left = 1
@@ -284,7 +277,7 @@ class Supervisor:
         except ValueError:
             return self._start_directory(self._in_charge)
 
-    def _start_directory(self, old: str) -> Any:
+    def _start_directory(self, old: str, why: str = "it does not answer") -> Any:
         """Put another directory in charge than `old`; its epoch makes all refuse that one, should it live."""
         if internal_kv.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
@@ -301,7 +294,7 @@ class Supervisor:
         ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
         self._answered = time.monotonic()
         if internal_kv.in_charge(self._pool).name != old:
-            events.tell("replace_directory", name=old, why="it does not answer")
+            events.tell("replace_directory", name=old, why=why)
             with contextlib.suppress(ValueError):
                 ray.kill(named_actors.find(old))
         return named_actors.find_directory(self._pool)

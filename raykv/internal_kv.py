@@ -37,6 +37,7 @@ from raykv.system.wire import Address
 
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 LAST_EPOCH = "last_epoch"
+LEFT = b"left"  # the note of an idle node whose store has ended
 AWAIT_S = 120.0
 AWAIT_LOOK_S = 0.02
 
@@ -131,9 +132,14 @@ def shown(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in names}
 
 
-def idle(pool: str) -> dict[str, bytes]:
-    """Nodes that are idle, by Ray node id: what the supervisor notes of each."""
-    return {node_id: get(pool, f"idle/{node_id}") or b"" for node_id in names(pool, "idle")}
+def idle_nodes(pool: str) -> set[str]:
+    """Ray node ids of nodes that the supervisor leaves, or has left, since nobody else uses them."""
+    return set(names(pool, "idle"))
+
+
+def left_nodes(pool: str) -> set[str]:
+    """Those of `idle_nodes` whose store has ended."""
+    return {node_id for node_id in idle_nodes(pool) if get(pool, f"idle/{node_id}") == LEFT}
 
 
 def failures(pool: str) -> dict[str, str]:

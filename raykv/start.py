@@ -67,6 +67,7 @@ def start(config: PoolConfig | None = None, *, exist_ok: bool = False, on_progre
         settings, question = _prepared(config, secret)
         if named_actors.names(config.name):  # of a start that was killed
             end_pool(config.name)
+        internal_kv.forget(config.name)  # what an end that was killed has left
         try:
             _start_actors(question, settings, on_progress)
             pool = KVPool(config.name)

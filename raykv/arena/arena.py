@@ -117,8 +117,8 @@ class Arena(Mapping):
 
     @property
     def lost(self) -> bool:
-        """Whether nobody can ever own it again: the node's next store adopts it."""
-        return False
+        """Whether its owner is dead, and nobody can be: somebody removed the file, which the next store adopts else."""
+        return not self._locks.named and not self._locks.owned_elsewhere(ALIGN)
 
     @property
     def incarnation(self) -> int:

@@ -77,11 +77,6 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: b
     return None
 
 
-def door(path: str, fd: int) -> str:
-    """By what other processes open a file that its owner has open: its path, or a descriptor if that was removed."""
-    return path if has_name(path, fd) else f"/proc/{os.getpid()}/fd/{fd}"
-
-
 def has_name(path: str, fd: int) -> bool:
     """Whether an open file is still what its path names."""
     try:
@@ -94,14 +89,14 @@ def has_name(path: str, fd: int) -> bool:
 def attach(path: str, nonce: bytes) -> ArenaFile:
     """The file that this node's store serves; its nonce tells it from others. ArenaMismatch if this is not it.
 
-    path: see `door`.
+    path: see `Mapping.door`.
     """
     follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW  # a descriptor is a link
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | follow)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | follow)
     except OSError as error:
         raise ArenaMismatch(_mismatch(path, f"cannot be opened ({error.strerror})")) from error
-    words = superblock.read(fd)
+    words = superblock.read(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else None
     if words is None or superblock.nonce_of(words) != nonce:
         os.close(fd)
         raise ArenaMismatch(_mismatch(path, "is another file than the one that this node's store serves"))
@@ -152,7 +147,7 @@ def _others(cluster: bytes) -> set[bytes]:
 
 def _cluster_of(path: str) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe may be called so
     except OSError:
         return NO_CLUSTER
     try:

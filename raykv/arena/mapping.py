@@ -67,13 +67,13 @@ class Mapping:
 
     @property
     def door(self) -> str:
-        """Owner: by what other processes open the file; see `files.door`."""
-        return files.door(self.path, self._locks.fd)
+        """Owner: by what other processes open the file: its path, or this process's descriptor if that was removed."""
+        return self.path if self.has_name else f"/proc/{os.getpid()}/fd/{self._locks.fd}"
 
     @property
     def has_name(self) -> bool:
-        """Owner: whether the file is where its path says; somebody may have removed it."""
-        return files.has_name(self.path, self._locks.fd)
+        """Owner: whether the file is where its path says; somebody may have removed it. True after `close`."""
+        return self._locks.fd < 0 or files.has_name(self.path, self._locks.fd)
 
     @property
     def offered(self) -> int:

@@ -81,7 +81,10 @@ def nonce_of(words: NDArray[np.int64]) -> bytes:
 
 def cluster_of(fd: int) -> bytes:
     """The Ray cluster of the file's last owner; NO_CLUSTER where it says none."""
-    return os.pread(fd, len(NO_CLUSTER), 8 * header.CLUSTER) or NO_CLUSTER
+    try:
+        return os.pread(fd, len(NO_CLUSTER), 8 * header.CLUSTER) or NO_CLUSTER
+    except OSError:  # it is no file
+        return NO_CLUSTER
 
 
 def put_cluster(fd: int, cluster: bytes) -> None:

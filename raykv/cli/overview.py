@@ -88,7 +88,7 @@ def look(pool: str) -> Overview:
     if not counts:
         wrong["directory"] = wrong["directory"] or "does not answer"
     answers = store_stats(pool, {node_id for node_id, store in stores.items() if store and store.is_alive})
-    failed, idle = internal_kv.failures(pool), internal_kv.idle(pool)
+    failed, idle = internal_kv.failures(pool), internal_kv.left_nodes(pool)
     members = {}
     for node in nodes:
         store, answer = stores[node.node_id], answers.get(node.node_id)
@@ -124,10 +124,10 @@ def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = Fals
     actor, counts = store.actor, store.counts
     if failed is not None:
         return "no store", f"{failed} (it is tried again every 30 s)"
-    if actor is None and idle:
-        return "idle", "nothing else runs there, so its store ended; it starts again when something does"
     if actor is None and supervisor:
         return "no store", f"the supervisor, which starts stores, {supervisor}"
+    if actor is None and idle:
+        return "idle", "nothing else runs there, so its store ended; it starts again when something does"
     if actor is None:
         return "no store", "the supervisor is about to start it"
     if actor.state == "RESTARTING":

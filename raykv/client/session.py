@@ -113,7 +113,7 @@ class Session:
                 self.directory.fault("store", error)
 
     def _let_go_of_lost_memory(self) -> None:
-        """A GPU's went with its store, but is not free while this process maps it: the next store waits for it."""
+        """It went with its store, but is not free while this process maps it: the next store waits for it."""
         if self.local is not None and self.local.arena.lost:
             self.refresh()
 
@@ -178,7 +178,10 @@ class Session:
     def _renew(self) -> None:
         self._others.clear()
         try:
-            self._take(self._find_store())
+            found = self._find_store()
+            if found is None and self.local is not None and self.local.arena.lost:
+                self.local.arena.close()  # the next store waits for its memory, which is not free while it is mapped
+            self._take(found)
         except RayKVError as error:
             self.directory.fault("store", error)
         finally:

@@ -68,7 +68,7 @@ def content(cache: raykv.KVCache, seed: int) -> tuple[Any, Any]:
 
 def findings(pool: raykv.KVPool, hosts: dict[str, str]) -> Iterator[Finding]:
     """Of each node's store, and of each two nodes that have one. hosts: names by Ray node id."""
-    stats, idle = pool.stats(), internal_kv.idle(pool.name)
+    stats, idle = pool.stats(), internal_kv.left_nodes(pool.name)
     serve = []
     for node in hosts:
         state = stats.get("nodes", {}).get(node, {}).get("state", "no store")

@@ -20,7 +20,7 @@ HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 class Facts(NamedTuple):
     """machine: equal for nodes that share their memory. room, total, shm: what is free of it, all of it, and the size
     of /dev/shm, in bytes. left: bytes in /dev/shm by pool, of stores that do not live any more; alive: those of these
-    pools that have other stores here that do, be it in another Ray cluster.
+    pools that have other stores here that do.
     kernels: the folder of machine code. unwritable: better ones, that can't be written by this user alone.
     huge_pages: the kernel's word for files in memory, "" if it has none. gpus: how many raykv can use. driver: the
     version of NVIDIA's, "" without. no_nixl: why NIXL can't be used, "" if it can. rdma: whether there is a card.

@@ -133,6 +133,12 @@ class SlotLocks:
         first, last = (at - self._base) // self._width, -(-(at + length - self._base) // self._width)
         return max(start, first), min(stop, last) if length else stop
 
+    @property
+    def named(self) -> bool:
+        """Whether the file has a name, whatever it is. True after `close`."""
+        with self._mutex:
+            return self.fd < 0 or os.fstat(self.fd).st_nlink > 0
+
     def close(self) -> None:
         """Refuse new locks, and close the file when the last lock is dropped: a copy may still be under way."""
         with self._mutex:

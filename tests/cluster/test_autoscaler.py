@@ -12,7 +12,6 @@ from helpers.pools import BLOCK, MIB, PATIENCE_S, Worker, eventually, holds, kil
 
 import raykv
 from raykv import cluster, internal_kv
-from raykv.actors.idle_nodes import ENDED
 
 pytestmark = pytest.mark.own_cluster
 
@@ -58,14 +57,14 @@ def main(address: str) -> None:
     first, keys = with_engine(1)
     eventually(lambda: first not in cluster.living())
     assert holds(cache, keys), "the head has them now"
-    eventually(lambda: pool.stats()["nodes"].keys() == {head} and not internal_kv.idle(pool.name))
+    eventually(lambda: pool.stats()["nodes"].keys() == {head} and not internal_kv.idle_nodes(pool.name))
 
     second, keys = with_engine(2)
     assert second != first
-    eventually(lambda: internal_kv.idle(pool.name) == {second: ENDED})
+    eventually(lambda: internal_kv.left_nodes(pool.name) == {second})
     again, more = with_engine(3)  # before Ray takes it away
     assert again == second and holds(cache, keys) and holds(cache, more)
-    eventually(lambda: internal_kv.idle(pool.name).get(second) == ENDED)
+    eventually(lambda: internal_kv.left_nodes(pool.name) == {second})
     kill(pool, "supervisor")  # it notes in Ray what it did
     eventually(lambda: cluster.living() == {head})
     assert holds(cache, keys) and holds(cache, more)

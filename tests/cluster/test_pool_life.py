@@ -263,6 +263,17 @@ def test_a_node_that_joins_gets_its_store(
     assert ray.get(worker(pool, node.node_id).read.remote(keys), timeout=120)[:3] == (4, 4, 0)
 
 
+def test_notes_of_a_pool_whose_end_was_killed_bind_nobody(cluster: Any, start: Callable[..., raykv.KVPool]) -> None:
+    name, node_id = f"ended{os.getpid()}", next(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    internal_kv.put(name, f"idle/{node_id}", internal_kv.LEFT)
+    internal_kv.put(name, f"leaving/{node_id}", b"")
+    pool = start(name=name)  # all of its nodes serve
+    assert {node["state"] for node in pool.stats()["nodes"].values()} == {"alive"}
+    kill(pool, "supervisor")
+    eventually(lambda: served(pool, 2))
+    assert not internal_kv.idle_nodes(name) and not internal_kv.names(name, "leaving")
+
+
 def test_what_keeps_a_pool_going_stays_where_it_was_put(
     start: Callable[..., raykv.KVPool], third_node: Callable[[], Any]
 ) -> None:

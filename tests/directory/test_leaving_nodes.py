@@ -258,6 +258,7 @@ def test_a_notice_is_answered_until_nothing_is_left(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(supervisor, "drain", drain)
     monkeypatch.setattr(supervisor, "_noticed", lambda: {"n": 30.0})
     monkeypatch.setattr(internal_kv, "names", lambda *_: [])
+    monkeypatch.setattr(internal_kv, "drop", lambda *_: None)
     for tries in (1, 2, 3, 3):
         watch._look_for_leaving(None, {"n"})
         eventually(lambda tries=tries: len(answered) == tries and ("n" in watch._draining) == (tries == 3))  # type: ignore[misc]

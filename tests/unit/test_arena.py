@@ -18,7 +18,7 @@ from helpers import arena_worker as w
 from helpers.arena_worker import GEN, PRINT, SLAB, block_of, get, key_of, locations, put
 from xxhash import xxh3_64_intdigest
 
-from raykv.arena import block_copy, checksum, header
+from raykv.arena import block_copy, checksum, files, header
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.buffers import rows_of
 from raykv.errors import ArenaMismatch, CapacityError
@@ -416,6 +416,42 @@ def pool() -> Iterator[str]:
     yield pool
     for path in Path("/dev/shm").glob(f"raykv-{pool}-*"):
         path.unlink()
+
+
+def test_what_is_called_like_an_arena_and_is_no_file_is_left_alone(pool: str) -> None:
+    """Anybody may write to /dev/shm."""
+    pipe, folder = (f"{files.SHM}/raykv-{pool}-{os.getuid()}-{index}" for index in (0, 1))
+    os.mkfifo(pipe)
+    os.mkdir(folder)
+    try:
+        assert set(files.arenas_of(pool)) == {pipe, folder}
+        arena = open_own(pool, PRINT, SLAB, 2, lambda _: None)
+        assert arena.path.endswith("-2")
+        arena.close()
+        files.remove_left_behind(pool)
+        assert os.path.isdir(folder) and not os.path.exists(arena.path)
+    finally:
+        os.rmdir(folder)
+
+
+def test_memory_is_lost_whose_owner_is_dead_and_whose_file_was_removed(arena: Arena, client: Arena) -> None:
+    assert arena.has_name and arena.door == arena.path
+    os.unlink(arena.path)
+    assert not arena.has_name and not client.lost
+    late = Arena.attach(arena.door, arena.nonce)
+    assert put(client, 1, 2) and get(late, 1, 2)
+    arena.close(unlink=True)
+    assert client.lost and late.lost and get(late, 1, 2)
+    late.close()
+    assert not late.lost and not get(late, 1, 2)
+
+
+def test_a_descriptor_that_is_no_arena_is_refused(arena: Arena) -> None:
+    read, write = os.pipe()
+    for fd in (read, write):
+        with pytest.raises(ArenaMismatch, match="RemoveIPC=no"):
+            Arena.attach(f"/proc/{os.getpid()}/fd/{fd}", arena.nonce)
+        os.close(fd)
 
 
 def test_open_own(pool: str) -> None:
