@@ -127,10 +127,16 @@ def test_the_nodes_that_lack_memory_are_named(name: str, cluster: Any) -> None:
     assert nothing_left(name)
 
 
-def test_a_store_that_fails_ends_the_start(name: str, cluster: Any) -> None:
+def test_a_store_that_fails_ends_the_start(name: str, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that could afford it when it was asked."""
-    node_id = ray.get_runtime_context().get_node_id()
-    internal_kv.put(name, f"memory/{node_id}", json.dumps(1 << 45).encode())
+    node_id, module = ray.get_runtime_context().get_node_id(), sys.modules["raykv.start"]
+    check = module._check
+
+    def check_and_lose_memory(*asked: Any) -> None:
+        check(*asked)
+        internal_kv.put(name, f"memory/{node_id}", json.dumps(1 << 45).encode())
+
+    monkeypatch.setattr(module, "_check", check_and_lose_memory)
     with pytest.raises(raykv.CapacityError, match=rf"node {node_id[:16]}: asked for .* Lower cpu_memory"):
         raykv.start(raykv.PoolConfig(name=name, cpu_memory=64 * MIB))
     assert nothing_left(name)
