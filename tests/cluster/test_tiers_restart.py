@@ -21,6 +21,7 @@ CPU = 64 * MIB  # of a node, of which there are two
 BLOCK_BYTES = 256 << 10
 PROMPTS, BLOCKS = 24, 64
 PACE_S = 0.3
+LATE_S = 240.0  # a tier of files takes three times as long beside engines
 
 
 def main(phase: str, *urls: str) -> None:
@@ -67,7 +68,7 @@ def store_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[raykv.Keys
                 time.sleep(0.02)
         return bool(pool.stats()["keys"] == PROMPTS * BLOCKS)
 
-    eventually(all_stored)
+    eventually(all_stored, LATE_S)
 
 
 def read_all(pool: raykv.KVPool, cache: raykv.KVCache, prompts: list[raykv.Keys]) -> None:
@@ -82,6 +83,7 @@ def total(pool: raykv.KVPool, what: str) -> int:
 
 
 @pytest.mark.own_cluster
+@pytest.mark.timeout(4 * LATE_S)
 def test_three_times_the_memory_is_there_after_a_restart_of_everything(tmp_path: Path) -> None:
     """Files of each node's own, redis, and a tier of this test's own."""
     assert PROMPTS * BLOCKS * BLOCK_BYTES == 3 * 2 * CPU
@@ -90,7 +92,7 @@ def test_three_times_the_memory_is_there_after_a_restart_of_everything(tmp_path:
         urls = [f"file://{tmp_path}/files?capacity={4 * CPU}", redis, f"sqlite://{tmp_path}/blocks?capacity={8 * CPU}"]
         for phase in ("store", "read"):
             command = [sys.executable, __file__, phase, *urls]
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=140)
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=2 * LATE_S)
             assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
 
 
