@@ -44,12 +44,12 @@ class IdleNodes:
 
         living: nodes. served: nodes whose store has answered.
         """
-        used, left = used_nodes(), internal_kv.left_nodes(self._pool)
-        for node_id in internal_kv.idle_nodes(self._pool) - self.being_left:
+        used, notes = used_nodes(), internal_kv.idle_nodes(self._pool)
+        self.without_store &= living
+        for node_id in notes.keys() - self.being_left:
             if node_id not in living:
                 internal_kv.drop(self._pool, f"idle/{node_id}")
-                self.without_store.discard(node_id)
-            elif node_id in used or node_id not in left:
+            elif node_id in used or not notes[node_id]:
                 with self._telling:
                     self.take_back(node_id)
         drained = set(internal_kv.names(self._pool, "leaving"))  # by somebody else: it has no note here

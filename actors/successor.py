@@ -48,10 +48,10 @@ class Successor:
         """
         if self._number != number:  # it took over: what is due was asked of another
             self._number, self._answer, self._handle, self.node_id = number, None, None, ""
+        nodes = others or [in_charge]
         if self._handle is None or not is_alive(self._handle):
-            there = others[self._given_up % len(others)] if others else in_charge
-            self._handle = start_directory(self._pool, number, there)
-        if self._is_bad(others or [in_charge]):
+            self._handle = start_directory(self._pool, number, nodes[self._given_up % len(nodes)])
+        if self._is_bad(nodes):
             return self._handle
         if self._answer is None:
             self._answer, self._asked = self._handle.node_id.remote(), time.monotonic()

@@ -81,13 +81,13 @@ class Supervisor:
 
         force: also the last node that takes blocks, for which a ValueError is raised otherwise.
         """
+        if not force and node_id not in self._idle.without_store:
+            check_others(self._pool, node_id)
         with self._telling:
             internal_kv.drop(self._pool, f"idle/{node_id}")  # from here on somebody else's use is no reason to stay
             if node_id in self._idle.without_store:
                 internal_kv.put(self._pool, f"leaving/{node_id}", b"")
                 return 0
-        if not force:
-            check_others(self._pool, node_id)
         self._draining.add(node_id)
         left = 1
         try:

@@ -132,14 +132,14 @@ def shown(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in names}
 
 
-def idle_nodes(pool: str) -> set[str]:
-    """Ray node ids of nodes that the supervisor leaves, or has left, since nobody else uses them."""
-    return set(names(pool, "idle"))
+def idle_nodes(pool: str) -> dict[str, bool]:
+    """Nodes that the supervisor leaves since nobody else uses them, by Ray node id: whether their store has ended."""
+    return {node_id: get(pool, f"idle/{node_id}") == LEFT for node_id in names(pool, "idle")}
 
 
 def left_nodes(pool: str) -> set[str]:
     """Those of `idle_nodes` whose store has ended."""
-    return {node_id for node_id in idle_nodes(pool) if get(pool, f"idle/{node_id}") == LEFT}
+    return {node_id for node_id, left in idle_nodes(pool).items() if left}
 
 
 def failures(pool: str) -> dict[str, str]:

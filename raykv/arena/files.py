@@ -63,9 +63,7 @@ def adopt(path: str, fingerprint: bytes, slab_bytes: int, slabs: int, cluster: b
         return None
     try:
         info = os.fstat(fd)
-        ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and lock(fd, 0, ALIGN)
-        found = ours and has_name(path, fd)  # else somebody unlinked it before we had the lock
-        if found and superblock.cluster_of(fd) not in _others(cluster):
+        if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and _take(path, fd, cluster):
             words = superblock.read(fd)
             if words is not None and superblock.matches(words, fingerprint, slab_bytes, slabs):
                 superblock.put_cluster(fd, cluster)
@@ -130,7 +128,7 @@ def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
     except OSError:
         return False
     try:
-        unowned = lock(fd, 0, ALIGN) and has_name(path, fd) and superblock.cluster_of(fd) not in _others(cluster)
+        unowned = _take(path, fd, cluster)
         if unowned:
             os.unlink(path)
         return unowned
@@ -138,6 +136,11 @@ def remove(path: str, cluster: bytes = NO_CLUSTER) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def _take(path: str, fd: int, cluster: bytes) -> bool:
+    """Own a file that was left behind, and that nobody unlinked before we had its lock."""
+    return lock(fd, 0, ALIGN) and has_name(path, fd) and superblock.cluster_of(fd) not in _others(cluster)
 
 
 def _others(cluster: bytes) -> set[bytes]:
