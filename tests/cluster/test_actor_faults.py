@@ -11,6 +11,7 @@ import pytest
 import ray
 from helpers.pools import (
     BLOCK,
+    a_cache,
     both_ways_at_once,
     come_back,
     eventually,
@@ -40,10 +41,6 @@ from raykv.protocol import LOCATION, epoch_of
 def start(start: Callable[..., raykv.KVPool]) -> Callable[..., raykv.KVPool]:
     """As everywhere, but this process hurries."""
     return lambda **settings: hurry(start(**settings))
-
-
-def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def both_directories(pool: raykv.KVPool) -> list[int]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import (
-    BLOCK,
     TRANSPORTS,
     Worker,
+    a_cache,
     both_ways_at_once,
     eventually,
     holds,
@@ -73,10 +73,6 @@ class Unlucky(Worker):
         else:
             directory.commit = commit_later  # type: ignore[assignment,method-assign]
         return self.store(keys)
-
-
-def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def fill(pool: raykv.KVPool, cache: raykv.KVCache, seed: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 from helpers.pools import (
-    BLOCK,
+    a_cache,
     actor_names,
     eventually,
     kill,
@@ -102,10 +102,6 @@ def test_another_ray_cluster_on_the_machine_leaves_a_store_that_restarts_its_blo
 
 def raylet_of(node_id: str) -> int:
     return next(int(process.name) for process in raylets.processes() if raylets.options(process)["node_id"] == node_id)
-
-
-def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def test_a_pool_goes_on_whose_files_were_removed(start: Callable[..., raykv.KVPool]) -> None:

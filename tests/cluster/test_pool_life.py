@@ -20,6 +20,7 @@ import pytest
 import ray
 from helpers.pools import (
     BLOCK,
+    a_cache,
     actor_names,
     both_ways,
     both_ways_at_once,
@@ -44,10 +45,6 @@ from raykv import keys as key_chain
 from raykv.cli.actors import look_up
 from raykv.client.stop import stop_pool
 from raykv.config import HEARTBEAT_S
-
-
-def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def test_starting_twice_is_starting_once_and_stopping_leaves_nothing(start: Callable[..., raykv.KVPool]) -> None:

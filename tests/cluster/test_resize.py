@@ -15,6 +15,7 @@ from helpers.command_line import command, last_json
 from helpers.pools import (
     BLOCK,
     PATIENCE_S,
+    a_cache,
     come_back,
     eventually,
     holds,
@@ -53,10 +54,6 @@ def pool(shared: raykv.KVPool) -> raykv.KVPool:
     shared.clear()
     eventually(lambda: served(shared, 2))
     return shared
-
-
-def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 def node_of(pool: raykv.KVPool, node_id: str | None = None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import ray
 from helpers.pools import (
     BLOCK,
     TRANSPORTS,
+    a_cache,
     eventually,
     holds,
     keep,
@@ -35,10 +36,6 @@ import raykv.client.lease
 from raykv.config import KEYS_PER_CALL
 from raykv.system import wire
 from raykv.transports.block_server import CLAIM, REQUEST_BYTES
-
-
-def a_cache(pool: raykv.KVPool) -> raykv.KVCache:
-    return pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
 
 
 @contextmanager

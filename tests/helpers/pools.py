@@ -106,6 +106,10 @@ def read(cache: raykv.KVCache, keys: Keys, verify: bool = False) -> Reading:
         return Reading(match.num_blocks, n, wrong, match.nodes)
 
 
+def a_cache(pool: raykv.KVPool, model: str = "m", block_bytes: int = BLOCK) -> raykv.KVCache:
+    return pool.cache(model=model, dtype="uint8", layout="rows", block_tokens=16, block_bytes=block_bytes)
+
+
 def store(cache: raykv.KVCache, keys: Keys, start: int = 0) -> int:
     return cache.store(keys, payload(keys[start:], cache.block_bytes), start)
 
@@ -144,7 +148,7 @@ class Worker:
         self.matches: dict[bytes, raykv.Match] = {}
 
     def cache(self, model: str = "m", block_bytes: int = BLOCK) -> raykv.KVCache:
-        return self.pool.cache(model=model, dtype="uint8", layout="rows", block_tokens=16, block_bytes=block_bytes)
+        return a_cache(self.pool, model, block_bytes)
 
     def pid(self) -> int:
         return os.getpid()
