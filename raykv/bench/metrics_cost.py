@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from raykv import internal_kv
-from raykv.actors.directory import FRAME_BYTES, DirectoryActor, Message
 from raykv.actors.directory_metrics import DirectoryMetrics
-from raykv.actors.followers import Followers
+from raykv.actors.directory_server import DirectoryServer, Message
 from raykv.bench.testbed import local_cluster
 from raykv.client.pipeline import Pipeline, Request
 from raykv.directory.directory import Directory
 from raykv.metrics.exporter import EXPORT_S
 from raykv.protocol import packed
-from raykv.system.listener import Connection, Listener
+from raykv.system.listener import Connection
 
 POOL = "bench-directory"
 TURNS, CALLS = 300, 100  # turns of each side, which alternate; calls of a turn
@@ -23,18 +22,17 @@ EXPORTS = 6
 PATIENCE_S = 10.0
 
 
-class _Bare(DirectoryActor):
-    """The actor without Ray, and a connection to it. Its thread's processor time at the first call, and at the last.
+class _Timed(DirectoryServer):
+    """A server, and a connection to it. Its thread's processor time at the first call, and at the last.
 
     One thread answers calls that are counted and calls that are not: two would differ by their processors.
     """
 
     def __init__(self, directory: Directory) -> None:
-        self._pool, self._lock, self._state = POOL, threading.Lock(), directory
-        self._metrics, self._followers = DirectoryMetrics(POOL, ""), Followers()
+        super().__init__(POOL, DirectoryMetrics(POOL, ""))
+        self.serve(directory)
         self._began = self._ended = 0.0
-        self._listener = Listener("127.0.0.1", "raykv-calls", FRAME_BYTES, self._answer)
-        self._pipeline = Pipeline(self._listener.address)
+        self._pipeline = Pipeline(self.listen("127.0.0.1"))
 
     def _answer(self, connection: Connection, request: bytes) -> bytes:
         self._ended = time.thread_time()
@@ -52,18 +50,17 @@ class _Bare(DirectoryActor):
 
     def close(self) -> None:
         self._pipeline.close()
-        if self._listener:
-            self._listener.close()
+        super().close()
 
     def count(self, counts: bool) -> None:
-        """Whether matches are counted from now on, as those of an actor are."""
+        """Whether matches are counted from now on."""
         vars(self).pop("match", None)
         if not counts:
             vars(self)["match"] = self._match
 
     def _match(self, *args: Any) -> Message:
         with self._lock:
-            answer: Message = DirectoryActor.match.__wrapped__(self, *args)  # type: ignore[attr-defined]
+            answer: Message = DirectoryServer.match.__wrapped__(self, *args)  # type: ignore[attr-defined]
             return answer
 
 
@@ -75,16 +72,16 @@ def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, A
     difference. export_ms: processor time of this process for an export, every 5 s, of which every other one looks at
     every slot: the mean. percent: of the directory's time at full load, of both. Starts a Ray node.
     """
-    actor = _Bare(directory)
+    server = _Timed(directory)
     sides: tuple[list[float], list[float]] = ([], [])
     for turn in range(2 * TURNS):
         side = (turn + turn // 2) % 2  # plain, counted, counted, plain, ...
-        actor.count(side == 1)
-        sides[side].append(actor.seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
-    actor.close()
+        server.count(side == 1)
+        sides[side].append(server.seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
+    server.close()
     plain, counted = (statistics.quantiles(times)[0] for times in sides)  # what else the machine does only adds
     calls = 100 * (counted / plain - 1)
-    export = _export_s(directory, actor._metrics)
+    export = _export_s(directory, server._metrics)
     return {
         "plain_us": plain * 1e6,
         "with_metrics_us": counted * 1e6,

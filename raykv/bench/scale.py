@@ -1,6 +1,6 @@
 """`raykv bench scale`: how many nodes one directory carries, and how it takes over after a SIGKILL.
 
-The directory is the actor's without Ray: its socket, its kernels, a process of its own. A few processes simulate the
+The directory is its server without Ray: its socket, its kernels, a process of its own. A few processes simulate the
 nodes (scale_load.py). Each number of nodes gets a new directory and new nodes.
 """
 
@@ -20,12 +20,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.actors.directory import FRAME_BYTES, DirectoryActor
 from raykv.actors.directory_metrics import DirectoryMetrics
-from raykv.actors.followers import Followers
+from raykv.actors.directory_server import DirectoryServer
 from raykv.bench.scale_load import ENGINES, RATE, Figures, Share, simulate
 from raykv.directory.directory import Directory
-from raykv.system.listener import Listener
 from raykv.system.wire import Address
 
 LOADS = 2  # processes that simulate nodes
@@ -35,31 +33,17 @@ CARRIED = 0.95  # of the calls that are offered, at least
 SPAWN = multiprocessing.get_context("spawn")
 
 
-class BareDirectory(DirectoryActor):
-    """The actor without Ray: what needs Ray is never asked here."""
-
-    def __init__(self, epoch: int) -> None:
-        self._pool, self._lock = "bench-scale", threading.Lock()
-        self._state = Directory(epoch)
-        self._metrics = DirectoryMetrics(self._pool, "")  # calls are counted, and told to nobody
-        self._followers = Followers()
-        gc.freeze()
-        self._listener = Listener("127.0.0.1", "raykv-calls", FRAME_BYTES, self._answer)
-
-    @property
-    def address(self) -> Address:
-        assert self._listener is not None
-        return self._listener.address
-
-
 def serve(epoch: int, orders: Connection) -> None:
     """In a process of its own: a directory, once it is ordered to take charge."""
     Directory()  # as a successor that stands by: its kernels are loaded
     orders.send("ready")
     orders.recv()
-    directory = BareDirectory(epoch)
+    server = DirectoryServer("bench-scale", DirectoryMetrics("bench-scale", ""))  # counts are told to nobody
+    server.serve(Directory(epoch))
+    gc.freeze()
+    address = server.listen("127.0.0.1")
     (thread,) = (thread.native_id for thread in threading.enumerate() if thread.name == "raykv-calls")
-    orders.send((directory.address, thread))
+    orders.send((address, thread))
     orders.recv()
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.actors.directory import FRAME_BYTES
+from raykv.actors.directory_server import FRAME_BYTES
 from raykv.actors.node_memory import pieces_of
 from raykv.protocol import (
     KEY_BYTES,

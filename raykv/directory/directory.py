@@ -1,8 +1,8 @@
 """The directory: where every block of a pool is, and which blocks stay. No Ray, no clock, no I/O.
 
 Directory answers the calls of protocol.py: those of clients here, most of those of node stores in membership.py. Which
-slot a block gets is in kernels/placement.py, which block is evicted in kernels/eviction.py. The actor that serves a
-Directory is raykv.actors.directory.
+slot a block gets is in kernels/placement.py, which block is evicted in kernels/eviction.py. What serves a Directory is
+raykv.actors.directory_server.
 """
 
 import math

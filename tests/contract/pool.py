@@ -1,4 +1,4 @@
-"""A pool without Ray: the actor's directory behind its socket, in this process, and one node that has no arena.
+"""A pool without Ray: a directory behind its socket, in this process, and one node that has no arena.
 
 What managers ask is answered as ever. Which blocks the pool has is said by whoever holds a `Content`.
 """
@@ -14,14 +14,15 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from raykv.actors import directory as actor
-from raykv.bench.scale import BareDirectory
+from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors.directory_server import DirectoryServer
 from raykv.client import directory_client
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.directory_line import DirectoryLine
 from raykv.client.pipeline import Pipeline
 from raykv.client.pool import KVPool
 from raykv.client.session import Session
+from raykv.directory.directory import Directory
 from raykv.keys import CacheId, Keys
 from raykv.protocol import ArenaDescription, Inventory, Reserved, SlabReport
 from raykv.system.wire import Address
@@ -29,16 +30,6 @@ from raykv.system.wire import Address
 NODE, SLABS, SLAB_BYTES, BLOCK_BYTES = "node", 4096, 1 << 20, 4096
 CACHE = CacheId("contract", 1, BLOCK_BYTES, b"")
 STATES = MISSING, PENDING, READY = range(3)
-
-
-class Clock:
-    """Stands in for `time` in the actor's module: nobody falls silent."""
-
-    @staticmethod
-    def monotonic() -> float:
-        return 0.0
-
-    perf_counter = monotonic
 
 
 class Line(DirectoryLine):
@@ -56,11 +47,11 @@ class Line(DirectoryLine):
 def open_pool() -> Iterator[KVPool]:
     """A pool that nobody has stored anything in."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(actor, "time", Clock)
     patch.setattr(directory_client, "DirectoryLine", Line)
     patch.setattr(directory_client, "ray", SimpleNamespace(is_initialized=lambda: True))
-    directory = BareDirectory(1)
-    Line.address_of_all = directory.address
+    server = DirectoryServer("contract", DirectoryMetrics("contract", ""), lambda: 0.0)  # nobody falls silent
+    server.serve(Directory(1))
+    Line.address_of_all = server.listen("127.0.0.1")
     session = object.__new__(Session)
     session.name, session.node_id, session.secret, session.local = "contract", NODE, bytes(32), None
     session.directory = _client()
@@ -69,8 +60,7 @@ def open_pool() -> Iterator[KVPool]:
     pool.name, pool.session, pool.node_id = session.name, session, NODE
     yield pool
     pool.close()
-    assert directory._listener is not None
-    directory._listener.close()
+    server.close()
     patch.undo()
 
 

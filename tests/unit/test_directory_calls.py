@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.actors.directory import CALLS, DirectoryActor
+from raykv.actors.directory_metrics import DirectoryMetrics
+from raykv.actors.directory_server import CALLS, DirectoryServer
 from raykv.protocol import packed, unpacked
 from raykv.system import wire
 
@@ -17,18 +18,18 @@ things = st.recursive(
 )
 
 
-class Actor(DirectoryActor):
+class Server(DirectoryServer):
     """Stands by, and takes any arguments for `ping`."""
 
     def __init__(self) -> None:
-        self._pool = "p"
+        super().__init__("p", DirectoryMetrics("p", "a"))
 
     def ping(self, *arguments: Any) -> Any:
         return arguments[0]
 
 
-def answer(actor: DirectoryActor, request: bytes) -> tuple[bool, Any]:
-    framed = bytearray(actor._answer(CONNECTION, request))
+def answer(server: DirectoryServer, request: bytes) -> tuple[bool, Any]:
+    framed = bytearray(server._answer(CONNECTION, request))
     body = wire.take_frame(framed, 1 << 20)
     assert body is not None and not framed
     done, result = unpacked(body)
@@ -37,17 +38,17 @@ def answer(actor: DirectoryActor, request: bytes) -> tuple[bool, Any]:
 
 @given(things)
 def test_a_call_is_answered_with_what_it_returns(argument: Any) -> None:
-    assert answer(Actor(), packed(("ping", argument))) == (True, argument)
+    assert answer(Server(), packed(("ping", argument))) == (True, argument)
 
 
 @given(st.binary(max_size=99) | things.map(packed))
 def test_what_is_no_call_is_refused(request: bytes) -> None:
-    assert not answer(Actor(), request)[0]
+    assert not answer(Server(), request)[0]
 
 
 @given(st.sampled_from(sorted(CALLS - {"ping"})), st.lists(things, max_size=3))
 def test_a_call_that_fails_says_why(method: str, arguments: list[Any]) -> None:
-    done, why = answer(Actor(), packed((method, *arguments)))
+    done, why = answer(Server(), packed((method, *arguments)))
     assert not done and "Error" in why
 
 
@@ -55,11 +56,11 @@ def test_a_call_that_fails_says_why(method: str, arguments: list[Any]) -> None:
     "method", ["clear", "leave", "stay", "remove_node", "take_charge", "stats", "__init__", "_serve"]
 )
 def test_what_administrators_ask_is_refused(method: str) -> None:
-    done, why = answer(Actor(), packed((method, "node")))
+    done, why = answer(Server(), packed((method, "node")))
     assert not done and "no such call" in why
 
 
 def test_an_answer_that_can_not_be_sent_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not end the connection, which other threads of the caller use."""
-    monkeypatch.setattr(Actor, "ping", lambda self: object())
-    assert not answer(Actor(), packed(("ping",)))[0]
+    monkeypatch.setattr(Server, "ping", lambda self: object())
+    assert not answer(Server(), packed(("ping",)))[0]

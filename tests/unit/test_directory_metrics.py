@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.actors import directory_metrics
-from raykv.actors.directory import DirectoryActor
 from raykv.actors.directory_metrics import TIMED_EVERY, DirectoryMetrics, timed_every
-from raykv.actors.followers import Followers
+from raykv.actors.directory_server import DirectoryServer
 from raykv.internal_kv import InCharge
 from raykv.metrics.metric import CALL_SECONDS
 
@@ -68,22 +67,14 @@ def test_calls_are_counted_in_their_buckets(calls: list[tuple[str, float]], fold
         assert seconds == pytest.approx(timed_every(method) * sum(times))
 
 
-class Actor(DirectoryActor):
-    """With a directory, and no Ray."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool, self._state, self._lock = "p", pool.directory, threading.Lock()
-        self._metrics, self._followers = DirectoryMetrics("p", "a"), Followers()
-
-
 def test_all_calls_are_counted_and_every_eighth_frequent_one_is_timed() -> None:
-    actor = Actor(Pool())
+    server = DirectoryServer("p", metrics := DirectoryMetrics("p", "a"))
+    server.serve(Pool().directory)
     for number in range(2 * TIMED_EVERY + 1):
-        actor.client_heartbeat((1, number + 1))
-        actor.nodes()
+        server.client_heartbeat((1, number + 1))
+        server.nodes()
     with pytest.raises(TypeError):
-        actor.locate_prefix(None)  # type: ignore[arg-type]
-    metrics = actor._metrics
+        server.locate_prefix(None)  # type: ignore[arg-type]
     count = 2 * TIMED_EVERY + 1
     assert metrics.calls == {"client_heartbeat": count, "nodes": count, "locate_prefix": 1}
     timed = {method: len(times) for method, times in metrics._times.items()}

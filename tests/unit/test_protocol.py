@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.actors.directory import CALLS, DirectoryActor
+from raykv.actors.directory import DirectoryActor
+from raykv.actors.directory_server import CALLS
 from raykv.client.directory_client import plain
 from raykv.protocol import Call, Counted, Matched, MatchedParts, MatchRequest, Reserved, packed, unpacked
 

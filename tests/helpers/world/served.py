@@ -1,20 +1,18 @@
-"""A World whose directory is in its actor, called on one of the two ways: over the socket, or as Ray calls it.
+"""A World whose directory is in its server, called on one of the two ways: over the socket, or as Ray calls it.
 
 Neither needs Ray: its calls are made with arguments and answers that were pickled as Ray pickles them.
 """
 
 import itertools
-import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ray import cloudpickle
 
-from helpers.pools import PATIENCE_S, WAYS
+from helpers.pools import PATIENCE_S
 from helpers.world.world import World
-from raykv.actors.directory import CALLS, DirectoryActor
 from raykv.actors.directory_metrics import DirectoryMetrics
-from raykv.actors.followers import Followers
+from raykv.actors.directory_server import CALLS, DirectoryServer
 from raykv.client.directory_line import DirectoryLine
 from raykv.client.pipeline import Pipeline
 from raykv.directory.directory import Directory
@@ -47,52 +45,29 @@ ANSWERS["match_parts"] = lambda epoch, parts, pending, short: MatchedParts(
 )
 LINES = 3  # connections, which take turns
 
-OF_THE_ACTOR = ("socket", "connections", "prefixes")  # in its stats, beside the directory's
-
-
-class Clock:
-    """Stands in for `time` in the actor's module: the time is the world's."""
-
-    now: ClassVar[float] = 0.0
-
-    @classmethod
-    def monotonic(cls) -> float:
-        return cls.now
-
-    @classmethod
-    def perf_counter(cls) -> float:
-        return cls.now
+OF_THE_SERVER = ("socket", "connections", "prefixes")  # in its stats, beside the directory's
 
 
 class Windowed(Directory):
-    """As the actor has it, with the staging window of the world's node that joins."""
+    """With the staging window of the world's node that joins, and the time of its next call."""
 
-    window = 0
+    window, clock = 0, 0.0
 
     def join(self, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
         return super().join(name, arena, now, self.window)
 
 
-class Actor(DirectoryActor):
-    """In charge, of a directory that the test can see. Ray's KV is left out."""
-
-    def __init__(self, directory: Directory, transport: str) -> None:
-        self._pool, self._state, self._lock = "p", directory, threading.Lock()
-        self._metrics, self._followers = DirectoryMetrics("p", "p/directory-1"), Followers()
-        self._listener = self._listen(transport)
-
-
 class RayWay:
     """Calls as Ray makes them."""
 
-    transport = WAYS["ray"]
-
-    def __init__(self, directory: Directory) -> None:
-        self.directory, self.actor = directory, Actor(directory, self.transport)
+    def __init__(self, directory: "Windowed") -> None:
+        self.directory = directory
+        self.server = DirectoryServer("p", DirectoryMetrics("p", "p/directory-1"), lambda: directory.clock)
+        self.server.serve(directory)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """The answer to a call."""
-        return _pickled(getattr(self.actor, method)(*_pickled(arguments)))
+        return _pickled(getattr(self.server, method)(*_pickled(arguments)))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -101,14 +76,11 @@ class RayWay:
 class SocketWay(RayWay):
     """Calls over connections. What an administrator asks still goes through Ray."""
 
-    transport = WAYS["socket"]
-
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Windowed) -> None:
         super().__init__(directory)
-        assert self.actor._listener
-        self.listener, self.lines = self.actor._listener, [DirectoryLine("p") for _ in range(LINES)]
+        address, self.lines = self.server.listen("127.0.0.1"), [DirectoryLine("p") for _ in range(LINES)]
         for line in self.lines:
-            line._pipeline = Pipeline(self.listener.address)
+            line._pipeline = Pipeline(address)
         self.turns, self.waits = itertools.cycle(self.lines), itertools.cycle((True, False))
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -125,12 +97,11 @@ class SocketWay(RayWay):
     def close(self) -> None:
         for line in self.lines:
             line.close()
-        self.listener.close()
-        self.listener._thread.join(PATIENCE_S)
+        self.server.close()
 
 
 class ServedWorld(World):
-    """Called through Ray. Each directory is in an actor of its own, until there is another."""
+    """Called through Ray. Each directory is in a server of its own, until there is another."""
 
     kind = RayWay
     way: RayWay | None = None
@@ -151,6 +122,7 @@ class ServedWorld(World):
         super().heartbeat(name)
 
     def _call(self, directory: Directory, name: str, args: tuple[Any, ...]) -> Any:
+        assert isinstance(directory, Windowed)
         if self.way is None or self.way.directory is not directory:
             self.close()
             self.way = self.kind(directory)
@@ -163,24 +135,23 @@ class SocketWorld(ServedWorld):
     kind = SocketWay
 
 
-def _arguments(directory: Directory, name: str, args: tuple[Any, ...]) -> Sequence[Any]:
-    """Of the actor's method, for those of the directory's. Sets the clock."""
+def _arguments(directory: Windowed, name: str, args: tuple[Any, ...]) -> Sequence[Any]:
+    """Of the server's method, for those of the directory's. Sets the clock."""
     if name in ("locate_prefix", "stored"):
         return args
     if name == "join":
-        assert isinstance(directory, Windowed)
-        *arguments, Clock.now, directory.window = args
+        *arguments, directory.clock, directory.window = args
     elif name == "adopt":
-        node, found, Clock.now, offered = args
+        node, found, directory.clock, offered = args
         arguments = [node, _report(directory, node, offered), found]
     elif name == "set_quota":
-        tenant, quota, Clock.now = args
+        tenant, quota, directory.clock = args
         arguments = [tenant, quota.minimum, quota.maximum]
     elif name == "pin":
-        call, keys, Clock.now, *terms = args
+        call, keys, directory.clock, *terms = args
         arguments = [call, keys, *terms]
     else:
-        *arguments, Clock.now = args
+        *arguments, directory.clock = args
     return [arguments[0], _report(directory, *arguments)] if name == "heartbeat" else arguments
 
 
@@ -191,9 +162,9 @@ def _report(directory: Directory, node: str, offered: int) -> SlabReport:
 
 
 def _meant(directory: Directory, name: str, answer: Any) -> Any:
-    """What the directory's method has returned, where the actor's gave this answer."""
+    """What the directory's method has returned, where the server's gave this answer."""
     if answer is None or name == "stats":
-        return answer and {what: value for what, value in answer.items() if what not in OF_THE_ACTOR}
+        return answer and {what: value for what, value in answer.items() if what not in OF_THE_SERVER}
     if name == "heartbeat":
         answer, target = answer
         assert target == (0, b"")

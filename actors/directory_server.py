@@ -1,0 +1,327 @@
+"""Answers the calls of a pool's clients and node stores, on a socket: adds the time, a lock and counts to a Directory.
+
+It needs no Ray. `raykv.actors.directory` is the server as an actor.
+"""
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from raykv.actors.directory_metrics import DirectoryMetrics, timed_every
+from raykv.actors.followers import Followers
+from raykv.config import Quota
+from raykv.directory.directory import Directory
+from raykv.directory.why_missing import NO_MEMORY
+from raykv.protocol import (
+    KEY_BYTES,
+    LOCATION,
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    DemotionReport,
+    ExistingBlocks,
+    GpuDemotionReport,
+    Intent,
+    Inventory,
+    MatchRequest,
+    NextWindowRequest,
+    ReserveRequest,
+    SlabReport,
+    SweepResult,
+    TierReport,
+    packed,
+    unpacked,
+)
+from raykv.system import wire
+from raykv.system.listener import Connection, Listener, Unhurried
+from raykv.system.wire import Address
+
+log = logging.getLogger("raykv")
+
+Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles that fastest
+
+
+CALLS = frozenset(  # what may be asked over the socket
+    (
+        # by the clients
+        "ping",
+        "nodes",
+        "match",
+        "match_parts",
+        "next_window",
+        "reserve",
+        "commit",
+        "pin",
+        "unpin",
+        "forget",
+        "preempted",
+        "locate_prefix",
+        "stored",
+        "client_heartbeat",
+        "disconnect",
+        # by the node stores
+        "join",
+        "adopt",
+        "heartbeat",
+        "sweep_result",
+        "tier_heartbeat",
+        "report_existing",
+        "demote",
+        "demote_gpu",
+        "report_requests",
+    )
+)
+FRAME_BYTES = 64 << 20  # the longest: what a store's writers left half done, of a big arena
+PREFIXES = 20  # that `stats` has
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def one_at_a_time(
+    method: Callable[Concatenate["DirectoryServer", P], T],
+) -> Callable[Concatenate["DirectoryServer", P], T]:
+    """A method that Ray's thread and the socket's may call: the Directory is a state machine for a single thread."""
+
+    name, clock = method.__name__, time.perf_counter
+    every = timed_every(name)
+
+    @functools.wraps(method)
+    def locked(self: "DirectoryServer", *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            calls = self._metrics.calls
+            calls[name] = number = calls[name] + 1
+            if number % every:
+                return method(self, *args, **kwargs)
+            begin = clock()
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._metrics.called(name, clock() - begin)
+
+    return cast(Callable[Concatenate["DirectoryServer", P], T], locked)
+
+
+class DirectoryServer:
+    """Answers calls in the order they came: those of clients and stores on its socket, any as a method."""
+
+    def __init__(self, pool: str, metrics: DirectoryMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        """It has no directory yet. metrics: count the calls. clock: seconds of any clock that does not go back."""
+        self._pool, self._metrics, self._clock = pool, metrics, clock
+        self._state: Directory | None = None  # while in charge
+        self._listener: Listener | None = None
+        self._lock = threading.Lock()  # guards _state, _followers
+        self._followers = Followers()
+
+    def serve(self, directory: Directory) -> None:
+        """Answer by this directory from now on."""
+        self._state = directory
+
+    def listen(self, host: str) -> Address:
+        """Answer on a socket, too. Returns where. Raises OSError."""
+        self._listener = Listener(host, "raykv-calls", FRAME_BYTES, self._answer)
+        return self._listener.address
+
+    def close(self) -> None:
+        """End the socket."""
+        if self._listener is not None:
+            self._listener.close()
+
+    @property
+    def _directory(self) -> Directory:
+        if self._state is None:
+            raise RuntimeError(f"the directory of pool {self._pool} stands by: another one is in charge")
+        return self._state
+
+    def _answer(self, connection: Connection, request: bytes) -> bytes:
+        """The answer to a call that came over the socket: (whether it could be answered, the answer or why not)."""
+        unhurried = False
+        try:
+            method, *arguments = unpacked(request)
+            if unhurried := method is None:  # see DirectoryLine.tell
+                method, *arguments = arguments
+            if method not in CALLS:
+                raise ValueError(f"there is no such call, or not over the socket: {method!r}")
+            answer = packed((True, getattr(self, method)(*arguments)))
+        except Exception as error:  # the caller is confused; the others are to be served
+            log.error("pool %s: a call failed: %r", self._pool, error, exc_info=error)
+            answer = packed((False, repr(error)))
+        return Unhurried(wire.frame(answer)) if unhurried else wire.frame(answer)
+
+    def ping(self) -> int:
+        return os.getpid()
+
+    @one_at_a_time
+    def match(self, call: Message, request: Message) -> Message:
+        asked, now = MatchRequest(*request), self._clock()
+        answer = self._directory.match(Call(*call), asked, now)
+        if self._followers.there(now):
+            answer = answer._replace(short=self._why_short(asked.keys, len(answer.source) // LOCATION.itemsize))
+        return tuple(answer)
+
+    def _why_short(self, keys: bytes, found: int) -> str:
+        next_key = keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
+        return self._directory.why_missing(next_key) if next_key else ""
+
+    @one_at_a_time
+    def match_parts(self, call: Message, requests: tuple[Message, ...], intent: Message | None) -> Message:
+        parts, now = tuple(MatchRequest(*request) for request in requests), self._clock()
+        answer = self._directory.match_parts(Call(*call), parts, Intent(*intent) if intent else None, now)
+        found, short = tuple(map(tuple, answer.parts)), answer.short
+        if self._followers.there(now):
+            short = self._why_parts_short(parts, len(answer.parts[0].source) // LOCATION.itemsize if found else 0)
+        return answer.epoch, found, answer.pending, short
+
+    def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
+        """Of the part that was missing: the others are there, and would be called out of reach."""
+        reasons = [self._why_short(part.keys, found) for part in parts]
+        return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
+
+    @one_at_a_time
+    def next_window(self, call: Message, request: Message) -> Message:
+        return tuple(self._directory.next_window(Call(*call), NextWindowRequest(*request), self._clock()))
+
+    @one_at_a_time
+    def locate_prefix(self, keys: bytes) -> dict[str, int]:
+        return self._directory.locate_prefix(keys)
+
+    @one_at_a_time
+    def stored(self, keys: bytes) -> Message:
+        return tuple(self._directory.stored(keys))
+
+    @one_at_a_time
+    def reserve(self, call: Message, request: Message) -> Message:
+        return tuple(self._directory.reserve(Call(*call), ReserveRequest(*request), self._clock()))
+
+    @one_at_a_time
+    def commit(self, call: Message, request: Message) -> Message:
+        return tuple(self._directory.commit(Call(*call), CommitRequest(*request), self._clock()))
+
+    @one_at_a_time
+    def pin(self, call: Message, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
+        return tuple(self._directory.pin(Call(*call), keys, self._clock(), ttl, priority))
+
+    @one_at_a_time
+    def unpin(self, call: Message, keys: bytes) -> Message:
+        return tuple(self._directory.unpin(Call(*call), keys, self._clock()))
+
+    @one_at_a_time
+    def forget(self, call: Message, keys: bytes) -> Message:
+        return tuple(self._directory.forget(Call(*call), keys, self._clock()))
+
+    @one_at_a_time
+    def preempted(self, call: Message, keys: bytes) -> Message:
+        return tuple(self._directory.preempted(Call(*call), keys, self._clock()))
+
+    @one_at_a_time
+    def client_heartbeat(self, call: Message) -> Message:
+        return tuple(self._directory.client_heartbeat(Call(*call), self._clock()))
+
+    @one_at_a_time
+    def disconnect(self, client: int) -> None:
+        self._directory.disconnect(client, self._clock())
+
+    @one_at_a_time
+    def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
+        """Requests of a client that are done; see Followers."""
+        self._followers.report(lines, left_out, self._clock())
+
+    @one_at_a_time
+    def follow(self, cursor: tuple[int, int, int]) -> Message:
+        """Have clients report requests for a moment, and answer with a Followed."""
+        now, epoch = self._clock(), self._directory.epoch
+        return tuple(self._followers.follow(cursor, epoch, self._directory.indices(), now))
+
+    def join(self, name: str, arena: Message) -> Message:
+        with self._lock:
+            return tuple(self._directory.join(name, ArenaDescription(*arena), self._clock()))
+
+    @one_at_a_time
+    def adopt(self, name: str, report: Message, found: Message) -> None:
+        slabs = SlabReport(*report)
+        self._directory.set_slab_target(name, slabs, self._clock())
+        self._directory.adopt(name, Inventory(*found), self._clock(), slabs.offered)
+
+    @one_at_a_time
+    def heartbeat(self, name: str, report: Message) -> tuple[Message, Message] | None:
+        """A Heartbeat and a SlabTarget; None where the node must `join` again."""
+        slabs = SlabReport(*report)
+        target = self._directory.set_slab_target(name, slabs, self._clock())
+        answer = self._directory.heartbeat(name, slabs.offered, self._clock())
+        return None if answer is None else (tuple(answer), tuple(target))
+
+    @one_at_a_time
+    def sweep_result(self, result: Message) -> None:
+        self._directory.sweep_result(SweepResult(*result), self._clock())
+
+    @one_at_a_time
+    def leave(self, name: str) -> None:
+        self._directory.leave(name, self._clock())
+
+    @one_at_a_time
+    def stay(self, name: str) -> None:
+        self._directory.stay(name, self._clock())
+
+    @one_at_a_time
+    def sole_copies(self, name: str) -> Message | None:
+        answer = self._directory.sole_copies(name, self._clock())
+        return None if answer is None else tuple(answer)
+
+    @one_at_a_time
+    def remove_node(self, name: str) -> int:
+        return self._directory.remove_node(name, self._clock())
+
+    @one_at_a_time
+    def tier_heartbeat(self, name: str, report: Message) -> Message | None:
+        reply = self._directory.tier_heartbeat(name, TierReport(*report), self._clock())
+        return None if reply is None else tuple(reply)
+
+    @one_at_a_time
+    def report_existing(self, name: str, existing: Message) -> None:
+        self._directory.report_existing(name, ExistingBlocks(*existing), self._clock())
+
+    @one_at_a_time
+    def demote(self, name: str, report: Message) -> Message:
+        return tuple(self._directory.demote(name, DemotionReport(*report), self._clock()))
+
+    @one_at_a_time
+    def demote_gpu(self, name: str, report: Message) -> Message:
+        return tuple(self._directory.demote_gpu(name, GpuDemotionReport(*report), self._clock()))
+
+    @one_at_a_time
+    def nodes(self) -> dict[int, str]:
+        """Ray node ids by the index that locations carry, of nodes and of their own tiers."""
+        return self._directory.indices()
+
+    @one_at_a_time
+    def clear(self) -> tuple[int, int]:
+        """(generation up to which all blocks are forgotten, how many keys there were)."""
+        keys = self._directory.clear(self._clock())
+        return self._directory.floor, keys
+
+    @one_at_a_time
+    def set_quota(self, tenant: str, minimum: float, maximum: float) -> None:
+        """See Directory. ValueError for a quota that is not possible."""
+        self._directory.set_quota(tenant, Quota(minimum, maximum), self._clock())
+
+    @one_at_a_time
+    def remove_quota(self, tenant: str) -> bool:
+        """Returns whether the tenant had a quota."""
+        return self._directory.remove_quota(tenant, self._clock())
+
+    @one_at_a_time
+    def quotas(self) -> dict[str, dict[str, Any]]:
+        return self._directory.quotas.stats()
+
+    @one_at_a_time
+    def stats(self) -> dict[str, Any]:
+        """As of Directory; its largest `prefixes`; and where it listens: `socket` or None, and `connections` to it."""
+        listener = self._listener
+        socket = f"{listener.address.host}:{listener.address.port}" if listener else None
+        connections = len(listener.served) if listener else 0
+        now = self._clock()
+        prefixes = self._directory.largest_prefixes(PREFIXES, now)
+        return {**self._directory.stats(now), "prefixes": prefixes, "socket": socket, "connections": connections}
