@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -382,7 +383,7 @@ class DirectoryClient:
         self._rouse()
         self._last_call, self._news = time.monotonic(), False
         pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
-        held = np.array(sorted(self._held), np.uint64).tobytes()
+        held = array("Q", self._held).tobytes()
         return plain(Call(self.client, next(self._seq), held, pulled, corrupt))
 
     def _rouse(self) -> None:

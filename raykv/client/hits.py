@@ -19,19 +19,16 @@ def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
 def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, int]) -> None:
     """Count a look-up, and the tokens that it asked for and found, by where they were."""
     metrics, tags = session.directory.metrics, _tags(session, cache)
-    metrics.add("lookups_total", 1, **tags)
-    metrics.add("asked_tokens_total", asked, **tags)
-    for source, tokens in found.items():
-        metrics.add("hit_tokens_total", tokens, **tags, source=source)
+    hits = {("hit_tokens_total", (*tags, ("source", source))): tokens for source, tokens in found.items() if tokens}
+    metrics.add_each({("lookups_total", tags): 1, ("asked_tokens_total", tags): asked, **hits})
 
 
 def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: float) -> None:
     """Count tokens that an engine reads instead of computing them, `tokens_per_s` a second."""
     metrics, tags = session.directory.metrics, _tags(session, cache)
-    metrics.add("saved_tokens_total", tokens, **tags)
-    metrics.add("saved_prefill_seconds_total", tokens / tokens_per_s, **tags)
+    metrics.add_each({("saved_tokens_total", tags): tokens, ("saved_prefill_seconds_total", tags): tokens / tokens_per_s})
 
 
-def _tags(session: Session, cache: CacheId) -> dict[str, str]:
+def _tags(session: Session, cache: CacheId) -> tuple[tuple[str, str], ...]:
     metrics = session.directory.metrics
-    return {"model": metrics.label("model", cache.model), "tenant": metrics.label("tenant", cache.tenant)}
+    return ("model", metrics.label("model", cache.model)), ("tenant", metrics.label("tenant", cache.tenant))

@@ -88,9 +88,9 @@ class Lease:
         self._nonce, self._node, self._owner, self.id, self._first = name
         self._piece_blocks = piece_blocks(block_bytes)
         self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a pull that was begun, and its answer
-        self.source, self.keys, self.staged = source.copy(), keys, np.zeros(len(source), LOCATION)
+        self.source, self.keys, self.staged = source, keys, np.zeros(len(source), LOCATION)
         self._external = is_tier(source["node"])
-        here, external = int(self._here().sum()), int(self._external.sum())
+        here, external = int(np.count_nonzero(self._here())), int(np.count_nonzero(self._external))
         self.found = {"memory": here, "external": external, "node": len(source) - here - external}
         self.cut = "", -1
         self.record: RequestRecord | None = None
@@ -115,9 +115,9 @@ class Lease:
             cut = ("this node has no store", -1) if local is None else ("this process is yet to find its new store", -1)
             session.refresh()  # this process has an old index of its node, or old memory
             source, staged = source[:0], None
-        elif (stop := _reached(local, source, local.index)) < len(source):
+        elif staged is not None and (stop := _reached(local, source, local.index)) < len(source):
             cut = SILENT, int(source["node"][stop])
-            source, staged = source[:stop], None if staged is None else staged[:stop]
+            source, staged = source[:stop], staged[:stop]
         nonce, node = (local.arena.nonce, local.index) if local else (b"", -1)
         name = (nonce, node, directory.client, lease, 0)
         made = cls(session, local, keys.cache.block_bytes, name, source, np.asarray(keys)[: len(source)])
@@ -152,7 +152,7 @@ class Lease:
 
     def _limit_wait(self, block_s: float) -> int:
         """Have reads wait for an external tier as long as computing its blocks takes. Returns how many those are."""
-        external = int(self._external.sum())
+        external = self.found["external"]
         self._wait_budget_s = block_s * external if external else None
         return external
 
@@ -207,7 +207,7 @@ class Lease:
         for blocks, where in self._arrivals(stop, stream=whole):
             there[blocks] = True
             if not whole:  # else the slots are given back meanwhile, and must not be read later
-                self.source[blocks] = where
+                self._moved(blocks, where)
         return _leading(there[:stop])
 
     def give_back(self) -> None:
@@ -219,7 +219,7 @@ class Lease:
         answer = self._session.directory.next_window(request)
         self._window_lost = answer is None
         if answer and answer.passed:
-            self.source[:] = np.frombuffer(answer.passed, LOCATION)[self._first :]
+            self._moved(slice(None), np.frombuffer(answer.passed, LOCATION)[self._first :])
         self.staged["slab_gen"] = 0
 
     def fetch_external(self) -> int:
@@ -230,6 +230,12 @@ class Lease:
         if self._external.any():
             self.fetch(whole=False)
         return _leading(~is_tier(self.source["node"]))
+
+    def _moved(self, blocks: Blocks | slice, source: Locations) -> None:
+        """Blocks are elsewhere now."""
+        if not self.source.flags.writeable:  # it is the directory's answer, which most leases never alter
+            self.source = self.source.copy()
+        self.source[blocks] = source
 
     def _here(self) -> NDArray[np.bool_]:
         here: NDArray[np.bool_] = self.source["node"] == self._node
@@ -275,7 +281,7 @@ class Lease:
         if answer is None:  # no directory, or one that does not know the lease
             return None
         if answer.passed:
-            self.source[:start] = np.frombuffer(answer.passed, LOCATION)[first:]
+            self._moved(slice(start), np.frombuffer(answer.passed, LOCATION)[first:])
         slots = np.frombuffer(answer.staged, LOCATION)
         ours = (slots["node"] == self._node) | (slots["node"] == 0)
         if len(slots) < stop - start or not ours.all():

@@ -86,8 +86,9 @@ class Match:
 
     def _parts(self) -> Iterator[Keys]:
         """As many keys as one call may ask for, again and again."""
-        for first in range(0, len(self._keys), KEYS_PER_CALL):
-            yield self._keys[first : first + KEYS_PER_CALL]
+        keys, count = self._keys, len(self._keys)
+        for first in range(0, count, KEYS_PER_CALL):
+            yield keys[first : first + KEYS_PER_CALL] if count > KEYS_PER_CALL else keys
 
     def _take(self, part: Keys, lease: int, answer: Matched | None) -> bool:
         """Keep what was leased. Returns whether it is all that was asked for."""

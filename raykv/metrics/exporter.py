@@ -44,6 +44,12 @@ class Exporter:
             with self._lock:
                 self._added[name, tuple(tags.items())] += value
 
+    def add_each(self, values: dict[Series, float]) -> None:
+        """As `add`, of several at once."""
+        with self._lock:
+            for series, value in values.items():
+                self._added[series] += value
+
     def total(self, name: str, value: float, **tags: str) -> None:
         """Raise a counter to what it is since this process began. A lower value than before is left out."""
         series = name, tuple(tags.items())

@@ -1,6 +1,7 @@
 """The decorator of every numba kernel, the list of those that Python calls, and the folder of their machine code."""
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast, overload
@@ -24,6 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
 Progress = Callable[[int, int], object]
 KERNELS_PER_PROCESS = 4  # at least: a process takes a second to start
+OTHERS_S, OTHERS_AGAIN_S = 120.0, 0.1  # that others who compile the same are waited for, and between two looks
 _complete: set[str] = set()  # packages whose kernels this process has
 _compiling = threading.Lock()  # guards _complete, and what all kernels of a process load their code with
 
@@ -167,14 +170,33 @@ def compile_all(package: str, on_progress: Progress = lambda done, kernels: None
 
 def _compile_entries(package: str, on_progress: Progress) -> None:
     kernels = entries(package)
-    missing = [(function, types) for function, types in kernels if not _loaded(function, types)]
-    _compile_in_processes([_name(function) for function, _ in missing], on_progress)
-    for function, types in missing:
-        if not _loaded(function, types):
-            function.compile(types)
+    if _missing(kernels):
+        with _alone(package):
+            missing = _missing(kernels)
+            _compile_in_processes([_name(function) for function, _ in missing], on_progress)
+            for function, types in missing:
+                if not _loaded(function, types):
+                    function.compile(types)
     for function, _ in kernels:  # now that none is compiled into another any more
         function.disable_compile()
     Path(_mark(package)).touch()
+
+
+@contextlib.contextmanager
+def _alone(package: str) -> Iterator[None]:
+    """One process of this user at a time compiles a package: all of a node start together, and would do the same."""
+    with open(f"{_mark(package)}.lock", "w", encoding="utf-8") as lock:
+        end = time.monotonic() + OTHERS_S
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(OTHERS_AGAIN_S)
+        yield
+
+
+def _missing(kernels: list[tuple[Any, tuple[Any, ...]]]) -> list[tuple[Any, tuple[Any, ...]]]:
+    return [(function, types) for function, types in kernels if not _loaded(function, types)]
 
 
 def _name(function: Any) -> str:

@@ -91,7 +91,8 @@ def take_frame(inbox: bytearray, longest: int) -> bytes | None:
     stop = LENGTH.size + length
     if len(inbox) < stop:
         return None
-    body = bytes(inbox[LENGTH.size : stop])
+    with memoryview(inbox) as view:
+        body = bytes(view[LENGTH.size : stop])
     del inbox[:stop]
     return body
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 from helpers.pools import (
+    BLOCK,
     TRANSPORTS,
     Worker,
     a_cache,
@@ -19,6 +20,7 @@ from helpers.pools import (
     locations,
     node_store,
     other_node,
+    pid,
     read,
     settled,
     store,
@@ -254,3 +256,23 @@ def test_an_altered_block_is_a_miss_and_is_not_offered_again(
     assert read(cache, keys).matched == 6  # it is not offered again,
     keep(cache, keys)  # and can be stored again
     eventually(lambda: settled(pool))
+
+
+class Engine(Worker):
+    """An engine that swaps out, and may be killed."""
+
+    def swap_out(self, blocks: int) -> int:
+        paged = np.ones((blocks, BLOCK), np.uint8)
+        return self.cache().swap_out(paged, range(blocks), "r").result()
+
+    def ping(self) -> int:
+        return os.getpid()
+
+
+def test_swapped_blocks_of_a_dead_engine_are_released(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
+    engine: Any = worker(pool, pool.node_id, Engine)
+    assert ray.get(engine.swap_out.remote(100), timeout=60) == 100
+    assert pool.stats()["pinned"] == 100
+    os.kill(pid(engine), signal.SIGKILL)
+    eventually(lambda: settled(pool) and pool.stats()["pinned"] == pool.stats()["keys"] == 0)

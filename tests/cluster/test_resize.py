@@ -1,20 +1,12 @@
 """A node of a running pool gets more memory, or less."""
 
-import json
-import os
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from helpers.command_line import command, last_json
 from helpers.pools import (
-    BLOCK,
-    PATIENCE_S,
     a_cache,
     come_back,
     eventually,
@@ -22,23 +14,17 @@ from helpers.pools import (
     keep,
     kill,
     load,
-    locations,
     other_node,
-    payload,
-    read,
     served,
     settled,
-    shm_files,
-    store,
     tokens,
     worker,
 )
+from helpers.sizes import SIZE, has, taken
 
 import raykv
-from raykv import internal_kv
 
 MIB = 1 << 20
-SIZE = 64 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -56,51 +42,6 @@ def pool(shared: raykv.KVPool) -> raykv.KVPool:
     return shared
 
 
-def node_of(pool: raykv.KVPool, node_id: str | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = pool.stats()["nodes"][node_id or pool.node_id]
-    return found
-
-
-def has(pool: raykv.KVPool, node_id: str | None = None) -> int:
-    """Bytes of a node, as the directory has it."""
-    node = node_of(pool, node_id)
-    return int((node["slabs"] + node["spare_slabs"]) * node["slab_bytes"])
-
-
-def taken(pool: raykv.KVPool) -> int:
-    """Bytes of the arena beside this process that are really there."""
-    assert pool.session.local
-    return os.stat(pool.session.local.arena.path).st_blocks * 512
-
-
-def test_a_node_is_given_less_memory_and_more(pool: raykv.KVPool) -> None:
-    cache = a_cache(pool)
-    prompts = [cache.keys(tokens(i, 16)) for i in range(12)]
-    for keys in prompts:
-        keep(cache, keys)
-    hot = prompts[3]
-    assert holds(cache, hot)
-    before = taken(pool)
-
-    assert pool.resize(pool.node_id, 24 * MIB + 1) == 24 * MIB == has(pool), "whole slabs"
-    assert before - taken(pool) > SIZE - 24 * MIB and taken(pool) < 26 * MIB
-    assert node_of(pool)["limit"] == 6 and has(pool, other_node(pool)) == SIZE
-    assert read(cache, hot)[:3] == (16, 16, 0), "what was used last stays"
-    assert not any(read(cache, keys).wrong for keys in prompts)
-    more = [cache.keys(tokens(100 + i, 16)) for i in range(8)]
-    for keys in more:
-        keep(cache, keys)
-        assert set(locations(pool, cache, keys)["slab"]) <= set(range(16))
-
-    total = 3 * SIZE // 2
-    assert pool.resize(pool.node_id, total) == total == has(pool), "more than it was started with"
-    assert taken(pool) > total and holds(cache, more[-1])
-    for keys in prompts * 2:
-        keep(cache, keys)
-    assert all(holds(cache, keys) for keys in prompts)
-    assert node_of(pool)["bytes_used"] > 24 * MIB
-
-
 def test_a_resize_under_load_gives_no_wrong_block(pool: raykv.KVPool) -> None:
     nodes = (pool.node_id, other_node(pool))
     workers = [worker(pool, node_id) for node_id in nodes for _ in range(2)]
@@ -114,46 +55,6 @@ def test_a_resize_under_load_gives_no_wrong_block(pool: raykv.KVPool) -> None:
     keys = a_cache(pool).keys(tokens(99, 20))
     keep(a_cache(pool), keys)
     come_back(a_cache(pool), [keys], workers)  # a small node's window may be what somebody let go of just now
-
-
-def test_a_slab_with_a_lease_stays_until_the_lease_ends(pool: raykv.KVPool) -> None:
-    cache = a_cache(pool)
-    prompts = [cache.keys(tokens(i, 16)) for i in range(14)]
-    for keys in prompts:
-        keep(cache, keys)
-    leased = prompts[-6:]
-    matches = [cache.match(keys) for keys in leased]
-    assert [match.num_blocks for match in matches] == [16] * 6
-    begun = time.monotonic()
-    left = pool.resize(pool.node_id, 8 * MIB, deadline=3.0)
-    assert 16 * MIB <= left == has(pool) < SIZE and time.monotonic() - begun > 2.0
-    assert node_of(pool)["limit"] == 2 and node_of(pool)["state"] == "alive"
-    for match, keys in zip(matches, leased, strict=True):
-        out = np.zeros((16, BLOCK), np.uint8)
-        assert match.read(out, verify=True) == 16
-        assert np.array_equal(out, payload(keys, BLOCK))
-        match.release()
-    eventually(lambda: has(pool) == 8 * MIB)
-    eventually(lambda: taken(pool) < 9 * MIB)
-    assert not any(read(cache, keys).wrong for keys in prompts)
-
-
-def test_of_several_resizes_at_once_one_is_in_force(pool: raykv.KVPool) -> None:
-    got: dict[int, int] = {}
-
-    def resize(size: int) -> None:
-        got[size] = pool.resize(pool.node_id, size)
-
-    sizes = [16 * MIB, 128 * MIB, 40 * MIB]
-    threads = [threading.Thread(target=resize, args=(size,)) for size in sizes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == 3 and (last := has(pool)) in sizes
-    assert got[last] == last
-    asked = internal_kv.get(pool.name, f"memory/{pool.node_id}")
-    assert asked and json.loads(asked) == last
 
 
 def test_a_new_size_survives_restarts_of_store_and_directory(pool: raykv.KVPool) -> None:
@@ -174,28 +75,6 @@ def test_a_new_size_survives_restarts_of_store_and_directory(pool: raykv.KVPool)
     assert pool.resize(pool.node_id, SIZE) == SIZE, "what was given back can be had again"
 
 
-@pytest.mark.parametrize("cpu_memory", [1 << 45, 1.0])
-def test_resize_refuses_more_than_there_is(pool: raykv.KVPool, cpu_memory: float) -> None:
-    before = internal_kv.get(pool.name, f"memory/{pool.node_id}")
-    with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*are free.*Lower cpu_memory") as caught:
-        pool.resize(pool.node_id, cpu_memory)
-    assert "Traceback" not in str(caught.value)
-    assert has(pool) == SIZE and node_of(pool)["limit"] == 16
-    assert internal_kv.get(pool.name, f"memory/{pool.node_id}") == before
-
-
-def test_resize_refuses_bad_arguments(pool: raykv.KVPool) -> None:
-    for cpu_memory in (0, 0.0, -1, 1.5, True, 1 << 20, "1MiB", "much"):
-        with pytest.raises(ValueError, match="cpu_memory="):
-            pool.resize(pool.node_id, cpu_memory)
-    with pytest.raises(ValueError, match="'nowhere' is not a living node"):
-        pool.resize("nowhere", SIZE)
-    with pytest.raises(ValueError, match="less than a slab of this pool: give 4194304 bytes") as caught:
-        pool.resize(pool.node_id, 1e-6)
-    assert "Traceback" not in str(caught.value)
-    assert has(pool) == SIZE
-
-
 def test_a_node_is_resized_from_a_shell(pool: raykv.KVPool, cluster: Any) -> None:
     args = ("resize", pool.node_id, "--name", pool.name)
     done = command(*args, "--cpu-memory", "32MiB", "--json", address=cluster.address)
@@ -203,43 +82,3 @@ def test_a_node_is_resized_from_a_shell(pool: raykv.KVPool, cluster: Any) -> Non
     huge = command(*args, "--cpu-memory", "900TiB", address=cluster.address)
     assert huge.returncode == 1 and "are free" in huge.stderr and "Traceback" not in huge.stderr
     assert command(*args, address=cluster.address).returncode == 2 and has(pool) == 32 * MIB
-
-
-def test_with_an_external_tier_a_smaller_node_loses_no_block(
-    start: Callable[..., raykv.KVPool], tmp_path: Path
-) -> None:
-    """Nor is a node that is about to leave left out, and its size ends with the pool."""
-    pool = start(external=f"file://{tmp_path}?capacity=1GiB", secret=b"s")
-    cache = a_cache(pool)
-    prompts = [cache.keys(tokens(i, 16)) for i in range(10)]
-    for keys in prompts:
-        keep(cache, keys)
-    eventually(lambda: pool.stats()["tiers"].get(pool.node_id, {}).get("state") == "up")
-    assert pool.stats()["tiers"][pool.node_id]["blocks"] < 160, "some are in memory only"
-    assert pool.resize(pool.node_id, 8 * MIB) == 8 * MIB == has(pool)
-    for keys in prompts:
-        eventually(lambda keys=keys: holds(cache, keys))  # type: ignore[misc]
-    assert pool.stats()["external_hits"] > 0
-    hold = threading.Thread(target=pool.drain, args=(pool.node_id, 5.0))
-    hold.start()
-    assert pool.resize(pool.node_id, 24 * MIB) == 24 * MIB
-    hold.join()
-    assert pool.resize(pool.node_id, 16 * MIB) == 16 * MIB == has(pool)
-    assert node_of(pool)["state"] == "leaving"
-    pool.stop()
-    assert internal_kv.get(pool.name, f"memory/{pool.node_id}") is None
-
-
-def test_a_node_is_resized_while_its_memory_is_still_being_offered(cluster: Any) -> None:
-    name = f"t{os.getpid()}-young"
-    pool = raykv.start(raykv.PoolConfig(name=name, cpu_memory=512 * MIB, deadline=PATIENCE_S))
-    try:
-        assert pool.resize(pool.node_id, 64 * MIB) == 64 * MIB
-        eventually(lambda: has(pool) == 64 * MIB and served(pool, 2))
-        cache = a_cache(pool)
-        keys = cache.keys(tokens(1, 100))
-        assert store(cache, keys) == 100 and read(cache, keys)[:3] == (100, 100, 0)
-        assert taken(pool) < 70 * MIB
-    finally:
-        pool.stop()
-    assert not shm_files(name)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from helpers.lines import Lines
 from helpers.pools import (
     BLOCK,
     MIB,
@@ -30,10 +31,9 @@ from helpers.pools import (
 )
 
 import raykv
-from raykv.cli.trace import Follower, text
+from raykv.cli.trace import text
 from raykv.client.lease import LATE
-from raykv.directory.why_missing import ABSENT, WRITTEN
-from raykv.keys import tenant_of
+from raykv.directory.why_missing import ABSENT
 
 NOTHING = {"memory": 0, "node": 0, "external": 0}
 
@@ -45,26 +45,6 @@ def pool(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 def a_cache(pool: raykv.KVPool, model: str = "m", salt: str = "") -> raykv.KVCache:
     return pool.cache(model=model, dtype="uint8", layout="rows", salt=salt, block_tokens=16, block_bytes=BLOCK)
-
-
-class Lines:
-    """What a follower was told, poll after poll."""
-
-    def __init__(self, pool: raykv.KVPool) -> None:
-        self.follower, self.seen = Follower(pool.name), list[dict[str, Any]]()
-        assert not self.follower.poll()
-
-    def of(self, model: str, count: int) -> list[dict[str, Any]]:
-        """The lines of a model, once there are so many."""
-
-        def found() -> list[dict[str, Any]]:
-            self.seen += self.follower.poll()
-            lines = [line for line in self.seen if line["model"] == model]
-            return lines if len(lines) >= count else []
-
-        lines = eventually(found)
-        assert len(lines) == count
-        return lines
 
 
 @contextmanager
@@ -122,36 +102,6 @@ def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster:
     assert all(line["lookup_ms"] > 0 and line["kind"] == "request" for line in lines)
 
 
-def test_nothing_is_sent_while_nobody_follows(
-    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = start(cpu_memory=32 * MIB)
-    directory, told = pool.session.directory, list[str]()
-    tell = directory.line.tell
-
-    def spy(method: str, *arguments: Any, **how: Any) -> None:
-        told.append(method)
-        tell(method, *arguments, **how)
-
-    monkeypatch.setattr(directory.line, "tell", spy)
-    cache = a_cache(pool)
-    keys = cache.keys(tokens(5, 4))
-
-    def unrecorded() -> bool:
-        with cache.match(keys) as match:
-            return match._record is None
-
-    assert store(cache, keys) == 4
-    for _ in range(20):
-        assert read(cache, keys).read == 4 and unrecorded()
-    lines = Lines(pool)
-    read(cache, keys)
-    assert [line["read_tokens"] for line in lines.of("m", 1)] == [64]
-    assert told.count("report_requests") == 1
-    eventually(unrecorded)  # the follower's last call wears off
-    assert not directory.requests.followed
-
-
 def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool) -> None:
     there, cache = worker(pool, other_node(pool)), a_cache(pool, model="late")
     keys = cache.keys(tokens(6, 4))
@@ -164,29 +114,6 @@ def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool) -> None:
     assert (line["hit_tokens"], line["read_tokens"]) == (64, 0)
     assert (line["short"], line["short_node"]) == (LATE[0], other_node(pool))
     assert text(line).endswith(f"short: {LATE[0]} (node {other_node(pool)[:8]})")
-
-
-def test_blocks_that_are_still_written_are_said_to_be(pool: raykv.KVPool) -> None:
-    cache = a_cache(pool, model="slow")
-    keys, lines = cache.keys(tokens(7, 2)), Lines(pool)
-    reservation = cache.reserve(keys)
-    assert len(reservation) == 2
-    with cache.match(keys):
-        pass
-    reservation.release()
-    assert [line["short"] for line in lines.of("slow", 1)] == [WRITTEN]
-
-
-def test_tenants_are_told_apart(pool: raykv.KVPool) -> None:
-    lines = Lines(pool)
-    for salt in ("", "one", "two"):
-        cache = a_cache(pool, model="shared", salt=salt)
-        read(cache, cache.keys(tokens(8, 1)))
-    read(cache, cache.keys(tokens(8, 1), salt="three"))
-    assert [line["tenant"] for line in lines.of("shared", 4)] == ["", *map(tenant_of, ("one", "two", "three"))]
-    cache.prefetch(cache.keys(tokens(8, 1))).result()  # an engine does not ask for it
-    read(cache, cache.keys(tokens(8, 1)))
-    lines.of("shared", 5)
 
 
 def test_a_follower_goes_on_with_the_next_directory(pool: raykv.KVPool) -> None:

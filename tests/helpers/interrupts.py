@@ -16,6 +16,11 @@ class Interrupted(BaseException):
     """What a signal's handler raises."""
 
 
+def interrupt(*_: Any) -> None:
+    """A signal's handler."""
+    raise Interrupted
+
+
 @contextmanager
 def interrupted_at(number: int, module: ModuleType) -> Iterator[list[str]]:
     """Raise Interrupted in a module's code, where a signal's handler may raise there for the number-th time from now.

@@ -23,6 +23,7 @@ from ray import cloudpickle
 from ray._private.worker import Worker
 from ray.core.generated.gcs_pb2 import ActorTableData, GcsNodeInfo, NodeSnapshot  # type: ignore[attr-defined]
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+from ray.remote_function import RemoteFunction
 
 from raykv import cluster, internal_kv
 from raykv.actors import supervisor
@@ -32,6 +33,7 @@ from raykv.system.periodic import Periodic
 
 JOB = "01000000"
 DEFAULT_GROUP = "_"
+RAY_CALL = "__ray_call__"  # calls a function with the actor's object
 _here: contextvars.ContextVar[str] = contextvars.ContextVar("node")  # of the actor that runs
 
 
@@ -91,8 +93,7 @@ class Handle:
         return self._threads.get(group, self._threads[DEFAULT_GROUP]).submit(context.run, call)
 
     def _call(self, name: str, group: str, arguments: bytes) -> Ref:
-        function = getattr(self._kind, name)
-        group = group or getattr(function, "__ray_concurrency_group__", DEFAULT_GROUP)
+        group = group or getattr(getattr(self._kind, name, None), "__ray_concurrency_group__", DEFAULT_GROUP)
         future: Future[bytes] = Future()
         if self._dead:
             future.set_exception(ActorDiedError("it was ended"))
@@ -102,7 +103,7 @@ class Handle:
             try:
                 made = self._made.result()
                 args, kwargs = cloudpickle.loads(arguments)
-                answer = getattr(made, name)(*args, **kwargs)
+                answer = args[0](made, *args[1:]) if name == RAY_CALL else getattr(made, name)(*args, **kwargs)
                 if inspect.isawaitable(answer):
                     answer = asyncio.run(_awaited(answer))
                 future.set_result(cloudpickle.dumps(answer))
@@ -128,7 +129,7 @@ class Handle:
         return int(ActorTableData.DEAD if self._dead else ActorTableData.ALIVE)
 
     def __getattr__(self, name: str) -> Method:
-        if name.startswith("_"):
+        if name.startswith("_") and name != RAY_CALL:
             raise AttributeError(name)
         return Method(self, name)
 
@@ -170,6 +171,9 @@ class OneProcess:
         for name in ("get", "wait", "kill", "get_actor", "remote", "get_runtime_context"):
             patch.setattr(ray, name, getattr(self, name))
         patch.setattr(ray, "nodes", self._nodes)
+        patch.setattr(
+            RemoteFunction, "_remote", lambda *args, **more: self._run(*args, **more)
+        )  # of functions that were decorated before
         patch.setattr(ray, "is_initialized", lambda: True)
         patch.setattr(Worker, "current_node_id", SimpleNamespace(hex=lambda: self.nodes[0]))
         patch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -220,6 +224,9 @@ class OneProcess:
                 ready = ready[:num_returns]
                 return ready, [ref for ref in refs if ref not in ready]
             wait([ref._future for ref in refs if not ref._future.done()], left, FIRST_COMPLETED)
+
+    def _run(self, function: RemoteFunction, args: Any = (), kwargs: Any = None, **options: Any) -> Any:
+        return Remote(self, function._function, options).remote(*args, **(kwargs or {}))
 
     def kill(self, actor: Handle, no_restart: bool = True) -> None:
         actor._end()

@@ -11,7 +11,7 @@ def _refuse(pid: int, number: int) -> None:
     raise AssertionError("here is one process: what kills belongs to tests/cluster")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[OneProcess]:
     """Two nodes; this thread is on the head's."""
     with pytest.MonkeyPatch.context() as patch:

@@ -98,3 +98,26 @@ def test_another_numba_or_python_has_a_folder_of_its_own(of: str, tmp_path: Path
     ran = subprocess.run([sys.executable, "-c", change], capture_output=True, text=True, check=True, env=env)
     assert Path(ran.stdout.strip()).parent == tmp_path
     assert Path(ran.stdout.strip()).name != Path(jit.cache_folder()[0]).name
+
+
+def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
+    code = """
+import sys
+from raykv.system import jit, sha256
+kernels = [function for function, _ in jit.entries("raykv.system")]
+print("ready", flush=True)
+sys.stdin.readline()
+jit.compile_all("raykv.system")
+print(sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels))
+"""
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stdin=-1, stdout=-1, env=env, text=True) for _ in range(3)]
+    for process in processes:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    compiled = sorted(int(process.communicate()[0]) for process in processes)
+    assert compiled == [0, 0, len(jit.entries("raykv.system"))]

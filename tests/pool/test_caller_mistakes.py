@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-import multiprocessing
 import os
-import pickle
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
-from helpers.pools import BLOCK, Worker, eventually, keep, other_node, read, settled, store, tokens, worker
+from helpers.pools import BLOCK, eventually, keep, read, settled, store, tokens
 
 import raykv
 from raykv import internal_kv, protocol
@@ -74,36 +71,6 @@ def test_keys_are_refused_by_a_cache_that_differs_in_one_argument(pool: raykv.KV
         mine.match(other.keys(tokens(1, 4)))
     with pytest.raises(ValueError, match="make them with the cache that they are used with"):
         mine.match(other.rekey([b"hash"]))
-
-
-class Elsewhere(Worker):
-    """A process with a cache of equal arguments."""
-
-    def make(self, seed: int, blocks: int) -> raykv.Keys:
-        return self.cache().keys(tokens(seed, blocks))
-
-    def reads_by(self, cache: raykv.KVCache, seed: int) -> Any:
-        return read(cache, cache.keys(tokens(seed, 4)))[:3]
-
-    def node_of(self, pool: raykv.KVPool) -> tuple[str, str]:
-        return pool.name, pool.node_id
-
-
-def test_equal_arguments_give_equal_caches_in_another_process(pool: raykv.KVPool) -> None:
-    mine, there = a_cache(pool), worker(pool, other_node(pool), Elsewhere)
-    made = ray.get(there.make.remote(2, 4), timeout=60)
-    assert isinstance(made, raykv.Keys) and made.cache == mine.id
-    keep(mine, made)
-    assert ray.get(there.read.remote(made[:3]), timeout=60)[:3] == (3, 3, 0)
-
-
-def test_a_pool_and_a_cache_that_are_pickled_attach_where_they_arrive(pool: raykv.KVPool) -> None:
-    mine, there = a_cache(pool), worker(pool, other_node(pool), Elsewhere)
-    keep(mine, mine.keys(tokens(3, 4)))
-    assert ray.get(there.node_of.remote(pool), timeout=60) == (pool.name, other_node(pool))
-    assert ray.get(there.reads_by.remote(mine, 3), timeout=60) == (4, 4, 0)
-    same = pickle.loads(pickle.dumps(mine))
-    assert read(same, mine.keys(tokens(3, 4)))[:3] == (4, 4, 0)
 
 
 @pytest.mark.parametrize("believed", [BLOCK - 1, BLOCK - 5000], ids=["in a slot of the same size", "of another size"])
@@ -171,24 +138,6 @@ def test_a_forked_child_is_told_to_attach_after_the_fork(pool: raykv.KVPool, wha
     assert error.startswith("RayKVError: ") and "attach in the child" in error and "spawn" in error
     assert seconds < 5.0
     assert read(cache, keys)[:3] == (4, 4, 0), "the parent goes on"
-
-
-def _attach_and_read(pool: raykv.KVPool, results: Any) -> None:
-    found = read(a_cache(pool), a_cache(pool).keys(tokens(6, 4)))
-    results.put([*found[:3], pool.name])
-
-
-def test_a_pool_arrives_in_a_spawned_process(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(a_cache(pool), a_cache(pool).keys(tokens(6, 4)))
-    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    child = spawn.Process(target=_attach_and_read, args=(pool, results))
-    child.start()
-    try:
-        assert results.get(timeout=120) == [4, 4, 0, pool.name]
-    finally:
-        child.join(timeout=60)
 
 
 # ---------------------------------------------------------------------- another version of raykv

@@ -1,31 +1,17 @@
 """Blocks that stay because somebody said so: those of preempted requests, and pinned ones."""
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
-from helpers.pools import BLOCK, Worker, eventually, keep, pid, read, settled, store, tokens, worker
+from helpers.pools import BLOCK, eventually, keep, read, settled, store, tokens
 from numpy.typing import NDArray
 
 import raykv
 
 ROOM = 224  # blocks on each of two nodes of 64 MiB, less the staging window
-
-
-class Engine(Worker):
-    """An engine that swaps out, and may be killed."""
-
-    def swap_out(self, blocks: int) -> int:
-        paged = np.ones((blocks, BLOCK), np.uint8)
-        return self.cache().swap_out(paged, range(blocks), "r").result()
-
-    def ping(self) -> int:
-        return os.getpid()
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +103,6 @@ def test_bad_arguments_are_refused_before_a_byte_moves(cache: raykv.KVCache) -> 
     with pytest.raises(ValueError, match="9 block_ids for request 'a', which has 10"):
         cache.swap_in(paged, range(9), "a")
     assert cache.swap_in(paged, range(10), "a").result() == 10, "nothing was lost by it"
-
-
-def test_swapped_blocks_of_a_dead_engine_are_released(cache: raykv.KVCache, pool: raykv.KVPool) -> None:
-    engine: Any = worker(pool, pool.node_id, Engine)
-    assert ray.get(engine.swap_out.remote(100), timeout=60) == 100
-    assert pool.stats()["pinned"] == 100
-    os.kill(pid(engine), signal.SIGKILL)
-    eventually(lambda: settled(pool) and pool.stats()["pinned"] == pool.stats()["keys"] == 0)
 
 
 def test_what_is_pinned_stays_until_it_is_unpinned(cache: raykv.KVCache, pool: raykv.KVPool) -> None:

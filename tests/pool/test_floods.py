@@ -1,0 +1,79 @@
+"""Tenants of a running pool: one floods it, and the other keeps its minimum."""
+
+from collections.abc import Callable
+
+import pytest
+from helpers.pools import BLOCK, MIB, eventually, keep, payload, read, tokens
+from helpers.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, flood, stored
+
+import raykv
+
+
+@pytest.fixture(scope="module")
+def shared(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
+    return start_for_module(cpu_memory=64 * MIB)
+
+
+@pytest.fixture
+def pool(shared: raykv.KVPool) -> raykv.KVPool:
+    """Empty, and without quotas."""
+    for tenant in filter(None, shared.quotas()):
+        shared.remove_quota(tenant)
+    shared.clear()
+    return shared
+
+
+def test_a_flood_takes_nothing_of_a_minimum(pool: raykv.KVPool) -> None:
+    pool.set_quota("b", minimum=MINIMUM)
+    prompts, cache = stored(pool, "b"), cache_of(pool, "b")
+    with flood(pool, "a") as blocks:
+        for _ in range(3):
+            enough = blocks() + 1000  # twice what the pool has room for
+            eventually(lambda enough=enough: blocks() > enough)  # type: ignore[misc]
+            found = [read(cache, keys) for keys in prompts]
+            assert [(it.read, it.wrong) for it in found] == [(PROMPT, 0)] * PROMPTS
+    quotas = pool.quotas()
+    assert quotas["b"]["used"] == PROMPTS * PROMPT * BLOCK and quotas["b"]["evicted"] == 0
+    assert quotas["b"]["minimum_bytes"] == 28 * MIB and quotas[""]["evicted"] > 1000
+
+
+def test_without_a_minimum_the_flood_takes_all(pool: raykv.KVPool) -> None:
+    prompts, cache = stored(pool, "b"), cache_of(pool, "b")
+    with flood(pool, "a") as blocks:
+        eventually(lambda: blocks() > 2000)
+    assert not any(read(cache, keys).matched for keys in prompts)
+
+
+def test_a_maximum_holds_for_who_floods(pool: raykv.KVPool) -> None:
+    pool.set_quota("a", maximum=0.25)
+    with flood(pool, "a") as blocks:
+        eventually(lambda: blocks() > 500)
+        assert 0 < pool.quotas()["a"]["used"] <= 28 * MIB
+    assert pool.quotas()["a"]["evicted"] > 300
+
+
+def test_a_tenant_is_named_or_its_salt(pool: raykv.KVPool) -> None:
+    named, salted = cache_of(pool, "b", salt="acme"), cache_of(pool, "", salt="acme")
+    tenant = salted.id.tenant
+    assert named.id.tenant == "b" and len(tenant) == 8
+    pool.set_quota("b")
+    pool.set_quota(tenant)
+    keys = named.keys(tokens(1, 4))
+    keep(named, keys)
+    assert pool.quotas()["b"]["used"] == 4 * BLOCK
+    again = salted.keys(tokens(1, 4))
+    assert again.tobytes() == keys.tobytes() and read(salted, again).read == 4
+    assert (pool.quotas()["b"]["used"], pool.quotas()[tenant]["used"]) == (0, 4 * BLOCK)
+
+
+def test_a_pin_ends_with_its_time(pool: raykv.KVPool) -> None:
+    cache = cache_of(pool, "")
+    keys = cache.keys(tokens(1, 4))
+    assert cache.store(keys, payload(keys, BLOCK), wait=True) == 4
+    assert cache.pin(keys[:2], ttl=1.0) == 2 and cache.pin(keys[2:]) == 2
+    assert pool.stats()["pinned"] == 4
+    eventually(lambda: pool.stats()["pinned"] == 2)
+    assert cache.pin(keys, priority=3) == 4
+    for terms in ({"ttl": 0}, {"priority": "high"}):
+        with pytest.raises(ValueError, match=next(iter(terms))):
+            cache.pin(keys, **terms)
