@@ -2,11 +2,16 @@
 
 import itertools
 import os
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import ray
 
 import raykv
@@ -184,3 +189,15 @@ def push_out(pool: raykv.KVPool, cache: raykv.KVCache, *pushed: Keys) -> None:
         return in_tier == list(map(len, pushed))
 
     eventually(out)
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of that size is there. Skips where this user can't mount one."""
+    if os.geteuid() and not os.environ.get("CI"):
+        pytest.skip("it takes root to mount a disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
