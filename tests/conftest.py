@@ -6,9 +6,11 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from helpers import durations
 from hypothesis import settings
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
@@ -28,14 +30,29 @@ pytest.register_assert_rewrite("helpers.nccl_nodes")  # a plugin of some tests, 
 settings.register_profile("untimed", settings(), deadline=None)  # a machine may be busy
 settings.load_profile("untimed")
 MIB = 1 << 20
+FULL = ("cluster", "engines", "documented")  # folders
 NODE = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 _names = (f"t{os.getpid()}-{i}" for i in itertools.count())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-to", metavar="FILE", help="write what each file of tests took there, in seconds")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make full` runs. The files that took longest come first, so that no lane is left with one."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
+        if item.path.parent.name in FULL and not item.get_closest_marker("promise"):
+            item.add_marker("full")
+    seconds = durations.read()
+    items.sort(key=lambda item: -seconds.get(durations.file_of(item.nodeid), 0.0))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (file := config.getoption("--durations-to")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Durations(Path(file)))
 
 
 @pytest.fixture(scope="session")

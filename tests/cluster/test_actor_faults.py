@@ -61,6 +61,7 @@ def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[raykv.Keys], list[A
     return cache, prompts, workers
 
 
+@pytest.mark.promise
 @both_ways_at_once
 def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
     start: Callable[..., raykv.KVPool], transport: str

@@ -13,8 +13,6 @@ from helpers.pools import BLOCK, MIB, PATIENCE_S, Worker, eventually, holds, kil
 import raykv
 from raykv import cluster, internal_kv
 
-pytestmark = pytest.mark.own_cluster
-
 
 class Engine(Worker):
     def node_id(self) -> str:

@@ -13,6 +13,7 @@ from helpers.terminal import in_terminal
 import raykv
 
 
+@pytest.mark.promise
 def test_start_status_clear_and_stop_from_a_shell(cluster: Any) -> None:
     name = f"cli{os.getpid()}"
     size = ("--cpu-memory", "32MiB", "--deadline", "7.5")
@@ -93,7 +94,6 @@ def test_bench_trace_with_external_tiers(tmp_path: Path) -> None:
     assert refused.returncode == 1 and "every node needs a block" in refused.stderr
 
 
-@pytest.mark.own_cluster
 def test_bench_local_by_blocks_and_their_size() -> None:
     figures = last_json(command("bench", "local", "--blocks", "1,4", "--block-bytes", "512KiB", "--json"))
     assert [(row["blocks"], row["block_bytes"]) for row in figures["results"]] == [(1, 512 << 10), (4, 512 << 10)]

@@ -48,6 +48,7 @@ def left(pool: raykv.KVPool, node_id: str) -> int:
     return 1 if answer is None else int(answer[2])
 
 
+@pytest.mark.promise
 def test_blocks_that_only_a_leaving_node_had_are_readable_after_it_is_gone(
     cluster: Any, start: Start, third_node: Callable[[], Any], tmp_path: Path
 ) -> None:

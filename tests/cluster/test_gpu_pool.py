@@ -16,7 +16,7 @@ ON_HOST = str(HERE / "helpers" / "cupy_on_host")
 @pytest.mark.parametrize(
     "ahead",
     [
-        pytest.param([ON_HOST], marks=pytest.mark.own_cluster, id="on_host"),
+        pytest.param([ON_HOST], id="on_host"),
         pytest.param([], marks=pytest.mark.gpu, id="gpu"),
     ],
 )

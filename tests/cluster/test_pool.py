@@ -52,6 +52,7 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.node.name)
 
 
+@pytest.mark.promise
 def test_stored_blocks_are_read_on_the_other_node(
     pool: raykv.KVPool, cache: raykv.KVCache, there: Any, model: str
 ) -> None:
@@ -66,6 +67,7 @@ def test_stored_blocks_are_read_on_the_other_node(
     assert found[:3] == (7, 7, 0) and pool.node_id in found.nodes and other_node(pool) in found.nodes
 
 
+@pytest.mark.promise
 def test_attach_in_a_task_and_a_nested_worker(pool: raykv.KVPool, cache: raykv.KVCache, model: str) -> None:
     keys = cache.keys(tokens(1, 3))
     assert store(cache, keys) == 3

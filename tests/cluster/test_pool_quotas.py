@@ -25,6 +25,7 @@ def pool(shared: raykv.KVPool) -> raykv.KVPool:
     return shared
 
 
+@pytest.mark.promise
 def test_quotas_outlive_the_directory(pool: raykv.KVPool) -> None:
     pool.set_quota("b", minimum=MINIMUM, maximum=0.5)
     pool.set_quota("c")

@@ -39,7 +39,7 @@ RARE = {
     "altered_blocks_total",
     "without_directory_seconds_total",
 }  # none happened
-pytestmark = [pytest.mark.own_cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

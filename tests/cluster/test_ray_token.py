@@ -15,7 +15,6 @@ from helpers.command_line import command
 
 from raykv.doctor.finding import OK, WRONG
 
-pytestmark = pytest.mark.own_cluster
 TOKEN, OTHER = "a" * 64, "b" * 64
 CLUSTER = """
 import sys

@@ -27,7 +27,6 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield machines
 
 
-@pytest.mark.own_cluster
 @pytest.mark.timeout(900)
 def test_ray_up_starts_a_pool_that_stop_ends(machines: Machines, tmp_path: Path) -> None:
     """Launch it, see what one replica stored on the other's node, and take it down."""

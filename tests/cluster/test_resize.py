@@ -42,6 +42,7 @@ def pool(shared: raykv.KVPool) -> raykv.KVPool:
     return shared
 
 
+@pytest.mark.promise
 def test_a_resize_under_load_gives_no_wrong_block(pool: raykv.KVPool) -> None:
     nodes = (pool.node_id, other_node(pool))
     workers = [worker(pool, node_id) for node_id in nodes for _ in range(2)]

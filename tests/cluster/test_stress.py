@@ -11,7 +11,7 @@ import pytest
 SECONDS = 60.0
 
 
-@pytest.mark.cluster  # not own_cluster: it is to store and read so much in its minute
+@pytest.mark.cluster
 def test_everything_is_killed_once_under_load() -> None:
     """In a process and a cluster of its own: a raylet dies last."""
     script = Path(__file__).parents[1] / "helpers" / "stress.py"

@@ -82,7 +82,7 @@ def total(pool: raykv.KVPool, what: str) -> int:
     return sum(tier[what] for tier in pool.stats().get("tiers", {}).values())
 
 
-@pytest.mark.own_cluster
+@pytest.mark.promise
 @pytest.mark.timeout(4 * LATE_S)
 def test_three_times_the_memory_is_there_after_a_restart_of_everything(tmp_path: Path) -> None:
     """Files of each node's own, redis, and a tier of this test's own."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import ray
 import torch
 from helpers.pools import eventually, node_store, other_node, pid, worker
@@ -40,6 +41,7 @@ class Engine:
         return start.pool_tokens, start.nodes, tokens, plain.tolist()
 
 
+@pytest.mark.promise
 def test_engines_share_a_prefix(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     here, there = (worker(pool, node, Engine) for node in (pool.node_id, other_node(pool)))

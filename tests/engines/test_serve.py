@@ -277,6 +277,7 @@ def text(seed: int, length: int = 1600) -> str:
     return bytes(np.random.default_rng(seed).integers(97, 123, length, np.uint8)).decode()
 
 
+@pytest.mark.promise
 def test_requests_follow_their_prefix(app: App) -> None:
     nodes = {}
     for seed in range(6):

@@ -126,6 +126,7 @@ def test_pages_come_back_to_other_places_and_touch_no_others(
     assert pool.stats()["faults"] == {}
 
 
+@pytest.mark.promise
 def test_another_engine_finds_them_and_parents_go_along(hicache: SimpleNamespace, pool: raykv.KVPool) -> None:
     host, keys = hicache.kv_pool("page_first", PAGE), hashes(2, 4)
     made = storage(hicache, pool, host)

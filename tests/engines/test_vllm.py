@@ -91,6 +91,7 @@ def engines(
     close_engines(here, small, killed=[there])
 
 
+@pytest.mark.promise
 def test_engines_share_a_prefix(engines: Engines) -> None:
     long = prompt(1, 3000)
     engines.stored(long)

@@ -20,6 +20,8 @@ from helpers.vllm_engine import close_engines, engine_on, save_mla_model
 from helpers.vllm_models import MODELS, Model
 
 pytestmark = pytest.mark.timeout(600)
+HYBRID = "gemma3"
+PARAMS = [pytest.param(name, marks=[pytest.mark.promise] if name == HYBRID else []) for name in MODELS]
 
 
 class Engines(NamedTuple):
@@ -48,7 +50,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 500, tokens).tolist()  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=PARAMS)
 def engines(
     request: pytest.FixtureRequest,
     cluster: Any,

@@ -94,6 +94,7 @@ def test_a_chunk_that_is_filled_in_part_has_nothing_else_in_it(start: Callable[.
     worker.shutdown()
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_a_prompt_is_decoded_at_once_from_what_was_prefilled_to_its_last_token(engines: Engines, tokens: int) -> None:
     new = prompt(1000 + tokens, tokens)

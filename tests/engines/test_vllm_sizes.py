@@ -69,6 +69,7 @@ def engines(
     close_engines(*actors)
 
 
+@pytest.mark.promise
 def test_tensor_parallel_2_reads_what_1_stored_and_the_other_way_round(engines: Engines) -> None:
     pool, kind = engines.pool, engines.kind
     for seed, writer, reader in ((1, engines.one, engines.two), (2, engines.two, engines.one)):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from helpers.apart import apart
 from raykv.system.jit import compile_all
 
-SECONDS = float(os.environ.get("RAYKV_FUZZ_SECONDS", 20))  # for all doors together
+SECONDS = float(os.environ.get("RAYKV_FUZZ_SECONDS", 5))  # for all doors together
 SEED = os.environ.get("RAYKV_FUZZ_SEED", "1")
 BOUNDARIES = sorted(
     {base + by for bit in (0, 7, 8, 12, 16, 31, 32, 40, 61, 63, 64) for base in (1 << bit,) for by in (-1, 0, 1)}

@@ -103,6 +103,7 @@ def test_the_reference_has_every_setting_and_every_command() -> None:
     assert "Sentinel" not in commands
 
 
+@pytest.mark.full
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="MkDocs is not installed: pip install 'raykv[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -111,6 +111,7 @@ def ray_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ray.shutdown()
 
 
+@pytest.mark.full
 def test_real_raylet(ray_store: Path) -> None:
     import ray
 

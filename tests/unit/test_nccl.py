@@ -124,6 +124,7 @@ def test_all_read_from_all_at_once(nccl: Any, node: Callable[[int], Node]) -> No
     assert len(nccl.communicators) == 2 * len(ways)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("silent", [True, False])
 @pytest.mark.parametrize("rank", [READER, SENDER])
 def test_a_gpu_that_stalls(nccl: Any, sender: Node, reader: Node, rank: int, silent: bool) -> None:
@@ -373,6 +374,7 @@ def child(nccl: Any) -> Iterator[Callable[[], Child]]:
         each.end()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_process_that_is_killed_during_a_transfer(
     nccl: Any, child: Callable[[], Child], reader: Node, silent: bool

@@ -100,6 +100,7 @@ def pull(
     return verdicts
 
 
+@pytest.mark.full
 def test_scattered_blocks_arrive(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) -> None:
     nixl, random = Nixl(ours), np.random.default_rng(0)
     for turn, slab in enumerate((0, 1, 0), start=1):  # another slab is registered with both in between
@@ -155,6 +156,7 @@ def test_a_slab_that_was_given_back(ours: Arena, theirs: Arena, peer: nixl_peer.
             assert arena.offer_next()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("over", ["all", "tcp"])
 def test_the_peer_is_killed(ours: Arena, theirs: Arena, over: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots can be written by another transport at once, with the same grant, and its next process is read."""
@@ -186,6 +188,7 @@ def test_the_peer_is_killed(ours: Arena, theirs: Arena, over: str, monkeypatch: 
         assert has(ours, target, keys, blocks)
 
 
+@pytest.mark.full
 def test_the_peer_is_stopped(ours: Arena, theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer can't be called off: until it has ended, its slots are nobody else's."""
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory a peer that is stopped is read all the same
@@ -245,6 +248,7 @@ def test_many_pulls_at_once(ours: Arena, theirs: Arena, peer: nixl_peer.Peer) ->
     assert sum(verdict.count(PULLED) for verdict in verdicts) == SLOTS
 
 
+@pytest.mark.full
 def test_nothing_is_written_after_an_error(ours: Arena, theirs: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL says that a transfer failed with its first request that did, while others may be under way."""
     monkeypatch.setenv("UCX_TLS", "tcp")
@@ -271,6 +275,7 @@ def test_nothing_is_written_after_an_error(ours: Arena, theirs: Arena, monkeypat
         assert pull(nixl, peer, source, keys, ours, again) == [PULLED] * SLOTS and has(ours, again, keys, blocks)
 
 
+@pytest.mark.full
 def test_an_agent_that_has_nothing_to_do_takes_no_processor_time(
     ours: Arena, theirs: Arena, peer: nixl_peer.Peer
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_killed_server_raises_and_a_new_one_serves(server: RedisServer, tier: 
     assert put(tier) and there(tier)
 
 
+@pytest.mark.full
 def test_a_server_that_hangs_raises_in_time(server: RedisServer, tier: Tier) -> None:
     assert put(tier)
     server.pause()

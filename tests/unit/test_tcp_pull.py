@@ -126,6 +126,7 @@ def test_a_stream_that_breaks_costs_nothing(pair: Pair, sent: int) -> None:
         assert (pair.pull(relay) == PULLED).all() and pair.arrived()
 
 
+@pytest.mark.full
 def test_a_stream_that_stalls_costs_its_pieces_a_moment(pair: Pair) -> None:
     with pair.relay(lambda n: FORWARD if n else BLOCK // 2, cut=False) as relay:
         assert (pair.pull(relay) == PULLED).all() and pair.arrived()
@@ -146,6 +147,7 @@ def test_a_peer_that_breaks_every_stream_fails_and_the_grants_stay_good(pair: Pa
         assert (pair.pull(relay) == PULLED).all() and pair.arrived()
 
 
+@pytest.mark.full
 def test_a_peer_that_says_nothing_is_waited_for_until_the_end_and_no_longer(pair: Pair) -> None:
     with pair.relay(lambda n: BLOCK // 2, cut=False) as relay:
         with pytest.raises(TimeoutError):
