@@ -26,7 +26,9 @@ def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, i
 def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: float) -> None:
     """Count tokens that an engine reads instead of computing them, `tokens_per_s` a second."""
     metrics, tags = session.directory.metrics, _tags(session, cache)
-    metrics.add_each({("saved_tokens_total", tags): tokens, ("saved_prefill_seconds_total", tags): tokens / tokens_per_s})
+    metrics.add_each(
+        {("saved_tokens_total", tags): tokens, ("saved_prefill_seconds_total", tags): tokens / tokens_per_s}
+    )
 
 
 def _tags(session: Session, cache: CacheId) -> tuple[tuple[str, str], ...]:
