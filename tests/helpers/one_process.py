@@ -96,7 +96,7 @@ class Handle:
         group = group or getattr(getattr(self._kind, name, None), "__ray_concurrency_group__", DEFAULT_GROUP)
         future: Future[bytes] = Future()
         if self._dead:
-            future.set_exception(ActorDiedError("it was ended"))
+            future.set_exception(ActorDiedError())
             return Ref(future)
 
         def run() -> None:
@@ -108,9 +108,9 @@ class Handle:
                     answer = asyncio.run(_awaited(answer))
                 future.set_result(cloudpickle.dumps(answer))
             except Exception as error:
-                failed = self._made.done() and self._made.exception() is not None
-                why = RayTaskError(name, repr(error), error)
-                future.set_exception(ActorDiedError(f"{error!r}") if failed else why.as_instanceof_cause())
+                why = RayTaskError(name, repr(error), error, actor_id=secrets.token_hex(16))
+                made = self._made.done() and self._made.exception() is None
+                future.set_exception(why.as_instanceof_cause() if made else ActorDiedError(why))
 
         if group == DEFAULT_GROUP and not self._made.done():  # it has one thread, which the constructor has
             threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
@@ -249,6 +249,8 @@ class OneProcess:
         return SimpleNamespace(
             get_node_id=lambda: _here.get(self.nodes[0]),
             get_job_id=lambda: JOB,
+            get_worker_id=lambda: "",
+            worker=SimpleNamespace(mode=ray.SCRIPT_MODE),
             get_session_name=lambda: f"session_{id(self)}",
             was_current_actor_reconstructed=False,
             gcs_address=f"gcs-{id(self)}",
