@@ -33,6 +33,15 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     assert not to_run or page.name in RUN, "name it in RUN, or say `<!-- not run: why -->`"
 
 
+@pytest.mark.parametrize("folder", ["directory", "pool", "cluster"])
+def test_the_example_of_a_test_is_one(folder: str) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    file, text = next(
+        re.finditer(rf"<!-- not run: the file (tests/{folder}/\w+\.py) -->\n```python\n(.*?)```\n", page, re.S)
+    ).groups()
+    assert (ROOT / file).read_text() == text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_no_line_of_a_command_runs_out_of_its_box(page: Path) -> None:
     lines = [line for code in codes(page) if code.language == "sh" for line in code.text.splitlines()]
