@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import left_over
+from helpers.outside import outside
 from helpers.pages import ROOT
 from helpers.pools import MIB, free_port
 from helpers.shell import typed
@@ -26,25 +27,26 @@ ENVIRONMENT = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two raylets with a dashboard; each says that it has a GPU, which `deploy/serve.yaml` asks for."""
     import ray
     from ray.cluster_utils import Cluster
 
     room = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 256 * MIB}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        head = {**room, "include_dashboard": True, "dashboard_port": free_port()}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        cluster.add_node(wait=True, **room)
-    try:
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with outside():
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in ENVIRONMENT.items():
+                patch.setenv(name, value)
+            head = {**room, "include_dashboard": True, "dashboard_port": free_port()}
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+            cluster.add_node(wait=True, **room)
+        try:
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.outside import outside
 
 from raykv.errors import CapacityError
 from raykv.system import free_memory, raylets
@@ -100,15 +101,13 @@ def test_more_than_is_free_is_a_capacity_error() -> None:
 def ray_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The process folder of a raylet with a 100 MiB object store, ours."""
     ray = pytest.importorskip("ray")
-    if ray.is_initialized():
-        pytest.skip("another test's cluster is in this process")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     before = set(raylets.processes())
-    ray.init("local", num_cpus=1, object_store_memory=100 * MIB, include_dashboard=False, logging_level="ERROR")
-    session = ray._private.worker._global_node.get_session_dir_path().encode()
-    new = set(raylets.processes()) - before
-    yield next(process for process in new if session in (process / "cmdline").read_bytes())
-    ray.shutdown()
+    with outside():
+        ray.init("local", num_cpus=1, object_store_memory=100 * MIB, include_dashboard=False, logging_level="ERROR")
+        session = ray._private.worker._global_node.get_session_dir_path().encode()
+        new = set(raylets.processes()) - before
+        yield next(process for process in new if session in (process / "cmdline").read_bytes())
 
 
 @pytest.mark.full
