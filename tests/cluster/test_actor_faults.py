@@ -109,10 +109,9 @@ def served_again(pool: raykv.KVPool) -> bool:
     return there and nodes[pool.node_id]["index"] != pool.session.local.index
 
 
-@both_ways_at_once
-def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., raykv.KVPool], transport: str) -> None:
+def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
     """Each store takes up one of the machine's arenas, maybe the other's: clients look where their blocks are now."""
-    pool = start(transport=transport)
+    pool = start()
     cache, prompts, workers = on_both(pool)
     for _ in range(2):
         kill(pool, "supervisor", "directory", pool.node_id, other_node(pool))

@@ -13,7 +13,6 @@ from helpers.pools import (
     TRANSPORTS,
     Worker,
     a_cache,
-    both_ways_at_once,
     eventually,
     holds,
     keep,
@@ -88,9 +87,8 @@ def fill(pool: raykv.KVPool, cache: raykv.KVCache, seed: int) -> None:
     raise AssertionError(f"{pool.stats()} after 10,000 prompts")
 
 
-@both_ways_at_once
-def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.KVPool], transport: str) -> None:
-    pool = start(transport=transport)
+def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
     cache = a_cache(pool)
     victims = [worker(pool, other_node(pool), Unlucky, when=when, what="killed") for when in WHEN]
     prompts = [cache.keys(tokens(i, 8)) for i in range(len(WHEN))]
@@ -105,9 +103,8 @@ def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.
         keep(cache, keys)
 
 
-@both_ways_at_once
-def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPool], transport: str) -> None:
-    pool = start(transport=transport)
+def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPool]) -> None:
+    pool = start()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 100))
     keep(cache, keys)
@@ -124,12 +121,9 @@ def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPoo
     assert holds(cache, keys)
 
 
-@both_ways_at_once
-def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(
-    start: Callable[..., raykv.KVPool], transport: str
-) -> None:
+def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(start: Callable[..., raykv.KVPool]) -> None:
     """Long enough that their reservations ended, and that all that could be given away was."""
-    pool = start(transport=transport, cpu_memory=16 << 20)
+    pool = start(cpu_memory=16 << 20)
     cache = a_cache(pool)
     victims = [worker(pool, pool.node_id, Unlucky, when=when, what="stopped") for when in WHEN]
     pids = ray.get([victim.pid.remote() for victim in victims], timeout=120)
@@ -160,12 +154,9 @@ def stopped(process: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] == "T"
 
 
-@both_ways_at_once
-def test_a_stopped_reader_reads_nothing_wrong_when_it_goes_on(
-    start: Callable[..., raykv.KVPool], transport: str
-) -> None:
+def test_a_stopped_reader_reads_nothing_wrong_when_it_goes_on(start: Callable[..., raykv.KVPool]) -> None:
     """Its lease ends, its blocks go, and its read tells."""
-    pool = start(transport=transport, cpu_memory=16 << 20)
+    pool = start(cpu_memory=16 << 20)
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 8))
     keep(cache, keys)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import ray
 from helpers.pages import ROOT, run
-from helpers.pools import MIB, free_port, shm_files
+from helpers.pools import MIB, free_port
 
 import raykv
+from raykv.arena.files import arenas_of
+from raykv.cluster import identity
 
 POOL = "default"  # as the pages call it
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -20,11 +22,10 @@ SMALL = {"--cpu-memory 0.3": "--cpu-memory 64MiB", "cpu_memory=0.3": f"cpu_memor
 @pytest.fixture
 def no_pool(cluster: Any) -> Iterator[None]:
     """The page's own pool is gone when it ends, even where the page does not stop it."""
-    others = {*shm_files(POOL)}  # of another cluster on this machine
     yield
     with contextlib.suppress(raykv.PoolNotFound):
         raykv.attach(POOL).stop()
-    assert not {*shm_files(POOL)} - others
+    assert not arenas_of(POOL, identity())
 
 
 def run_here(page: str, cluster: Any, folder: Path, **replaced: str) -> dict[str, Any]:
