@@ -34,11 +34,9 @@ class Match:
         blocks of other nodes with the match, not with the first read. counted: it is an engine's look-up, which metrics
         count and followers are told of; else blocks are moved.
         """
-        cache = keys.cache
-        self._session, self._keys, self._block_bytes = session, keys, cache.block_bytes
-        self._block_tokens, self._block_s = cache.block_tokens, cache.block_tokens / tokens_per_s
-        self._prefetch = prefetch
-        self._stage = PIECES_AHEAD * piece_blocks(cache.block_bytes)  # of a read's first pieces
+        self._session, self._keys, self._cache = session, keys, keys.cache
+        self._block_s, self._prefetch = self._cache.block_tokens / tokens_per_s, prefetch
+        self._stage = PIECES_AHEAD * piece_blocks(self._cache.block_bytes)  # of a read's first pieces
         self._counted = counted
         self._record: RequestRecord | None = None  # while somebody follows requests
         self._leases: list[Lease] = []
@@ -52,7 +50,7 @@ class Match:
                 for part in self._parts():
                     if not self._take(part, *directory.match(node, part, self._stage, self._counted)):
                         break
-                hits = found_tokens(self._leases, self._keys.cache)
+                hits = found_tokens(self._leases, self._cache)
                 tell(it, hit_tokens=self.num_tokens, **hits)
             self._count(hits, time.monotonic() - begin)
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
@@ -67,20 +65,20 @@ class Match:
             for part in self._parts():
                 if not self._take(part, *await directory.amatch(node, part, self._stage)):
                     break
-            hits = found_tokens(self._leases, self._keys.cache)
+            hits = found_tokens(self._leases, self._cache)
             tell(it, hit_tokens=self.num_tokens, **hits)
         self._count(hits, time.monotonic() - begin)
         return self
 
     def _span(self) -> AbstractContextManager[Any]:
-        pool, model = self._session.name, self._keys.cache.model
-        return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._block_tokens)
+        pool, model = self._session.name, self._cache.model
+        return span("match", pool=pool, model=model, asked_tokens=len(self._keys) * self._cache.block_tokens)
 
     def _count(self, hits: dict[str, int], seconds: float) -> None:
         """Count what was asked for and found, by where it was. seconds: that it took to ask."""
         if not self._counted:
             return
-        count_found(self._session, self._keys.cache, len(self._keys) * self._block_tokens, hits)
+        count_found(self._session, self._cache, len(self._keys) * self._cache.block_tokens, hits)
         if self._record is not None:
             self._record.found, self._record.lookup_s = hits, seconds
 
@@ -109,8 +107,8 @@ class Match:
         return len(leased) == len(part)
 
     def _begin_record(self, lease: int) -> RequestRecord:
-        name, cache = lease_name(self._session.directory.client, lease), self._keys.cache
-        return RequestRecord("request", cache, len(self._keys) * self._block_tokens, id=name)
+        name, cache = lease_name(self._session.directory.client, lease), self._cache
+        return RequestRecord("request", cache, len(self._keys) * self._cache.block_tokens, id=name)
 
     @property
     def num_blocks(self) -> int:
@@ -118,7 +116,7 @@ class Match:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_blocks * self._block_tokens
+        return self.num_blocks * self._cache.block_tokens
 
     @property
     def nodes(self) -> list[str]:
@@ -165,11 +163,11 @@ class Match:
 
     def _dense(self, out: Any) -> Rows:
         self._check_held()
-        return buffers.dense("out", out, self.num_blocks, self._block_bytes)
+        return buffers.dense("out", out, self.num_blocks, self._cache.block_bytes)
 
     def _paged(self, paged: Any, block_ids: Sequence[int]) -> Rows:
         self._check_held()
-        return buffers.paged(paged, block_ids, self.num_blocks, self._block_bytes, writable=True)
+        return buffers.paged(paged, block_ids, self.num_blocks, self._cache.block_bytes, writable=True)
 
     def _check_held(self) -> None:
         if self._released:
@@ -188,9 +186,11 @@ class Match:
                 break
             if lease is not self._leases[-1]:
                 lease.give_back()
-        count_saved(self._session, self._keys.cache, done * self._block_tokens, self._block_tokens / self._block_s)
+        count_saved(
+            self._session, self._cache, done * self._cache.block_tokens, self._cache.block_tokens / self._block_s
+        )
         if self._record is not None:
-            self._record.read += done * self._block_tokens
+            self._record.read += done * self._cache.block_tokens
         return done
 
     def fetch(self, *, whole: bool = False) -> int:
