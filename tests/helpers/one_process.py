@@ -101,9 +101,9 @@ class Handle:
 
         def run() -> None:
             try:
-                made = self._made.result()
+                actor = self._made.result()
                 args, kwargs = cloudpickle.loads(arguments)
-                answer = args[0](made, *args[1:]) if name == RAY_CALL else getattr(made, name)(*args, **kwargs)
+                answer = args[0](actor, *args[1:]) if name == RAY_CALL else getattr(actor, name)(*args, **kwargs)
                 if inspect.isawaitable(answer):
                     answer = asyncio.run(_awaited(answer))
                 future.set_result(cloudpickle.dumps(answer))
@@ -112,10 +112,7 @@ class Handle:
                 made = self._made.done() and self._made.exception() is None
                 future.set_exception(why.as_instanceof_cause() if made else ActorDiedError(why))
 
-        if group == DEFAULT_GROUP and not self._made.done():  # it has one thread, which the constructor has
-            threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-        else:
-            self._submit(group, run)
+        self._submit(group, run)
         return Ref(future)
 
     def _end(self) -> None:
