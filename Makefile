@@ -3,7 +3,7 @@ PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of which would compile what they import
 
 # two at a time: of three, raylets do not start in Ray's 30 s
-LANES = .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+LANES = .venv/bin/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 NOT_HERE = not gpu and not slow
 
 COMPAT = .venv-compat
@@ -20,7 +20,7 @@ DIST ?= dist
 found = $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python) $(shell command -v python$(1)))
 PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version)))
 
-.PHONY: demo check test full lint units fuzz ratchet documented pythons slow contract compat dist docs pictures
+.PHONY: demo check test full lint units fuzz ratchet documented pythons slow sources contract compat dist docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -31,8 +31,11 @@ check: .venv/.test  # what needs no pool
 test: check  # and pools in one process, and one test of each promise that needs Ray or an engine
 	$(LANES) tests/pool tests/cluster tests/engines -m "not full and $(NOT_HERE)"
 
-full: contract pythons fuzz ratchet  # what `test` leaves out
-	RAYKV_CONTRACT=1 $(LANES) tests -m "full and $(NOT_HERE)" --durations-to=.venv/durations
+full: contract  # what `test` leaves out
+	$(LANES) tests -m "full and $(NOT_HERE)" --durations-to=.venv/durations
+	$(MAKE) --no-print-directory pythons
+	$(MAKE) --no-print-directory fuzz
+	$(MAKE) --no-print-directory ratchet
 
 lint:
 	.venv/bin/ruff check
@@ -53,7 +56,7 @@ ratchet: .venv/.test  # what was fast at the last release is as fast now
 WITHOUT_ENGINES = test $$made/.made -nt pyproject.toml || { $$python -m venv $$made; \
 		$$made/bin/pip install --quiet --no-compile -e '.[ui,redis,fsspec,test]' $$constraints; touch $$made/.made; }; \
 	$$made/bin/python --version; $$made/bin/pip list | grep -E '^(numpy|numba|ray|raykv|starlette) '; \
-	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory tests/pool -m "not full and $(NOT_HERE)"; \
+	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory tests/pool; \
 	$$made/bin/pytest tests/cluster/test_pool.py
 
 # with the newest numpy, numba and Ray that pip picks for an interpreter, and with the lowest that are admitted where the
@@ -75,8 +78,10 @@ slow: .venv/.test
 documented: .venv/.test  # examples, deploy/serve.yaml, the blocks of the pages and the wheel, as a user runs them
 	.venv/bin/pytest tests/documented
 
-contract: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS) $(COMPAT)/sources/sglang-$(SGLANG)
-	RAYKV_CONTRACT=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py
+sources: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS) $(COMPAT)/sources/sglang-$(SGLANG)
+
+contract: sources
+	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py
 	PYTHONPATH=$(CURDIR)/tests .venv/bin/pytest -p contract.plugin -c tests/contract/pytest.ini --rootdir $(VLLM_TESTS) \
 		--confcutdir $(VLLM_TESTS)/tests/v1/kv_connector \
 		$(VLLM_TESTS)/tests/v1/kv_connector/unit/offloading_connector $(VLLM_TESTS)/tests/v1/kv_offload tests/contract/windows.py

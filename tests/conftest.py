@@ -41,12 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make full` runs. The files that took longest come first, so that no lane is left with one."""
+    """Mark what `make full` runs, and what one lane runs: a file, unless it names a group. The longest come first."""
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
+        if "cluster" in getattr(item, "fixturenames", ()) and item.path.parent.name != "pool":
             item.add_marker("cluster")
         if item.path.parent.name in FULL and not item.get_closest_marker("promise"):
             item.add_marker("full")
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(durations.file_of(item.nodeid)))
     seconds = durations.read()
     items.sort(key=lambda item: -seconds.get(durations.file_of(item.nodeid), 0.0))
 

@@ -19,7 +19,7 @@ def found_tokens(leases: Iterable[Lease], cache: CacheId) -> dict[str, int]:
 def count_found(session: Session, cache: CacheId, asked: int, found: dict[str, int]) -> None:
     """Count a look-up, and the tokens that it asked for and found, by where they were."""
     metrics, tags = session.directory.metrics, _tags(session, cache)
-    hits = {("hit_tokens_total", (*tags, ("source", source))): tokens for source, tokens in found.items() if tokens}
+    hits = {("hit_tokens_total", (*tags, ("source", source))): tokens for source, tokens in found.items()}
     metrics.add_each({("lookups_total", tags): 1, ("asked_tokens_total", tags): asked, **hits})
 
 

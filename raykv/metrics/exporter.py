@@ -48,7 +48,8 @@ class Exporter:
         """As `add`, of several at once."""
         with self._lock:
             for series, value in values.items():
-                self._added[series] += value
+                if value > 0:  # Ray refuses others
+                    self._added[series] += value
 
     def total(self, name: str, value: float, **tags: str) -> None:
         """Raise a counter to what it is since this process began. A lower value than before is left out."""

@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
 Progress = Callable[[int, int], object]
 KERNELS_PER_PROCESS = 4  # at least: a process takes a second to start
-OTHERS_S, OTHERS_AGAIN_S = 120.0, 0.1  # that others who compile the same are waited for, and between two looks
+OTHERS_S, OTHERS_AGAIN_S = 2.0, 0.05  # for each kernel that others compile, at most; and between two looks
 _complete: set[str] = set()  # packages whose kernels this process has
 _compiling = threading.Lock()  # guards _complete, and what all kernels of a process load their code with
 
@@ -170,8 +170,8 @@ def compile_all(package: str, on_progress: Progress = lambda done, kernels: None
 
 def _compile_entries(package: str, on_progress: Progress) -> None:
     kernels = entries(package)
-    if _missing(kernels):
-        with _alone(package):
+    if missing := _missing(kernels):
+        with _alone(package, OTHERS_S * len(missing)):
             missing = _missing(kernels)
             _compile_in_processes([_name(function) for function, _ in missing], on_progress)
             for function, types in missing:
@@ -183,16 +183,28 @@ def _compile_entries(package: str, on_progress: Progress) -> None:
 
 
 @contextlib.contextmanager
-def _alone(package: str) -> Iterator[None]:
-    """One process of this user at a time compiles a package: all of a node start together, and would do the same."""
+def _alone(package: str, seconds: float) -> Iterator[None]:
+    """One process of this user at a time compiles a package: all of a node start together, and would do the same.
+
+    Others are waited for so long, and not at all where the file system has no locks.
+    """
     with open(f"{_mark(package)}.lock", "w", encoding="utf-8") as lock:
-        end = time.monotonic() + OTHERS_S
-        while time.monotonic() < end:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(OTHERS_AGAIN_S)
-        yield
+        try:
+            _wait_for(lock.fileno(), time.monotonic() + seconds)
+        except OSError as error:
+            log.info("kernels are compiled without a lock: %r", error)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+
+
+def _wait_for(lock: int, end: float) -> None:
+    while time.monotonic() < end:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(OTHERS_AGAIN_S)
 
 
 def _missing(kernels: list[tuple[Any, tuple[Any, ...]]]) -> list[tuple[Any, tuple[Any, ...]]]:

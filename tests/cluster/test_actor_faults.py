@@ -109,9 +109,10 @@ def served_again(pool: raykv.KVPool) -> bool:
     return there and nodes[pool.node_id]["index"] != pool.session.local.index
 
 
-def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., raykv.KVPool]) -> None:
+@both_ways_at_once
+def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., raykv.KVPool], transport: str) -> None:
     """Each store takes up one of the machine's arenas, maybe the other's: clients look where their blocks are now."""
-    pool = start()
+    pool = start(transport=transport)
     cache, prompts, workers = on_both(pool)
     for _ in range(2):
         kill(pool, "supervisor", "directory", pool.node_id, other_node(pool))

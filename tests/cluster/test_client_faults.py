@@ -13,6 +13,7 @@ from helpers.pools import (
     TRANSPORTS,
     Worker,
     a_cache,
+    both_ways_at_once,
     eventually,
     holds,
     keep,
@@ -87,8 +88,9 @@ def fill(pool: raykv.KVPool, cache: raykv.KVCache, seed: int) -> None:
     raise AssertionError(f"{pool.stats()} after 10,000 prompts")
 
 
-def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.KVPool]) -> None:
-    pool = start()
+@both_ways_at_once
+def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.KVPool], transport: str) -> None:
+    pool = start(transport=transport)
     cache = a_cache(pool)
     victims = [worker(pool, other_node(pool), Unlucky, when=when, what="killed") for when in WHEN]
     prompts = [cache.keys(tokens(i, 8)) for i in range(len(WHEN))]
@@ -121,9 +123,12 @@ def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPoo
     assert holds(cache, keys)
 
 
-def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(start: Callable[..., raykv.KVPool]) -> None:
+@both_ways_at_once
+def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(
+    start: Callable[..., raykv.KVPool], transport: str
+) -> None:
     """Long enough that their reservations ended, and that all that could be given away was."""
-    pool = start(cpu_memory=16 << 20)
+    pool = start(transport=transport, cpu_memory=16 << 20)
     cache = a_cache(pool)
     victims = [worker(pool, pool.node_id, Unlucky, when=when, what="stopped") for when in WHEN]
     pids = ray.get([victim.pid.remote() for victim in victims], timeout=120)

@@ -47,9 +47,6 @@ def pool(start_for_module: Callable[..., raykv.KVPool], request: pytest.FixtureR
     eventually(lambda: settled(pool))
 
 
-# ---------------------------------------------------------------------- both ways
-
-
 # ---------------------------------------------------------------------- faults, on both ways
 
 
@@ -148,6 +145,3 @@ def test_blocks_go_to_a_tier_whose_directory_was_killed(
     keep(cache, after)
     eventually(lambda: demoted() == 20)
     eventually(lambda: holds(cache, before))
-
-
-# ---------------------------------------------------------------------- from one way to the other

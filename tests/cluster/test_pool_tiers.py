@@ -1,16 +1,13 @@
 """A pool with an external tier as its users see it, on two Ray nodes: what is demoted, what is promoted, what fails."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 from helpers.pools import (
     MIB,
-    actor_names,
     eventually,
     holds,
     kill,
@@ -18,7 +15,6 @@ from helpers.pools import (
     other_node,
     read,
     settled,
-    shm_files,
     store,
 )
 from helpers.redis_server import RedisServer, redis_server
@@ -37,7 +33,6 @@ from helpers.tiered_pool import (
 )
 
 import raykv
-from raykv import internal_kv
 
 Start = Callable[..., raykv.KVPool]
 
@@ -152,24 +147,3 @@ def test_a_killed_redis_is_forgotten_and_a_new_one_is_used(remote: raykv.KVPool,
     eventually(lambda: settled(remote))
     push_out(remote, mine, keys)
     eventually(lambda: holds(mine, keys))
-
-
-# ---------------------------------------------------------------------- a tier that waits, written through
-
-
-# ---------------------------------------------------------------------- one folder for all nodes
-
-
-# ---------------------------------------------------------------------- what is refused at the start
-
-
-def refused(external: str, *words: str, **settings: Any) -> None:
-    """`start` raises an error with these words in it, and leaves nothing."""
-    name = f"t{os.getpid()}-refused"
-    with pytest.raises((ValueError, OSError, ImportError)) as raised:
-        raykv.start(raykv.PoolConfig(name=name, cpu_memory=CPU, external=external, **{"secret": b"s", **settings}))
-    for word in ("external=", *words):
-        assert word in str(raised.value)
-    assert not actor_names(name) and not shm_files(name) and internal_kv.settings(name) is None
-    with pytest.raises(raykv.PoolNotFound):
-        raykv.attach(name)

@@ -7,10 +7,13 @@ between "nodes". What it has not: processes, so that nothing can be killed. Thos
 import asyncio
 import contextlib
 import contextvars
+import gc
 import inspect
+import pickle
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -26,7 +29,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 from ray.remote_function import RemoteFunction
 
 from raykv import cluster, internal_kv
-from raykv.actors import supervisor
+from raykv.actors import succession, supervisor
 from raykv.system import events
 from raykv.system.listener import Listener
 from raykv.system.periodic import Periodic
@@ -37,15 +40,18 @@ RAY_CALL = "__ray_call__"  # calls a function with the actor's object
 _here: contextvars.ContextVar[str] = contextvars.ContextVar("node")  # of the actor that runs
 
 
+Frozen = tuple[bytes, list[bytes]]  # a value that was pickled, and its buffers
+
+
 class Ref:
     """What a call returns; stands for an ObjectRef."""
 
-    def __init__(self, future: "Future[bytes]") -> None:
+    def __init__(self, future: "Future[Frozen]") -> None:
         self._future = future
 
     def value(self, timeout: float | None = None) -> Any:
         try:
-            return cloudpickle.loads(self._future.result(timeout))
+            return _thawed(self._future.result(timeout))
         except TimeoutError as error:
             raise GetTimeoutError(f"no answer in {timeout} s") from error
 
@@ -75,7 +81,7 @@ class Method:
         return Method(self._actor, self._name, concurrency_group)
 
     def remote(self, *args: Any, **kwargs: Any) -> Ref:
-        return self._actor._call(self._name, self._group, cloudpickle.dumps((args, kwargs)))
+        return self._actor._call(self._name, self._group, _frozen((args, kwargs)))
 
 
 class Handle:
@@ -92,9 +98,9 @@ class Handle:
         context.run(_here.set, self._node)
         return self._threads.get(group, self._threads[DEFAULT_GROUP]).submit(context.run, call)
 
-    def _call(self, name: str, group: str, arguments: bytes) -> Ref:
+    def _call(self, name: str, group: str, arguments: Frozen) -> Ref:
         group = group or getattr(getattr(self._kind, name, None), "__ray_concurrency_group__", DEFAULT_GROUP)
-        future: Future[bytes] = Future()
+        future: Future[Frozen] = Future()
         if self._dead:
             future.set_exception(ActorDiedError())
             return Ref(future)
@@ -102,13 +108,13 @@ class Handle:
         def run() -> None:
             try:
                 actor = self._made.result()
-                args, kwargs = cloudpickle.loads(arguments)
+                args, kwargs = _thawed(arguments)
                 answer = args[0](actor, *args[1:]) if name == RAY_CALL else getattr(actor, name)(*args, **kwargs)
                 if inspect.isawaitable(answer):
                     answer = asyncio.run(_awaited(answer))
-                future.set_result(cloudpickle.dumps(answer))
+                future.set_result(_frozen(answer))
             except Exception as error:
-                why = RayTaskError(name, repr(error), error, actor_id=secrets.token_hex(16))
+                why = RayTaskError(name, traceback.format_exc(), error, actor_id=secrets.token_hex(16))
                 made = self._made.done() and self._made.exception() is None
                 future.set_exception(why.as_instanceof_cause() if made else ActorDiedError(why))
 
@@ -178,6 +184,8 @@ class OneProcess:
         patch.setattr(internal_kv, "jobs", lambda: [{"JobID": JOB, "IsDead": False}])
         for name in ("get", "put", "del", "list"):
             patch.setattr(internal_kv, f"_internal_kv_{name}", getattr(self, f"_kv_{name}"))
+        patch.setattr(succession, "os", SimpleNamespace(_exit=_no_exit))
+        patch.setattr(gc, "freeze", lambda: None)  # this process goes on, and makes other garbage
         patch.setattr(events, "begin", lambda *_, **__: None)  # a log line says which process wrote it
         patch.setattr(supervisor, "GcsClient", lambda address: self)
         supervisor._gcs.cache_clear()
@@ -305,7 +313,7 @@ class Remote:
         return Remote(self._owner, self._made_of, {**self._options, **options})
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        given = cloudpickle.loads(cloudpickle.dumps((args, kwargs)))
+        given = _thawed(_frozen((args, kwargs)))
         place = getattr(self._options.get("scheduling_strategy"), "node_id", self._owner.nodes[0])
         if not isinstance(self._made_of, type):
             return Handle(_task_of(self._made_of), place, {DEFAULT_GROUP: 1}, (), {}).run.remote(*args, **kwargs)
@@ -327,6 +335,21 @@ def _task_of(function: Callable[..., Any]) -> type:
             return function(*args, **kwargs)
 
     return Task
+
+
+def _frozen(value: Any) -> Frozen:
+    """As Ray sends it: arrays apart, which arrive read-only."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return pickled, [bytes(buffer) for buffer in buffers]
+
+
+def _thawed(sent: Frozen) -> Any:
+    return pickle.loads(sent[0], buffers=sent[1])
+
+
+def _no_exit(code: int) -> None:
+    raise SystemExit(f"a directory was replaced, and ends its process with {code}: here that is pytest's")
 
 
 def _bytes(key: str | bytes) -> bytes:

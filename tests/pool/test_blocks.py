@@ -1,4 +1,4 @@
-"""A pool as its users see it, on two Ray nodes."""
+"""A pool as its users see it, on two nodes."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""A pool with an external tier as its users see it, on two Ray nodes: what is demoted, what is promoted, what fails."""
+"""A pool with an external tier as its users see it, on two nodes: what is demoted, what is promoted, what fails."""
 
 import os
 import subprocess
