@@ -8,6 +8,7 @@ of other sizes whose newest block is older than its own oldest.
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,12 @@ class Node:
     slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
     checked: dict[int, int] = field(default_factory=dict)  # by size class, evictions at the last `_oldest_slab`
 
-    @property
+    @cached_property
     def host(self) -> str:
         """Name of the node, or of the node whose GPU this is."""
         return host_of(self.name)
 
-    @property
+    @cached_property
     def on_gpu(self) -> bool:
         return self.name != self.host
 

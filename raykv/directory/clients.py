@@ -107,14 +107,15 @@ class Clients(dict[int, Client]):
         for hold in ended:
             groups.setdefault(hold.group, []).append(hold)
         for holds in groups.values():
-            rows = [_woven([getattr(hold, name) for hold in holds]) for name in ROWS[1:]]
+            first, *others = holds
+            rows = [first.source, first.gens, first.staged, first.staged_gens]
+            if others:
+                rows = [_woven([getattr(hold, name) for hold in holds]) for name in ROWS[1:]]
             leases.release(self._size_classes.c, *rows)
 
 
 def _woven(parts: list[RowArray]) -> RowArray:
     """The first row of each part, then the second of each, and so on; -1 where one has no more."""
-    if len(parts) == 1:
-        return parts[0]
     woven = np.full((max(map(len, parts)), len(parts)), -1, np.int64)
     for i, part in enumerate(parts):
         woven[: len(part), i] = part

@@ -11,7 +11,7 @@ import numpy as np
 
 from raykv.config import SUSPECT_AFTER_S
 from raykv.directory.allocator import Allocator, Node, staging_window
-from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
+from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
 from raykv.directory.clients import Client, Clients
 from raykv.directory.found_blocks import FoundBlocks
 from raykv.directory.gpu_demotion import GpuDemotion
@@ -55,6 +55,7 @@ COUNTERS = (
 SOLE_COPIES_PER_CALL = 4096  # of each size
 CHECK_EVERY_S = 0.5
 ARENA_BYTES_MAX = 1 << 50
+NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
 class Membership:
@@ -341,7 +342,7 @@ class Membership:
     def _on_call(self, call: Call, now: float) -> Client:
         """What each call tells besides its request: blocks that were pulled, holds that are over, corrupt blocks."""
         self._check(now)
-        pulled, corrupt = np.frombuffer(call.pulled, LOCATION), np.frombuffer(call.corrupt, LOCATION)
+        pulled, corrupt = _locations(call.pulled), _locations(call.corrupt)
         client = self.clients.seen(call.client, now)
         if len(pulled):
             promoted = np.zeros(len(self._c.size_classes), np.int64)
@@ -386,6 +387,10 @@ class Membership:
         firsts = np.empty(len(found), np.int64)
         table.find(self._c, found, firsts)
         return found, firsts
+
+
+def _locations(data: bytes) -> LocationArray:
+    return np.frombuffer(data, LOCATION) if data else NO_LOCATIONS
 
 
 def _check_arena(arena: ArenaDescription) -> None:
