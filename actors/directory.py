@@ -20,7 +20,6 @@ from raykv.actors.directory_server import DirectoryServer, Message
 from raykv.actors.succession import Succession
 from raykv.config import WRITE_SHARES, Quota, may_use_sockets
 from raykv.directory.directory import Directory
-from raykv.protocol import Joined
 from raykv.system import events, free_memory
 from raykv.system.jit import compile_all
 from raykv.system.wire import Address
@@ -96,9 +95,8 @@ class DirectoryActor(DirectoryServer):
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
 
     def join(self, name: str, arena: Message) -> Message:
-        before = self._directory.epoch
-        joined = Joined(*super().join(name, arena))
-        if joined.epoch != before:  # the arena knew of later directories than Ray did
+        joined, is_raised = self._join(name, arena)
+        if is_raised:  # the arena knew of later directories than Ray did
             internal_kv.take_epoch(self._pool, joined.epoch)
         events.tell("join", node=events.short(name), index=joined.node, epoch=joined.epoch)
         return tuple(joined)

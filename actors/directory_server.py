@@ -27,6 +27,7 @@ from raykv.protocol import (
     GpuDemotionReport,
     Intent,
     Inventory,
+    Joined,
     MatchRequest,
     NextWindowRequest,
     ReserveRequest,
@@ -236,8 +237,14 @@ class DirectoryServer:
         return tuple(self._followers.follow(cursor, epoch, self._directory.indices(), now))
 
     def join(self, name: str, arena: Message) -> Message:
+        return tuple(self._join(name, arena)[0])
+
+    def _join(self, name: str, arena: Message) -> tuple[Joined, bool]:
+        """The answer, and whether it raised the epoch: the arena knew of later directories."""
         with self._lock:
-            return tuple(self._directory.join(name, ArenaDescription(*arena), self._clock()))
+            before = self._directory.epoch
+            joined = self._directory.join(name, ArenaDescription(*arena), self._clock())
+        return joined, joined.epoch != before
 
     @one_at_a_time
     def adopt(self, name: str, report: Message, found: Message) -> None:

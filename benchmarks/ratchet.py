@@ -129,7 +129,11 @@ class Side:
     def ask(self, figure: str) -> dict[str, float]:
         """Seconds, by name."""
         name, _, blocks = figure.partition(" ")
-        return getattr(self, f"_{name}")(int(blocks or 0)) if name != "match" else {figure: self.here.match()}
+        answer: dict[str, float] = getattr(self, f"_{name}")(int(blocks or 0))
+        return answer
+
+    def _match(self, _: int) -> dict[str, float]:
+        return {"match": self.here.match()}
 
     def _lookup(self, _: int) -> dict[str, float]:
         return {"lookup": CLIENTS * PHASE_S / sum(self.get([client.lookups.remote() for client in self.clients]))}

@@ -40,12 +40,10 @@ class Exporter:
 
     def add(self, name: str, value: float, **tags: str) -> None:
         """Raise a counter."""
-        if value > 0:
-            with self._lock:
-                self._added[name, tuple(tags.items())] += value
+        self.add_each({(name, tuple(tags.items())): value})
 
     def add_each(self, values: dict[Series, float]) -> None:
-        """As `add`, of several at once."""
+        """Raise several counters at once."""
         with self._lock:
             for series, value in values.items():
                 if value > 0:  # Ray refuses others

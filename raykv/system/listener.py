@@ -166,15 +166,11 @@ class Listener:
         """Seconds until something is due that no peer says."""
         if self._bulk:
             return 0.0
-        if not self._accept_at and not self.unproven:
-            return None
         due = [self._accept_at] if self._accept_at else []
         due += [connection.prove_until for connection in list(self.unproven)[:1]]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _expire(self) -> None:
-        if not self._accept_at and not self.unproven:
-            return
         now = time.monotonic()
         if self._accept_at and now >= self._accept_at:
             self._selector.register(self._socket, selectors.EVENT_READ, None)
