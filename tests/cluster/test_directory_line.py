@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 from helpers.interrupts import Interrupted, interrupt
 from helpers.pools import (
     BLOCK,
@@ -19,6 +18,7 @@ from helpers.pools import (
     holds,
     keep,
     kill,
+    on_way,
     part,
     pid,
     settled,
@@ -33,18 +33,8 @@ import raykv.client.session
 
 @pytest.fixture(scope="module", params=WAYS)
 def pool(start_for_module: Callable[..., raykv.KVPool], request: pytest.FixtureRequest) -> Iterator[raykv.KVPool]:
-    way = request.param
-    pool = start_for_module(transport=WAYS[way])
-    pool.session.directory.faults.clear()
-    yield pool
-    stats, directory = pool.stats(), pool.session.directory
-    assert directory.line.way == way and not directory.faults
-    if way == "ray":
-        assert (stats["socket"], stats["connections"]) == (None, 0)
-    else:
-        assert stats["socket"].rpartition(":")[0] == ray.util.get_node_ip_address()
-        eventually(lambda: pool.stats()["connections"] >= 3)  # the stores' too, which came before there was a socket
-    eventually(lambda: settled(pool))
+    with on_way(request.param, start_for_module) as pool:
+        yield pool
 
 
 # ---------------------------------------------------------------------- faults, on both ways

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from helpers.command_line import command, last_json
 from helpers.pools import BLOCK, MIB, eventually, kill, read
-from helpers.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, flood, stored
+from helpers.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, emptied, flood, stored
 
 import raykv
 
@@ -18,11 +18,7 @@ def shared(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 @pytest.fixture
 def pool(shared: raykv.KVPool) -> raykv.KVPool:
-    """Empty, and without quotas."""
-    for tenant in filter(None, shared.quotas()):
-        shared.remove_quota(tenant)
-    shared.clear()
-    return shared
+    return emptied(shared)
 
 
 @pytest.mark.promise

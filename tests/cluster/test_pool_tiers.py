@@ -19,7 +19,6 @@ from helpers.pools import (
 )
 from helpers.redis_server import RedisServer, redis_server
 from helpers.tiered_pool import (
-    CPU,
     MEMORY,
     Under,
     a_cache,
@@ -30,6 +29,7 @@ from helpers.tiered_pool import (
     states,
     tiers,
     total,
+    written_through,
 )
 
 import raykv
@@ -50,8 +50,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def files(start_for_module: Start, disk: Path) -> raykv.KVPool:
     """Every node keeps its own."""
-    external = f"file://{disk}/tier?capacity=56MiB"
-    return start_for_module(cpu_memory=CPU, external=external, secret=b"s", write="through")
+    return written_through(start_for_module, f"file://{disk}/tier?capacity=56MiB")
 
 
 def test_a_disk_that_is_full_takes_no_more_and_then_does_again(files: raykv.KVPool, disk: Path) -> None:
@@ -123,7 +122,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def remote(start_for_module: Start, server: RedisServer) -> raykv.KVPool:
-    return start_for_module(cpu_memory=CPU, external=server.url(), secret=b"s", write="through")
+    return written_through(start_for_module, server.url())
 
 
 def test_a_killed_redis_is_forgotten_and_a_new_one_is_used(remote: raykv.KVPool, server: RedisServer) -> None:

@@ -7,6 +7,7 @@ import pytest
 import ray
 from helpers.command_line import command, last_json
 from helpers.pools import (
+    MIB,
     a_cache,
     come_back,
     eventually,
@@ -20,11 +21,9 @@ from helpers.pools import (
     tokens,
     worker,
 )
-from helpers.sizes import SIZE, has, taken
+from helpers.sizes import SIZE, as_started, has, taken
 
 import raykv
-
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +33,7 @@ def shared(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 @pytest.fixture
 def pool(shared: raykv.KVPool) -> raykv.KVPool:
-    """Of the size that it was started with, and empty."""
-    for node_id in (shared.node_id, other_node(shared)):
-        assert shared.resize(node_id, SIZE) == SIZE
-    shared.clear()
-    eventually(lambda: served(shared, 2))
-    return shared
+    return as_started(shared)
 
 
 @pytest.mark.promise

@@ -31,6 +31,7 @@ from helpers.pools import (
 )
 
 import raykv
+import raykv.client.lease
 from raykv.cli.trace import text
 from raykv.client.lease import LATE
 from raykv.directory.why_missing import ABSENT
@@ -102,7 +103,8 @@ def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster:
     assert all(line["lookup_ms"] > 0 and line["kind"] == "request" for line in lines)
 
 
-def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool) -> None:
+def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raykv.client.lease, "data_deadline", lambda size: 1.0)  # before that of the store that pulls
     there, cache = worker(pool, other_node(pool)), a_cache(pool, model="late")
     keys = cache.keys(tokens(6, 4))
     assert ray.get(there.store.remote(keys, model="late"), timeout=60) == 4

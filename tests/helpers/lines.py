@@ -3,9 +3,7 @@
 from typing import Any
 
 import raykv
-from helpers.pools import (
-    eventually,
-)
+from helpers.pools import eventually
 from raykv.cli.trace import Follower
 
 

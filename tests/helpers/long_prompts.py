@@ -5,27 +5,11 @@ from collections.abc import Callable
 import ray
 
 import raykv
-import raykv.client.joint_match
-import raykv.client.lease
-import raykv.client.match
-from helpers.pools import (
-    BLOCK,
-    MIB,
-    eventually,
-    other_node,
-    store,
-    tokens,
-    totals,
-    worker,
-)
+from helpers.pools import BLOCK, MIB, eventually, other_node, store, tokens, totals, worker
 from raykv.keys import Keys
 
 WINDOW = 16  # blocks: an eighth of 32 MiB
-
-
 LONG = 10 * WINDOW
-
-
 PROMPTS = range(1, 4)
 
 

@@ -58,6 +58,22 @@ def both_ways_at_once(test: Callable[..., None]) -> Callable[..., None]:
     return at_once
 
 
+@contextlib.contextmanager
+def on_way(way: str, start: Callable[..., raykv.KVPool]) -> Iterator[raykv.KVPool]:
+    """A pool whose directory is called on one of the WAYS, until the end and without a fault."""
+    pool = start(transport=WAYS[way])
+    pool.session.directory.faults.clear()
+    yield pool
+    stats, directory = pool.stats(), pool.session.directory
+    assert directory.line.way == way and not directory.faults
+    if way == "ray":
+        assert (stats["socket"], stats["connections"]) == (None, 0)
+    else:
+        assert stats["socket"].rpartition(":")[0] == ray.util.get_node_ip_address()
+        eventually(lambda: pool.stats()["connections"] >= 3)  # the stores' too, which came before there was a socket
+    eventually(lambda: settled(pool))
+
+
 def payload(keys: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint8]:
     """The only right content of the blocks of these keys: (n, block_bytes) uint8."""
     seeds = keys.view(np.uint64).reshape(-1, 2)

@@ -11,12 +11,16 @@ from helpers.pools import BLOCK, keep, read, store, tokens
 from raykv.keys import Keys
 
 PROMPT = 16  # blocks
-
-
 PROMPTS = 6  # of the tenant that has a minimum: 24 MiB of 112 that the pool has for blocks
-
-
 MINIMUM = 0.25
+
+
+def emptied(shared: raykv.KVPool) -> raykv.KVPool:
+    """The pool without blocks and quotas."""
+    for tenant in filter(None, shared.quotas()):
+        shared.remove_quota(tenant)
+    shared.clear()
+    return shared
 
 
 def cache_of(pool: raykv.KVPool, tenant: str, **more: Any) -> raykv.KVCache:

@@ -4,9 +4,18 @@ import os
 from typing import Any
 
 import raykv
+from helpers.pools import MIB, eventually, other_node, served
 
-MIB = 1 << 20
 SIZE = 64 * MIB
+
+
+def as_started(shared: raykv.KVPool) -> raykv.KVPool:
+    """The pool with nodes of SIZE again, and empty."""
+    for node_id in (shared.node_id, other_node(shared)):
+        assert shared.resize(node_id, SIZE) == SIZE
+    shared.clear()
+    eventually(lambda: served(shared, 2))
+    return shared
 
 
 def node_of(pool: raykv.KVPool, node_id: str | None = None) -> dict[str, Any]:

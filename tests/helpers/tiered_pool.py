@@ -5,7 +5,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,11 @@ MEMORY = 2 * CPU // (BLOCKS * SIZE)  # prompts that it holds
 IN_TIME_S = WAIT_S / 2  # far more than any deadline, far less than a tier that waits
 Keys = raykv.Keys
 _seeds = itertools.count(os.getpid() << 20)  # workers have their own
+
+
+def written_through(start: Callable[..., raykv.KVPool], external: str) -> raykv.KVPool:
+    """A pool that writes all blocks to this tier at once."""
+    return start(cpu_memory=CPU, external=external, secret=b"s", write="through")
 
 
 def a_cache(pool: raykv.KVPool, model: str = "m", tokens_per_s: float = 20.0) -> raykv.KVCache:

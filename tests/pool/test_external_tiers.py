@@ -46,6 +46,7 @@ from helpers.tiered_pool import (
     store_slowly,
     tiers,
     total,
+    written_through,
 )
 
 import raykv
@@ -68,8 +69,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def files(start_for_module: Start, disk: Path) -> raykv.KVPool:
     """Every node keeps its own."""
-    external = f"file://{disk}/tier?capacity=56MiB"
-    return start_for_module(cpu_memory=CPU, external=external, secret=b"s", write="through")
+    return written_through(start_for_module, f"file://{disk}/tier?capacity=56MiB")
 
 
 def test_three_times_the_memory_is_kept_and_read_through_either_node(files: raykv.KVPool) -> None:
@@ -164,7 +164,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def remote(start_for_module: Start, server: RedisServer) -> raykv.KVPool:
-    return start_for_module(cpu_memory=CPU, external=server.url(), secret=b"s", write="through")
+    return written_through(start_for_module, server.url())
 
 
 def test_a_redis_that_stands_still_is_left_alone_and_found_again(remote: raykv.KVPool, server: RedisServer) -> None:

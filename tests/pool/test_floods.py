@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from helpers.pools import BLOCK, MIB, eventually, keep, payload, read, tokens
-from helpers.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, flood, stored
+from helpers.quotas import MINIMUM, PROMPT, PROMPTS, cache_of, emptied, flood, stored
 
 import raykv
 
@@ -16,11 +16,7 @@ def shared(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 @pytest.fixture
 def pool(shared: raykv.KVPool) -> raykv.KVPool:
-    """Empty, and without quotas."""
-    for tenant in filter(None, shared.quotas()):
-        shared.remove_quota(tenant)
-    shared.clear()
-    return shared
+    return emptied(shared)
 
 
 def test_a_flood_takes_nothing_of_a_minimum(pool: raykv.KVPool) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.pools import (
     BLOCK,
+    MIB,
     PATIENCE_S,
     a_cache,
     eventually,
@@ -26,12 +27,10 @@ from helpers.pools import (
     store,
     tokens,
 )
-from helpers.sizes import SIZE, has, node_of, taken
+from helpers.sizes import SIZE, as_started, has, node_of, taken
 
 import raykv
 from raykv import internal_kv
-
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,7 @@ def shared(start_for_module: Callable[..., raykv.KVPool]) -> raykv.KVPool:
 
 @pytest.fixture
 def pool(shared: raykv.KVPool) -> raykv.KVPool:
-    """Of the size that it was started with, and empty."""
-    for node_id in (shared.node_id, other_node(shared)):
-        assert shared.resize(node_id, SIZE) == SIZE
-    shared.clear()
-    eventually(lambda: served(shared, 2))
-    return shared
+    return as_started(shared)
 
 
 def test_a_node_is_given_less_memory_and_more(pool: raykv.KVPool) -> None:

@@ -22,6 +22,7 @@ from helpers.pools import (
     holds,
     keep,
     node_store,
+    on_way,
     other_node,
     payload,
     read,
@@ -44,18 +45,8 @@ FLOOD = 12_000  # connections
 
 @pytest.fixture(scope="module", params=WAYS)
 def pool(start_for_module: Callable[..., raykv.KVPool], request: pytest.FixtureRequest) -> Iterator[raykv.KVPool]:
-    way = request.param
-    pool = start_for_module(transport=WAYS[way])
-    pool.session.directory.faults.clear()
-    yield pool
-    stats, directory = pool.stats(), pool.session.directory
-    assert directory.line.way == way and not directory.faults
-    if way == "ray":
-        assert (stats["socket"], stats["connections"]) == (None, 0)
-    else:
-        assert stats["socket"].rpartition(":")[0] == ray.util.get_node_ip_address()
-        eventually(lambda: pool.stats()["connections"] >= 3)  # the stores' too, which came before there was a socket
-    eventually(lambda: settled(pool))
+    with on_way(request.param, start_for_module) as pool:
+        yield pool
 
 
 # ---------------------------------------------------------------------- both ways
