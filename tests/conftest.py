@@ -41,16 +41,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make full` runs, and what one lane runs: a file, unless it names a group. The longest come first."""
+    """Mark what `make full` runs. The longest files come first."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) and item.path.parent.name != "pool":
             item.add_marker("cluster")
         if item.path.parent.name in FULL and not item.get_closest_marker("promise"):
             item.add_marker("full")
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(durations.file_of(item.nodeid)))
     seconds = durations.read()
     items.sort(key=lambda item: -seconds.get(durations.file_of(item.nodeid), 0.0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from helpers.lanes import Lanes
+
+    return Lanes(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

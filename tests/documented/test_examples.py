@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 from examples import serve_vllm
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("port 8000")]
+pytestmark = pytest.mark.timeout(900)
 COMMAND = re.compile(r"(?m)^    (\S(?:.*\\\n)*.*)$")
 # what is printed where prefixes were found
 FOUND = {

@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 from examples import serve_vllm
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("port 8000")]
+pytestmark = pytest.mark.timeout(900)
 BLOCK, WORDS = 128, 1500  # tokens of a block of vLLM on CPUs, which is a block of the pool too; of a document
 
 
