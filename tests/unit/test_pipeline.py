@@ -36,7 +36,8 @@ Ask = Callable[[int, int, float], bytes]
 
 
 @pytest.fixture
-def pipeline() -> Iterator[Pipeline]:
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
+    monkeypatch.setattr(raykv.client.pipeline, "SEND_S", PATIENCE_S)  # its listener is alive, however busy the machine
     with serving() as listener:
         pipeline = Pipeline(listener.address)
         yield pipeline
