@@ -20,7 +20,7 @@ DIST ?= dist
 found = $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python) $(shell command -v python$(1)))
 PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version)))
 
-.PHONY: demo check test full lint units fuzz ratchet documented pythons slow sources contract compat dist docs pictures
+.PHONY: demo check test full lint units fuzz ratchet figures documented pythons slow sources contract compat dist docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -35,6 +35,7 @@ full: contract  # what `test` leaves out
 	$(LANES) tests -m "full and $(NOT_HERE)" --durations-to=.venv/durations
 	$(MAKE) --no-print-directory pythons
 	$(MAKE) --no-print-directory fuzz
+	.venv/bin/python benchmarks/ratchet.py --worse 1.2  # the same on machines whose own speed goes up and down
 
 lint:
 	.venv/bin/ruff check
@@ -48,7 +49,7 @@ units:
 fuzz: .venv/.test  # RAYKV_FUZZ_SECONDS, RAYKV_FUZZ_SEED: see CONTRIBUTING.md
 	RAYKV_FUZZ_SECONDS=$${RAYKV_FUZZ_SECONDS:-20} .venv/bin/pytest tests/unit/test_doors.py
 
-ratchet: .venv/.test  # not in `full` yet: of two sides of one commit the second one matches up to a fifth slower
+ratchet: .venv/.test  # beside the last release, which benchmarks/released names
 	.venv/bin/python benchmarks/ratchet.py
 
 # in the environment $$made of an interpreter $$python, without torch and vLLM
@@ -95,6 +96,11 @@ dist: .venv/.test  # a source distribution, and a wheel that is made from it
 
 docs: .venv/.test  # into build/site; as a module, since the pages' hooks are imported from here
 	.venv/bin/python -m mkdocs build --strict
+
+figures: .venv/.test  # TRACE=FILE, in Mooncake's format. It takes half an hour, with nothing beside it
+	.venv/bin/python -m docs.figures $(if $(TRACE),--trace $(TRACE))
+	.venv/bin/python -m docs.tables
+	.venv/bin/python -m docs.draw_plots
 
 pictures: .venv/.test
 	.venv/bin/python -m docs.draw_imports

@@ -1,4 +1,4 @@
-"""Draws the plots of `docs/benchmarks.md` and `docs/scale.md` from `docs/plots/figures.json`.
+"""Draws the plots of the pages: those of `make figures` from docs/figures.json, others from docs/plots/figures.json.
 
     python -m docs.draw_plots
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docs import svg
+from docs.tables import figures
 
 FOLDER = Path(__file__).parent / "plots"
 LABELS, BARS, VALUES, ROW = 290, 380, 110, 24  # pixels
@@ -38,8 +39,93 @@ def draw(plot: dict[str, Any]) -> str:
 
 def draw_all() -> dict[Path, str]:
     """The plots, by the file that each belongs in."""
+    others = json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
+    return {FOLDER / plot["file"]: draw(plot) for plot in _measured(figures()) + others}
+
+
+def _measured(found: Any) -> list[dict[str, Any]]:
+    """As docs/plots/figures.json has others."""
+    return [
+        _plot(
+            "ttft.svg",
+            f"Time to first token, vLLM, {found['ttft']['prompt_tokens']:,} tokens",
+            "s",
+            _ttft_bars(found),
+        ),
+        {**_plot("ratios.svg", "Throughput as a share of the floor beside it", "x", _ratio_bars(found)), "line": 1.0},
+        _plot("hit_rate.svg", "Hit rate on a trace, 8 nodes, by blocks of all nodes", "%", _hit_rate_bars(found)),
+        _plot("directory.svg", "Time of a match in a directory of 10 million entries", "us", _directory_bars(found)),
+        {
+            **_plot("scale.svg", "Processor time of a directory, by nodes", "of a core", _scale_bars(found)),
+            "line": 1.0,
+        },
+    ]
+
+
+def _plot(file: str, title: str, unit: str, bars: dict[str, float]) -> dict[str, Any]:
     return {
-        FOLDER / plot["file"]: draw(plot) for plot in json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
+        "file": file,
+        "title": title,
+        "unit": unit,
+        "bars": [(label, value, value) for label, value in bars.items()],
+    }
+
+
+def _ttft_bars(found: Any) -> dict[str, float]:
+    names = {
+        "computed": "cold_ms",
+        "vLLM's own prefix cache": "own_hit_ms",
+        "pool, same node": "pool_local_ms",
+        "pool, other node": "pool_remote_ms",
+        "pool, file on the other node's disk": "pool_tier_ms",
+    }
+    return {label: round(found["ttft"][name] / 1e3, 2) for label, name in names.items()}
+
+
+def _ratio_bars(found: Any) -> dict[str, float]:
+    local, cross, tiers, demotion = (found[name] for name in ("local", "cross-tcp", "tiers", "demotion"))
+    bars = {
+        "read, same node / memcpy": local["read_gbps"] / local["memcpy_gbps"],
+        "verified read, same node / memcpy": local["verified_read_gbps"] / local["verified_memcpy_gbps"],
+        "store with checksum / memcpy": local["store_gbps"] / local["store_memcpy_gbps"],
+        "read from another node, TCP / ray.get": cross["read_of_ray_get"],
+        "the same, NIXL / ray.get": found["cross-nixl"]["read_of_ray_get"],
+        "the same, object store / ray.get": found["cross-object-store"]["read_of_ray_get"],
+        "the same, TCP / bare socket": cross["read_gbps"] / cross["socket_gbps"],
+        "store to a file / direct I/O": tiers["file_store_ratio"],
+        "load from a file / direct I/O": tiers["file_load_ratio"],
+        "store to redis / redis-py": tiers["redis_store_ratio"],
+        "load from redis / redis-py": tiers["redis_load_ratio"],
+        **{f"{what} while demoting / idle": demotion[f"{what}_ratio"] for what in ("store", "read", "match")},
+    }
+    return {label: round(value, 2) for label, value in bars.items()}
+
+
+def _hit_rate_bars(found: Any) -> dict[str, float]:
+    names = {"pool": "pool", "exact LRU": "exact_lru", "isolated caches": "isolated"}
+    bars = {
+        f"{row['capacity'] // 1000}k blocks: {label}": round(row[name], 1)
+        for row in found["trace"]["results"]
+        for label, name in names.items()
+    }
+    (row,) = found["tier-trace"]["results"]
+    own = {"a shared tier": row["pool_shared_tier"], "the nodes' own tiers": row["pool_own_tiers"]}
+    return bars | {f"5k in memory, 30k in {where}": round(value, 1) for where, value in own.items()}
+
+
+def _directory_bars(found: Any) -> dict[str, float]:
+    found, plain = found["directory"]["match_us"], found["directory"]["floor"]["match_us"]
+    return {
+        f"{int(keys):,} keys: {side}": round(times[keys])
+        for keys in ("512", "8192")
+        for side, times in (("raykv", found), ("plain dicts", plain))
+    }
+
+
+def _scale_bars(found: Any) -> dict[str, float]:
+    return {
+        f"{row['nodes']} nodes, {row['calls_per_s']:,.0f} calls/s": round(row["busy"], 2)
+        for row in found["scale"]["results"]
     }
 
 

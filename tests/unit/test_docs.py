@@ -13,7 +13,7 @@ import pytest
 from helpers.pages import PAGES, ROOT, codes
 
 import raykv
-from docs import draw_imports, draw_plots, hooks
+from docs import draw_imports, draw_plots, hooks, tables
 from raykv.cli.main import main
 from raykv.tiers import MARKER, Block, parse
 
@@ -103,6 +103,12 @@ def test_the_readme_fits_on_a_few_screens() -> None:
 def test_pictures_are_what_their_scripts_draw() -> None:
     drawn = {draw_imports.PICTURE: draw_imports.draw(), **draw_plots.draw_all()}
     assert not [path for path, picture in drawn.items() if path.read_text() != picture], "run `make pictures`"
+
+
+def test_tables_say_what_was_measured() -> None:
+    assert not [path for path, text in tables.pages().items() if path.read_text() != text], (
+        "run `python -m docs.tables`"
+    )
 
 
 def test_the_reference_has_every_setting_and_every_command() -> None:

@@ -1,0 +1,85 @@
+"""Measures what README.md, docs/benchmarks.md and docs/scale.md state, and writes it there.
+
+    python -m docs.figures [--trace FILE] [NAME...]
+    python -m docs.tables
+
+Each figure is measured beside its floor, so nothing else may run meanwhile. NAME: of BENCHES; all by default, for half
+an hour. FILE: a trace in Mooncake's format, for `trace` and `tier-trace`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "docs" / "figures.json"
+TRACE = "synthetic_trace.jsonl"
+BENCHES = {
+    "start": "start",
+    "local": "local",
+    "sizes": "local --blocks 1,16,64 --block-bytes 64KiB,2MiB",
+    "cross-tcp": "cross --transport tcp",
+    "cross-nixl": "cross --transport nixl",
+    "cross-object-store": "cross --transport object_store",
+    "link": "cross --link 10gbit",
+    "lossy-link": "cross --link 10gbit,0.1%",
+    "route": "route",
+    "tiers": "tiers",
+    "demotion": "demotion",
+    "directory": "directory --entries 10000000",
+    "scale": "scale --nodes 8,64,128,136,144,152,160 --entries 5000000 --take-over 64",
+    "trace": f"trace {TRACE} --nodes 8 --capacity 5000,10000,30000",
+    "tier-trace": f"trace {TRACE} --nodes 8 --capacity 5000 --external 30000",
+    "ttft": "ttft --engine vllm",
+    "flight": "flight",
+    "pd": "pd",
+}
+
+
+def measured(name: str, trace: str) -> dict[str, Any]:
+    """What one command says. CalledProcessError if it fails."""
+    words = BENCHES[name].replace(TRACE, trace).split()
+    command = [sys.executable, "-m", "raykv.cli", "bench", *words, "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def commit() -> str:
+    """The one that is checked out. SystemExit if the files of the package are not as they are there."""
+    if _git("status", "--porcelain", "raykv", "actors"):
+        raise SystemExit("raykv/ has changes that are in no commit: figures are of a commit, so commit them first")
+    return _git("rev-parse", "--short=7", "HEAD")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores and {round(psutil.virtual_memory().total / (1 << 30))} GiB"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("names", nargs="*", metavar="NAME")
+    options.add_argument("--trace", type=Path, default=Path(TRACE), metavar="FILE")
+    given = options.parse_args()
+    if unknown := set(given.names) - BENCHES.keys():
+        options.error(f"nothing is named {', '.join(sorted(unknown))}: give some of {', '.join(BENCHES)}")
+    for name in given.names or BENCHES:
+        found = {"commit": commit(), "machine": machine(), **measured(name, str(given.trace.resolve()))}
+        kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+        FILE.write_text(json.dumps({**kept, name: found}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
