@@ -3,11 +3,14 @@
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from raykv.config import MIB, PoolConfig
+
+OFFERED_S = 120.0
 
 
 @contextmanager
@@ -33,16 +36,31 @@ def local_cluster(nodes: int, object_store_memory: int = 256 * MIB) -> Iterator[
 
 @contextmanager
 def local_pool(name: str, cpu_memory: int, **settings: Any) -> Iterator[Any]:
-    """A pool on that cluster."""
+    """A pool on that cluster, whose stores offer all of their memory."""
     import raykv
 
     with undisturbed():
         pool = raykv.start(PoolConfig(name=name, cpu_memory=cpu_memory, **settings))
     try:
+        _await_memory(pool)
         yield pool
     finally:
         with undisturbed():
             pool.stop()
+
+
+def _await_memory(pool: Any) -> None:
+    """A store offers slabs one by one, and what is stored meanwhile evicts. TimeoutError after OFFERED_S."""
+    end = time.monotonic() + OFFERED_S
+    while not _offers_all(pool):
+        if time.monotonic() > end:
+            raise TimeoutError(f"the stores of pool {pool.name!r} offer less than their memory after {OFFERED_S:.0f} s")
+        time.sleep(0.05)
+
+
+def _offers_all(pool: Any) -> bool:
+    nodes = pool.stats().get("nodes", {}).values()
+    return bool(nodes) and all(node["slabs"] + node["spare_slabs"] == node["limit"] for node in nodes)
 
 
 def on_node(actor: type, node_id: str, *args: Any, **options: Any) -> Any:
