@@ -46,12 +46,6 @@ def _local(f: Figures) -> list[Row]:
     ]
 
 
-def _sizes(f: Figures) -> list[Row]:
-    (row,) = (row for row in f["results"] if (row["blocks"], row["block_bytes"]) == (64, 2 << 20))
-    shares = f"{row['store_of_memcpy']:.2f} and {row['read_of_memcpy']:.2f} of memcpy by as many threads"
-    return [("", "64 blocks of 2 MiB with the calls: store with its checksums, read", f"{shares}: past the caches")]
-
-
 def _cross(f: Figures) -> list[Row]:
     socket = f"{f['read_gbps'] / f['socket_gbps']:.2f} of a bare socket, which moves {f['socket_gbps']:.1f} GB/s"
     shares = f"{f['read_of_ray_get']:.2f} of `ray.get` of one array; {socket}"
@@ -85,10 +79,8 @@ def _scale(f: Figures) -> list[Row]:
 def _directory(f: Figures) -> list[Row]:
     ours, plain = f["match_us"]["8192"] / 1e3, f["floor"]["match_us"]["8192"] / 1e3
     memory = f"{f['bytes_per_entry']:.0f} bytes; plain dicts {f['floor']['bytes_per_entry']:.0f}"
-    return [
-        ("`directory --entries 10000000`", "match of 8,192 keys", f"{ours:.1f} ms; plain dicts {plain:.1f}"),
-        ("", "memory of an entry", memory),
-    ]
+    match = f"{ours:.1f} ms; plain dicts {plain:.1f}"
+    return [("`directory --entries 10000000`", "match of 8,192 keys; memory of an entry", f"{match}; {memory}")]
 
 
 def _tiers(f: Figures) -> list[Row]:
@@ -161,7 +153,7 @@ def _s(ms: float) -> str:
 
 def summary(figures: Figures) -> str:
     """README's."""
-    rows = _ttft(figures["ttft"]) + _start(figures["start"]) + _local(figures["local"]) + _sizes(figures["sizes"])
+    rows = _ttft(figures["ttft"]) + _start(figures["start"]) + _local(figures["local"])
     rows += _scale(figures["scale"]) + _cross(figures["cross-tcp"]) + _link(figures)[:1]
     rows += _directory(figures["directory"]) + _tiers(figures["tiers"])[:1] + _trace(figures["trace"])
     return _table(("`raykv bench`", "what", "measured"), rows)
