@@ -35,7 +35,6 @@ full: contract  # what `test` leaves out
 	$(LANES) tests -m "full and $(NOT_HERE)" --durations-to=.venv/durations
 	$(MAKE) --no-print-directory pythons
 	$(MAKE) --no-print-directory fuzz
-	.venv/bin/python benchmarks/ratchet.py --worse 1.2  # the same on machines whose own speed goes up and down
 
 lint:
 	.venv/bin/ruff check
