@@ -93,12 +93,16 @@ class Client:
     def fill(self) -> None:
         """Fill this node's memory, so that no writer of the other one finds room here."""
         stored, end = 0, time.monotonic() + OFFERED_S
-        while stored < 2 * MEMORY // BLOCK_BYTES and time.monotonic() < end:
-            self.number += 1
-            keys = self.large.keys(np.arange(64 * 16), salt=f"{os.getpid()}-{self.number}")
-            now = self.large.store(keys, self.rows)
+        while stored < 2 * MEMORY // BLOCK_BYTES:
+            assert time.monotonic() < end, f"{stored} blocks stored in {OFFERED_S:.0f} s"
+            now = self.large.store(self._fresh(len(self.rows)), self.rows)
             stored += now
-            time.sleep(0.0 if now == len(keys) else 0.05)  # its store offers memory little by little
+            time.sleep(0.0 if now == len(self.rows) else 0.05)  # its store offers memory little by little
+
+    def _fresh(self, blocks: int) -> Any:
+        """Keys of blocks that are new."""
+        self.number += 1
+        return self.large.keys(np.arange(blocks * 16), salt=f"{os.getpid()}-{self.number}")
 
     def lookups(self) -> int:
         """Keys that were found in PHASE_S."""
@@ -112,8 +116,7 @@ class Client:
     def store(self, blocks: int) -> tuple[float, Any]:
         """Seconds to store blocks that are new, and their keys. None are late in the end: it is tried again."""
         for _ in range(TRIES):
-            self.number += 1
-            keys = self.large.keys(np.arange(blocks * 16), salt=f"{os.getpid()}-{self.number}")
+            keys = self._fresh(blocks)
             begin = time.perf_counter()
             stored = self.large.store(keys, self.rows[:blocks])
             seconds = time.perf_counter() - begin
@@ -127,7 +130,7 @@ class Client:
         with self.large.match(keys) as match:
             read = match.read(self.rows[: len(keys)])
         seconds = time.perf_counter() - begin
-        return seconds if read == len(keys) else math.inf  # late, which a median leaves out
+        return seconds if read == len(keys) else math.inf  # late, so none of the fastest
 
 
 @contextmanager

@@ -114,11 +114,11 @@ def _hit_rate_bars(found: Any) -> dict[str, float]:
 
 
 def _directory_bars(found: Any) -> dict[str, float]:
-    found, plain = found["directory"]["match_us"], found["directory"]["floor"]["match_us"]
+    ours, plain = found["directory"]["match_us"], found["directory"]["floor"]["match_us"]
     return {
         f"{int(keys):,} keys: {side}": round(times[keys])
         for keys in ("512", "8192")
-        for side, times in (("raykv", found), ("plain dicts", plain))
+        for side, times in (("raykv", ours), ("plain dicts", plain))
     }
 
 

@@ -78,8 +78,8 @@ def _scale(f: Figures) -> list[Row]:
 
 def _directory(f: Figures) -> list[Row]:
     ours, plain = f["match_us"]["8192"] / 1e3, f["floor"]["match_us"]["8192"] / 1e3
-    memory = f"{f['bytes_per_entry']:.0f} bytes; plain dicts {f['floor']['bytes_per_entry']:.0f}"
-    match = f"{ours:.1f} ms; plain dicts {plain:.1f}"
+    memory = f"{f['bytes_per_entry']:.0f} bytes, plain dicts {f['floor']['bytes_per_entry']:.0f}"
+    match = f"{ours:.1f} ms, plain dicts {plain:.1f}"
     return [("`directory --entries 10000000`", "match of 8,192 keys; memory of an entry", f"{match}; {memory}")]
 
 
@@ -255,6 +255,14 @@ def scale(figures: Figures) -> str:
     return _table(heads, rows)
 
 
+def take_over(figures: Figures) -> str:
+    f = figures["scale"]["take_over"]
+    waits = f"all stores joined after {f['all_joined_s']:.1f} s, p99 low again after {f['p99_low_s']:.1f} s"
+    longest = f"the longest wait {f['worst_ms'] / 1e3:.2f} s"
+    first = f"the first match after {f['first_match_s']:.2f} s"
+    return f"With {f['nodes']} nodes and 5 million blocks: {first}, {waits}, {longest}.\n"
+
+
 def commits(figures: Figures) -> str:
     """Which commit the figures are of, and which machine."""
     by_commit: dict[str, list[str]] = {}
@@ -272,7 +280,8 @@ def _table(heads: tuple[str, ...], rows: list[Any]) -> str:
 
 
 WRITERS: dict[str, Callable[[Figures], str]] = {
-    writer.__name__: writer for writer in (summary, throughput, ttft, sizes, directory, hit_rate, scale, commits)
+    writer.__name__: writer
+    for writer in (summary, throughput, ttft, sizes, directory, hit_rate, scale, take_over, commits)
 }
 
 
