@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 
@@ -62,12 +62,12 @@ class PoolConfig:
     gpu_memory: Size = 0
     locality: float = 1.5
     transport: str = "auto"
-    external: str | None = None
+    external: str | None = field(default=None, repr=False)  # it may hold a password
     write: str = "back"
     min_hits: int = 0
     deadline: float = METADATA_DEADLINE_S
     idle_node_s: float = 0.0
-    secret: bytes | str | Path | None = None
+    secret: bytes | str | Path | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}", self.name):
@@ -106,8 +106,8 @@ class PoolConfig:
         path = Path(given)
         if not path.is_file():
             raise ValueError(
-                f"secret={str(given)!r}: there is no such file. A str is the path of a file that holds the secret; "
-                f"give the secret itself as bytes"
+                "secret= names no file that is there: a str is the path of a file that holds the secret; "
+                "give the secret itself as bytes"
             )
         mode = path.stat().st_mode
         if mode & (stat.S_IRWXG | stat.S_IRWXO):

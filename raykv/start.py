@@ -122,13 +122,19 @@ def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any
     if secret is not None and secret.hex() != running["secret"]:
         raise ValueError(f"pool {config.name!r} runs with another secret: leave it out, or stop that pool first")
     given = _comparable(config)
-    differ = [f"{name}={running[name]!r} (given: {given[name]!r})" for name in given if given[name] != running[name]]
+    differ = [_difference(name, running[name], given[name]) for name in given if given[name] != running[name]]
     if differ and not exist_ok:
         raise ValueError(
             f"pool {config.name!r} runs with other settings: {', '.join(differ)}. Take it as it is with "
             f"raykv.attach({config.name!r}) or start(..., exist_ok=True), or end it with `raykv stop --name "
             f"{config.name}` first"
         )
+
+
+def _difference(name: str, running: object, given: object) -> str:
+    if name == "external":  # URLs may hold passwords
+        return "external= (another URL, or none)"
+    return f"{name}={running!r} (given: {given!r})"
 
 
 def _start_actors(question: Question, settings: dict[str, Any], on_progress: Progress | None) -> None:

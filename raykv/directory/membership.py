@@ -55,6 +55,7 @@ COUNTERS = (
 SOLE_COPIES_PER_CALL = 4096  # of each size
 CHECK_EVERY_S = 0.5
 ARENA_BYTES_MAX = 1 << 50
+EPOCHS_AHEAD = 1 << 16  # of a store that comes from another directory: more than a pool has in years
 NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
@@ -94,7 +95,7 @@ class Membership:
         window: bytes of its staging window; None: see `staging_window`. ValueError for an arena that can't be.
         """
         self._check(now)
-        _check_arena(arena)
+        _check_arena(arena, self.epoch)
         if arena.epoch > self.epoch or (arena.epoch == self.epoch and arena.nonce not in self._stamped):
             self._c.state[EPOCH] = arena.epoch + 1
         self._stamped.add(arena.nonce)
@@ -393,13 +394,16 @@ def _locations(data: bytes) -> LocationArray:
     return np.frombuffer(data, LOCATION) if data else NO_LOCATIONS
 
 
-def _check_arena(arena: ArenaDescription) -> None:
-    """ValueError for what is no arena: its blocks would be rows without end, or generations that no header keeps."""
+def _check_arena(arena: ArenaDescription, epoch: int) -> None:
+    """ValueError for what is no arena: its blocks would be rows without end, or generations that no header keeps.
+
+    epoch: the directory's, which one such arena could bring to the last there is.
+    """
     _check_slabs(arena.slab_count)
     if not 0 < arena.slab_bytes <= ARENA_BYTES_MAX:
         raise ValueError(f"slabs of {arena.slab_bytes} bytes: there are none")
-    if not 0 <= arena.epoch < EPOCHS - 1:
-        raise ValueError(f"an arena of epoch {arena.epoch}: there are less than {EPOCHS}")
+    if not 0 <= arena.epoch < min(EPOCHS - 1, epoch + EPOCHS_AHEAD):
+        raise ValueError(f"an arena of epoch {arena.epoch}: no pool is at that, for the directory's epoch is {epoch}")
 
 
 def _check_slabs(count: int) -> None:

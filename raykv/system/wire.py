@@ -29,6 +29,9 @@ class Address(NamedTuple):
     port: int
     token: bytes
 
+    def __repr__(self) -> str:  # messages have it, and the token is nobody's to read
+        return f"{self.host}:{self.port}"
+
 
 def connect(address: Address) -> socket.socket:
     """A connection that has proved the token; it blocks. Raises ConnectionError, also where nobody answers in time."""

@@ -23,6 +23,7 @@ LOOK_S = 2.0  # between looks while a page is open
 IDLE_LOOK_S = 10.0  # while none is: the directory looks at every slot, 5 ms a million
 OPEN_S = 10.0  # after its last question a page is taken to be closed
 BACKLOG = 64
+CONNECTIONS = 256  # at once; more are told to come again
 
 
 class Place(NamedTuple):
@@ -43,7 +44,7 @@ class PageActor:
         """
         self._pool, self._look = pool, look
         events.begin(named_actors.restarted(), role="ui", pool=pool, pid=os.getpid())
-        self._server = _server(self._state)
+        self._server = _server(self._state, host)
         self._socket = _listen(host, port)
         self._place = Place(host, int(self._socket.getsockname()[1]), str(ray.util.get_node_ip_address()))
         self._history, self._trouble, self._asked = History(), "", 0.0
@@ -85,7 +86,7 @@ class PageActor:
         return self._loop.rest_of(LOOK_S if is_open else IDLE_LOOK_S)
 
 
-def _server(state: Callable[[float], dict[str, Any]]) -> Any:
+def _server(state: Callable[[float], dict[str, Any]], host: str) -> Any:
     try:
         import uvicorn
 
@@ -95,7 +96,14 @@ def _server(state: Callable[[float], dict[str, Any]]) -> Any:
             f"raykv ui needs Starlette and uvicorn where it is served, on Ray's head ({error}): "
             f"{to_install('ui')} there"
         ) from error
-    return uvicorn.Server(uvicorn.Config(application(state), log_config=None, access_log=False, server_header=False))
+    config = uvicorn.Config(
+        application(state, host),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+    )
+    return uvicorn.Server(config)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,5 +1,8 @@
 """The page over HTTP: the files in static/, and what the history has as JSON. Behind Ray's token where that is on."""
 
+import hmac
+import ipaddress
+import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
@@ -7,6 +10,7 @@ from typing import Any
 
 from ray._private.authentication import authentication_constants as names
 from ray._private.authentication.authentication_utils import is_token_auth_enabled, validate_request_token
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -25,11 +29,12 @@ FORBIDS = {  # what a browser may do with a page of ours
     "Cache-Control": "no-store",
 }
 BEFORE_TOKEN = ("/login", "/static/login.js", "/static/page.css", "/authenticate")
+COOKIE = "raykv-ui"
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-def application(state: Callable[[float], dict[str, Any]]) -> Starlette:
-    """state: what the page shows, as JSON, of what happened after a Unix time; see History.since."""
+def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlette:
+    """state: what the page shows, as JSON, of what happened after a Unix time; see History.since. host: it is at."""
 
     async def page(_: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -51,15 +56,18 @@ def application(state: Callable[[float], dict[str, Any]]) -> Starlette:
         Route("/api/pool", pool),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(GZipMiddleware), Middleware(BaseHTTPMiddleware, _guarded)])
+    app = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware), Middleware(BaseHTTPMiddleware, _guarded)])
+    app.state.host = host
+    return app
 
 
 async def _guarded(request: Request, answer: Answer) -> Response:
-    """As Ray's dashboard: a header, or the cookie that `_authenticate` sets, must have the token."""
-    refusal = None if request.url.path in BEFORE_TOKEN else _refusal(request)
+    """A header must have Ray's token, or the cookie what `_authenticate` sets."""
+    path = request.scope["path"]  # `request.url` is made with the Host that the client sends
+    refusal = None if path in BEFORE_TOKEN and is_token_auth_enabled() else _refusal(request)
     if refusal is None:
         response = await answer(request)
-    elif request.url.path == "/":
+    elif path == "/" and is_token_auth_enabled():
         response = FileResponse(STATIC / "login.html", refusal)
     else:
         response = PlainTextResponse(_WHY[refusal], refusal)
@@ -70,32 +78,46 @@ async def _guarded(request: Request, answer: Answer) -> Response:
 _WHY = {
     HTTPStatus.UNAUTHORIZED: "Ray's token is missing: give it as a header, Authorization: Bearer TOKEN",
     HTTPStatus.FORBIDDEN: "this is not the token of this Ray cluster",
+    HTTPStatus.MISDIRECTED_REQUEST: "without Ray's token the page has no other name than an address, localhost and its "
+    "host's: ask by one of these, or set RAY_AUTH_MODE=token for the cluster",
 }
 
 
 def _refusal(request: Request) -> HTTPStatus | None:
     if not is_token_auth_enabled():
-        return None
-    cookie = request.cookies.get(names.AUTHENTICATION_TOKEN_COOKIE_NAME)
-    given = (
-        request.headers.get(names.AUTHORIZATION_HEADER_NAME)
-        or request.headers.get(names.RAY_AUTHORIZATION_HEADER_NAME)
-        or (names.AUTHORIZATION_BEARER_PREFIX + cookie if cookie else "")
-    )
-    if not given:
-        return HTTPStatus.UNAUTHORIZED
-    return None if validate_request_token(given) else HTTPStatus.FORBIDDEN
+        return None if _is_ours(request) else HTTPStatus.MISDIRECTED_REQUEST
+    for name in (names.AUTHORIZATION_HEADER_NAME, names.RAY_AUTHORIZATION_HEADER_NAME):
+        if given := request.headers.get(name):
+            return None if validate_request_token(given) else HTTPStatus.FORBIDDEN
+    cookie = request.cookies.get(COOKIE, "")
+    return None if hmac.compare_digest(cookie.encode(), _cookie().encode()) else HTTPStatus.UNAUTHORIZED
+
+
+def _is_ours(request: Request) -> bool:
+    """Whether the name that was asked is no other site's, whose page could have a browser read this one."""
+    asked = (request.url.hostname or "").lower()
+    try:
+        ipaddress.ip_address(asked)
+    except ValueError:
+        return asked in ("localhost", socket.gethostname().lower(), request.app.state.host.lower())
+    return True
+
+
+def _cookie() -> str:
+    """What shows that a browser had the token, and isn't the token."""
+    token: str = AuthenticationTokenLoader.instance().get_raw_token()
+    return hmac.digest(token.encode(), b"raykv ui", "sha256").hex()
 
 
 async def _authenticate(request: Request) -> Response:
-    """Set the cookie of whoever sends the token as a header: that of Ray's dashboard, so one is enough for both."""
+    """Set the cookie of whoever sends the token as a header. It opens this page, and nothing else of Ray's."""
     given = request.headers.get(names.AUTHORIZATION_HEADER_NAME, "")
     if not is_token_auth_enabled() or not validate_request_token(given):
         return PlainTextResponse(_WHY[HTTPStatus.FORBIDDEN], HTTPStatus.FORBIDDEN)
     response = Response(status_code=HTTPStatus.NO_CONTENT)
     response.set_cookie(
-        names.AUTHENTICATION_TOKEN_COOKIE_NAME,
-        given.removeprefix(names.AUTHORIZATION_BEARER_PREFIX),
+        COOKIE,
+        _cookie(),
         max_age=names.AUTHENTICATION_TOKEN_COOKIE_MAX_AGE,
         httponly=True,
         samesite="strict",

@@ -14,6 +14,7 @@ from helpers.directory_checks import check_invariants
 from helpers.directory_pool import EMPTY, KEYS, PAGE, Pool, blocks
 
 from raykv.directory.kernels import columns
+from raykv.directory.membership import EPOCHS_AHEAD
 from raykv.protocol import (
     EPOCHS,
     LOCATION,
@@ -105,9 +106,18 @@ def test_counts_that_no_node_has(what: str, count: int) -> None:
     apart(report, what, count)
 
 
+def test_a_store_does_not_bring_the_last_epoch() -> None:
+    pool = full()
+    with pytest.raises(ValueError, match="epoch"):
+        pool.join("c", epoch=EPOCHS - 2)
+    assert pool.directory.epoch < 10
+
+
 def test_the_highest_epoch_leaves_room_for_the_next() -> None:
     pool = full()
-    joined = pool.join("c", epoch=EPOCHS - 2)
+    for epoch in range(EPOCHS_AHEAD, EPOCHS - 1, EPOCHS_AHEAD):
+        pool.join("c", nonce=b"%d" % epoch, epoch=epoch)
+    joined = pool.join("c", nonce=b"last", epoch=EPOCHS - 2)
     assert joined.epoch == EPOCHS - 1
     pool.adopt("c", offered=2)
     assert pool.store("c", KEYS[60:62]) == ["c", "c"] and pool.read("c", KEYS[60:62]) == 2

@@ -1,6 +1,7 @@
 """Sizes mean the same in Python, in a shell and in a tier's URL; settings that are not possible are refused."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.config import MIN_MEMORY, PoolConfig, capacity_bytes, memory_size, parse_size
+from raykv.start import _check_same, _comparable
+from raykv.system.wire import Address
 from raykv.tiers import parse
 
 GIB = 1 << 30
@@ -129,3 +132,16 @@ def test_the_bytes_of_a_memory() -> None:
 def test_other_settings_that_are_not_possible_are_refused(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolConfig(**setting)
+
+
+def test_what_is_secret_is_in_no_repr_and_no_message() -> None:
+    config = PoolConfig(secret="hunter2", external="redis://user:hunter2@host:6379?capacity=1GiB")
+    assert "hunter2" not in repr(config)
+    with pytest.raises(ValueError, match="names no file") as refused:
+        config.explicit_secret()
+    assert "hunter2" not in str(refused.value)
+    running = {"secret": "", **_comparable(config)}
+    with pytest.raises(ValueError, match="external=") as refused:
+        _check_same(replace(config, external="redis://:hunter2@other?capacity=1GiB"), None, running, False)
+    assert "hunter2" not in str(refused.value)
+    assert repr(Address("host", 80, b"hunter2")) == "host:80"
