@@ -81,9 +81,17 @@ def _is_private(folder: str) -> bool:
             and info.st_uid == os.getuid()
             and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             and os.access(folder, os.W_OK)
+            and all(map(_keeps_its_names, Path(os.path.realpath(folder)).parents))
         )
     except OSError:
         return False
+
+
+def _keeps_its_names(folder: Path) -> bool:
+    """Whether nobody else can put another folder in the place of one that is there."""
+    info = folder.stat()
+    others_write = bool(info.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return info.st_uid in (0, os.getuid()) and (not others_write or bool(info.st_mode & stat.S_ISVTX))
 
 
 @overload

@@ -74,9 +74,9 @@ class FileTier:
         path = _path(url)
         os.makedirs(path, 0o700, exist_ok=True)
         if self.shared:
-            self._folder = _folder(path, "shared")
+            self._folder = _folder(path, "shared", url)
         else:
-            self._folder, self._lock = _own_folder(path)
+            self._folder, self._lock = _own_folder(path, url)
         for name in FOLDERS:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._folder)
@@ -175,7 +175,7 @@ class FileTier:
         spare = self._pop_spare()
         if spare is not None:
             with contextlib.suppress(FileNotFoundError):
-                return spare, os.open(spare, flags, dir_fd=self._folder)
+                return spare, os.open(spare, flags | os.O_NOFOLLOW, dir_fd=self._folder)
         temporary = self._temporary(path)
         return temporary, os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
 
@@ -264,7 +264,7 @@ class FileTier:
                 strangers.add(name)
         for name in FOLDERS:
             try:
-                folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._folder)
+                folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._folder)
             except NotADirectoryError:
                 strangers.add(name)
                 continue
@@ -288,11 +288,11 @@ def _path(url: TierUrl) -> str:
     return path
 
 
-def _own_folder(path: str) -> tuple[int, int]:
+def _own_folder(path: str, url: TierUrl) -> tuple[int, int]:
     """File descriptors of the first subfolder that no other store uses, and of its lock file, locked."""
     for number in count():
-        folder = _folder(path, str(number))
-        fd = os.open("lock", os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
+        folder = _folder(path, str(number), url)
+        fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
         if lock(fd, 0, 1):
             return folder, fd
         os.close(fd)
@@ -300,9 +300,19 @@ def _own_folder(path: str) -> tuple[int, int]:
     raise AssertionError
 
 
-def _folder(path: str, name: str) -> int:
-    os.makedirs(os.path.join(path, name), 0o700, exist_ok=True)
-    return os.open(os.path.join(path, name), os.O_RDONLY | os.O_DIRECTORY)
+def _folder(path: str, name: str, url: TierUrl) -> int:
+    """File descriptor of a subfolder. ValueError where others could put links into one that is not shared."""
+    there = os.path.join(path, name)
+    os.makedirs(there, 0o700, exist_ok=True)
+    folder = os.open(there, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    info = os.fstat(folder)
+    if url.shared or (info.st_uid == os.getuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        return folder
+    os.close(folder)
+    raise ValueError(
+        f"external={url.text}: {there} is of user {info.st_uid} with mode {info.st_mode & 0o777:o}, and this store's "
+        f"user is {os.getuid()}: others could write there. chown and chmod 700 it, or name another folder"
+    )
 
 
 def _direct_flag(folder: int) -> int:

@@ -38,6 +38,43 @@ def one(tmp_path: Path) -> Iterator[tuple[FileTier, Block, Path]]:
     tier.close()
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_can_write_is_refused_unless_it_is_shared(tmp_path: Path, mode: int) -> None:
+    """They could put links there, through which blocks would be written over this user's files."""
+    for name in ("0", "shared"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+    with pytest.raises(
+        ValueError, match=rf"external=file://{tmp_path}: {tmp_path}/0 is of user .*mode {mode:o}.*chmod 700"
+    ):
+        open_file(tmp_path)
+    open_file(tmp_path, shared=True).close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir(0o700)
+    os.chown(tmp_path / "0", 12345, 12345)
+    with pytest.raises(ValueError, match="is of user 12345"):
+        open_file(tmp_path)
+
+
+@pytest.mark.parametrize("link", ["0", "shared", "0/lock", "0/ab"])
+def test_links_in_a_tiers_folder_are_not_followed(tmp_path: Path, link: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "ab").mkdir(parents=True)
+    kept = elsewhere / "ab" / "ab0000000000000000000000000000.0000000000000000-1"
+    kept.write_bytes(b"kept")
+    (tmp_path / "disk" / "0").mkdir(0o700, parents=True)
+    if "/" not in link:
+        (tmp_path / "disk" / "0").rmdir()
+    (tmp_path / "disk" / link).symlink_to(kept if link == "0/lock" else elsewhere / "ab" if "/" in link else elsewhere)
+    with contextlib.suppress(OSError):
+        open_file(tmp_path / "disk", shared=link == "shared").close()
+    assert kept.read_bytes() == b"kept" and {path.name for path in elsewhere.iterdir()} == {"ab"}
+    assert [path.name for path in (elsewhere / "ab").iterdir()] == [kept.name]
+
+
 def test_a_file_is_a_page_and_a_body_with_mode_0600(one: tuple[FileTier, Block, Path]) -> None:
     _, stored, path = one
     assert path.read_bytes() == stored.head.ljust(PAGE, b"\0") + stored.body.tobytes()

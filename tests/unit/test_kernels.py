@@ -90,6 +90,18 @@ def test_a_shared_folder_that_others_can_write_is_not_used(tmp_path: Path) -> No
     assert not Path(said.stdout.strip()).is_relative_to(shared) and str(shared) in said.stderr
 
 
+@pytest.mark.parametrize(("mode", "used"), [(0o777, False), (0o770, False), (0o1777, True), (0o755, True)])
+def test_a_folder_that_others_could_exchange_is_not_used(mode: int, used: bool, tmp_path: Path) -> None:
+    """Code that is found there is unpickled."""
+    parent, code = tmp_path / "parent", "from raykv.system import jit; print(jit.cache_folder()[0])"
+    (parent / "caches").mkdir(parents=True)
+    parent.chmod(mode)
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(parent / "caches"), "TMPDIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert Path(ran.stdout.strip()).is_relative_to(parent) == used
+    assert used or str(parent) in ran.stderr
+
+
 @pytest.mark.parametrize("of", ["numba.__version__", "sys.implementation.cache_tag"])
 def test_another_numba_or_python_has_a_folder_of_its_own(of: str, tmp_path: Path) -> None:
     """In one folder each would overwrite what the other one kept, and compile at every start."""
