@@ -120,6 +120,7 @@ class Under:
     def __enter__(self) -> "Under":
         ray.get([load.begin.remote() for load in self._loads], timeout=120)
         eventually(lambda: all(load.stored and load.read for load in self._totals()))
+        self.goes_on(10)
         return self
 
     def goes_on(self, calls: int) -> None:
@@ -135,7 +136,7 @@ class Under:
         found = ray.get([load.end.remote() for load in self._loads], timeout=120)
         if kind is None:
             for totals in found:
-                assert totals.errors == [] and totals.wrong == 0, totals
+                assert totals.errors == [] and totals.wrong == 0 and totals.stored and totals.read, totals
                 assert totals.longest_s < IN_TIME_S, totals
 
 
