@@ -29,6 +29,7 @@ from raykv.protocol import VERSION
 from raykv.system import free_memory
 from raykv.tiers import parse, tier_for
 from raykv.tiers.registry import registered
+from raykv.tiers.url import shown
 
 log = logging.getLogger("raykv")
 ASK_DEADLINE_S = 60.0
@@ -131,9 +132,9 @@ def _check_same(config: PoolConfig, secret: bytes | None, running: dict[str, Any
         )
 
 
-def _difference(name: str, running: object, given: object) -> str:
+def _difference(name: str, running: Any, given: Any) -> str:
     if name == "external":  # URLs may hold passwords
-        return "external= (another URL, or none)"
+        running, given = (url and shown(url) for url in (running, given))
     return f"{name}={running!r} (given: {given!r})"
 
 

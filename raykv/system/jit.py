@@ -21,6 +21,8 @@ from typing import Any, TypeVar, cast, overload
 
 import numba
 
+from raykv.system import owners
+
 log = logging.getLogger("raykv")
 F = TypeVar("F", bound=Callable[..., Any])
 _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
@@ -78,8 +80,7 @@ def _is_private(folder: str) -> bool:
         info = os.lstat(folder)
         return (
             stat.S_ISDIR(info.st_mode)
-            and info.st_uid == os.getuid()
-            and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            and owners.is_private(info)
             and os.access(folder, os.W_OK)
             and all(map(_keeps_its_names, Path(os.path.realpath(folder)).parents))
         )
@@ -90,8 +91,8 @@ def _is_private(folder: str) -> bool:
 def _keeps_its_names(folder: Path) -> bool:
     """Whether nobody else can put another folder in the place of one that is there."""
     info = folder.stat()
-    others_write = bool(info.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-    return info.st_uid in (0, os.getuid()) and (not others_write or bool(info.st_mode & stat.S_ISVTX))
+    is_sticky = bool(info.st_mode & stat.S_ISVTX)
+    return info.st_uid in (0, os.getuid()) and (is_sticky or not owners.others_write(info))
 
 
 @overload

@@ -22,6 +22,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from raykv.system.file_locks import lock
+from raykv.system.owners import is_private
 from raykv.tiers.base import FOLDERS, HEAD_BYTES, MARKER, Block, TierUrl, key_of, path_of
 from raykv.tiers.strangers import Strangers
 
@@ -306,7 +307,7 @@ def _folder(path: str, name: str, url: TierUrl) -> int:
     os.makedirs(there, 0o700, exist_ok=True)
     folder = os.open(there, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     info = os.fstat(folder)
-    if url.shared or (info.st_uid == os.getuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+    if url.shared or is_private(info):
         return folder
     os.close(folder)
     raise ValueError(

@@ -12,7 +12,7 @@ LOCAL = ("file", "local")  # no credentials in these
 def parse(url: str) -> TierUrl:
     """The parts of a URL. ValueError says what to write instead, and repeats neither password nor query."""
     parts = _split(url)
-    text = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    text = _text(parts)
     given = parse_qsl(parts.query, keep_blank_values=True)
     params = dict(given)
     if len(params) < len(given):
@@ -25,6 +25,16 @@ def parse(url: str) -> TierUrl:
         names = ", ".join(map(repr, params))
         raise ValueError(f"external={text}: unknown parameter {names}: there are capacity=200GiB and shared=0 or 1")
     return TierUrl(parts.scheme, text, parts, capacity, shared, tuple(params.items()))
+
+
+def shown(url: str) -> str:
+    """A URL without user and password; "?…" stands for its parameters. ValueError as `parse`."""
+    parts = _split(url)
+    return f"{_text(parts)}?…" if parts.query else _text(parts)
+
+
+def _text(parts: SplitResult) -> str:
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _split(url: str) -> SplitResult:

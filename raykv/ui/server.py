@@ -62,12 +62,11 @@ def application(state: Callable[[float], dict[str, Any]], host: str) -> Starlett
 
 
 async def _guarded(request: Request, answer: Answer) -> Response:
-    """A header must have Ray's token, or the cookie what `_authenticate` sets."""
-    path = request.scope["path"]  # `request.url` is made with the Host that the client sends
-    refusal = None if path in BEFORE_TOKEN and is_token_auth_enabled() else _refusal(request)
+    """Answer, or say why not: where the token is asked for, "/" is then the page that takes it."""
+    refusal = _refusal(request)
     if refusal is None:
         response = await answer(request)
-    elif path == "/" and is_token_auth_enabled():
+    elif request.scope["path"] == "/" and refusal != HTTPStatus.MISDIRECTED_REQUEST:
         response = FileResponse(STATIC / "login.html", refusal)
     else:
         response = PlainTextResponse(_WHY[refusal], refusal)
@@ -84,8 +83,11 @@ _WHY = {
 
 
 def _refusal(request: Request) -> HTTPStatus | None:
+    """None where a header has Ray's token, or the cookie is what `_authenticate` sets."""
     if not is_token_auth_enabled():
         return None if _is_ours(request) else HTTPStatus.MISDIRECTED_REQUEST
+    if request.scope["path"] in BEFORE_TOKEN:  # `request.url` is made with the Host that the client sends
+        return None
     for name in (names.AUTHORIZATION_HEADER_NAME, names.RAY_AUTHORIZATION_HEADER_NAME):
         if given := request.headers.get(name):
             return None if validate_request_token(given) else HTTPStatus.FORBIDDEN

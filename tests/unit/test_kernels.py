@@ -67,6 +67,10 @@ def _folder_without_home(tmp_path: Path, home: str = "/dev/null") -> subprocess.
     unset = {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME"}
     env = {name: value for name, value in os.environ.items() if name not in unset}
     env |= {"HOME": home, "TMPDIR": str(tmp_path)}
+    return _folder_in(tmp_path, env)
+
+
+def _folder_in(tmp_path: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     code = "from raykv.system import jit; print(jit.cache_folder()[0])"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=tmp_path
@@ -93,11 +97,10 @@ def test_a_shared_folder_that_others_can_write_is_not_used(tmp_path: Path) -> No
 @pytest.mark.parametrize(("mode", "used"), [(0o777, False), (0o770, False), (0o1777, True), (0o755, True)])
 def test_a_folder_that_others_could_exchange_is_not_used(mode: int, used: bool, tmp_path: Path) -> None:
     """Code that is found there is unpickled."""
-    parent, code = tmp_path / "parent", "from raykv.system import jit; print(jit.cache_folder()[0])"
+    parent = tmp_path / "parent"
     (parent / "caches").mkdir(parents=True)
     parent.chmod(mode)
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(parent / "caches"), "TMPDIR": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    ran = _folder_in(tmp_path, {**os.environ, "NUMBA_CACHE_DIR": str(parent / "caches"), "TMPDIR": str(tmp_path)})
     assert Path(ran.stdout.strip()).is_relative_to(parent) == used
     assert used or str(parent) in ran.stderr
 
