@@ -55,7 +55,7 @@ ratchet: .venv/.test  # beside the last release, which benchmarks/released names
 WITHOUT_ENGINES = test $$made/.made -nt pyproject.toml || { $$python -m venv $$made; \
 		$$made/bin/pip install --quiet --no-compile -e '.[ui,redis,fsspec,test]' $$constraints; touch $$made/.made; }; \
 	$$made/bin/python --version; $$made/bin/pip list | grep -E '^(numpy|numba|ray|raykv|starlette) '; \
-	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory tests/pool/test_blocks.py; \
+	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory tests/pool/test_blocks.py -m "not full and $(NOT_HERE)"; \
 	$$made/bin/pytest tests/cluster/test_pool.py
 
 # with the newest numpy, numba and Ray that pip picks for an interpreter, and with the lowest that are admitted where the

@@ -57,7 +57,7 @@ def on_both(pool: raykv.KVPool) -> tuple[raykv.KVCache, list[raykv.Keys], list[A
     workers = [worker(pool, node_id, be_patient=False) for node_id in (pool.node_id, other_node(pool))]
     prompts = [cache.keys(tokens(100 + i, 40)) for i in range(2)]
     for there, keys in zip(workers, prompts, strict=True):
-        ray.get(there.keep.remote(keys), timeout=120)
+        ray.get(there.keep.remote(keys))
     return cache, prompts, workers
 
 
@@ -79,7 +79,7 @@ def test_no_block_is_read_wrong_while_stores_and_directory_are_killed(
     # whoever attaches now finds a store that knows its place
     for node_id in (pool.node_id, other_node(pool)):
         newcomer = worker(pool, node_id)
-        assert ray.get(newcomer.read.remote(prompts[0]), timeout=120)[1:3] == (40, 0)
+        assert ray.get(newcomer.read.remote(prompts[0]))[1:3] == (40, 0)
 
 
 def test_nothing_is_evicted_for_a_writer_that_is_yet_to_find_its_store(
@@ -123,7 +123,7 @@ def test_blocks_survive_when_all_actors_are_killed_at_once(start: Callable[..., 
     keep(cache, cache.keys(tokens(201, 8)))
     ray.kill(node_store(pool, pool.node_id))
     far = cache.keys(tokens(202, 8))
-    ray.get(workers[1].keep.remote(far), timeout=120)
+    ray.get(workers[1].keep.remote(far))
     come_back(cache, [far, *prompts], workers)  # who pulled through the old store pulls through the new one
     assert pool.stats()["corrupt"] == 0
     eventually(lambda: settled(pool), seen=pool.stats)
@@ -195,7 +195,7 @@ def test_a_killed_supervisor_comes_back_and_a_raylet_dies_under_load(
     eventually(lambda: served(pool, 3))
     there = worker(pool, node.node_id)
     lost, kept = cache.keys(tokens(400, 20)), cache.keys(tokens(401, 20))  # nothing that the load stores
-    assert ray.get(there.store.remote(lost), timeout=120) == 20
+    assert ray.get(there.store.remote(lost)) == 20
     keep(cache, kept)
     near = worker(pool, pool.node_id, be_patient=False)
     come_back(cache, [kept], [near])

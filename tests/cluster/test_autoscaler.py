@@ -44,10 +44,10 @@ def main(address: str) -> None:
         """Have an engine on a node of its own store 20 blocks, and end. Returns the node, and the blocks."""
         keys = cache.keys(tokens(seed, 20))
         engine: Any = ray.remote(Engine).options(num_cpus=2).remote(pool.name)
-        node_id: str = ray.get(engine.node_id.remote(), timeout=120)
+        node_id: str = ray.get(engine.node_id.remote())
         assert node_id != head
         eventually(lambda: served(pool, len(cluster.living())))
-        ray.get(engine.keep.remote(keys), timeout=120)
+        ray.get(engine.keep.remote(keys))
         assert set(locations(pool, cache, keys)["node"]) == {pool.stats()["nodes"][node_id]["index"]}
         ray.kill(engine)
         return node_id, keys

@@ -96,7 +96,7 @@ def test_a_killed_writer_leaves_whole_blocks_or_none(start: Callable[..., raykv.
     prompts = [cache.keys(tokens(i, 8)) for i in range(len(WHEN))]
     for victim, keys in zip(victims, prompts, strict=True):
         with pytest.raises(RayError):
-            ray.get(victim.store_and_suffer.remote(keys), timeout=120)
+            ray.get(victim.store_and_suffer.remote(keys))
     eventually(lambda: settled(pool))
     found = [read(cache, keys, verify=True) for keys in prompts]
     assert [reading.wrong for reading in found] == [0, 0, 0]
@@ -111,14 +111,14 @@ def test_leases_of_a_killed_reader_are_released(start: Callable[..., raykv.KVPoo
     keys = cache.keys(tokens(1, 100))
     keep(cache, keys)
     reader = worker(pool, other_node(pool))
-    assert ray.get(reader.lease.remote(keys), timeout=120) == 100
+    assert ray.get(reader.lease.remote(keys)) == 100
     eventually(lambda: totals(pool).get("staging", 0) > 0 and pool.stats()["leases"] == 1)
-    process, lookups = ray.get(reader.pid.remote(), timeout=60), pool.stats()["lookups"]
+    process, lookups = ray.get(reader.pid.remote()), pool.stats()["lookups"]
     reading = reader.churn.remote(60.0, seed=1, prompts=2, blocks=100)
     eventually(lambda: pool.stats()["lookups"] > lookups)
     os.kill(process, signal.SIGKILL)
     with pytest.raises(RayError):
-        ray.get(reading, timeout=120)
+        ray.get(reading)
     eventually(lambda: settled(pool))
     assert holds(cache, keys)
 
@@ -131,7 +131,7 @@ def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(
     pool = start(transport=transport, cpu_memory=16 << 20)
     cache = a_cache(pool)
     victims = [worker(pool, pool.node_id, Unlucky, when=when, what="stopped") for when in WHEN]
-    pids = ray.get([victim.pid.remote() for victim in victims], timeout=120)
+    pids = ray.get([victim.pid.remote() for victim in victims])
     prompts = [cache.keys(tokens(i, 8)) for i in range(len(WHEN))]
     storing = [victim.store_and_suffer.remote(keys) for victim, keys in zip(victims, prompts, strict=True)]
     try:
@@ -143,9 +143,9 @@ def test_a_stopped_writer_never_writes_into_a_slot_that_was_given_away(
     finally:
         for process in pids:
             os.kill(process, signal.SIGCONT)
-    assert ray.get(storing[0], timeout=120) == 0
-    assert ray.get(victims[0].faults.remote(), timeout=60)["write"] == 1  # its slots were given away: it was refused
-    ray.get(storing, timeout=120)
+    assert ray.get(storing[0]) == 0
+    assert ray.get(victims[0].faults.remote())["write"] == 1  # its slots were given away: it was refused
+    ray.get(storing)
     eventually(lambda: settled(pool))
     latest = [cache.keys(tokens(seed, 16)) for seed in range(1000, 1200)]
     found = [read(cache, keys, verify=True) for keys in [*prompts, *latest]]
@@ -166,7 +166,7 @@ def test_a_stopped_reader_reads_nothing_wrong_when_it_goes_on(start: Callable[..
     keys = cache.keys(tokens(1, 8))
     keep(cache, keys)
     reader = worker(pool, pool.node_id, Dozing)
-    process = ray.get(reader.pid.remote(), timeout=120)
+    process = ray.get(reader.pid.remote())
     reading = reader.read_late.remote(keys)
     try:
         eventually(lambda: stopped(process))
@@ -174,7 +174,7 @@ def test_a_stopped_reader_reads_nothing_wrong_when_it_goes_on(start: Callable[..
         fill(pool, cache, 1000)
     finally:
         os.kill(process, signal.SIGCONT)
-    matched, count, wrong = ray.get(reading, timeout=120)
+    matched, count, wrong = ray.get(reading)
     assert (matched, wrong) == (8, 0) and count < 8
     eventually(lambda: settled(pool))
     assert pool.stats()["corrupt"] == 0
@@ -238,14 +238,14 @@ def test_an_altered_block_is_a_miss_and_is_not_offered_again(
     keys = cache.keys(tokens(1, 10))
     keep(cache, keys)
     before, arrivals = pool.stats()["corrupt"], node_store(pool, other_node(pool)).stats
-    arrived = ray.get(arrivals.remote(), timeout=60)["corrupt"]
+    arrived = ray.get(arrivals.remote())["corrupt"]
     alter(pool, locations(pool, cache, keys)[6], payload)
     if reader == "here":
         found = read(cache, keys, verify=payload)
     else:
-        found = ray.get(there.read.remote(keys), timeout=120)
-        assert ray.get(arrivals.remote(), timeout=60)["corrupt"] - arrived == int(payload)
-    mine, theirs = pool.session.directory.faults, ray.get(there.faults.remote(), timeout=60)
+        found = ray.get(there.read.remote(keys))
+        assert ray.get(arrivals.remote())["corrupt"] - arrived == int(payload)
+    mine, theirs = pool.session.directory.faults, ray.get(there.faults.remote())
     faults = mine["read"] if reader == "here" else theirs["pull"]
     assert found[:3] == (10, 6, 0) and faults
     eventually(lambda: pool.stats()["corrupt"] - before == 1)
@@ -268,7 +268,7 @@ class Engine(Worker):
 def test_swapped_blocks_of_a_dead_engine_are_released(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
     engine: Any = worker(pool, pool.node_id, Engine)
-    assert ray.get(engine.swap_out.remote(100), timeout=60) == 100
+    assert ray.get(engine.swap_out.remote(100)) == 100
     assert pool.stats()["pinned"] == 100
     os.kill(pid(engine), signal.SIGKILL)
     eventually(lambda: settled(pool) and pool.stats()["pinned"] == pool.stats()["keys"] == 0)

@@ -72,7 +72,7 @@ def test_a_hook_empties_the_node_it_runs_on_while_others_read_and_write(
         eventually(lambda: served(pool, 3))
         there = worker(pool, leaving, Worker)
         prompts = [cache.keys(tokens(500 + i, 50)) for i in range(4)]
-        ray.get([there.keep.remote(keys) for keys in prompts], timeout=120)
+        ray.get([there.keep.remote(keys) for keys in prompts])
         late = inside(pod, cluster.address, *drain, "0")
         assert (late.returncode, late.stdout) == (0, "200 blocks are on no other node\n"), late.stderr
         with load([worker(pool, node_id) for node_id in staying], prompts=6, blocks=40):

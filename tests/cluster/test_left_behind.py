@@ -86,7 +86,7 @@ def test_another_ray_cluster_on_the_machine_leaves_a_store_that_restarts_its_blo
     other = another_cluster(pool.name)
     engine = worker(pool, node_id)
     keys = a_cache(pool).keys(tokens(1, 20))
-    eventually(lambda: ray.get(engine.store.remote(keys), timeout=60) == len(keys))
+    eventually(lambda: ray.get(engine.store.remote(keys)) == len(keys))
     before = sorted(shm_files(pool.name))
     assert other.stdout.readline() == "ready\n"
     process = pid(node_store(pool, node_id))
@@ -97,7 +97,7 @@ def test_another_ray_cluster_on_the_machine_leaves_a_store_that_restarts_its_blo
         other.stdin.flush()
         assert other.stdout.readline() == "done\n"
         assert sorted(shm_files(pool.name)) == before
-    eventually(lambda: ray.get(engine.holds.remote(keys), timeout=60))
+    eventually(lambda: ray.get(engine.holds.remote(keys)))
 
 
 def raylet_of(node_id: str) -> int:
@@ -113,11 +113,11 @@ def test_a_pool_goes_on_whose_files_were_removed(start: Callable[..., raykv.KVPo
     for name in shm_files(pool.name):
         os.unlink(f"{files.SHM}/{name}")
     late = worker(pool, pool.node_id)
-    assert ray.get(late.holds.remote(keys), timeout=60)
+    assert ray.get(late.holds.remote(keys))
     more = cache.keys(tokens(3, 20))
-    assert ray.get(late.store.remote(more), timeout=60) == len(more)
+    assert ray.get(late.store.remote(more)) == len(more)
     kill(pool, pool.node_id)
     eventually(lambda: served(pool, 2))
     assert len(shm_files(pool.name)) == 1
-    eventually(lambda: ray.get(late.store.remote(keys), timeout=60) == len(keys))
-    assert ray.get(worker(pool, pool.node_id).holds.remote(keys), timeout=60)
+    eventually(lambda: ray.get(late.store.remote(keys)) == len(keys))
+    assert ray.get(worker(pool, pool.node_id).holds.remote(keys))

@@ -94,7 +94,7 @@ def test_the_logs_say_what_happened_and_no_secret(
         eventually(lambda more=more: store(cache, more) >= 0 and holds(cache, more))  # type: ignore[misc]
     lines = len(events(cluster, name)) - before  # what came of the kill may be told of late
     assert lines < len(requests), "a line a request"
-    ray.get(worker(pool, leaving, Worker).keep.remote(cache.keys(tokens(2, 5))), timeout=120)
+    ray.get(worker(pool, leaving, Worker).keep.remote(cache.keys(tokens(2, 5))))
     assert pool.drain(leaving, deadline=30.0) == 0
     assert said("supervisor", "drain", node=leaving[:8], deadline=30.0)
     assert said("supervisor", "drained", node=leaving[:8], left=0)

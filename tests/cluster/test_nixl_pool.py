@@ -41,13 +41,13 @@ def test_stats_name_the_transport_that_a_pair_of_nodes_uses(start: Callable[...,
     keys = cache.keys(tokens(1, BLOCKS))
     keep(cache, keys)
     assert pool.stats()["transports"] == []
-    assert ray.get(reader.read.remote(keys), timeout=60) == (BLOCKS, BLOCKS, 0, [pool.node_id])
+    assert ray.get(reader.read.remote(keys)) == (BLOCKS, BLOCKS, 0, [pool.node_id])
     (lane,) = pool.stats()["transports"]
     assert lane.pop("gbps") > 0
     size = BLOCKS * cache.block_bytes
     assert lane == {"reader": there, "from": pool.node_id, "transport": "nixl", "bytes": {"nixl": size}, "failed": {}}
     back = cache.keys(tokens(2, BLOCKS))  # and the other way
-    ray.get(reader.keep.remote(back), timeout=60)
+    ray.get(reader.keep.remote(back))
     assert read(cache, back)[:3] == (BLOCKS, BLOCKS, 0)
     assert {lane["transport"] for lane in pool.stats()["transports"]} == {"nixl"}
 
@@ -61,9 +61,9 @@ def test_a_peer_that_is_killed_during_a_read_is_a_miss(start: Callable[..., rayk
         reading = reader.read.remote(keys)
         time.sleep(random.Random(seed).uniform(0.0, 0.05))
         kill(pool, pool.node_id)
-        found: Reading = ray.get(reading, timeout=60)
+        found: Reading = ray.get(reading)
         assert not found.wrong
-        eventually(lambda keys=keys: ray.get(reader.holds.remote(keys), timeout=60))  # type: ignore[misc]
+        eventually(lambda keys=keys: ray.get(reader.holds.remote(keys)))  # type: ignore[misc]
         pool.clear()
     eventually(lambda: settled(pool))
     eventually(lambda: reads_by_nixl(pool, cache, reader))  # its next process is read so again
@@ -80,11 +80,11 @@ def test_a_peer_that_is_stopped_during_a_read_is_a_miss(start: Callable[..., ray
         time.sleep(random.Random(seed).uniform(0.0, 0.05))
         os.kill(process, signal.SIGSTOP)
         try:
-            found: Reading = ray.get(reading, timeout=60)
+            found: Reading = ray.get(reading)
         finally:
             os.kill(process, signal.SIGCONT)
         assert not found.wrong
-        eventually(lambda keys=keys: ray.get(reader.holds.remote(keys), timeout=60))  # type: ignore[misc]
+        eventually(lambda keys=keys: ray.get(reader.holds.remote(keys)))  # type: ignore[misc]
         pool.clear()
     eventually(lambda: settled(pool))
 
@@ -93,6 +93,6 @@ def reads_by_nixl(pool: raykv.KVPool, cache: raykv.KVCache, reader: Any) -> bool
     pool.clear()
     keys = cache.keys(tokens(99, BLOCKS))
     keep(cache, keys)
-    found: Reading = ray.get(reader.read.remote(keys), timeout=60)
+    found: Reading = ray.get(reader.read.remote(keys))
     assert not found.wrong
     return found.read == BLOCKS and {lane["transport"] for lane in pool.stats()["transports"]} == {"nixl"}

@@ -97,17 +97,17 @@ class Elsewhere(Worker):
 
 def test_equal_arguments_give_equal_caches_in_another_process(pool: raykv.KVPool) -> None:
     mine, there = a_cache(pool), worker(pool, other_node(pool), Elsewhere)
-    made = ray.get(there.make.remote(2, 4), timeout=60)
+    made = ray.get(there.make.remote(2, 4))
     assert isinstance(made, raykv.Keys) and made.cache == mine.id
     keep(mine, made)
-    assert ray.get(there.read.remote(made[:3]), timeout=60)[:3] == (3, 3, 0)
+    assert ray.get(there.read.remote(made[:3]))[:3] == (3, 3, 0)
 
 
 def test_a_pool_and_a_cache_that_are_pickled_attach_where_they_arrive(pool: raykv.KVPool) -> None:
     mine, there = a_cache(pool), worker(pool, other_node(pool), Elsewhere)
     keep(mine, mine.keys(tokens(3, 4)))
-    assert ray.get(there.node_of.remote(pool), timeout=60) == (pool.name, other_node(pool))
-    assert ray.get(there.reads_by.remote(mine, 3), timeout=60) == (4, 4, 0)
+    assert ray.get(there.node_of.remote(pool)) == (pool.name, other_node(pool))
+    assert ray.get(there.reads_by.remote(mine, 3)) == (4, 4, 0)
     same = pickle.loads(pickle.dumps(mine))
     assert read(same, mine.keys(tokens(3, 4)))[:3] == (4, 4, 0)
 

@@ -257,7 +257,7 @@ def test_a_node_that_joins_gets_its_store(
     print(f"a node that joined had its store after {took:.1f} s")
     keys = cache.keys(tokens(1, 4))
     assert store(cache, keys) == 4
-    assert ray.get(worker(pool, node.node_id).read.remote(keys), timeout=120)[:3] == (4, 4, 0)
+    assert ray.get(worker(pool, node.node_id).read.remote(keys))[:3] == (4, 4, 0)
 
 
 def test_notes_of_a_pool_whose_end_was_killed_bind_nobody(cluster: Any, start: Callable[..., raykv.KVPool]) -> None:

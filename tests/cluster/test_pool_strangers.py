@@ -30,7 +30,7 @@ def tiers(pool: raykv.KVPool) -> list[dict[str, Any]]:
 
 def strangers(pool: raykv.KVPool) -> int:
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    found = ray.get([node_store(pool, node_id).stats.remote() for node_id in nodes], timeout=60)
+    found = ray.get([node_store(pool, node_id).stats.remote() for node_id in nodes])
     return sum(stats.get("tier_strangers", 0) for stats in found)
 
 

@@ -77,7 +77,7 @@ def test_hits_are_counted_by_where_they_came_from(pool: raykv.KVPool, prometheus
     own, others = (cache.keys(tokens(seed, 8)) for seed in (1, 2))
     keep(cache, own)
     assert ray.get(there.cache.remote(model="a-model")) is not None
-    assert ray.get(there.store.remote(others, model="a-model"), timeout=60) == 8
+    assert ray.get(there.store.remote(others, model="a-model")) == 8
     eventually(lambda: totals(pool)["ready"] == 16)
     before = pool.stats()
     for _ in range(3):

@@ -41,13 +41,13 @@ def kept(pool: raykv.KVPool, cache: raykv.KVCache, node_id: str, seeds: range, b
     there = worker(pool, node_id)
     prompts = [cache.keys(tokens(seed, blocks)) for seed in seeds]
     for keys in prompts:
-        ray.get(there.keep.remote(keys), timeout=120)
+        ray.get(there.keep.remote(keys))
     return prompts
 
 
 def pulled(pool: raykv.KVPool) -> int:
     """Blocks that the store of this node pulled."""
-    return int(ray.get(node_store(pool, pool.node_id).stats.remote(), timeout=60)["pulled"])
+    return int(ray.get(node_store(pool, pool.node_id).stats.remote())["pulled"])
 
 
 def test_a_reader_beside_a_stopped_store_reads_the_memory_of_its_node(start: Callable[..., raykv.KVPool]) -> None:
@@ -57,7 +57,7 @@ def test_a_reader_beside_a_stopped_store_reads_the_memory_of_its_node(start: Cal
     (keys,) = kept(pool, cache, pool.node_id, range(1), 20)
     (far,) = kept(pool, cache, other_node(pool), range(1, 2), 20)
     there = worker(pool, other_node(pool))
-    eventually(lambda: ray.get(there.holds.remote(keys), timeout=60))
+    eventually(lambda: ray.get(there.holds.remote(keys)))
     with stopped(pid(node_store(pool, pool.node_id))):
         eventually(lambda: state(pool, pool.node_id) == "suspect")
         for _ in range(3):

@@ -80,7 +80,7 @@ def test_spans_say_what_was_hit_and_where(start: Callable[..., raykv.KVPool]) ->
     assert store(cache, cache.keys(tokens(2, 4))) == 4
     traced = worker(pool, other_node(pool), Traced)
     eventually(lambda: totals(pool)["ready"] == 4)
-    spans = ray.get(traced.trace.remote(1, 2), timeout=60)
+    spans = ray.get(traced.trace.remote(1, 2))
     assert [name for name, _, _ in spans] == [
         *("raykv.store", "raykv.match", "raykv.read"),
         *("raykv.match", "raykv.pull", "raykv.read", "request"),
@@ -98,7 +98,7 @@ def test_reads_of_an_event_loop_are_children_of_their_callers_span(start: Callab
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     assert store(cache, cache.keys(tokens(1, 4))) == 4
     eventually(lambda: totals(pool)["ready"] == 4)
-    spans = ray.get(worker(pool, other_node(pool), Traced).await_reads.remote(1), timeout=60)
+    spans = ray.get(worker(pool, other_node(pool), Traced).await_reads.remote(1))
     assert spans == [
         ("raykv.match", "request"),
         ("raykv.pull", "raykv.read"),
@@ -112,5 +112,5 @@ def test_a_match_that_a_signal_ends_with_its_span_holds_nothing(start: Callable[
     cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK)
     assert store(cache, cache.keys(tokens(1, 4))) == 4
     struck = worker(pool, pool.node_id, Traced)
-    assert ray.get(struck.interrupt.remote(1), timeout=60) == 0
+    assert ray.get(struck.interrupt.remote(1)) == 0
     eventually(lambda: pool.stats()["leases"] == 0)

@@ -177,9 +177,9 @@ def test_a_node_that_joins_and_cannot_afford_its_store_is_seen(
     assert why.startswith("asked for") and "Lower cpu_memory" in why
     shown = command("status", "--name", pool.name, address=cluster.address)
     assert "no store" in shown.stdout and "Lower cpu_memory" in " ".join(shown.stdout.split())
-    (said,) = ray.get(worker(pool, node.node_id, Attached).warnings.remote(), timeout=60)
+    (said,) = ray.get(worker(pool, node.node_id, Attached).warnings.remote())
     assert "no store on this node" in said and why in said
-    assert ray.get(worker(pool, pool.node_id, Attached).warnings.remote(), timeout=60) == []
+    assert ray.get(worker(pool, pool.node_id, Attached).warnings.remote()) == []
 
 
 def test_stop_ends_what_it_finds_by_name(start: Callable[..., raykv.KVPool], cluster: Any) -> None:
@@ -210,4 +210,4 @@ def test_a_pool_serves_at_once_and_its_supervisor_follows(start: Callable[..., r
     begin = time.monotonic()
     pool = start()
     assert len(actor_names(pool.name)) == 4, f"{time.monotonic() - begin:.1f} s"
-    assert ray.get(named_actors.find(named_actors.supervisor_name(pool.name)).ping.remote(), timeout=60)
+    assert ray.get(named_actors.find(named_actors.supervisor_name(pool.name)).ping.remote())

@@ -37,7 +37,7 @@ def test_reads_find_the_new_port_of_a_restarted_store(pool: raykv.KVPool) -> Non
     for seed in (2, 3):
         keys = cache.keys(tokens(seed, 20))
         keep(cache, keys)
-        eventually(lambda keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
+        eventually(lambda keys=keys: ray.get(there.holds.remote(keys)))  # type: ignore[misc]
         kill(pool, pool.node_id)
     eventually(lambda: settled(pool))
 
@@ -50,14 +50,14 @@ def test_reads_from_a_stopped_store_miss_until_it_goes_on(start: Callable[..., r
     prompts = [cache.keys(tokens(seed, 20)) for seed in (1, 2)]
     for keys in prompts:
         keep(cache, keys)
-    eventually(lambda: ray.get(there.holds.remote(prompts[0]), timeout=60))
+    eventually(lambda: ray.get(there.holds.remote(prompts[0])))
     stopped = pid(node_store(pool, pool.node_id))
     suspend(stopped)
     try:
-        assert ray.get(there.read.remote(prompts[1]), timeout=60)[:3] == (20, 0, 0)
+        assert ray.get(there.read.remote(prompts[1]))[:3] == (20, 0, 0)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    eventually(lambda: ray.get(there.holds.remote(prompts[1]), timeout=60))
+    eventually(lambda: ray.get(there.holds.remote(prompts[1])))
     eventually(lambda: settled(pool))
 
 
@@ -68,7 +68,7 @@ def test_a_read_ends_with_the_first_piece_that_does_not_arrive(
     pool = start()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 30))
-    assert ray.get(worker(pool, other_node(pool)).store.remote(keys), timeout=60) == 30
+    assert ray.get(worker(pool, other_node(pool)).store.remote(keys)) == 30
     for stopped in (pool.node_id, other_node(pool)):
         process = pid(node_store(pool, stopped))
         pool.session.directory.faults.clear()

@@ -68,7 +68,7 @@ def the_command(pool: raykv.KVPool, address: str) -> Iterator["subprocess.Popen[
 def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster: Any) -> None:
     cache, there = a_cache(pool), worker(pool, other_node(pool))
     own, others = (cache.keys(tokens(seed, 4)) for seed in (1, 2))
-    assert store(cache, own) == 4 and ray.get(there.store.remote(others), timeout=60) == 4
+    assert store(cache, own) == 4 and ray.get(there.store.remote(others)) == 4
     eventually(lambda: len(locations(pool, cache, others)) == 4)
     with the_command(pool, cluster.address) as it:
         probe = a_cache(pool, model="probe")
@@ -77,7 +77,7 @@ def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster:
             read(cache, keys)
         longer = np.concatenate([tokens(1, 4), tokens(4, 2)])
         assert read(cache, cache.keys(longer)).read == 4
-        ray.get(there.read.remote(own), timeout=60)
+        ray.get(there.read.remote(own))
         assert it.stdout is not None
         lines: list[dict[str, Any]] = []
         while len(lines) < 5:
@@ -107,7 +107,7 @@ def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool, monkeypatch: pyte
     monkeypatch.setattr(raykv.client.lease, "data_deadline", lambda size: 1.0)  # before that of the store that pulls
     there, cache = worker(pool, other_node(pool)), a_cache(pool, model="late")
     keys = cache.keys(tokens(6, 4))
-    assert ray.get(there.store.remote(keys, model="late"), timeout=60) == 4
+    assert ray.get(there.store.remote(keys, model="late")) == 4
     eventually(lambda: len(locations(pool, cache, keys)) == 4)
     lines = Lines(pool)
     with stopped(pid(node_store(pool, other_node(pool)))), cache.match(keys) as match:

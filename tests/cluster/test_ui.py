@@ -92,7 +92,7 @@ def test_a_reader_sees_what_was_done_and_what_happened(
     keep(cache, long)
     keep(cache, short)
     reader = worker(pool, there)
-    assert ray.get(reader.read.remote(long), timeout=60).read == 12
+    assert ray.get(reader.read.remote(long)).read == 12
     assert not read(cache, cache.keys(tokens(3, 20))).matched
     done = pool.stats()
     share = f"{100 * done['hits'] / done['lookups']:.1f}%"

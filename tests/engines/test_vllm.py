@@ -47,11 +47,11 @@ class Engines(NamedTuple):
     fault: Path
 
     def answer(self, engine: Any, *prompts: list[int], **how: Any) -> list[tuple[list[int], int]]:
-        return ray.get(engine.answer.remote(*prompts, **how), timeout=300)  # type: ignore[no-any-return]
+        return ray.get(engine.answer.remote(*prompts, **how))  # type: ignore[no-any-return]
 
     def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], int]:
         """The same of an engine that has nothing in a cache of its own."""
-        eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
+        eventually(lambda: ray.get(engine.reset.remote()))
         return self.answer(engine, prompt)[0]
 
     def stored(self, prompt: list[int]) -> None:
@@ -148,7 +148,7 @@ def test_a_pool_hit_gives_the_tokens_of_a_hit_in_the_engines_own_cache(engines: 
     for engine in (engines.small, engines.there):
         for known in prompts:
             cached = len(known) // CHUNK * CHUNK
-            from_pool, own = (ray.get(engine.spell.remote(known), timeout=60) for _ in range(2))
+            from_pool, own = (ray.get(engine.spell.remote(known)) for _ in range(2))
             assert from_pool == own and from_pool[2] == cached
 
 
@@ -162,7 +162,7 @@ def test_500_mixed_requests_get_the_right_tokens(engines: Engines) -> None:
     finished = 0
     for first in range(0, 500, 100):
         engine = engines.there if first == 200 else engines.small  # there its blocks are on another node
-        wave = ray.get(engine.mix.remote(*prompts[first : first + 100], tokens=20), timeout=300)
+        wave = ray.get(engine.mix.remote(*prompts[first : first + 100], tokens=20))
         assert wave == {i: right[first + i] for i in wave}
         finished += len(wave)
         eventually(lambda engine=engine: ray.get(engine.reset.remote()))  # type: ignore[misc]
@@ -280,7 +280,7 @@ def test_streams_go_on_while_parts_of_the_pool_die(engines: Engines, cluster: An
         assert answers_while(engines, there, prompts, lambda what=what: kill(pool, what)) == right  # type: ignore[misc]
         eventually(lambda first=first: engines.afresh(there, prompt(first, 1000))[1] == 896)  # type: ignore[misc]
     prompts, right = computed(engines, there, 440)
-    ray.get(there.close.remote(), timeout=60)  # else the raylet's death leaves files of vLLM in /dev/shm
+    ray.get(there.close.remote())  # else the raylet's death leaves files of vLLM in /dev/shm
     answers = answers_while(engines, here, prompts, lambda: cluster.remove_node(engines.node, allow_graceful=False))
     assert answers == right
     eventually(lambda: settled(pool))

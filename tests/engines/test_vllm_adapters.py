@@ -36,16 +36,16 @@ class Engines(NamedTuple):
         return LoRARequest(name, number, str(self.folder / name), **fields)
 
     def load(self, engine: int, lora: LoRARequest) -> None:
-        assert ray.get(self.actors[engine].load.remote(lora), timeout=60)
+        assert ray.get(self.actors[engine].load.remote(lora))
 
     def answer(self, engine: int, prompt: list[int], lora: LoRARequest, cold: bool = False) -> tuple[list[int], int]:
         """Of an engine that has nothing in a cache of its own, and how many tokens it read."""
-        eventually(lambda: ray.get(self.actors[engine].reset.remote(), timeout=60))
-        return ray.get(self.actors[engine].answer.remote(prompt, cold=cold, lora=lora), timeout=300)[0]  # type: ignore[no-any-return]
+        eventually(lambda: ray.get(self.actors[engine].reset.remote()))
+        return ray.get(self.actors[engine].answer.remote(prompt, cold=cold, lora=lora))[0]  # type: ignore[no-any-return]
 
     def again(self, engine: int, prompt: list[int], lora: LoRARequest) -> list[int]:
         """The same, but for what its own cache has."""
-        return ray.get(self.actors[engine].answer.remote(prompt, lora=lora), timeout=300)[0][0]  # type: ignore[no-any-return]
+        return ray.get(self.actors[engine].answer.remote(prompt, lora=lora))[0][0]  # type: ignore[no-any-return]
 
     def read(self, engine: int, prompt: list[int], lora: LoRARequest) -> list[int]:
         """The answer once all of the prompt can be read, which is the same as of who computes it."""

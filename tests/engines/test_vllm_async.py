@@ -33,8 +33,8 @@ class Engines(NamedTuple):
 
     def afresh(self, prompt: list[int], cold: bool = False) -> tuple[list[int], int]:
         """The answer of an engine that has nothing in a cache of its own, and how many tokens it read."""
-        eventually(lambda: ray.get(self.reader.reset.remote(), timeout=60))
-        return ray.get(self.reader.answer.remote(prompt, cold=cold), timeout=300)[0]  # type: ignore[no-any-return]
+        eventually(lambda: ray.get(self.reader.reset.remote()))
+        return ray.get(self.reader.answer.remote(prompt, cold=cold))[0]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,9 @@ def engines(
     streamed: Any = kind.remote(*arguments, str(weights))
     reader = engine_on(other_node(pool), *arguments, "/fault", extra={"weights": str(weights)})
     engines = Engines(pool, streamed, reader)
-    ray.get([engine.answer.remote([7] * 40) for engine in (streamed, reader)], timeout=300)
+    ray.get([engine.answer.remote([7] * 40) for engine in (streamed, reader)])
     yield engines
-    ray.get(streamed.close.remote(), timeout=60)
+    ray.get(streamed.close.remote())
     ray.kill(streamed)
     close_engines(engines.reader)
 
@@ -74,7 +74,7 @@ def engines(
 def test_a_session_that_grows_is_read_right_by_others(engines: Engines, lengths: tuple[int, ...], tokens: int) -> None:
     random = np.random.default_rng(sum(lengths) + tokens)
     turns: list[list[int]] = [random.integers(3, 500, length).tolist() for length in lengths]
-    answers = ray.get(engines.streamed.session.remote(turns, tokens), timeout=300)
+    answers = ray.get(engines.streamed.session.remote(turns, tokens))
     assert [len(answer) for answer in answers] == [tokens] * len(turns)
     # vLLM drops an answer's last token when the next turn comes
     kept = [turn + answer[:-1] for turn, answer in zip(turns, answers, strict=True)]
@@ -95,14 +95,14 @@ def test_a_reset_while_a_request_loads_succeeds_when_tried_again(engines: Engine
     eventually(lambda: engines.pool.stats()["keys"] >= before + 3)
     with stopped(pid(node_store(engines.pool, other_node(engines.pool)))):
         asked = engines.streamed.answer.remote(prompt)
-        eventually(lambda: not ray.get(engines.streamed.reset.remote(), timeout=60))  # it has blocks
+        eventually(lambda: not ray.get(engines.streamed.reset.remote()))  # it has blocks
         with pytest.raises(Exception, match="Failed to reset"):
-            ray.get(engines.streamed.reset.remote(reset_running_requests=True, reset_connector=True), timeout=60)
-        ray.get(getattr(engines.streamed, how).remote(), timeout=60)
-    assert ray.get(asked, timeout=60)[0] == right
+            ray.get(engines.streamed.reset.remote(reset_running_requests=True, reset_connector=True))
+        ray.get(getattr(engines.streamed, how).remote())
+    assert ray.get(asked)[0] == right
 
     def read() -> bool:
-        eventually(lambda: ray.get(engines.streamed.reset.remote(), timeout=60))
-        return bool(ray.get(engines.streamed.answer.remote(prompt), timeout=60) == (right, 3 * CHUNK))
+        eventually(lambda: ray.get(engines.streamed.reset.remote()))
+        return bool(ray.get(engines.streamed.answer.remote(prompt)) == (right, 3 * CHUNK))
 
     eventually(read)

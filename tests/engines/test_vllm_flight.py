@@ -42,11 +42,11 @@ def prompt(seed: int, tokens: int = LONG) -> list[int]:
 
 def ask(*engines: Any, prompts: list[list[int]]) -> list[Answers]:
     """What each engine says to all of the prompts, asked at once."""
-    return ray.get([engine.answer.remote(*prompts) for engine in engines], timeout=300)
+    return ray.get([engine.answer.remote(*prompts) for engine in engines])
 
 
 def waits(engine: Any) -> float:
-    return float(ray.get(engine.metrics.remote(), timeout=60).get(WAITED, 0.0))
+    return float(ray.get(engine.metrics.remote()).get(WAITED, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_eight_requests_of_two_engines_compute_a_prompt_once(engines: Engines) -
         eventually(lambda: engines.pool.stats()["intents"] == 0)
         asked = engines.two.answer.remote(*[new] * 4)
         eventually(lambda: engines.pool.stats()["intents"])  # on a busy machine one may be done before the other begins
-        both = ray.get([engines.one.answer.remote(*[new] * 4), asked], timeout=300)
+        both = ray.get([engines.one.answer.remote(*[new] * 4), asked])
         said = [answer for answers in both for answer in answers]
         assert sorted(cached for _, cached in said)[:2] in ([0, LONG // CHUNK * CHUNK], [0, LONG // 32 * 32])
         assert waits(engines.one) + waits(engines.two) >= before + 1
@@ -92,7 +92,7 @@ def test_requests_of_one_engine_do_not_wait_for_each_other(engines: Engines) -> 
 def test_engines_that_get_the_same_prompts_in_another_order_do_not_wait_for_ever(engines: Engines) -> None:
     prompts = [prompt(seed) for seed in range(30, 34)]
     asked = engines.one.answer.remote(*prompts), engines.two.answer.remote(*prompts[::-1])
-    one, two = ray.get(list(asked), timeout=300)
+    one, two = ray.get(list(asked))
     assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two[::-1]]
     computed = sum(LONG - cached for _, cached in one + two)
     assert computed <= 1.2 * len(prompts) * LONG, "each is computed by one of them"
@@ -103,8 +103,8 @@ def test_an_engine_that_is_killed_while_it_computes_is_waited_for_no_longer_than
 ) -> None:
     """Its client is not known to be gone for ten seconds."""
     new = prompt(40)
-    processes = ray.get(engines.two.processes.remote(), timeout=60)
-    ray.get(engines.two.begin.remote(new), timeout=60)
+    processes = ray.get(engines.two.processes.remote())
+    ray.get(engines.two.begin.remote(new))
     eventually(lambda: engines.pool.stats()["intents"] == 1)
     for process in processes:
         os.kill(process, signal.SIGKILL)

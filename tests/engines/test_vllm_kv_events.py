@@ -40,7 +40,7 @@ class Told(NamedTuple):
     heard: KVIndex
 
     def answer(self, *prompts: list[int]) -> list[tuple[list[int], int]]:
-        return ray.get(self.engine.answer.remote(*prompts), timeout=300)  # type: ignore[no-any-return]
+        return ray.get(self.engine.answer.remote(*prompts))  # type: ignore[no-any-return]
 
     def step(self) -> KVIndex:
         """Events are published as the engine steps: with a prompt that the pool is not asked for."""

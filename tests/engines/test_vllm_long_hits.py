@@ -34,11 +34,11 @@ class Engines(NamedTuple):
     writer: Any
 
     def answer(self, engine: Any, *prompts: list[int], **how: Any) -> list[tuple[list[int], int]]:
-        return ray.get(engine.answer.remote(*prompts, **how), timeout=300)  # type: ignore[no-any-return]
+        return ray.get(engine.answer.remote(*prompts, **how))  # type: ignore[no-any-return]
 
     def forget(self, engine: Any) -> None:
         """Empty the engine's own cache."""
-        eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
+        eventually(lambda: ray.get(engine.reset.remote()))
 
     def stored(self, *prompts: list[int]) -> list[list[int]]:
         """What follows them, computed by the writer, from where the pool has them."""
@@ -67,7 +67,7 @@ def engines(
 
     nodes = pool.node_id, other_node(pool)
     reader, writer = (engine_on(node, pool.name, str(model), 128 * MIB, "no fault") for node in nodes)
-    ray.get([reader.__ray_ready__.remote(), writer.__ray_ready__.remote()], timeout=300)
+    ray.get([reader.__ray_ready__.remote(), writer.__ray_ready__.remote()])
     yield Engines(pool, reader, writer)
     close_engines(reader, writer)
 
@@ -91,7 +91,7 @@ def test_the_leases_of_an_aborted_load_are_released(engines: Engines) -> None:
     known = prompt(10)
     (right,) = engines.stored(known)
     for steps in (1, 3, 10, 30):
-        ray.get(engines.reader.abort.remote(known, steps), timeout=60)
+        ray.get(engines.reader.abort.remote(known, steps))
         engines.forget(engines.reader)
     eventually(lambda: settled(engines.pool))
     assert engines.answer(engines.reader, known) == [(right, CHUNK * CHUNKS)]

@@ -34,16 +34,16 @@ class Engines(NamedTuple):
 
     def computed(self, prompt: list[int]) -> tuple[list[int], list[float]]:
         """What the first engine says without any cache, and to have the pool know the prompt from then on."""
-        right = ray.get(self.one.spell.remote(prompt), timeout=300)
-        eventually(lambda: ray.get(self.one.reset.remote(), timeout=60))
+        right = ray.get(self.one.spell.remote(prompt))
+        eventually(lambda: ray.get(self.one.reset.remote()))
         eventually(lambda: settled(self.pool))
         assert right[2] == 0
         return right[:2]  # type: ignore[no-any-return]
 
     def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], list[float], int]:
         """What an engine says that has nothing in a cache of its own."""
-        eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
-        return ray.get(engine.spell.remote(prompt), timeout=300)  # type: ignore[no-any-return]
+        eventually(lambda: ray.get(engine.reset.remote()))
+        return ray.get(engine.spell.remote(prompt))  # type: ignore[no-any-return]
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -65,7 +65,7 @@ def engines(
     arguments = (pool.name, str(model), 64 * MIB, str(fault))
     actors = [engine_on(node, *arguments, dtype=kind.dtype) for node in nodes]
     for actor in actors:
-        ray.get(actor.answer.remote([3] * 40), timeout=300)
+        ray.get(actor.answer.remote([3] * 40))
     yield Engines(pool, kind, *actors)
     close_engines(*actors)
 
@@ -82,7 +82,7 @@ def test_a_prompt_that_another_engine_computed_is_read_to_its_last_chunk(engines
         full = (tokens - 1) // chunk * chunk
         eventually(lambda known=known, full=full: engines.afresh(engines.two, known)[2] >= full)  # type: ignore[misc]
         for engine in (engines.two, engines.one):  # from the pool, and from its own cache
-            for found in (engines.afresh(engine, known), ray.get(engine.spell.remote(known), timeout=300)):
+            for found in (engines.afresh(engine, known), ray.get(engine.spell.remote(known))):
                 assert found[0] == right[0] and found[1] == pytest.approx(right[1], abs=1e-3)
                 assert full <= found[2] < tokens
 
@@ -93,7 +93,7 @@ def test_a_conversation_that_goes_on_is_read_up_to_the_turn_before(engines: Engi
         engines.computed(turn) if i == 0 else None
         said = engines.afresh(engines.one, turn)[0]
         turn = turn + said + prompt(10 + i, 150)
-        right = ray.get(engines.one.answer.remote(turn, cold=True), timeout=300)[0][0]
+        right = ray.get(engines.one.answer.remote(turn, cold=True))[0][0]
         found = engines.afresh(engines.two, turn)
         assert found[0] == right and found[2] >= 288
 
@@ -104,10 +104,10 @@ def test_whatever_is_evicted_the_tokens_are_right(engines: Engines) -> None:
     common = [prompt(100 + i, 200 + 60 * i) for i in range(5)]
     random = np.random.default_rng(7)
     prompts = [common[random.integers(5)] + prompt(200 + i, int(random.integers(10, 900))) for i in range(60)]
-    right = [answer[0] for answer in ray.get(engines.one.answer.remote(*prompts, cold=True), timeout=300)]
+    right = [answer[0] for answer in ray.get(engines.one.answer.remote(*prompts, cold=True))]
     for engine in (engines.one, engines.two, engines.one):
         eventually(lambda engine=engine: ray.get(engine.reset.remote()))  # type: ignore[misc]
-        said = ray.get(engine.answer.remote(*prompts), timeout=300)
+        said = ray.get(engine.answer.remote(*prompts))
         assert [answer[0] for answer in said] == right
     assert engines.pool.stats()["hits"] > 0
     eventually(lambda: settled(engines.pool))
@@ -120,7 +120,7 @@ def test_a_store_that_is_killed_costs_hits_and_no_token(engines: Engines) -> Non
     eventually(lambda: ray.get(engines.two.reset.remote()))
     asked = engines.two.spell.remote(known)
     kill(engines.pool, engines.pool.node_id)
-    assert ray.get(asked, timeout=300)[0] == right[0]
+    assert ray.get(asked)[0] == right[0]
     eventually(lambda: engines.afresh(engines.two, known)[2] == 1440)
 
 
@@ -132,7 +132,7 @@ def test_an_engine_that_can_not_go_on_from_a_prefix_is_left_alone(
     save_mla_model(tmp_path)
     arguments = (pool.name, str(tmp_path), 16 * MIB, str(tmp_path / "fault"))
     engine = engine_on(pool.node_id, *arguments, attention_backend="CPU_MLA")  # others go on from one, on some CPUs
-    said = [ray.get(engine.spell.remote(prompt(1, 1500)), timeout=300) for _ in range(2)]
+    said = [ray.get(engine.spell.remote(prompt(1, 1500))) for _ in range(2)]
     assert said[0] == said[1] and said[0][2] == 0
     assert (pool.stats()["lookups"], pool.stats()["keys"]) == (0, 0)
     close_engines(engine)

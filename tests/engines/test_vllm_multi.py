@@ -39,8 +39,8 @@ class Place(NamedTuple):
 
 def afresh(engine: Any, prompt: list[int], cold: bool = False) -> tuple[list[int], int]:
     """The answer of an engine that has nothing in a cache of its own, and how many tokens it read."""
-    eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
-    return ray.get(engine.answer.remote(prompt, cold=cold), timeout=300)[0]  # type: ignore[no-any-return]
+    eventually(lambda: ray.get(engine.reset.remote()))
+    return ray.get(engine.answer.remote(prompt, cold=cold))[0]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -71,4 +71,4 @@ def test_beside_nixl_an_engine_stores_reads_and_computes_what_does_not_come(plac
 def test_a_policy_that_ends_requests_is_refused(place: Place) -> None:
     with pytest.raises(ray.exceptions.RayError, match='add "kv_load_failure_policy": "recompute"'):
         engine = engine_on(place.pool.node_id, *place.arguments, beside=([NIXL], []), policy="fail")
-        ray.get(engine.answer.remote([7] * 40), timeout=300)
+        ray.get(engine.answer.remote([7] * 40))

@@ -46,7 +46,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 def spell(engine: Any, prompt: list[int], **options: Any) -> Said:
-    return ray.get(engine.spell.remote(prompt, **options), timeout=300)  # type: ignore[no-any-return]
+    return ray.get(engine.spell.remote(prompt, **options))  # type: ignore[no-any-return]
 
 
 def alike(one: Said, two: Said) -> bool:
@@ -133,8 +133,8 @@ def test_who_read_a_tail_stores_the_chunk_that_it_begins_when_it_is_full(engines
 def test_who_decodes_stores_nothing(engines: Engines) -> None:
     eventually(lambda: settled(engines.pool))
     before = engines.pool.stats()["keys"]
-    ray.get(engines.decode.answer.remote(prompt(4000, 3 * CHUNK), tokens=2 * CHUNK), timeout=300)
-    ray.get(engines.decode.answer.remote(prompt(4001, 50)), timeout=300)
+    ray.get(engines.decode.answer.remote(prompt(4000, 3 * CHUNK), tokens=2 * CHUNK))
+    ray.get(engines.decode.answer.remote(prompt(4001, 50)))
     eventually(lambda: settled(engines.pool) and engines.pool.stats()["intents"] == 0)
     assert engines.pool.stats()["keys"] == before
 
@@ -154,9 +154,9 @@ def test_many_prompts_at_once(engines: Engines) -> None:
     """Of one document, of others, and some twice: with tails of all lengths."""
     document = prompt(6000, CHUNK)
     prompts = [[*document, *prompt(6001 + i % 9, 3 + 17 * (i % 9))] for i in range(12)]
-    first = ray.get(engines.prefill.answer.remote(*prompts, tokens=1), timeout=300)
-    said = ray.get(engines.decode.answer.remote(*prompts, tokens=8), timeout=300)
-    right = ray.get(engines.decode.answer.remote(*prompts, tokens=8, cold=True), timeout=300)
+    first = ray.get(engines.prefill.answer.remote(*prompts, tokens=1))
+    said = ray.get(engines.decode.answer.remote(*prompts, tokens=8))
+    right = ray.get(engines.decode.answer.remote(*prompts, tokens=8, cold=True))
     assert [tokens for tokens, _ in said] == [tokens for tokens, _ in right]
     assert [tokens for tokens, _ in first] == [tokens[:1] for tokens, _ in right]
     assert all(cached >= len(one) - BLOCK for one, (_, cached) in zip(prompts, said, strict=True))

@@ -55,7 +55,7 @@ def test_one_question_for_all_ranks_whose_blocks_are_on_several_nodes(
     writers = {0: here, 1: there}
     for part, count in ((0, 12), (1, 7)):
         actor = worker(pool, writers[part], StoringRank)
-        stored = ray.get(actor.put.remote(part, BYTES[part], count), timeout=60)
+        stored = ray.get(actor.put.remote(part, BYTES[part], count))
         assert stored == count
     calls: Counter[str] = Counter()
     send = DirectoryClient._send
@@ -84,14 +84,14 @@ def test_what_all_ranks_have_is_stored_once_and_read_on_every_node(manager: RayK
     here, there = pool.node_id, other_node(pool)
     manager.set_ranks([Rank(node, (0,), BYTES[:1]) for node in (here, there, there)], GROUPS)
     actors = [worker(pool, node, StoringRank) for node in (here, there, there)]
-    assert ray.get(actors[1].put.remote(0, BYTES[0], 9), timeout=60) == 9
+    assert ray.get(actors[1].put.remote(0, BYTES[0], 9)) == 9
     assert pool.stats()["keys"] == 9
     context = request("latent", KEYS)
     assert ask(manager, context) == 9
     load = manager.prepare_load(KEYS[:9], context)
     assert [part.away for (part,) in load.ranks] == [True, False, False]
     for actor, (part,) in zip(actors, load.ranks, strict=True):
-        out = ray.get(actor.get.remote(part.leased, BYTES[0]), timeout=60)
+        out = ray.get(actor.get.remote(part.leased, BYTES[0]))
         assert out.shape == (9, BYTES[0]) and (out == 0).all()
     manager.complete_load(KEYS[:9], context)
     manager.on_request_finished(context)

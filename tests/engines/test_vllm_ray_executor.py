@@ -56,7 +56,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 def spell(engine: Any, prompt: list[int]) -> Spelt:
-    return ray.get(engine.spell.remote(prompt), timeout=300)  # type: ignore[no-any-return]
+    return ray.get(engine.spell.remote(prompt))  # type: ignore[no-any-return]
 
 
 def same(said: Spelt, computed: Spelt) -> bool:
@@ -79,11 +79,11 @@ def engines(
     for driver, ranks in places.items():  # in turn: a rank that answers late, since others start, is taken for dead
         actors.append(ray_engine.start(driver, ranks, pool.name, str(model), str(fault)))
         ray.get(actors[-1].answer.remote(prompt(0, 40)), timeout=600)
-    shared: list[set[str]] = [ray.get(actor.files.remote(), timeout=60) for actor in actors]
+    shared: list[set[str]] = [ray.get(actor.files.remote()) for actor in actors]
     yield Engines(pool, left, right, *actors)
     for actor in actors:
         with contextlib.suppress(ray.exceptions.RayError):  # of a node that was killed
-            ray.get(actor.close.remote(), timeout=60)
+            ray.get(actor.close.remote())
         ray.kill(actor)
     for file in set().union(*shared):
         Path(file).unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def test_every_rank_reads_and_writes_the_memory_of_its_own_node(engines: Engines
         (engines.swapped, (engines.right, engines.left)),
     ):
         nodes = [place.node_id for place in places]
-        assert ray.get(engine.ranks.remote(), timeout=60) == [(node, node) for node in nodes]
+        assert ray.get(engine.ranks.remote()) == [(node, node) for node in nodes]
     long, before = prompt(1, 12 * CHUNK + 5), engines.ready()
     computed = engines.stored(engines.one, long)
     assert [now - then for now, then in zip(engines.ready(), before, strict=True)] == [0, 12, 12]
@@ -125,7 +125,7 @@ def test_a_node_store_is_killed_while_ranks_read(engines: Engines) -> None:
     process = pid(node_store(engines.pool, engines.left.node_id))
     killer = threading.Timer(0.1, lambda: os.kill(process, signal.SIGKILL))
     killer.start()
-    said = ray.get([engines.swapped.answer.remote(*known), engines.two.answer.remote(*known)], timeout=300)
+    said = ray.get([engines.swapped.answer.remote(*known), engines.two.answer.remote(*known)])
     killer.join()
     for answers in said:
         assert [tokens for tokens, _ in answers] == [tokens for tokens, _, _ in right]
@@ -144,7 +144,7 @@ def pid_of_store(engines: Engines) -> int:
 
 def hits_again(engine: Any, known: list[int], right: Spelt) -> bool:
     """Whether an engine that has nothing itself has all chunks from the pool. What it says is right in any case."""
-    eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
+    eventually(lambda: ray.get(engine.reset.remote()))
     said = spell(engine, known)
     assert same(said, right)
     return said[2] == len(known) // CHUNK * CHUNK
@@ -158,7 +158,7 @@ def test_a_raylet_of_a_rank_is_killed(engines: Engines, cluster: Any) -> None:
     cluster.remove_node(engines.right, allow_graceful=False)
     for one in asked:
         try:
-            answers = ray.get(one, timeout=300)
+            answers = ray.get(one)
         except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError):
             continue
         assert [tokens[:8] for tokens, _ in answers] == [tokens for tokens, _, _ in right]

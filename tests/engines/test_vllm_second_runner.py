@@ -25,7 +25,7 @@ def test_no_step_that_computes_pauses(cluster: Any, start: Callable[..., raykv.K
     save_model(model)
     prompt = np.random.default_rng(0).integers(3, 500, 1000).tolist()
     engine = engine_on(pool.node_id, pool.name, str(model), 64 * MIB, str(tmp_path / "fault"))
-    ray.get(engine.__ray_call__.remote(second_runner.take_over), timeout=300)
+    ray.get(engine.__ray_call__.remote(second_runner.take_over))
     ((computed, _),) = ray.get(engine.answer.remote(prompt, tokens=20))
 
     def stored() -> bool:

@@ -64,7 +64,7 @@ def engines(
         for size, node in zip((1, 2), nodes, strict=True)
     ]
     for actor in actors:
-        ray.get(actor.answer.remote([3] * 40), timeout=300)
+        ray.get(actor.answer.remote([3] * 40))
     yield Engines(pool, kind, *actors)
     close_engines(*actors)
 
@@ -75,10 +75,10 @@ def test_tensor_parallel_2_reads_what_1_stored_and_the_other_way_round(engines: 
     for seed, writer, reader in ((1, engines.one, engines.two), (2, engines.two, engines.one)):
         known: list[int] = np.random.default_rng(seed).integers(3, 500, 4 * kind.chunk + 9).tolist()
         before = pool.stats()["keys"]
-        computed = ray.get(writer.spell.remote(known), timeout=300)
+        computed = ray.get(writer.spell.remote(known))
         assert computed[2] == 0
         eventually(lambda before=before: pool.stats()["keys"] == before + 4 * kind.parts)  # type: ignore[misc]
-        from_pool, own = (ray.get(reader.spell.remote(known), timeout=300) for _ in range(2))
+        from_pool, own = (ray.get(reader.spell.remote(known)) for _ in range(2))
         assert from_pool[2] == 4 * kind.chunk and from_pool == own
         exact = kind.dtype == "float32"  # else other sizes of pieces and ranks round otherwise
         alike = slice(None if exact else 1)

@@ -33,8 +33,8 @@ class Engines(NamedTuple):
 
     def afresh(self, engine: Any, prompt: list[int]) -> tuple[list[int], int]:
         """What follows, and how many tokens were cached, of an engine that has nothing in a cache of its own."""
-        eventually(lambda: ray.get(engine.reset.remote(), timeout=60))
-        return ray.get(engine.answer.remote(prompt), timeout=300)[0]  # type: ignore[no-any-return]
+        eventually(lambda: ray.get(engine.reset.remote()))
+        return ray.get(engine.answer.remote(prompt))[0]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def engines(url: str, model: Path, start_for_module: Callable[..., raykv.KVPool]
     nodes = pool.node_id, other_node(pool)
     extra = {"verify_tokens": False}  # a chunk has the length of what pushes it out
     actors = [engine_on(node, pool.name, str(model), 64 * MIB, "no fault", extra=extra) for node in nodes]
-    ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=300)  # vLLM is imported, and maybe compiled
+    ray.get([actor.__ray_ready__.remote() for actor in actors])  # vLLM is imported, and maybe compiled
     yield Engines(pool, *actors)
     close_engines(*actors)
 

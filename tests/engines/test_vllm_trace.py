@@ -91,7 +91,7 @@ def test_a_request_is_followed_through_both_processes(start: Callable[..., raykv
         return len(seen) >= 2
 
     eventually(told)
-    read, spans = ray.get(asked, timeout=60)
+    read, spans = ray.get(asked)
     by_kind = {line["kind"]: line for line in seen}
     match, load = by_kind["match"], by_kind["read"]
     assert len(seen) == 2 and match["id"] == load["id"]

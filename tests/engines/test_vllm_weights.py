@@ -31,11 +31,11 @@ class Engines(NamedTuple):
     files: tuple[Path, Path]
 
     def answer(self, number: int, prompt: list[int], **how: Any) -> tuple[list[int], int]:
-        return ray.get(self.actors[number].answer.remote(prompt, **how), timeout=300)[0]  # type: ignore[no-any-return]
+        return ray.get(self.actors[number].answer.remote(prompt, **how))[0]  # type: ignore[no-any-return]
 
     def cached(self, number: int, prompt: list[int]) -> int:
         """Tokens that an engine reads from the pool, which has nothing in a cache of its own."""
-        eventually(lambda: ray.get(self.actors[number].reset.remote(), timeout=60))
+        eventually(lambda: ray.get(self.actors[number].reset.remote()))
         return self.answer(number, prompt)[1]
 
     def stored(self, number: int, prompt: list[int]) -> list[int]:
@@ -49,7 +49,7 @@ class Engines(NamedTuple):
     def name(self, number: int, weights: str) -> None:
         """Say that an engine's weights are others now, and what they are called."""
         self.files[number].write_text(weights)
-        assert ray.get(self.actors[number].reset.remote(connector=True), timeout=60)
+        assert ray.get(self.actors[number].reset.remote(connector=True))
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -115,7 +115,7 @@ def test_named_weights_are_shared_after_a_reset(engines: Engines) -> None:
 def test_what_a_request_computed_before_a_reset_is_not_stored(engines: Engines) -> None:
     running = prompt(4, 500)
     engines.files[0].write_text("step 2")
-    assert ray.get(engines.actors[0].reset_while_it_runs.remote(running), timeout=60)
+    assert ray.get(engines.actors[0].reset_while_it_runs.remote(running))
     assert not engines.cached(0, running)
     engines.name(0, "loaded")
 

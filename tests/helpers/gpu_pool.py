@@ -75,7 +75,7 @@ class World:
 
 
 def do(reference: Any) -> Any:
-    return ray.get(reference, timeout=60)
+    return ray.get(reference)
 
 
 def whole(found: Reading, keys: Keys) -> bool:
@@ -153,7 +153,7 @@ def many_at_once(world: World) -> None:
     """GPUs, memory and nodes, for a few seconds: nothing wrong, and nothing held in the end."""
     here = worker(world.pool, world.pool.node_id)
     churns = [one.churn.remote(6.0, seed, 12, 60) for seed, one in enumerate((world.engine, world.far, here))]
-    for _, readings, wrong in ray.get(churns, timeout=120):
+    for _, readings, wrong in ray.get(churns):
         assert readings and not wrong
     eventually(lambda: not world.pool.stats()["leases"] and not world.pool.stats()["reservations"])
 

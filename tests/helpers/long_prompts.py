@@ -24,7 +24,7 @@ def full(start: Callable[..., raykv.KVPool], transport: str) -> tuple[raykv.KVPo
     assert store(cache, own) == len(own)
     prompts = [cache.keys(tokens(seed, LONG)) for seed in PROMPTS]
     for keys in prompts:
-        assert ray.get(there.store.remote(keys), timeout=60) == LONG
+        assert ray.get(there.store.remote(keys)) == LONG
     eventually(lambda: totals(pool)["ready"] == 7 * WINDOW + LONG * len(prompts))
     here = pool.stats()["nodes"][pool.node_id]
     assert (here["ready"], here["free"]) == (7 * WINDOW, WINDOW)

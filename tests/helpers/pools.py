@@ -151,7 +151,7 @@ def come_back(cache: raykv.KVCache, prompts: list[Keys], workers: Sequence[Any] 
 
         eventually(lambda keys=keys: holds(cache, keys), seen=seen)  # type: ignore[misc]
         for there in workers:
-            eventually(lambda there=there, keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
+            eventually(lambda there=there, keys=keys: ray.get(there.holds.remote(keys)))  # type: ignore[misc]
 
 
 class Worker:
@@ -212,12 +212,12 @@ class Worker:
 @contextlib.contextmanager
 def load(workers: Sequence[Any], prompts: int, blocks: int) -> Iterator[None]:
     """They store and read meanwhile: some blocks are stored, each reads some, and none is wrong."""
-    ray.get([there.pid.remote() for there in workers], timeout=120)
+    ray.get([there.pid.remote() for there in workers])
     with tempfile.NamedTemporaryFile() as going:
         asked = {"prompts": prompts, "blocks": blocks, "while_there": going.name}
         running = [there.churn.remote(math.inf, seed=i, **asked) for i, there in enumerate(workers)]
         yield
-    stored, readings, wrong = zip(*ray.get(running, timeout=120), strict=True)
+    stored, readings, wrong = zip(*ray.get(running), strict=True)
     assert any(stored) and all(readings) and not any(wrong)
 
 
@@ -250,7 +250,7 @@ def node_store(pool: raykv.KVPool, node_id: str) -> Any:
 
 
 def pid(actor: Any) -> int:
-    return int(ray.get(actor.ping.remote(), timeout=60))
+    return int(ray.get(actor.ping.remote()))
 
 
 def suspend(process: int) -> None:

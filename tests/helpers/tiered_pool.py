@@ -118,7 +118,7 @@ class Under:
         self._loads = [worker(pool, node_id, Load) for node_id in (pool.node_id, other_node(pool))]
 
     def __enter__(self) -> "Under":
-        ray.get([load.begin.remote() for load in self._loads], timeout=120)
+        ray.get([load.begin.remote() for load in self._loads])
         eventually(lambda: all(load.stored and load.read for load in self._totals()))
         self.goes_on(10)
         return self
@@ -129,11 +129,11 @@ class Under:
         eventually(lambda: all(now.calls >= old.calls + calls for now, old in zip(self._totals(), before, strict=True)))
 
     def _totals(self) -> list[Totals]:
-        found: list[Totals] = ray.get([load.totals.remote() for load in self._loads], timeout=60)
+        found: list[Totals] = ray.get([load.totals.remote() for load in self._loads])
         return found
 
     def __exit__(self, kind: object, *_: object) -> None:
-        found = ray.get([load.end.remote() for load in self._loads], timeout=120)
+        found = ray.get([load.end.remote() for load in self._loads])
         if kind is None:
             for totals in found:
                 assert totals.errors == [] and totals.wrong == 0 and totals.stored and totals.read, totals

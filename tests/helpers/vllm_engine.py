@@ -47,7 +47,7 @@ def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -
     """
     if not apart and (idle := _idle[ray.get_runtime_context().get_job_id(), node]):
         actor = idle.pop()
-        ray.get(actor.__ray_call__.remote(Engine.__init__, *arguments, **options), timeout=300)
+        ray.get(actor.__ray_call__.remote(Engine.__init__, *arguments, **options))
         return actor
     actor = ray.remote(Engine).options(
         num_cpus=0,
@@ -60,13 +60,13 @@ def engine_on(node: str, *arguments: Any, apart: bool = False, **options: Any) -
 def close_engines(*engines: Any, killed: Sequence[Any] = ()) -> None:
     """End them. killed: others, which a test may have killed along with their node."""
     for engine in engines:
-        if (node := ray.get(engine.close.remote(), timeout=60)) is None:
+        if (node := ray.get(engine.close.remote())) is None:
             ray.kill(engine)
         else:
             _idle[ray.get_runtime_context().get_job_id(), node].append(engine)
     for engine in killed:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(engine.close.remote(), timeout=60)
+            ray.get(engine.close.remote())
         ray.kill(engine)
 
 

@@ -71,7 +71,7 @@ def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
     keys = cache.keys(tokens(1, 5))
     keep(cache, keys)
     at = locations(pool, cache, keys)
-    address = ray.get(node_store(pool, pool.node_id).offers.remote(pool.node_id), timeout=60)["tcp"]
+    address = ray.get(node_store(pool, pool.node_id).offers.remote(pool.node_id))["tcp"]
     request = wire.frame(at.tobytes() + keys.tobytes())
     with connection(address, token=b"guessed") as peer:
         assert closed(peer)
@@ -92,7 +92,7 @@ def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
     with connection(address) as peer:  # who sends half a request hinders nobody
         peer.sendall(request[:100])
         assert holds(cache, keys)
-        assert ray.get(worker(pool, other_node(pool)).holds.remote(keys), timeout=60)
+        assert ray.get(worker(pool, other_node(pool)).holds.remote(keys))
 
 
 def test_a_node_that_tcp_does_not_reach_is_read_another_way(start: Callable[..., raykv.KVPool]) -> None:
@@ -102,8 +102,8 @@ def test_a_node_that_tcp_does_not_reach_is_read_another_way(start: Callable[...,
     keys = cache.keys(tokens(1, 20))
     keep(cache, keys)
     store = node_store(pool, pool.node_id)
-    ray.get(store.__ray_call__.remote(lambda store: store._memory.transports.close()), timeout=60)
-    found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys), timeout=60)
+    ray.get(store.__ray_call__.remote(lambda store: store._memory.transports.close()))
+    found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys))
     assert found[:3] == (20, 20, 0)
     assert read(cache, keys).read == 20
     eventually(lambda: settled(pool))
@@ -116,8 +116,8 @@ def test_a_pulled_block_keeps_its_position_in_the_chain(start: Callable[..., ray
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 10))
     keep(cache, keys)
-    eventually(lambda: ray.get(worker(pool, other_node(pool)).holds.remote(keys), timeout=60))
+    eventually(lambda: ray.get(worker(pool, other_node(pool)).holds.remote(keys)))
     there = node_store(pool, other_node(pool))
-    found = ray.get(there.__ray_call__.remote(lambda store: store._arena.inventory()), timeout=60)
+    found = ray.get(there.__ray_call__.remote(lambda store: store._arena.inventory()))
     positions = dict(zip(map(bytes, found.keys), found.positions.tolist(), strict=True))
     assert positions == {bytes(key): i for i, key in enumerate(keys)}

@@ -92,7 +92,7 @@ def test_three_times_the_memory_is_kept_and_read_through_either_node(files: rayk
     assert nodes == {files.node_id, other_node(files)}
     assert files.stats()["external_hits"] - hits > len(kept) * BLOCKS // 3
     for keys in kept[::4]:
-        eventually(lambda keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
+        eventually(lambda keys=keys: ray.get(there.holds.remote(keys)))  # type: ignore[misc]
     eventually(lambda: settled(files))
 
 
@@ -108,13 +108,13 @@ def test_blocks_in_another_nodes_own_tier_are_read_through_that_node(files: rayk
     def each_has_its_own() -> list[Keys]:
         kept = prompts(mine, 2)  # others each time: what is in a tier stays there
         push_out(files, mine, kept[0])
-        ray.get(there.push_out.remote(kept[1]), timeout=120)
+        ray.get(there.push_out.remote(kept[1]))
         found = [{own[int(at["node"])] for at in locations(files, mine, keys) if at["node"] & 1} for keys in kept]
         return kept if found == [{files.node_id}, {other_node(files)}] else []
 
     for keys in eventually(each_has_its_own):
         eventually(lambda keys=keys: holds(mine, keys))  # type: ignore[misc]
-        eventually(lambda keys=keys: ray.get(there.holds.remote(keys), timeout=60))  # type: ignore[misc]
+        eventually(lambda keys=keys: ray.get(there.holds.remote(keys)))  # type: ignore[misc]
 
 
 def test_files_that_were_cut_short_or_altered_are_misses(files: raykv.KVPool, disk: Path) -> None:
@@ -260,7 +260,7 @@ def test_nobody_waits_for_a_tier_that_does_not_give_blocks(moody: raykv.KVPool, 
     push_out(moody, mine, cold_keys)
     near, far = prompts(mine, 2, blocks=4)
     push_out(moody, mine, far)
-    eventually(lambda: ray.get(there.holds.remote(far), timeout=60))  # there, and nowhere else
+    eventually(lambda: ray.get(there.holds.remote(far)))  # there, and nowhere else
     index = moody.stats()["nodes"][other_node(moody)]["index"]
     eventually(lambda: set(locations(moody, mine, far)["node"]) == {index})
     assert store(mine, near) == 4
@@ -287,7 +287,7 @@ def test_an_engine_that_computes_faster_than_a_tier_reads_does_not_wait_for_it(
     mine, there = a_cache(moody), worker(moody, other_node(moody), Engine)
     (keys,) = prompts(mine, 1)
     push_out(moody, mine, keys)
-    eventually(lambda: holds(mine, keys[:4]) if memory == "here" else ray.get(there.holds.remote(keys[:4]), timeout=60))
+    eventually(lambda: holds(mine, keys[:4]) if memory == "here" else ray.get(there.holds.remote(keys[:4])))
     eventually(lambda: (locations(moody, mine, keys)["node"] & 1).tolist() == [0] * 4 + [1] * 12)
     fast = a_cache(moody, tokens_per_s=1e9)
     lifted.set("get")
@@ -300,7 +300,7 @@ def test_an_engine_that_computes_faster_than_a_tier_reads_does_not_wait_for_it(
 
 
 def pulled(pool: raykv.KVPool) -> int:
-    return int(ray.get(node_store(pool, pool.node_id).stats.remote(), timeout=60)["pulled"])
+    return int(ray.get(node_store(pool, pool.node_id).stats.remote())["pulled"])
 
 
 def test_prefetched_blocks_are_read_from_memory(moody: raykv.KVPool, lifted: Moods) -> None:
@@ -315,7 +315,7 @@ def test_prefetched_blocks_are_read_from_memory(moody: raykv.KVPool, lifted: Moo
     (other,) = prompts(mine, 1)
     lifted.lift()
     push_out(moody, mine, other)
-    eventually(lambda: ray.get(there.holds.remote(other[:4]), timeout=60))
+    eventually(lambda: ray.get(there.holds.remote(other[:4])))
     eventually(lambda: (locations(moody, mine, other)["node"] & 1).tolist() == [0] * 4 + [1] * 12)
     before = pulled(moody)
     with mine.match(other, prefetch=True) as match:
@@ -359,7 +359,7 @@ def test_a_shared_folder_is_read_by_each_node_itself(asked: raykv.KVPool) -> Non
     push_out(asked, mine, *kept)
     one, other = kept
     eventually(lambda: holds(mine, one))
-    eventually(lambda: ray.get(there.holds.remote(other), timeout=60))
+    eventually(lambda: ray.get(there.holds.remote(other)))
     nodes = asked.stats()["nodes"]
     for keys, node_id in ((one, asked.node_id), (other, other_node(asked))):
         at = nodes[node_id]["index"]

@@ -55,7 +55,7 @@ def test_the_stores_of_the_readers_nodes_bring_what_only_a_tier_has(
     for part, reader in enumerate(readers):
         (leased,) = match.leased(part, 0, BLOCKS)
         assert (np.frombuffer(leased.source, LOCATION)["node"] == leased.node).all()
-        assert (ray.get(reader.read.remote(leased), timeout=60) == payload(keys, SIZE)).all()
+        assert (ray.get(reader.read.remote(leased)) == payload(keys, SIZE)).all()
     match.release()
     pool.session.directory.heartbeat()
     eventually(lambda: settled(pool))
@@ -74,7 +74,7 @@ def test_what_a_reader_pulled_by_a_lease_stays_on_its_node_though_that_ends_at_o
 
     match = JointMatch(pool.session, [Part(there, keys)], 20.0).ask()
     (leased,) = match.leased(0, 0, BLOCKS)
-    assert (ray.get(reader.read.remote(leased), timeout=60) == payload(keys, SIZE)).all()
+    assert (ray.get(reader.read.remote(leased)) == payload(keys, SIZE)).all()
     match.release()
     pool.session.directory.heartbeat()
     assert pool.stats()["nodes"][there]["replica"] == BLOCKS

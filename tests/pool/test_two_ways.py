@@ -57,7 +57,7 @@ def test_blocks_are_stored_matched_and_read(pool: raykv.KVPool) -> None:
     near, far = cache.keys(tokens(1, 30)), cache.keys(tokens(2, 30))
     assert store(cache, near) == 30
     there = worker(pool, other_node(pool))
-    assert ray.get(there.store.remote(far), timeout=60) == 30
+    assert ray.get(there.store.remote(far)) == 30
     eventually(lambda: holds(cache, near) and holds(cache, far))
     assert cache.store(far, payload(far, BLOCK), wait=True) == 0
 
@@ -243,8 +243,8 @@ def test_connections_of_who_has_no_token_hinder_nobody(start: Callable[..., rayk
     there = worker(pool, other_node(pool))
     far = [cache.keys(tokens(seed, 4)) for seed in range(30)]
     for keys in far:
-        assert ray.get(there.store.remote(keys), timeout=60) == 4
-    offers = ray.get(node_store(pool, other_node(pool)).offers.remote(other_node(pool)), timeout=60)
+        assert ray.get(there.store.remote(keys)) == 4
+    offers = ray.get(node_store(pool, other_node(pool)).offers.remote(other_node(pool)))
     _, address = internal_kv.in_charge(pool.name)
     assert address and read(cache, far.pop()).read == 4
     directory, rounds = pool.session.directory, 0
@@ -258,6 +258,6 @@ def test_connections_of_who_has_no_token_hinder_nobody(start: Callable[..., rayk
             assert read(cache, keys)[:3] == (4, 4, 0)
             rounds += 1
     newcomer = worker(pool, other_node(pool))
-    assert ray.get(newcomer.holds.remote(keys), timeout=60)
+    assert ray.get(newcomer.holds.remote(keys))
     assert not directory.faults and directory.line.way == "socket"
     eventually(lambda: settled(pool))
