@@ -31,7 +31,10 @@ from raykv.protocol import (
     epoch_of,
     slot_bytes,
 )
+from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
+
+FORMAT_S = 0.25  # another process formats the slab meanwhile, if it has its turn: it locks all slots for microseconds
 
 Mask = NDArray[np.bool_]
 Locations = NDArray[np.void]
@@ -232,7 +235,7 @@ class Arena(Mapping):
                 raise ValueError(f"{name} of shape {array.shape} for {len(records)} locations")
         self._format(words, records, headers)
         numbers = self._lock_numbers(headers)
-        with self._locks.locked(numbers) as mine:
+        with self._locks.locked(numbers, FORMAT_S) as mine:
             first = {number: i for i, number in reversed(list(enumerate(numbers))) if number in mine}
             ok = np.zeros(len(records), np.bool_)
             ok[list(first.values())] = True  # of two locations in one slot, only the first is written
@@ -437,8 +440,8 @@ class Arena(Mapping):
                 self._reformat(words, slab, slab_gen, slot_bytes(size), epoch)
 
     def _reformat(self, words: header.Words, slab: int, slab_gen: int, stride: int, epoch: int) -> None:
-        first = slab * (self.slab_bytes // ALIGN)
-        for _ in range(5):  # another writer of this format may be at it, and does not take long
+        first, end = slab * (self.slab_bytes // ALIGN), time.monotonic() + FORMAT_S
+        while True:
             with self._locks.locked_range(first, first + self.slab_bytes // ALIGN) as locked:
                 if header.load(words, header.TABLE + 2 * slab) >= slab_gen:
                     return
@@ -446,7 +449,9 @@ class Arena(Mapping):
                     if header.load(words, header.EPOCH) <= epoch:
                         header.reformat(words, self._shape, slab, slab_gen, stride)
                     return
-            time.sleep(0.001)
+            if time.monotonic() > end:
+                return
+            time.sleep(AGAIN_S)
 
 
 def open_own(

@@ -9,10 +9,12 @@ import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
+AGAIN_S = 0.001  # between two tries to lock what others have
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
 
@@ -54,34 +56,44 @@ class SlotLocks:
         _all.add(self)
 
     @contextmanager
-    def locked(self, slots: Iterable[int]) -> Iterator[set[int]]:
-        """Lock those of the slots that nobody else has, and tell which. Negative numbers are left out."""
-        mine = self._take({slot for slot in slots if slot >= 0})
+    def locked(self, slots: Iterable[int], patience: float = 0.0) -> Iterator[set[int]]:
+        """Lock those of the slots that nobody else has, and tell which. Negative numbers are left out.
+
+        patience: seconds to wait for slots that other processes have.
+        """
+        mine = self._take({slot for slot in slots if slot >= 0}, patience)
         try:
             yield mine
         finally:
             self._drop(mine)
 
-    def _take(self, slots: set[int]) -> set[int]:
+    def _take(self, slots: set[int], patience: float) -> set[int]:
         with self._mutex:
             if self._closed:
                 return set()
             slots = slots - self._held
             self._held |= slots
-        refused: set[int] = set()
+        refused, end = slots, time.monotonic() + patience
         try:
-            for start, stop in runs(slots):
-                if self._lock(start, stop):
-                    continue
-                refused.update(range(start, stop))
-                if stop - start > 1:
-                    refused.difference_update(i for i in range(start, stop) if self._lock(i, i + 1))
+            while (refused := self._refused(refused)) and time.monotonic() < end:
+                time.sleep(AGAIN_S)
         except BaseException:
             self._drop(slots)
             raise
         with self._mutex:
             self._held -= refused
         return slots - refused
+
+    def _refused(self, slots: set[int]) -> set[int]:
+        """Lock slots, but for those that others have: it returns these."""
+        refused: set[int] = set()
+        for start, stop in runs(slots):
+            if self._lock(start, stop):
+                continue
+            refused.update(range(start, stop))
+            if stop - start > 1:
+                refused.difference_update(i for i in range(start, stop) if self._lock(i, i + 1))
+        return refused
 
     def _drop(self, slots: set[int]) -> None:
         with self._mutex:

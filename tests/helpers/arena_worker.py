@@ -111,12 +111,14 @@ def at_step(step: str, act: Callable[[], None]) -> None:
         owner, name = {
             "before lock": (SlotLocks, "_take"),
             "locked": (SlotLocks, "_take"),
+            "formatting": (header, "reformat"),
+            "formatted": (header, "reformat"),
             "writing": (header, "begin"),
             "copied": (header, "finish"),
             "ready": (header, "finish"),
             "unlocked": (SlotLocks, "_drop"),
         }[step]
-        before = step in ("before lock", "copied")
+        before = step in ("before lock", "formatting", "copied")
         wrap(owner, name, before=before, after=not before)
 
 

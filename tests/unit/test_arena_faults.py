@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -132,6 +134,26 @@ def test_formatter_refused_while_the_old_format_is_written(arena: Arena) -> None
     assert child.result() is True
     assert put(arena, 5, 11, size=8 << 10, slab_gen=GEN + 10)
     assert not get(arena, 1, 2) and not get(arena, 0, 3)
+
+
+@pytest.mark.parametrize("step", ["formatting", "formatted"])
+def test_a_writer_waits_while_another_one_formats_the_slab(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Which has all slots locked then: ranks of an engine begin a slab at once."""
+    new, wrote, waits = {"size": 8 << 10, "slab_gen": GEN + 10}, list[bool](), threading.Event()
+    sleep = time.sleep
+    child = Child(arena, writer(step, w.stop_here, 1, 11, **new))
+    child.wait_stopped()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.set(), sleep(seconds)))
+    monkeypatch.setattr("raykv.arena.arena.FORMAT_S", 60.0)
+    thread = threading.Thread(target=lambda: wrote.append(put(arena, 2, 12, **new)))
+    thread.start()
+    assert waits.wait(60), "it gave up"
+    child.resume()
+    assert child.result() is True
+    thread.join()
+    assert wrote == [True] and get(arena, 1, 11, **new) and get(arena, 2, 12, **new)
 
 
 def test_writer_of_the_old_format_wakes_after_the_reformat(arena: Arena) -> None:
