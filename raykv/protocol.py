@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 16  # of all messages here, of a header and of a superblock; raise it with every change of any of them
+VERSION = 17  # of all messages here, of a header and of a superblock; raise it with every change of any of them
 
 LOCATION = np.dtype(
     [

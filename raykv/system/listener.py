@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from raykv.system import wire
-from raykv.system.wire import PROOF_BYTES, TOKEN_BYTES, Address
+from raykv.system.wire import CHALLENGE_BYTES, PROOF_BYTES, TOKEN_BYTES, Address
 
 log = logging.getLogger("raykv")
 
@@ -283,13 +283,16 @@ class Listener:
             self._end(connection)
 
     def _prove(self, connection: Connection) -> None:
-        """Whoever does not know the token is gone."""
-        if len(connection.inbox) < PROOF_BYTES:
+        """End a connection whose peer does not know the token, and show the others that we know it."""
+        if len(connection.inbox) < CHALLENGE_BYTES + PROOF_BYTES:
             return
-        given = bytes(connection.inbox[:PROOF_BYTES])
-        del connection.inbox[:PROOF_BYTES]
-        if not hmac.compare_digest(given, wire.proof(self.address.token, connection.challenge)):
+        shown = bytes(connection.inbox[: CHALLENGE_BYTES + PROOF_BYTES])
+        theirs, given = shown[:CHALLENGE_BYTES], shown[CHALLENGE_BYTES:]
+        del connection.inbox[: len(shown)]
+        token, both = self.address.token, connection.challenge + theirs
+        if not hmac.compare_digest(given, wire.proof(token, wire.CLIENT, both)):
             raise ConnectionError("the peer does not know the token")
+        connection.send(wire.proof(token, wire.LISTENER, both))
         connection.proven = True
         del self.unproven[connection]
         self.served.add(connection)

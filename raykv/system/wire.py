@@ -1,7 +1,9 @@
 """Sockets between the processes of a pool: who may connect, and how messages are framed.
 
-A listener begins a connection with 32 random bytes. Whoever connects answers with their HMAC-SHA256, keyed by a token
-that it got through Ray. From then on each side sends frames: a length (uint32, little-endian) and so many bytes.
+A listener begins a connection with a challenge of 32 random bytes. The connecting side answers with a challenge of its
+own and its proof: the HMAC-SHA256 of b"client" and both challenges, keyed by the listener's token, which it got through
+Ray. The listener answers with its proof: the same of b"listener". A side ends a connection where the other's proof is
+wrong. From then on each side sends frames: a length (uint32, little-endian) and so many bytes.
 """
 
 import hmac
@@ -16,7 +18,8 @@ LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
-HANDSHAKE_S = 1.0  # to connect, and to prove the token
+CLIENT, LISTENER = b"client", b"listener"  # in a proof: whose it is, so that none can be sent back
+HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
 KEEPALIVE_IDLE_S, KEEPALIVE_S, KEEPALIVE_PROBES = 5, 2, 3
 VIEWS = 64  # of memory that one call of the system sends or receives
 GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer is, that says or takes nothing for so long
@@ -34,7 +37,10 @@ class Address(NamedTuple):
 
 
 def connect(address: Address) -> socket.socket:
-    """A connection that has proved the token; it blocks. Raises ConnectionError, also where nobody answers in time."""
+    """A connection whose sides have both proved the token; it blocks.
+
+    Raises ConnectionError, also where nobody answers in time, or somebody without the token does.
+    """
     host, port, token = address
     try:
         peer = socket.create_connection((host, port), HANDSHAKE_S)
@@ -42,7 +48,12 @@ def connect(address: Address) -> socket.socket:
         raise ConnectionError(f"{host}:{port} does not answer") from error
     try:
         prepare(peer)
-        peer.sendall(proof(token, receive(peer, CHALLENGE_BYTES, time.monotonic() + HANDSHAKE_S)))
+        end = time.monotonic() + HANDSHAKE_S
+        mine = challenge()
+        both = receive(peer, CHALLENGE_BYTES, end) + mine
+        peer.sendall(mine + proof(token, CLIENT, both))
+        if not hmac.compare_digest(receive(peer, PROOF_BYTES, end), proof(token, LISTENER, both)):
+            raise ConnectionError(f"who listens at {host}:{port} is not of the pool: it does not know the token")
         peer.settimeout(None)
     except TimeoutError as error:
         peer.close()
@@ -54,13 +65,13 @@ def connect(address: Address) -> socket.socket:
 
 
 def challenge() -> bytes:
-    """32 random bytes for whoever connects."""
+    """32 random bytes for the other side."""
     return os.urandom(CHALLENGE_BYTES)
 
 
-def proof(token: bytes, challenge: bytes) -> bytes:
-    """What shows that one knows the token."""
-    return hmac.digest(token, challenge, "sha256")
+def proof(token: bytes, side: bytes, challenges: bytes) -> bytes:
+    """Shows that a side knows the token. side: CLIENT or LISTENER. challenges: the listener's, then the client's."""
+    return hmac.digest(token, side + challenges, "sha256")
 
 
 def prepare(peer: socket.socket) -> None:

@@ -1,7 +1,9 @@
 """Blocks over TCP: who is served, what happens to nonsense, and to a node that can't be reached."""
 
+import contextlib
 import hmac
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import xxhash
 from helpers.pools import (
     BLOCK,
     TRANSPORTS,
@@ -37,7 +40,10 @@ from raykv.transports.block_server import CLAIM, REQUEST_BYTES
 def connection(address: tuple[str, int, bytes], token: bytes | None = None) -> Iterator[socket.socket]:
     host, port, right = address
     with socket.create_connection((host, port), 10.0) as peer:
-        peer.sendall(hmac.digest(token or right, receive(peer, 32), "sha256"))
+        both = receive(peer, 32) + bytes(32)
+        peer.sendall(bytes(32) + hmac.digest(token or right, b"client" + both, "sha256"))
+        if token is None:
+            assert receive(peer, 32) == hmac.digest(right, b"listener" + both, "sha256")
         yield peer
 
 
@@ -93,6 +99,54 @@ def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
         peer.sendall(request[:100])
         assert holds(cache, keys)
         assert ray.get(worker(pool, other_node(pool)).holds.remote(keys))
+
+
+def forge(listening: socket.socket, asked: list[int]) -> None:
+    """Answer readers as a store does that has all blocks, with others' bytes and their checksums. asked: blocks."""
+    forged = bytes([13]) * BLOCK
+    while True:
+        try:
+            reader, _ = listening.accept()
+        except OSError:  # the test is over
+            return
+        with reader, contextlib.suppress(OSError, AssertionError):
+            reader.sendall(bytes(32))
+            receive(reader, 64)
+            reader.sendall(bytes(32))
+            while True:
+                blocks = int.from_bytes(receive(reader, 4), "little") // REQUEST_BYTES
+                receive(reader, blocks * REQUEST_BYTES)
+                asked.append(blocks)
+                claims = np.zeros(blocks, CLAIM)
+                claims["there"], claims["sum"] = True, xxhash.xxh3_64_intdigest(forged)
+                reader.sendall(claims.tobytes() + forged * blocks)
+
+
+def listener(host: str, port: int) -> socket.socket | None:
+    """At a port that another one has just left."""
+    with contextlib.suppress(OSError):
+        return socket.create_server((host, port))
+    return None
+
+
+def test_who_takes_the_port_of_a_store_is_asked_for_nothing(start: Callable[..., raykv.KVPool]) -> None:
+    """Its blocks verify: their checksums come with them."""
+    pool, asked = start(), list[int]()
+    cache = a_cache(pool)
+    keys = cache.keys(tokens(1, 20))
+    keep(cache, keys)
+    store = node_store(pool, pool.node_id)
+    host, port, _ = ray.get(store.offers.remote(pool.node_id))["tcp"]
+    ray.get(store.__ray_call__.remote(lambda store: store._memory.transports.close()))
+    listening = eventually(lambda: listener(host, port))
+    assert listening
+    with listening:
+        forger = threading.Thread(target=forge, args=(listening, asked))
+        forger.start()
+        found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys))
+        listening.shutdown(socket.SHUT_RDWR)
+        forger.join()
+    assert found[:3] == (20, 20, 0) and not asked
 
 
 def test_a_node_that_tcp_does_not_reach_is_read_another_way(start: Callable[..., raykv.KVPool]) -> None:

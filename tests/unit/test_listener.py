@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,6 +50,12 @@ def stranger(address: Address) -> Iterator[socket.socket]:
     """A connection that has not proved the token."""
     with socket.create_connection(address[:2], PATIENCE_S) as peer:
         yield peer
+
+
+def answer_to(peer: socket.socket, token: bytes) -> bytes:
+    """What a client answers to the challenge of a listener: a challenge of its own, and its proof."""
+    both = wire.receive(peer, wire.CHALLENGE_BYTES) + wire.challenge()
+    return both[wire.CHALLENGE_BYTES :] + wire.proof(token, wire.CLIENT, both)
 
 
 @contextmanager
@@ -97,7 +104,7 @@ def closed(peer: socket.socket) -> bool:
 def test_who_does_not_prove_the_token_in_time_is_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_S", 0.3)
     with stranger(listener.address) as silent, stranger(listener.address) as slow, friend(listener.address) as honest:
-        slow.sendall(bytes(wire.PROOF_BYTES - 1))
+        slow.sendall(bytes(wire.CHALLENGE_BYTES + wire.PROOF_BYTES - 1))
         assert closed(silent) and closed(slow)
         assert asked(honest)
 
@@ -109,9 +116,74 @@ def test_a_wrong_proof_ends_the_connection(listener: Listener, shift: int) -> No
         assert challenges[0] != challenges[1]
         token = listener.address.token if shift else b"guessed"
         for i, peer in enumerate((first, second)):
-            peer.sendall(wire.proof(token, challenges[(i + shift) % 2]) + frame(question(1)))
+            mine = wire.challenge()
+            shown = wire.proof(token, wire.CLIENT, challenges[(i + shift) % 2] + mine)
+            peer.sendall(mine + shown + frame(question(1)))
             assert closed(peer)
     assert served(listener.address)
+
+
+@contextmanager
+def impostor(address: Address, greet: Callable[[socket.socket], None]) -> Iterator[Address]:
+    """Who took the port of a listener that is gone: it does not know the token, and greets in its own way."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            peer, _ = listening.accept()
+            with peer:
+                greet(peer)
+                while peer.recv(1 << 16):
+                    pass
+
+    with socket.create_server((address.host, 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield address._replace(port=listening.getsockname()[1])
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def sends_the_proof_back(peer: socket.socket) -> None:
+    peer.sendall(bytes(wire.CHALLENGE_BYTES))
+    peer.sendall(wire.receive(peer, wire.CHALLENGE_BYTES + wire.PROOF_BYTES)[-wire.PROOF_BYTES :])
+
+
+def relays_to(other: Address) -> Callable[[socket.socket], None]:
+    """It has a listener whose token is another one prove to know it."""
+
+    def greet(peer: socket.socket) -> None:
+        with stranger(other) as there:
+            peer.sendall(wire.receive(there, wire.CHALLENGE_BYTES))
+            there.sendall(wire.receive(peer, wire.CHALLENGE_BYTES + wire.PROOF_BYTES))
+            peer.sendall(wire.receive(there, wire.PROOF_BYTES))
+
+    return greet
+
+
+def test_who_listens_without_the_token_is_refused(listener: Listener) -> None:
+    """Before anything is asked there, and in time."""
+    gone = listener.address._replace(token=b"of a listener that is gone")
+    rng = random.Random(SEED)
+
+    def guesses(peer: socket.socket) -> None:
+        peer.sendall(rng.randbytes(wire.CHALLENGE_BYTES + wire.PROOF_BYTES))
+
+    def says_anything(peer: socket.socket) -> None:
+        peer.sendall(rng.randbytes(rng.randrange(200)))
+        peer.shutdown(socket.SHUT_WR)
+
+    for greet in (guesses, sends_the_proof_back, relays_to(listener.address), *[says_anything] * 100):
+        with impostor(gone, greet) as address, pytest.raises(ConnectionError):
+            wire.connect(address)
+    assert served(listener.address)
+
+
+def test_who_listens_and_proves_nothing_is_refused_in_time(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.1)
+    for greeting in (b"", bytes(wire.CHALLENGE_BYTES), bytes(wire.CHALLENGE_BYTES + wire.PROOF_BYTES - 1)):
+        says = partial(lambda said, peer: peer.sendall(said), greeting)
+        with impostor(listener.address, says) as address, pytest.raises(ConnectionError, match="says nothing"):
+            wire.connect(address)
 
 
 def test_bytes_before_the_proof_are_few(listener: Listener) -> None:
@@ -152,13 +224,14 @@ def test_a_proof_that_has_come_counts_however_many_connect_before_it_is_read() -
     with listening(serve) as server, ExitStack() as stack:
         server.most_unproven = 5
         asking, honest = stack.enter_context(friend(server.address)), stack.enter_context(stranger(server.address))
-        challenge = wire.receive(honest, wire.CHALLENGE_BYTES)
+        shown = answer_to(honest, server.address.token)
         asking.sendall(frame(b"what keeps the thread busy"))
         assert busy.wait(PATIENCE_S)
         for _ in range(20):
             stack.enter_context(stranger(server.address))
-        honest.sendall(wire.proof(server.address.token, challenge))
+        honest.sendall(shown)
         go_on.set()
+        wire.receive(honest, wire.PROOF_BYTES)
         assert asked(honest)
 
 
@@ -266,17 +339,18 @@ def test_no_error_ends_the_loop(listener: Listener, monkeypatch: pytest.MonkeyPa
 
 def test_a_frame_may_come_byte_by_byte(listener: Listener) -> None:
     with stranger(listener.address) as peer:
-        proof = wire.proof(listener.address.token, wire.receive(peer, wire.CHALLENGE_BYTES))
-        for byte in proof + frame(question(1, 10)) + frame(question(2)):
+        shown = answer_to(peer, listener.address.token)
+        for byte in shown + frame(question(1, 10)) + frame(question(2)):
             peer.sendall(bytes([byte]))
+        wire.receive(peer, wire.PROOF_BYTES)
         assert [receive_frame(peer), receive_frame(peer)] == [expected(1, 10), expected(2)]
 
 
 def test_frames_may_come_together_and_with_the_proof(listener: Listener) -> None:
     with stranger(listener.address) as peer:
-        proof = wire.proof(listener.address.token, wire.receive(peer, wire.CHALLENGE_BYTES))
-        last = frame(question(99))
-        peer.sendall(proof + b"".join(frame(question(i, i)) for i in range(99)) + frame(b"") + last[:5])
+        shown, last = answer_to(peer, listener.address.token), frame(question(99))
+        peer.sendall(shown + b"".join(frame(question(i, i)) for i in range(99)) + frame(b"") + last[:5])
+        wire.receive(peer, wire.PROOF_BYTES)
         assert [receive_frame(peer) for _ in range(99)] == [expected(i, i) for i in range(99)]
         assert receive_frame(peer) == b""
         peer.sendall(last[5:])
@@ -315,15 +389,15 @@ def test_a_peer_that_resets_hinders_nobody(listener: Listener, sent: str) -> Non
     with friend(listener.address) as other:
         for _ in range(20):
             with stranger(listener.address) as peer:
-                proof = wire.proof(listener.address.token, wire.receive(peer, wire.CHALLENGE_BYTES))
+                shown = answer_to(peer, listener.address.token)
                 if sent == "half a proof":
-                    peer.sendall(proof[:16])
+                    peer.sendall(shown[:-16])
                 elif sent == "the proof":
-                    peer.sendall(proof)
+                    peer.sendall(shown)
                 elif sent == "half a frame":
-                    peer.sendall(proof + frame(question(1))[:9])
+                    peer.sendall(shown + frame(question(1))[:9])
                 elif sent == "more than is answered":
-                    peer.sendall(proof + 300 * frame(question(1, 20_000)))
+                    peer.sendall(shown + 300 * frame(question(1, 20_000)))
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             assert asked(other)
 

@@ -357,6 +357,14 @@ def test_whoever_waits_learns_at_once_that_the_server_was_killed(server: Server)
         asyncio.run(aask(pipeline, 3))
 
 
+def greet(connection: socket.socket, token: bytes) -> None:
+    """As a listener does."""
+    ours = wire.challenge()
+    connection.sendall(ours)
+    theirs = wire.receive(connection, wire.CHALLENGE_BYTES + wire.PROOF_BYTES)[: wire.CHALLENGE_BYTES]
+    connection.sendall(wire.proof(token, wire.LISTENER, ours + theirs))
+
+
 @contextmanager
 def peer(serve: Callable[[socket.socket], Any]) -> Iterator[Address]:
     """Whoever connects is served by this function, in a thread; the connection ends with it."""
@@ -367,8 +375,7 @@ def peer(serve: Callable[[socket.socket], Any]) -> Iterator[Address]:
             while True:
                 connection, _ = listening.accept()
                 with connection, suppress(OSError):
-                    connection.sendall(wire.challenge())
-                    wire.receive(connection, wire.PROOF_BYTES)
+                    greet(connection, token)
                     serve(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -511,10 +518,8 @@ def test_who_can_not_connect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             Pipeline(address)
     with pytest.raises(ConnectionError):
         Pipeline(address)
-    with serving() as listener:
-        pipeline = Pipeline(listener.address._replace(token=b"guessed"))
-        with pytest.raises(ConnectionError):
-            ask(pipeline, 1)
+    with serving() as listener, pytest.raises(ConnectionError):
+        Pipeline(listener.address._replace(token=b"guessed"))
 
 
 # ---------------------------------------------------------------------- what is left
