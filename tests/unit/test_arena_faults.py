@@ -143,9 +143,14 @@ def test_a_writer_waits_while_another_one_formats_the_slab(
     """Which has all slots locked then: ranks of an engine begin a slab at once."""
     new, wrote, waits = {"size": 8 << 10, "slab_gen": GEN + 10}, list[bool](), threading.Event()
     sleep = time.sleep
+
+    def wait(seconds: float) -> None:
+        waits.set()
+        sleep(seconds)
+
     child = Child(arena, writer(step, w.stop_here, 1, 11, **new))
     child.wait_stopped()
-    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.set(), sleep(seconds)))
+    monkeypatch.setattr(time, "sleep", wait)
     monkeypatch.setattr("raykv.arena.arena.FORMAT_S", 60.0)
     thread = threading.Thread(target=lambda: wrote.append(put(arena, 2, 12, **new)))
     thread.start()

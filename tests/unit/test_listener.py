@@ -129,16 +129,16 @@ def impostor(address: Address, greet: Callable[[socket.socket], None]) -> Iterat
 
     def serve() -> None:
         with suppress(OSError):
-            peer, _ = listening.accept()
+            peer, _ = taken.accept()
             with peer:
                 greet(peer)
                 while peer.recv(1 << 16):
                     pass
 
-    with socket.create_server((address.host, 0)) as listening:
+    with socket.create_server((address.host, 0)) as taken:
         thread = threading.Thread(target=serve)
         thread.start()
-        yield address._replace(port=listening.getsockname()[1])
+        yield address._replace(port=taken.getsockname()[1])
         thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
