@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.system.periodic import Pause, Periodic
+from raykv.system.wire import STORE
 
 log = logging.getLogger("raykv")
 
@@ -21,7 +22,7 @@ class DirectoryLoop(Periodic):
     ) -> None:
         """name: the thread's. step, on_error: see Periodic."""
         self._pool, self._name, self._ask, self._failed = pool, name, step, on_error
-        self._line, self._found = DirectoryLine(pool), False
+        self._line, self._found = DirectoryLine(pool, STORE), False
         super().__init__(name, self._with_directory, self._forget_directory, lambda: self._line.connection)
         self._late = False  # the last call was not answered in time
         self._due = 0.0  # time.monotonic() of the next step

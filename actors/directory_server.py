@@ -8,12 +8,13 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from raykv.actors.directory_metrics import DirectoryMetrics, timed_every
 from raykv.actors.followers import Followers
-from raykv.config import Quota
+from raykv.config import KEYS_PER_CALL, Quota
 from raykv.directory.directory import Directory
 from raykv.directory.why_missing import NO_MEMORY
 from raykv.protocol import (
@@ -46,37 +47,45 @@ log = logging.getLogger("raykv")
 Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles that fastest
 
 
-CALLS = frozenset(  # what may be asked over the socket
-    (
-        # by the clients
-        "ping",
-        "nodes",
-        "match",
-        "match_parts",
-        "next_window",
-        "reserve",
-        "commit",
-        "pin",
-        "unpin",
-        "forget",
-        "preempted",
-        "locate_prefix",
-        "stored",
-        "client_heartbeat",
-        "disconnect",
-        # by the node stores
-        "join",
-        "adopt",
-        "heartbeat",
-        "sweep_result",
-        "tier_heartbeat",
-        "report_existing",
-        "demote",
-        "demote_gpu",
-        "report_requests",
-    )
-)
-FRAME_BYTES = 64 << 20  # the longest: what a store's writers left half done, of a big arena
+CALLS = {  # what may be asked over the socket
+    wire.CLIENT: frozenset(
+        (
+            "ping",
+            "nodes",
+            "match",
+            "match_parts",
+            "next_window",
+            "reserve",
+            "commit",
+            "pin",
+            "unpin",
+            "forget",
+            "preempted",
+            "locate_prefix",
+            "stored",
+            "client_heartbeat",
+            "disconnect",
+            "report_requests",
+        )
+    ),
+    wire.STORE: frozenset(
+        (
+            "join",
+            "adopt",
+            "heartbeat",
+            "sweep_result",
+            "tier_heartbeat",
+            "report_existing",
+            "demote",
+            "demote_gpu",
+        )
+    ),
+}
+# the longest: a client's lists of keys come in steps; of a store's big arena, what its writers left half done
+FRAME_BYTES = {wire.CLIENT: 4 << 20, wire.STORE: 64 << 20}
+PARTS = 256  # of a match: a part is a KV head, or a kind of layer
+ERROR_CHARS = 1000  # of what is said about a call that failed
+LOG_EVERY_S = 60.0  # calls of a name that failed
 PREFIXES = 20  # that `stats` has
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,6 +124,7 @@ class DirectoryServer:
         self._state: Directory | None = None  # while in charge
         self._listener: Listener | None = None
         self._lock = threading.Lock()  # guards _state, _followers
+        self._logged: dict[str, float] = {}  # when a failed call of a name was logged
         self._followers = Followers()
 
     def serve(self, directory: Directory) -> None:
@@ -139,18 +149,30 @@ class DirectoryServer:
 
     def _answer(self, connection: Connection, request: bytes) -> bytes:
         """The answer to a call that came over the socket: (whether it could be answered, the answer or why not)."""
-        unhurried = False
+        unhurried, name = False, ""
         try:
             method, *arguments = unpacked(request)
             if unhurried := method is None:  # see DirectoryLine.tell
                 method, *arguments = arguments
-            if method not in CALLS:
-                raise ValueError(f"there is no such call, or not over the socket: {method!r}")
+            if method not in CALLS[connection.side]:
+                who = connection.side.decode()
+                raise ValueError(f"there is no such call, or not over the socket, or not of a {who}: {method!r}")
+            name = method
             answer = packed((True, getattr(self, method)(*arguments)))
         except Exception as error:  # the caller is confused; the others are to be served
-            log.error("pool %s: a call failed: %r", self._pool, error, exc_info=error)
-            answer = packed((False, repr(error)))
+            answer = packed((False, self._failed(name, error)))
         return Unhurried(wire.frame(answer)) if unhurried else wire.frame(answer)
+
+    def _failed(self, name: str, error: Exception) -> str:
+        """What to tell the caller. It is logged, of each call once a minute: callers repeat themselves."""
+        text, now = repr(error), time.monotonic()
+        if len(text) > ERROR_CHARS:
+            text = f"{text[:ERROR_CHARS]}... ({len(text)} characters)"
+        if now - self._logged.get(name, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._logged[name] = now
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("pool %s: a call of %r failed: %s\n%s", self._pool, name, text, where)
+        return text
 
     def ping(self) -> int:
         return os.getpid()
@@ -169,6 +191,8 @@ class DirectoryServer:
 
     @one_at_a_time
     def match_parts(self, call: Message, requests: tuple[Message, ...], intent: Message | None) -> Message:
+        if len(requests) > PARTS:
+            raise ValueError(f"{len(requests)} parts in one match: at most {PARTS}")
         parts, now = tuple(MatchRequest(*request) for request in requests), self._clock()
         answer = self._directory.match_parts(Call(*call), parts, Intent(*intent) if intent else None, now)
         found, short = tuple(map(tuple, answer.parts)), answer.short
@@ -203,19 +227,19 @@ class DirectoryServer:
 
     @one_at_a_time
     def pin(self, call: Message, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
-        return tuple(self._directory.pin(Call(*call), keys, self._clock(), ttl, priority))
+        return tuple(self._directory.pin(Call(*call), _few(keys), self._clock(), ttl, priority))
 
     @one_at_a_time
     def unpin(self, call: Message, keys: bytes) -> Message:
-        return tuple(self._directory.unpin(Call(*call), keys, self._clock()))
+        return tuple(self._directory.unpin(Call(*call), _few(keys), self._clock()))
 
     @one_at_a_time
     def forget(self, call: Message, keys: bytes) -> Message:
-        return tuple(self._directory.forget(Call(*call), keys, self._clock()))
+        return tuple(self._directory.forget(Call(*call), _few(keys), self._clock()))
 
     @one_at_a_time
     def preempted(self, call: Message, keys: bytes) -> Message:
-        return tuple(self._directory.preempted(Call(*call), keys, self._clock()))
+        return tuple(self._directory.preempted(Call(*call), _few(keys), self._clock()))
 
     @one_at_a_time
     def client_heartbeat(self, call: Message) -> Message:
@@ -332,3 +356,10 @@ class DirectoryServer:
         now = self._clock()
         prefixes = self._directory.largest_prefixes(PREFIXES, now)
         return {**self._directory.stats(now), "prefixes": prefixes, "socket": socket, "connections": connections}
+
+
+def _few(keys: bytes) -> bytes:
+    """The keys of a call that looks at them one by one, while all others wait. ValueError where they are too many."""
+    if len(keys) > KEYS_PER_CALL * KEY_BYTES:
+        raise ValueError(f"{len(keys) // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
+    return keys

@@ -23,6 +23,7 @@ WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
 FLUSH_DEADLINE_S = 300.0  # for demoting all blocks to the external tier when a pool stops
 USES_MAX = 255  # matches of a block that are counted
 KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
+KEYS_PER_JOINT_CALL = 200_000  # of parts whose keys can't be asked for in pieces: 3.2 MB, of 4 MiB that a call may have
 MIN_MEMORY = 8 * MIB  # the smallest arena
 
 Size = float | int | str  # of a memory: see parse_size

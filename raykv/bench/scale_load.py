@@ -110,7 +110,7 @@ class Line:
         if not data:
             raise ConnectionError("the directory closed the connection")
         self.inbox += data
-        while (body := wire.take_frame(self.inbox, FRAME_BYTES)) is not None:
+        while (body := wire.take_frame(self.inbox, FRAME_BYTES[wire.STORE])) is not None:
             self._deliver(body)
 
     def _deliver(self, body: bytes) -> None:

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.client.request_record import RequestReport
-from raykv.config import CLIENT_TTL_S, HEARTBEAT_S
+from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, KEYS_PER_CALL
 from raykv.keys import Keys
 from raykv.metrics.exporter import EXPORT_S, Exporter
 from raykv.protocol import (
+    KEY_BYTES,
     WRITTEN,
     Call,
     CommitRequest,
@@ -225,23 +226,30 @@ class DirectoryClient:
 
     def pin(self, keys: bytes, ttl: float | None = None, priority: int | None = None) -> int:
         """See KVCache.pin. Returns how many of the keys are pinned now."""
-        return _count(self._ask(Counted, "pin", keys, ttl, priority))
+        return sum(_count(self._ask(Counted, "pin", some, ttl, priority)) for some in _in_steps(keys))
 
     def unpin(self, keys: bytes) -> None:
         """End what `pin` began."""
-        self._ask(Counted, "unpin", keys)
+        for some in _in_steps(keys):
+            self._ask(Counted, "unpin", some)
 
     def preempted(self, keys: bytes) -> int | None:
         """Keep the blocks of a preempted request while this client is there, or until `forget_later`.
 
         Returns how many are kept: all, or 0. None where the directory did not answer, and may keep them all the same.
         """
-        answer = self._ask(Counted, "preempted", keys)
-        return None if answer is None else answer.done
+        for some in _in_steps(keys):
+            answer = self._ask(Counted, "preempted", some)
+            if answer is None:
+                return None
+            if not answer.done:
+                self.forget_later(keys)
+                return 0
+        return len(keys) // KEY_BYTES
 
     def forget_later(self, keys: bytes) -> None:
         """Have blocks forgotten that nobody will ask for again: in the background, tried until it is done."""
-        self._to_forget.append(keys)
+        self._to_forget += _in_steps(keys)
         self._bell.ring()
 
     def stored(self, keys: bytes) -> Stored | None:
@@ -381,8 +389,9 @@ class DirectoryClient:
         """Under the lock. hold: ids that are held from now on."""
         self._held.update(hold)
         self._rouse()
-        self._last_call, self._news = time.monotonic(), False
+        self._last_call = time.monotonic()
         pulled, corrupt = _joined(self._pulled), _joined(self._corrupt)
+        self._news = bool(self._pulled or self._corrupt)
         held = array("Q", self._held).tobytes()
         return plain(Call(self.client, next(self._seq), held, pulled, corrupt))
 
@@ -485,9 +494,18 @@ def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None
 
 
 def _joined(parts: list[Locations]) -> bytes:
-    data = b"".join(part.tobytes() for part in parts)
-    parts.clear()
-    return data
+    """Takes the first KEYS_PER_CALL of these: the rest goes with later calls."""
+    if not parts:
+        return b""
+    whole = np.concatenate(parts)
+    parts[:] = [whole[KEYS_PER_CALL:]] if len(whole) > KEYS_PER_CALL else []
+    return whole[:KEYS_PER_CALL].tobytes()
+
+
+def _in_steps(keys: bytes) -> list[bytes]:
+    """As many as one call may have, again and again."""
+    step = KEYS_PER_CALL * KEY_BYTES
+    return [keys[first : first + step] for first in range(0, len(keys), step)]
 
 
 def _count(answer: Counted | None) -> int:

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from raykv import internal_kv, named_actors
 from raykv.client.pipeline import Pipeline, Request
 from raykv.protocol import packed, unpacked
-from raykv.system.wire import Address
+from raykv.system.wire import CLIENT, Address
 
 log = logging.getLogger("raykv")
 SUCCESSION_S = 1.0  # in which a directory whose process ended is replaced: until then Ray is not asked for it
@@ -38,9 +38,9 @@ class DirectoryLine:
     actor: its handle; None if none was found. way: "socket" or "ray", as of the last `find`.
     """
 
-    def __init__(self, pool: str) -> None:
-        """Finds nothing yet."""
-        self._pool = pool
+    def __init__(self, pool: str, side: bytes = CLIENT) -> None:
+        """Finds nothing yet. side: whose calls these are; see `raykv.actors.directory_server.CALLS`."""
+        self._pool, self._side = pool, side
         self.actor: Any = None
         self._pipeline: Pipeline | None = None
         self._socket_at = 0.0  # time.monotonic() from which the socket is tried again
@@ -85,7 +85,7 @@ class DirectoryLine:
     def _connected(self, address: Address | None) -> Pipeline | None:
         self._ended_at, before = 0.0, self._ended_at
         try:
-            pipeline = None if address is None else Pipeline(address)
+            pipeline = None if address is None else Pipeline(address, self._side)
             self._last = address
             return pipeline
         except OSError as error:

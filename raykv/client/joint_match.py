@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from math import lcm
 from typing import NamedTuple, Self
 
 from raykv.client.hits import count_found, count_saved, found_tokens
 from raykv.client.lease import Lease, Leased
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.session import Session
-from raykv.config import KEYS_PER_CALL
+from raykv.config import KEYS_PER_CALL, KEYS_PER_JOINT_CALL
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
 from raykv.protocol import Intent, MatchedPart
@@ -89,12 +90,25 @@ class JointMatch:
             self._record.found, self._record.lookup_s = hits, time.monotonic() - begin
 
     def _pieces(self) -> Iterator[list[Keys]]:
-        """The keys of all parts, as one call asks for them: what ends at different tokens can't be cut."""
-        total = len(self._parts[0].keys)
-        alike = not self._has_windows and len({part.keys.cache.block_tokens for part in self._parts}) == 1
-        blocks = max(1, KEYS_PER_CALL // len(self._parts) if alike else total)
+        """The keys of all parts, as one call asks for them: what ends at different tokens can't be cut in pieces.
+
+        Of that, what is beyond KEYS_PER_JOINT_CALL is not asked for.
+        """
+        if self._has_windows or len({part.keys.cache.block_tokens for part in self._parts}) > 1:
+            yield self._leading(KEYS_PER_JOINT_CALL)
+            return
+        total, blocks = len(self._parts[0].keys), max(1, KEYS_PER_CALL // len(self._parts))
         for first in range(0, total, blocks):
-            yield [part.keys[first : first + blocks] if alike else part.keys for part in self._parts]
+            yield [part.keys[first : first + blocks] for part in self._parts]
+
+    def _leading(self, most: int) -> list[Keys]:
+        """The keys of all parts, up to a token at which blocks of all parts end where these are more than `most`."""
+        keys, tokens = [part.keys for part in self._parts], [part.keys.cache.block_tokens for part in self._parts]
+        if (count := sum(map(len, keys))) <= most:
+            return keys
+        stop = len(keys[0]) * tokens[0] * most // count
+        stop -= stop % lcm(*tokens)
+        return [part[: stop // of] for part, of in zip(keys, tokens, strict=True)]
 
     @property
     def _has_windows(self) -> bool:

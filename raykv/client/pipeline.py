@@ -53,10 +53,10 @@ class Pipeline:
     address: of the listener. socket: to it, to be watched only. alive: whether it has not failed.
     """
 
-    def __init__(self, address: Address) -> None:
-        """Raises ConnectionError where nobody answers."""
+    def __init__(self, address: Address, side: bytes = wire.CLIENT) -> None:
+        """side: see `wire.connect`, which also says what is raised."""
         self.address = address
-        self.socket = wire.connect(address)
+        self.socket = wire.connect(address, side)
         self._readable, self._usable = select.poll(), select.poll()
         self._readable.register(self.socket, select.POLLIN)
         self._usable.register(self.socket, select.POLLIN | select.POLLOUT)

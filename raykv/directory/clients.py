@@ -34,7 +34,7 @@ class Hold:
         """What it holds from block n on; it does not any more."""
         rest = replace(self, **{name: getattr(self, name)[n:] for name in ROWS})
         for name in ROWS:
-            setattr(self, name, getattr(self, name)[:n])
+            setattr(self, name, getattr(self, name)[:n].copy())  # a view would keep the rest
         return rest
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from raykv.config import KEYS_PER_CALL
 from raykv.directory.allocator import Node
 from raykv.directory.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
 from raykv.directory.boundary import Runs, boundary, step_of
@@ -119,7 +120,7 @@ class Readers(Membership):
         if n:
             self._prefixes.count(first.keys, n, sum(request.block_bytes for request in requests), now)
         if intent and intent.intent:
-            self.intents.add(call, intent.intent, split_keys(first.keys[n * KEY_BYTES :]), now)
+            self.intents.add(call, intent.intent, _next_keys(first.keys, n), now)
         if not tokens:
             return MatchedParts(self.epoch, ())
         starts = [_needed(request, tokens).start for request in requests]
@@ -162,7 +163,7 @@ class Readers(Membership):
             written = lookup.unfinished_prefix(self._c, wanted, firsts, self._index_of(request))
             tokens = min(tokens, written * request.tokens)
         n = tokens // first.tokens
-        return n + self.intents.leading(client, split_keys(first.keys[n * KEY_BYTES :])) - prefix // first.tokens
+        return n + self.intents.leading(client, _next_keys(first.keys, n)) - prefix // first.tokens
 
     def _index_of(self, request: MatchRequest) -> int:
         """What locations call a reader's memory; -1 where it has none yet."""
@@ -190,11 +191,11 @@ class Readers(Membership):
             call.seq,
             node,
             size_class,
-            keys[:n],
-            source[:n],
-            gens[:n],
-            staged[:n],
-            staged_gens[:n],
+            keys[:n].copy(),  # a view would keep all of it
+            source[:n].copy(),
+            gens[:n].copy(),
+            staged[:n].copy(),
+            staged_gens[:n].copy(),
             writes=False,
             group=group,
             since=now,
@@ -321,6 +322,11 @@ class Readers(Membership):
             }
             for prefix in self._prefixes.largest(n)
         ]
+
+
+def _next_keys(keys: bytes, n: int) -> list[bytes]:
+    """From the n-th on, as many as are looked at one by one while all others wait."""
+    return split_keys(keys[n * KEY_BYTES : (n + KEYS_PER_CALL) * KEY_BYTES])
 
 
 def _index_of(reader: Node | None) -> int:

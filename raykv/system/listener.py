@@ -36,14 +36,16 @@ class Unhurried(bytes):
 class Connection:
     """A connection that was accepted. Only the listener's thread uses it, but for one that was lent.
 
-    outbox: of one answer at most. events: that the listener waits for; 0 while it is lent.
+    outbox: of one answer at most. events: that the listener waits for; 0 while it is lent. side: what the peer proved
+    to be. frame_bytes: of the longest frame that is taken of it.
     """
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
         self.inbox, self.outbox = bytearray(), bytearray()
         self.unhurried = b""  # answers that go with the next one
-        self.challenge = b""
+        self.challenge = self.side = b""
+        self.frame_bytes = 0
         self.prove_until = time.monotonic() + wire.HANDSHAKE_S
         self.proven, self.events = False, selectors.EVENT_READ
         self.gone: OSError | None = None  # the peer: what it said before it left is served all the same
@@ -71,9 +73,10 @@ class Listener:
     """
 
     def __init__(
-        self, host: str, name: str, frame_bytes: int, serve: Callable[[Connection, bytes], bytes | None]
+        self, host: str, name: str, frame_bytes: dict[bytes, int], serve: Callable[[Connection, bytes], bytes | None]
     ) -> None:
-        """host: an address of this node. name: the thread's. frame_bytes: of the longest frame that is taken.
+        """host: an address of this node. name: the thread's. frame_bytes: of the longest frame that is taken, by the
+        sides that may connect.
 
         serve: returns the bytes to answer with. None: it has lent the connection to another thread, and the loop leaves
         it alone until `give_back` or `drop`. What it raises ends the connection.
@@ -118,11 +121,11 @@ class Listener:
 
         Raises OSError where the peer is gone, or sends more than a frame may have.
         """
-        body = wire.take_frame(connection.inbox, self._frame_bytes)
+        body = wire.take_frame(connection.inbox, connection.frame_bytes)
         if body is None:
             with contextlib.suppress(BlockingIOError):
                 connection.inbox += connection.socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
-                body = wire.take_frame(connection.inbox, self._frame_bytes)
+                body = wire.take_frame(connection.inbox, connection.frame_bytes)
         return body
 
     def drop(self, connection: Connection) -> None:
@@ -222,7 +225,7 @@ class Listener:
         if not connection.proven:
             self._prove(connection)
         while connection.proven and not connection.outbox:
-            body = wire.take_frame(connection.inbox, self._frame_bytes)
+            body = wire.take_frame(connection.inbox, connection.frame_bytes)
             if body is None:
                 break
             if len(body) >= BULK_BYTES:
@@ -290,7 +293,11 @@ class Listener:
         theirs, given = shown[:CHALLENGE_BYTES], shown[CHALLENGE_BYTES:]
         del connection.inbox[: len(shown)]
         token, both = self.address.token, connection.challenge + theirs
-        if not hmac.compare_digest(given, wire.proof(token, wire.CLIENT, both)):
+        for side, frame_bytes in self._frame_bytes.items():
+            if hmac.compare_digest(given, wire.proof(token, side, both)):
+                connection.side, connection.frame_bytes = side, frame_bytes
+                break
+        else:
             raise ConnectionError("the peer does not know the token")
         connection.send(wire.proof(token, wire.LISTENER, both))
         connection.proven = True

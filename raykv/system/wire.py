@@ -1,9 +1,9 @@
 """Sockets between the processes of a pool: who may connect, and how messages are framed.
 
 A listener begins a connection with a challenge of 32 random bytes. The connecting side answers with a challenge of its
-own and its proof: the HMAC-SHA256 of b"client" and both challenges, keyed by the listener's token, which it got through
-Ray. The listener answers with its proof: the same of b"listener". A side ends a connection where the other's proof is
-wrong. From then on each side sends frames: a length (uint32, little-endian) and so many bytes.
+own and its proof: the HMAC-SHA256 of the side's name and both challenges, keyed by the listener's token, which it got
+through Ray. The listener answers with its proof. A side ends a connection where the other's proof is wrong. From then
+on each side sends frames: a length (uint32, little-endian) and so many bytes.
 """
 
 import hmac
@@ -18,7 +18,7 @@ LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
-CLIENT, LISTENER = b"client", b"listener"  # in a proof: whose it is, so that none can be sent back
+CLIENT, STORE, LISTENER = b"client", b"store", b"listener"  # sides: in a proof, so that none can be sent back
 HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
 KEEPALIVE_IDLE_S, KEEPALIVE_S, KEEPALIVE_PROBES = 5, 2, 3
 VIEWS = 64  # of memory that one call of the system sends or receives
@@ -36,9 +36,10 @@ class Address(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-def connect(address: Address) -> socket.socket:
+def connect(address: Address, side: bytes = CLIENT) -> socket.socket:
     """A connection whose sides have both proved the token; it blocks.
 
+    side: what this process is there: a CLIENT, or a STORE.
     Raises ConnectionError, also where nobody answers in time, or somebody without the token does.
     """
     host, port, token = address
@@ -51,7 +52,7 @@ def connect(address: Address) -> socket.socket:
         end = time.monotonic() + HANDSHAKE_S
         mine = challenge()
         both = receive(peer, CHALLENGE_BYTES, end) + mine
-        peer.sendall(mine + proof(token, CLIENT, both))
+        peer.sendall(mine + proof(token, side, both))
         if not hmac.compare_digest(receive(peer, PROOF_BYTES, end), proof(token, LISTENER, both)):
             raise ConnectionError(f"who listens at {host}:{port} is not of the pool: it does not know the token")
         peer.settimeout(None)
@@ -70,7 +71,7 @@ def challenge() -> bytes:
 
 
 def proof(token: bytes, side: bytes, challenges: bytes) -> bytes:
-    """Shows that a side knows the token. side: CLIENT or LISTENER. challenges: the listener's, then the client's."""
+    """Shows that a side knows the token. challenges: the listener's, then the other side's."""
     return hmac.digest(token, side + challenges, "sha256")
 
 

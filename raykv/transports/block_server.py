@@ -36,7 +36,7 @@ class BlockServer:
         self._arena = arena
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="raykv-send")
         self._senders.submit(int)  # one thread at least: see _lend
-        self._listener = Listener(host, "raykv-listen", KEYS_PER_CALL * REQUEST_BYTES, self._lend)
+        self._listener = Listener(host, "raykv-listen", {wire.CLIENT: KEYS_PER_CALL * REQUEST_BYTES}, self._lend)
         self.address = self._listener.address
 
     def close(self) -> None:

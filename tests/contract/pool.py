@@ -25,7 +25,7 @@ from raykv.client.session import Session
 from raykv.directory.directory import Directory
 from raykv.keys import CacheId, Keys
 from raykv.protocol import ArenaDescription, Inventory, Reserved, SlabReport
-from raykv.system.wire import Address
+from raykv.system.wire import STORE, Address
 
 NODE, SLABS, SLAB_BYTES, BLOCK_BYTES = "node", 4096, 1 << 20, 4096
 CACHE = CacheId("contract", 1, BLOCK_BYTES, b"")
@@ -39,7 +39,7 @@ class Line(DirectoryLine):
 
     def find(self) -> bool:
         if self.connection is None:
-            self._pipeline = Pipeline(self.address_of_all)
+            self._pipeline = Pipeline(self.address_of_all, self._side)
         return True
 
 
@@ -55,7 +55,7 @@ def open_pool() -> Iterator[KVPool]:
     session = object.__new__(Session)
     session.name, session.node_id, session.secret, session.local = "contract", NODE, bytes(32), None
     session.directory = _client()
-    _join(session.directory.line)
+    _join()
     pool = object.__new__(KVPool)
     pool.name, pool.session, pool.node_id = session.name, session, NODE
     yield pool
@@ -68,12 +68,15 @@ def _client() -> DirectoryClient:
     return DirectoryClient("contract", lambda: 0, deadline=60.0)  # late would be a miss, on a busy machine too
 
 
-def _join(line: DirectoryLine) -> None:
+def _join() -> None:
+    line = Line("contract", STORE)
+    line.find()
     report, nothing = tuple(SlabReport(SLABS, SLABS, b"")), Inventory(b"", b"", b"", b"", b"")
     arena = ArenaDescription(os.urandom(16), SLAB_BYTES, SLABS, 0)
     line.call("join", NODE, tuple(arena), seconds=10)
     line.call("adopt", NODE, report, tuple(nothing), seconds=10)
     line.call("heartbeat", NODE, report, seconds=10)
+    line.close()
 
 
 class Content:

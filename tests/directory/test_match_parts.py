@@ -1,10 +1,13 @@
 """One question for blocks of several parts, or of several readers, by example. A differential test has the rest."""
 
+import os
+
 import pytest
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
 from helpers.oracle.slots import unpack
 
+from raykv.directory.clients import ROWS
 from raykv.protocol import Call, MatchRequest
 
 FIRST, SECOND = KEYS[:4], KEYS[100:104]  # keys of two parts
@@ -24,6 +27,20 @@ def test_a_hit_is_what_all_parts_have_and_no_more_is_held_or_touched() -> None:
     pool.held["a"] = []
     pool.heartbeat("a")
     assert pool.directory.stats(pool.now)["leases"] == 0 and len(leases) == 2
+
+
+def test_a_lease_of_a_block_keeps_no_more_than_that_block() -> None:
+    """However many keys were asked for: a view of them would keep the whole question."""
+    pool, many = Pool(slots=8, window=1), [os.urandom(16) for _ in range(5000)]
+    pool.store("a", FIRST)
+    pool.store("a", SECOND[:1])
+    pool.match("a", FIRST[:1] + many)
+    pool.match_parts("a", [("a", FIRST[:1] + many), ("a", FIRST[1:2] + many)])
+    pool.match_parts("a", [("a", FIRST), ("a", SECOND)])
+    holds = [hold for client in pool.directory.clients.values() for hold in client.holds.values()]
+    assert [len(hold.keys) for hold in holds] == [1] * 5
+    arrays = [getattr(hold, name) for hold in holds for name in ROWS]
+    assert all(array.base is None and len(array) == 1 for array in arrays)
 
 
 def test_what_was_matched_together_is_evicted_block_after_block() -> None:

@@ -51,7 +51,7 @@ def expected(number: int, size: int = 0) -> bytes:
 @contextmanager
 def serving(longest: int = 16 << 20) -> Iterator[Listener]:
     """A listener in this process."""
-    listener = Listener("127.0.0.1", "raykv-test", longest, lambda _, body: wire.frame(answer(body)))
+    listener = Listener("127.0.0.1", "raykv-test", {wire.CLIENT: longest}, lambda _, body: wire.frame(answer(body)))
     try:
         yield listener
     finally:

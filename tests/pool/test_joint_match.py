@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import ray
-from helpers.pools import MIB, eventually, locations, other_node, payload, settled, store, tokens, worker
+from helpers.pools import MIB, eventually, keep, locations, other_node, payload, settled, store, tokens, worker
 from numpy.typing import NDArray
 
 import raykv
+import raykv.client.joint_match
 from raykv.arena import buffers
 from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Lease, Leased
@@ -84,3 +86,23 @@ def test_what_a_reader_pulled_by_a_lease_stays_on_its_node_though_that_ends_at_o
     assert (np.frombuffer(leased.source, LOCATION)["node"] == leased.node).all()
     match.release()
     eventually(lambda: settled(pool))
+
+
+def test_of_too_many_keys_of_parts_of_other_lengths_the_first_are_asked_for(
+    start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They can't be asked for in pieces, and a call has a bound."""
+    pool = start(cpu_memory=8 * MIB)
+    short, long = (
+        pool.cache(model="m", dtype="uint8", layout=f"of {count}", block_tokens=count, block_bytes=SIZE)
+        for count in (16, 48)
+    )
+    asked = tokens(3, 24)
+    parts = [Part(pool.node_id, short.keys(asked)), Part(pool.node_id, long.keys(asked), 2)]
+    for cache, part in zip((short, long), parts, strict=True):
+        keep(cache, part.keys)
+    for most, found in ((32, 24), (31, 21), (16, 12), (4, 3), (3, 0)):
+        monkeypatch.setattr(raykv.client.joint_match, "KEYS_PER_JOINT_CALL", most)
+        match = JointMatch(pool.session, parts, 1e4).ask()
+        assert match.tokens == found * 16
+        match.release()

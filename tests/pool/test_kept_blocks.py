@@ -10,6 +10,8 @@ from helpers.pools import BLOCK, eventually, keep, read, settled, store, tokens
 from numpy.typing import NDArray
 
 import raykv
+import raykv.actors.directory_server
+import raykv.client.directory_client
 
 ROOM = 224  # blocks on each of two nodes of 64 MiB, less the staging window
 
@@ -103,6 +105,26 @@ def test_bad_arguments_are_refused_before_a_byte_moves(cache: raykv.KVCache) -> 
     with pytest.raises(ValueError, match="9 block_ids for request 'a', which has 10"):
         cache.swap_in(paged, range(9), "a")
     assert cache.swap_in(paged, range(10), "a").result() == 10, "nothing was lost by it"
+
+
+def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others' calls are answered between two of them."""
+    for module in (raykv.client.directory_client, raykv.actors.directory_server):
+        monkeypatch.setattr(module, "KEYS_PER_CALL", 7)
+    keys = cache.keys(tokens(60, 20))
+    keep(cache, keys)
+    assert cache.pin(keys) == 20 and pool.stats()["pinned"] == 20
+    cache.unpin(keys)
+    assert pool.stats()["pinned"] == 0
+    paged = pages(61, 40)
+    before = paged.copy()
+    assert cache.swap_out(paged, range(40), "a").result() == 40 and pool.stats()["pinned"] == 40
+    paged[:] = 0
+    assert cache.swap_in(paged, range(40), "a").result() == 40 and (paged == before).all()
+    eventually(lambda: pool.stats()["pinned"] == 0 and pool.stats()["keys"] == 20)
+    blocks = 2 * ROOM + 100
+    assert cache.swap_out(pages(62, blocks), range(blocks), "big").result() == 0
+    eventually(lambda: settled(pool) and pool.stats()["pinned"] == 0)
 
 
 def test_what_is_pinned_stays_until_it_is_unpinned(cache: raykv.KVCache, pool: raykv.KVPool) -> None:

@@ -12,6 +12,7 @@ from helpers.pools import eventually
 from raykv.client import directory_client
 from raykv.client.directory_client import FORGET_S, PROBE_S, DirectoryClient
 from raykv.config import METADATA_DEADLINE_S
+from raykv.protocol import KEY_BYTES
 
 
 class Line:
@@ -80,7 +81,7 @@ def test_what_is_released_meanwhile_is_told(client: DirectoryClient) -> None:
 
 def test_what_is_released_soon_after_a_call_is_told(client: DirectoryClient) -> None:
     line: Any = client.line
-    client.pin(b"")
+    client.pin(bytes(KEY_BYTES))
     client.release(1)
     eventually(lambda: line.asked[1:] == ["pin", "client_heartbeat"])
 
@@ -100,9 +101,9 @@ def test_nothing_waits_for_a_directory_longer_than_the_deadline_or_a_probe(
     """The thread that asks looks for another directory only afterwards: until then all is a miss."""
     line: Any = client.line
     client.deadline = deadline
-    client.pin(b"")
+    client.pin(bytes(KEY_BYTES))
     client.release(1)
-    client.forget_later(b"")
+    client.forget_later(bytes(KEY_BYTES))
     eventually(lambda: {"client_heartbeat", "forget"} <= line.waited.keys())
     assert line.waited["pin"] == deadline
     assert line.waited["client_heartbeat"] == max(PROBE_S, deadline)

@@ -1,5 +1,6 @@
 """Calls that come over the directory's socket: what may be asked, and that nothing else does harm."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.actors.directory_metrics import DirectoryMetrics
-from raykv.actors.directory_server import CALLS, DirectoryServer
-from raykv.protocol import packed, unpacked
+from raykv.actors.directory_server import CALLS, ERROR_CHARS, PARTS, DirectoryServer
+from raykv.config import KEYS_PER_CALL
+from raykv.directory.directory import Directory
+from raykv.protocol import KEY_BYTES, packed, unpacked
 from raykv.system import wire
 
-CONNECTION: Any = None
+ASKED = sorted((side, call) for side, calls in CALLS.items() for call in calls if call != "ping")
 things = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=9) | st.binary(max_size=99),
     lambda part: st.lists(part, max_size=4).map(tuple) | st.dictionaries(st.integers(0, 9), part, max_size=3),
@@ -28,8 +31,9 @@ class Server(DirectoryServer):
         return arguments[0]
 
 
-def answer(server: DirectoryServer, request: bytes) -> tuple[bool, Any]:
-    framed = bytearray(server._answer(CONNECTION, request))
+def answer(server: DirectoryServer, request: bytes, side: bytes = wire.CLIENT) -> tuple[bool, Any]:
+    connection: Any = SimpleNamespace(side=side)
+    framed = bytearray(server._answer(connection, request))
     body = wire.take_frame(framed, 1 << 20)
     assert body is not None and not framed
     done, result = unpacked(body)
@@ -46,10 +50,51 @@ def test_what_is_no_call_is_refused(request: bytes) -> None:
     assert not answer(Server(), request)[0]
 
 
-@given(st.sampled_from(sorted(CALLS - {"ping"})), st.lists(things, max_size=3))
-def test_a_call_that_fails_says_why(method: str, arguments: list[Any]) -> None:
-    done, why = answer(Server(), packed((method, *arguments)))
+@given(st.sampled_from(ASKED), st.lists(things, max_size=3))
+def test_a_call_that_fails_says_why(asked: tuple[bytes, str], arguments: list[Any]) -> None:
+    side, method = asked
+    done, why = answer(Server(), packed((method, *arguments)), side)
     assert not done and "Error" in why
+
+
+def test_clients_do_not_make_calls_of_stores_nor_stores_those_of_clients() -> None:
+    """A client that invents nodes would cost memory; one that joins as a living node would drop its blocks."""
+    assert not CALLS[wire.CLIENT] & CALLS[wire.STORE]
+    for side, method in ASKED:
+        (other,) = CALLS.keys() - {side}
+        done, why = answer(Server(), packed((method, "node")), other)
+        assert not done and "no such call" in why
+
+
+def test_failed_calls_say_and_log_little(caplog: pytest.LogCaptureFixture) -> None:
+    """However long the nonsense is, and however often it comes."""
+    server, nonsense = Server(), packed(("match", b"x" * (3 << 20), *("y" * 1000 for _ in range(200))))
+    for _ in range(10):
+        done, why = answer(server, nonsense)
+        assert not done and len(why) < 2 * ERROR_CHARS
+    assert len(caplog.records) == 1 and len(caplog.text) < 4 * ERROR_CHARS
+    for request in (packed(("pin", b"z" * (3 << 20))), packed((b"q" * (3 << 20),)), packed((None, "stored"))):
+        answer(server, request)
+    assert len(caplog.records) == 4 and len(caplog.text) < 16 * ERROR_CHARS
+
+
+@pytest.mark.parametrize("method", ["pin", "unpin", "forget", "preempted"])
+def test_keys_that_are_looked_at_one_by_one_come_in_steps(method: str) -> None:
+    server = Server()
+    server.serve(Directory())
+    call = (1, 1, b"", b"", b"")
+    assert answer(server, packed((method, call, bytes(KEYS_PER_CALL * KEY_BYTES))))[0]
+    done, why = answer(server, packed((method, call, bytes((KEYS_PER_CALL + 1) * KEY_BYTES))))
+    assert not done and f"at most {KEYS_PER_CALL}" in why
+
+
+def test_parts_of_a_match_are_bounded() -> None:
+    server = Server()
+    server.serve(Directory())
+    for parts in (PARTS, PARTS + 1):
+        requests = tuple((lease, "", bytes(KEY_BYTES), 4096, 0, 0, 16) for lease in range(1, parts + 1))
+        done, why = answer(server, packed(("match_parts", (1, 1, b"", b"", b""), requests, None)))
+        assert done == (parts == PARTS), why
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,7 @@ def test_a_peer_that_resets_hinders_nobody(listener: Listener, sent: str) -> Non
 
 @contextmanager
 def listening(serve: Callable[[Connection, bytes], bytes | None]) -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", "raykv-test", LONGEST, serve)
+    listener = Listener("127.0.0.1", "raykv-test", {wire.CLIENT: LONGEST}, serve)
     try:
         yield listener
     finally:
@@ -657,7 +657,7 @@ def test_what_a_peer_said_before_it_left_is_served() -> None:
             done.set()
         return frame(b"an answer that nobody reads")
 
-    listener = Listener("127.0.0.1", "test-listen", 1 << 20, serve)
+    listener = Listener("127.0.0.1", "test-listen", {wire.CLIENT: 1 << 20}, serve)
     peer = wire.connect(listener.address)
     peer.sendall(b"".join(frame(b"%d" % i) for i in range(8)))
     assert first.wait(10)
@@ -679,7 +679,7 @@ def test_short_frames_are_served_before_long_ones_which_take_turns() -> None:
             done.set()
         return wire.frame(b"ok")
 
-    listener = Listener("127.0.0.1", "test-listen", 1 << 20, serve)
+    listener = Listener("127.0.0.1", "test-listen", {wire.CLIENT: 1 << 20}, serve)
     first, *peers = [wire.connect(listener.address) for _ in range(4)]
     first.sendall(wire.frame(b"the one that all others wait for"))
     long = bytes(BULK_BYTES)

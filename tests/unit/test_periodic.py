@@ -151,7 +151,7 @@ def test_the_directory_is_looked_for_anew_after_an_error_only(monkeypatch: pytes
     asked, failed, done = [], [], threading.Event()
 
     class Line:
-        def __init__(self, pool: str) -> None:
+        def __init__(self, pool: str, side: bytes) -> None:
             self.found = ""
 
         def find(self) -> bool:

@@ -78,15 +78,19 @@ class SocketWay(RayWay):
 
     def __init__(self, directory: Windowed) -> None:
         super().__init__(directory)
-        address, self.lines = self.server.listen("127.0.0.1"), [DirectoryLine("p") for _ in range(LINES)]
-        for line in self.lines:
-            line._pipeline = Pipeline(address)
-        self.turns, self.waits = itertools.cycle(self.lines), itertools.cycle((True, False))
+        address = self.server.listen("127.0.0.1")
+        self.lines = {side: [DirectoryLine("p", side) for _ in range(LINES)] for side in CALLS}
+        for side, lines in self.lines.items():
+            for line in lines:
+                line._pipeline = Pipeline(address, side)
+        self.turns = {side: itertools.cycle(lines) for side, lines in self.lines.items()}
+        self.waits = itertools.cycle((True, False))
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        if method not in CALLS:
+        sides = [side for side, calls in CALLS.items() if method in calls]
+        if not sides:
             return super().ask(method, *arguments)
-        line = next(self.turns)
+        line = next(self.turns[sides[0]])
         if method == "commit" and not next(self.waits):
             answers: list[Any] = []
             line.tell(method, *arguments, deliver=answers.append)
@@ -95,7 +99,7 @@ class SocketWay(RayWay):
         return line.call(method, *arguments, seconds=PATIENCE_S)
 
     def close(self) -> None:
-        for line in self.lines:
+        for line in itertools.chain(*self.lines.values()):
             line.close()
         self.server.close()
 
