@@ -86,7 +86,7 @@ FRAME_BYTES = {wire.CLIENT: 4 << 20, wire.STORE: 64 << 20}
 PARTS = 256  # of a match: a part is a KV head, or a kind of layer
 ERROR_CHARS = 1000  # of what is said about a call that failed
 LOG_EVERY_S = 60.0  # calls of a name that failed
-PREFIXES = 20  # that `stats` has
+PREFIXES, HOLDERS = 20, 3  # that `stats` has
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -349,13 +349,18 @@ class DirectoryServer:
 
     @one_at_a_time
     def stats(self) -> dict[str, Any]:
-        """As of Directory; its largest `prefixes`; and where it listens: `socket` or None, and `connections` to it."""
+        """As of Directory; its largest `prefixes`; which clients hold the most blocks, `holders`.
+
+        And where it listens: `socket` or None, and `connections` to it.
+        """
         listener = self._listener
         socket = f"{listener.address.host}:{listener.address.port}" if listener else None
         connections = len(listener.served) if listener else 0
         now = self._clock()
         prefixes = self._directory.largest_prefixes(PREFIXES, now)
-        return {**self._directory.stats(now), "prefixes": prefixes, "socket": socket, "connections": connections}
+        holders = self._directory.clients.largest(HOLDERS, now)
+        more = {"prefixes": prefixes, "holders": holders, "socket": socket, "connections": connections}
+        return {**self._directory.stats(now), **more}
 
 
 def _few(keys: bytes) -> bytes:

@@ -77,6 +77,7 @@ class Line:
     """A connection. Answers come in the order of the calls."""
 
     period = HEARTBEAT_S  # seconds between two ticks
+    side = wire.CLIENT
 
     def __init__(self, load: "Load") -> None:
         self.load = load
@@ -85,7 +86,7 @@ class Line:
         self.due: deque[Deliver | None] = deque()  # what each answer is delivered to
 
     def connect(self, address: Address) -> None:
-        self.socket = wire.connect(address)
+        self.socket = wire.connect(address, self.side)
         self.socket.setblocking(False)
         self.inbox.clear()
         self.due.clear()
@@ -130,6 +131,8 @@ class Line:
 
 class Store(Line):
     """A node's store, full of blocks."""
+
+    side = wire.STORE
 
     def __init__(self, load: "Load", number: int, blocks: int, epoch: int) -> None:
         super().__init__(load)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -106,6 +106,7 @@ class DirectoryClient:
         self._pulled: list[Locations] = []
         self._corrupt: list[Locations] = []
         self._to_forget: list[bytes] = []
+        self._dropped: deque[Sequence[int]] = deque()  # held by objects that nobody has any more
         self._lock = threading.Lock()  # guards the fields above, and that calls are sent in the order of their _seq
         self._news = False  # the directory does not know all of them
         self._up = self.line.find()  # it answered the last call in time
@@ -286,6 +287,19 @@ class DirectoryClient:
             self._held.difference_update(held)
             self._has_news()
 
+    def drop(self, held: Sequence[int]) -> None:
+        """What holds these is collected as garbage and was not released: the client's thread does it, and says so.
+
+        Takes no lock: the garbage collector may call it anywhere.
+        """
+        self._dropped.append(held)
+
+    def _release_dropped(self) -> None:
+        while self._dropped:
+            held = self._dropped.popleft()
+            self.release(*held)
+            self.fault("dropped", f"{len(held)} leases or reservations were dropped unreleased: use `with`")
+
     def pulled(self, locations: Locations) -> None:
         """Staging slots hold their block now."""
         with self._lock:
@@ -414,6 +428,7 @@ class DirectoryClient:
     def _tend(self) -> None:
         """Send a heartbeat, and what no call has told yet; find the directory again if it was down."""
         self._look_on()
+        self._release_dropped()
         if not self._up:
             if self.line.way == "socket" and self.line.look():
                 self._up = self._probe()

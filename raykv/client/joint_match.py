@@ -1,7 +1,7 @@
 """Leases on blocks that have several parts, or several readers, which other processes read, each on its own node."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import NamedTuple, Self
 
@@ -50,11 +50,11 @@ class JointMatch:
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. request: the engine's
         name of what this is for.
         """
+        self._calls, self._released = list[LeasedCall](), True
         self._session, self._parts, self._request = session, parts, request
         self._record: RequestRecord | None = None  # while somebody follows requests
         self._cache = parts[0].keys.cache
         self._tokens_per_s = tokens_per_s
-        self._calls: list[LeasedCall] = []
         self._intent = session.directory.new_id()
         self.pending = 0
 
@@ -140,6 +140,7 @@ class JointMatch:
             raise
         tokens = (found[0].first + len(leases[0])) * self._cache.block_tokens
         before = self.tokens // self._cache.block_tokens
+        self._released = False
         self._calls.append(LeasedCall(tokens, [before + part.first for part in found], leases))
         return tokens
 
@@ -189,11 +190,18 @@ class JointMatch:
 
     def release(self) -> None:
         """Let the blocks go. The directory learns of it with the next call, so this costs nothing."""
-        ids: Iterable[int] = (lease.id for call in self._calls for lease in call.leases)
-        self._session.directory.release(*ids)
+        self._released = True
+        self._session.directory.release(*self._ids())
         record, self._record = self._record, None
         if record is not None and record.lookup_s >= 0:
             self._session.directory.report(record.line(self._session.node_id))
+
+    def _ids(self) -> list[int]:
+        return [lease.id for call in self._calls for lease in call.leases]
+
+    def __del__(self) -> None:
+        if not self._released:
+            self._session.directory.drop([*self._ids(), self._intent])
 
     def end_intent(self) -> None:
         """What was to be computed is stored, or will not be. The directory learns of it with the next call."""

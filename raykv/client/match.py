@@ -34,13 +34,12 @@ class Match:
         blocks of other nodes with the match, not with the first read. counted: it is an engine's look-up, which metrics
         count and followers are told of; else blocks are moved.
         """
+        self._leases, self._released = list[Lease](), False
         self._session, self._keys, self._cache = session, keys, keys.cache
         self._block_s, self._prefetch = self._cache.block_tokens / tokens_per_s, prefetch
         self._stage = PIECES_AHEAD * piece_blocks(self._cache.block_bytes)  # of a read's first pieces
         self._counted = counted
         self._record: RequestRecord | None = None  # while somebody follows requests
-        self._leases: list[Lease] = []
-        self._released = False
 
     def ask(self) -> Self:
         """Lease the blocks."""
@@ -219,6 +218,10 @@ class Match:
         record, self._record = self._record, None
         if record is not None and record.lookup_s >= 0:
             self._session.directory.report(record.line(self._session.node_id))
+
+    def __del__(self) -> None:
+        if self._leases and not self._released:
+            self._session.directory.drop([lease.id for lease in self._leases])
 
     def __enter__(self) -> Self:
         return self

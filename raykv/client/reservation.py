@@ -31,8 +31,9 @@ class Reservation:
 
         keys: (n, 16), at most KEYS_PER_CALL. position: of keys[0] in its chain.
         """
-        self._session, self._block_bytes = session, keys.cache.block_bytes
+        self._ended, self._session, self._block_bytes = True, session, keys.cache.block_bytes
         self._id, granted = session.directory.reserve(session.memory_name, keys, start)
+        self._ended = False
         self.covered = granted.covered if granted else start
         indices = np.frombuffer(granted.indices if granted else b"", np.int32)
         self._epoch = granted.epoch if granted else 0
@@ -86,7 +87,12 @@ class Reservation:
 
     def release(self) -> None:
         """Give up what was not committed. The directory learns of it with the next call."""
+        self._ended = True
         self._session.directory.release(self._id)
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._session.directory.drop([self._id])
 
     def _push(self) -> None:
         session, away = self._session, np.flatnonzero(self._away & (self._written == WRITTEN))

@@ -317,6 +317,11 @@ class Allocator:
             slots[strides[int(self._c.slabs[record]["size_class"])]] += self._size_classes.span(record)[1]
         return slots
 
+    def memory_bytes(self) -> int:
+        """Of all nodes, without their GPUs."""
+        memories = [node for node in self.nodes.values() if not node.on_gpu]
+        return sum((len(node.slabs) + len(node.spare)) * node.slab_bytes for node in memories)
+
     def quarantined(self, node: Node) -> LocationArray:
         """Slots of the node to be swept, at most QUARANTINED_PER_HEARTBEAT of each size."""
         locations = [np.zeros(0, LOCATION)]

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from raykv.directory.kernels import leases
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import Call
 
+UNUSED_S = 600.0  # a lease is, that nobody read by for so long: its reader has forgotten it
 ROWS = ("keys", "source", "gens", "staged", "staged_gens")  # of a Hold, of one length
 
 
@@ -28,6 +31,7 @@ class Hold:
     writes: bool
     group: int  # id of the first of those that were asked for together, whose blocks of one number belong together
     since: float  # seconds, of the caller's clock
+    used: float  # the same: when it was asked for, or its reader went on
     held_up: float | None = None  # the same: since when others hold all slots that it could stage into
 
     def cut(self, n: int) -> "Hold":
@@ -90,6 +94,31 @@ class Clients(dict[int, Client]):
             leases.abandon(c, hold.staged, hold.staged_gens)
             self.release([hold])
         return gone
+
+    def end_unused(self, now: float) -> None:
+        """Leases by which nobody has read for UNUSED_S hold their blocks no more; a late reader sees it by the headers.
+
+        Slots that it may still write are quarantined.
+        """
+        for client in self.values():
+            unused = [i for i, hold in client.holds.items() if now - hold.used > UNUSED_S and not hold.writes]
+            for hold in map(client.holds.pop, unused):
+                leases.abandon(self._size_classes.c, hold.staged, hold.staged_gens)
+                self.release([hold])
+
+    def largest(self, n: int, now: float) -> list[dict[str, Any]]:
+        """The clients that hold the most blocks, of these the first `n`."""
+        found = [
+            {
+                "client": f"{client:016x}",
+                "blocks": sum(len(hold.keys) for hold in it.holds.values()) + len(it.swapped),
+                "leases": sum(not hold.writes for hold in it.holds.values()),
+                "reservations": sum(hold.writes for hold in it.holds.values()),
+                "oldest_s": now - min((hold.since for hold in it.holds.values()), default=now),
+            }
+            for client, it in self.items()
+        ]
+        return sorted(filter(itemgetter("blocks"), found), key=itemgetter("blocks"), reverse=True)[:n]
 
     def expired(self, now: float) -> list[int]:
         return [i for i, client in self.items() if now - client.last_seen > self._ttl]

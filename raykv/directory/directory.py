@@ -43,6 +43,7 @@ from raykv.protocol import (
 )
 from raykv.system.jit import compile_all
 
+PINNED_SHARE = 0.5  # of all memory, at most, in pins that are never given up: the rest is for others
 NO_GPU_DEMOTIONS = GpuDemotions(b"", b"", b"")
 
 
@@ -157,7 +158,18 @@ class Directory(Readers):
             *(source, gens, staged, staged_gens, granted, locations, staged_locations),
         )
         client.holds[request.reservation] = Hold(
-            call.seq, writer.index, size_class, keys, source, gens, staged, staged_gens, True, request.reservation, now
+            call.seq,
+            writer.index,
+            size_class,
+            keys,
+            source,
+            gens,
+            staged,
+            staged_gens,
+            True,
+            request.reservation,
+            now,
+            now,
         )
         if not grants and covered < len(keys):  # else the client asks for the rest in another call
             charge = int(self._c.size_classes[size_class]["charge"])
@@ -219,13 +231,16 @@ class Directory(Readers):
         """Have blocks stay until `unpin`, or for `ttl` seconds from now. Counts the keys that are pinned now.
 
         priority: those with the lowest are given up first where a writer on their node would be refused; None: never.
+        Of the latter, in memory, no more are pinned than PINNED_SHARE of it holds.
         """
         self._on_call(call, now)
         if not isinstance(priority, int | None):
             raise ValueError(f"a priority {priority!r}: give an int, or None")
         if ttl is not None and not ttl > 0:
             raise ValueError(f"a pin of {ttl!r} seconds: give more than 0, or None for one without an end")
-        return Counted(self.epoch, self.pins.pin(split_keys(keys), math.inf if ttl is None else now + ttl, priority))
+        limit = int(self._allocator.memory_bytes() * PINNED_SHARE) if priority is None else None
+        end = math.inf if ttl is None else now + ttl
+        return Counted(self.epoch, self.pins.pin(split_keys(keys), end, priority, limit))
 
     def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         """End pins. Counts the keys that were pinned."""

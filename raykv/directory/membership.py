@@ -244,6 +244,7 @@ class Membership:
         for client in self.clients.expired(now):
             self._forget_swapped(self.clients.expire(client))
             self.intents.end_all(client)
+        self.clients.end_unused(now)
         self.pins.expire(now)
         self.intents.expire(now)
 

@@ -4,7 +4,7 @@ A pin with a priority is given up where a writer would be refused for it: the lo
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import chain
 from math import inf
 
@@ -26,12 +26,17 @@ class Pins(dict[bytes, tuple[int, int]]):
         self._priorities: dict[bytes, int] = {}  # of pins that may be given up
         self._by_priority: dict[int, dict[bytes, None]] = {}  # the same, the oldest first
 
-    def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None) -> int:
+    def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None, limit: int | None = None) -> int:
         """Pin the keys that are stored until `end`, and have them give way by `priority`: None: not at all.
 
-        Also those that were pinned in another way. Returns how many of `keys` are pinned now.
+        Also those that were pinned in another way. limit: bytes of nodes' memory that all may have which do not give
+        way; of `keys` the last are left out, or unpinned, unless they were such before.
+        Returns how many of `keys` are pinned now.
         """
+        lasting = {key for key in keys if key in self and key not in self._priorities} if limit is not None else set()
         self._hold(keys)
+        if limit is not None:
+            self._keep_within(limit, [key for key in dict.fromkeys(keys) if key in self and key not in lasting])
         pinned = [key for key in keys if key in self]
         self._forget_terms(pinned)
         if end < inf:
@@ -41,6 +46,21 @@ class Pins(dict[bytes, tuple[int, int]]):
             self._priorities.update(dict.fromkeys(pinned, priority))
             self._by_priority.setdefault(priority, {}).update(dict.fromkeys(pinned))
         return len(pinned)
+
+    def _keep_within(self, limit: int, new: list[bytes]) -> None:
+        """Unpin the last of the new ones where they and those that do not give way have more bytes than that."""
+        most = int(self._size_classes.c.size_classes["charge"].max(initial=0))
+        if len(self) * most <= limit:
+            return
+        others = self.keys() - self._priorities.keys() - set(new)
+        taken = self._memory_bytes(others).sum() + np.cumsum(self._memory_bytes(new))
+        self.unpin(new[int(np.searchsorted(taken, limit, "right")) :])
+
+    def _memory_bytes(self, keys: Collection[bytes]) -> NDArray[np.int64]:
+        """(n,) that each pinned key has in the memory of a node; 0 on a GPU and in an external tier."""
+        c, at = self._size_classes.c, np.array([self[key][0] for key in keys], np.int64)
+        sizes: NDArray[np.int64] = c.size_classes["charge"][c.slabs["size_class"][c.pages[at >> columns.PAGE_BITS]]]
+        return sizes
 
     def give_up(self, size_class: int, count: int, may_go: Callable[[int, int], bool]) -> bool:
         """Unpin blocks of a size class that nothing else holds, `count` at most. Returns whether there were any.

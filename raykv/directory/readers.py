@@ -199,6 +199,7 @@ class Readers(Membership):
             writes=False,
             group=group,
             since=now,
+            used=now,
         )
         return HeldPrefix(reader, hold, locations, staged_locations, counts)
 
@@ -231,6 +232,7 @@ class Readers(Membership):
         sound = hold is not None and 0 <= start <= request.stop and is_block_size(request.block_bytes)
         if hold is None or hold.writes or not sound:
             return Window(self.epoch, b"", b"")
+        hold.used = now
         before, wanted = slice(start), slice(start, min(request.stop, len(hold.source)))
         for other in (slice(wanted.stop, None), before):
             given, gens = hold.staged[other], hold.staged_gens[other]

@@ -43,6 +43,31 @@ def test_a_lease_of_a_block_keeps_no_more_than_that_block() -> None:
     assert all(array.base is None and len(array) == 1 for array in arrays)
 
 
+def test_a_lease_that_nobody_reads_by_holds_nothing_after_ten_minutes() -> None:
+    """Its client is there, and lists it: it has forgotten it."""
+    pool = Pool(slots=8, window=4, nodes="ab")
+    pool.store("a", FIRST)
+    pool.store("b", SECOND)
+    forgotten, _ = pool.match("a", FIRST)
+    read, _ = pool.match("b", FIRST)
+    unread, _ = pool.match("a", SECOND)
+    for second in range(601):
+        pool.now += 1.0
+        if second % 300 == 0:
+            assert staged(pool.next_window("b", read, 0, 4)) == 4
+        for node in "ab":
+            pool.directory.heartbeat(node, 1, pool.now)
+            pool.heartbeat(node)
+    held = {lease for client in pool.directory.clients.values() for lease in client.holds}
+    assert held == {read} and {forgotten, unread}.isdisjoint(held)
+    assert pool.count("staging", "b") == 4 and pool.count("staging", "a") == 0
+    assert pool.count("quarantined", "a") == 4, "its reader may yet write there"
+    assert blocks(pool.next_window("a", unread, 0)) == 0
+    largest = pool.directory.clients.largest(3, pool.now)
+    assert [(one["blocks"], one["leases"], one["oldest_s"]) for one in largest] == [(4, 1, 601.0)]
+    check_invariants(pool.directory)
+
+
 def test_what_was_matched_together_is_evicted_block_after_block() -> None:
     """Not one part whole before the other, of which nothing could be used then."""
     pool = Pool(slots=10, window=1)

@@ -96,7 +96,24 @@ def test_a_pin_ends_with_its_time() -> None:
     assert list(pool.directory.pins) == KEYS[1:2]
 
 
-def test_a_pin_with_a_priority_gives_way_to_a_writer_who_would_be_refused() -> None:
+def test_pins_without_a_priority_take_half_of_memory() -> None:
+    """A client that pins all that it stores leaves room for others."""
+    pool, long = Pool(slots=8), 1000.0
+    pool.store("a", KEYS[:7])
+    assert pin(pool, KEYS[:3]) == 3 and pin(pool, KEYS[2:7]) == 2
+    assert list(pool.directory.pins) == KEYS[:4]
+    assert pin(pool, KEYS[:7]) == 4 and pin(pool, KEYS[4:7]) == 0
+    assert pool.directory.pin(pool.call("a"), b"".join(KEYS[4:6]), pool.now, None, 0).done == 2, "that gives way"
+    assert pin(pool, KEYS[4:6]) == 0 and list(pool.directory.pins) == KEYS[:4]
+    pool.store("a", KEYS[10:20])
+    assert pool.has(KEYS[:4]) == [True] * 4 and not any(pool.has(KEYS[4:7]))
+    assert sum(pool.has(KEYS[10:20])) == 3
+    pool.directory.unpin(pool.call("a"), KEYS[0], pool.now)
+    assert pool.directory.pin(pool.call("a"), b"".join(KEYS[10:13]), pool.now, long).done == 1
+
+
+def test_a_pin_with_a_priority_gives_way_to_a_writer_who_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raykv.directory.directory.PINNED_SHARE", 1.0)
     pool = Pool()
     pool.store("a", KEYS[:7])
     for key, priority in zip(KEYS, (2, None, 1, 1, 0, None, None), strict=False):
@@ -242,7 +259,8 @@ def test_a_block_that_is_already_in_the_tier_is_pinned_there() -> None:
     assert not any(pool.has(KEYS[:6])) and all(in_external_tier(pool, KEYS[:6]))
 
 
-def test_blocks_can_be_pulled_from_a_tier_while_all_others_are_pinned() -> None:
+def test_blocks_can_be_pulled_from_a_tier_while_all_others_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raykv.directory.directory.PINNED_SHARE", 1.0)
     pool = tiered(slots=8, slabs=4, window=2)
     only_in_tier(pool, KEYS[:4])
     for key in KEYS[900:907]:

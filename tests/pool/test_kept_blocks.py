@@ -1,5 +1,6 @@
 """Blocks that stay because somebody said so: those of preempted requests, and pinned ones."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 import raykv
 import raykv.actors.directory_server
 import raykv.client.directory_client
+from raykv.client.joint_match import JointMatch, Part
 
 ROOM = 224  # blocks on each of two nodes of 64 MiB, less the staging window
 
@@ -105,6 +107,37 @@ def test_bad_arguments_are_refused_before_a_byte_moves(cache: raykv.KVCache) -> 
     with pytest.raises(ValueError, match="9 block_ids for request 'a', which has 10"):
         cache.swap_in(paged, range(9), "a")
     assert cache.swap_in(paged, range(10), "a").result() == 10, "nothing was lost by it"
+
+
+@pytest.mark.parametrize("what", ["match", "joint match", "reservation"])
+def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: raykv.KVPool, what: str) -> None:
+    """Else its blocks would be held for as long as this process is there."""
+    directory, memory = pool.session.directory, pool.session.memory_name
+    keys, new = cache.keys(tokens(50, 9)), cache.keys(tokens(51, 4))
+    keep(cache, keys)
+    directory.heartbeat()
+    ask: dict[str, Callable[[], Any]] = {
+        "match": lambda: cache.match(keys),
+        "joint match": lambda: JointMatch(pool.session, [Part(memory, keys)] * 2, 1e4).ask(computes=True),
+        "reservation": lambda: cache.reserve(new),
+    }
+    before = directory.faults["dropped"]
+    held = ask[what]()
+    stats = pool.stats()
+    assert stats["leases"] + stats["reservations"] == (2 if what == "joint match" else 1)
+    assert stats["holders"][0]["client"] == f"{directory.client:016x}"
+    del held
+    gc.collect()
+    eventually(lambda: not directory._held and settled(pool))
+    assert pool.stats()["intents"] == 0 and directory.faults["dropped"] == before + 1
+    held = ask[what]()
+    held.release()
+    if what == "joint match":
+        held.end_intent()
+    del held
+    gc.collect()
+    eventually(lambda: settled(pool))
+    assert directory.faults["dropped"] == before + 1
 
 
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:

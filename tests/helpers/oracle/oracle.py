@@ -11,6 +11,7 @@ from typing import Any
 
 from helpers.oracle.readers import Readers
 from helpers.oracle.slots import HOLDS_MAX, IN_TABLE, PRESENT, Lease, Node, Row, pack, split, unpack
+from raykv.directory.directory import PINNED_SHARE
 from raykv.protocol import Call, CommitRequest, Counted, Reserved, ReserveRequest
 
 COUNTERS = (
@@ -118,7 +119,10 @@ class Oracle(Readers):
         self, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
     ) -> Counted:
         self.on_call(call, now)
-        return Counted(self.epoch, self.pin_keys(split(keys), None if ttl is None else now + ttl, priority))
+        nodes = [node for node in self.nodes.values() if not node.on_gpu]
+        memory = sum((len(node.slabs) + len(node.spare)) * node.slab_bytes for node in nodes)
+        limit = int(memory * PINNED_SHARE) if priority is None else None
+        return Counted(self.epoch, self.pin_keys(split(keys), None if ttl is None else now + ttl, priority, limit))
 
     def unpin(self, call: Call, keys: bytes, now: float) -> Counted:
         self.on_call(call, now)

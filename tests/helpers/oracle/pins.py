@@ -13,9 +13,19 @@ class Pins(GpuDemotion):
         self.pin_ranks: dict[bytes, tuple[int, int] | None] = {}
         self.pin_count = 0
 
-    def pin_keys(self, keys: list[bytes], end: float | None = None, priority: int | None = None) -> int:
-        """Pin keys until then, or for good. priority: None: they are not given up."""
+    def pin_keys(
+        self, keys: list[bytes], end: float | None = None, priority: int | None = None, limit: int | None = None
+    ) -> int:
+        """Pin keys until then, or for good. priority: None: they are not given up. limit: bytes of memory of these."""
+        before = {key for key in self.pins if self.pin_ranks.get(key) is None}
         self.hold_pinned(keys)
+        new = [key for key in dict.fromkeys(keys) if key in self.pins and key not in before]
+        taken = self.pinned_bytes(before)
+        for i, key in enumerate(new if limit is not None else ()):
+            taken += self.pinned_bytes({key})
+            if taken > (limit or 0):
+                self.unpin_keys(new[i:])
+                break
         for key in keys:
             if key in self.pins:
                 self.pin_ends[key] = end
@@ -24,6 +34,10 @@ class Pins(GpuDemotion):
                 self.pin_count += 1
                 self.pin_ranks[key] = None if priority is None else (priority, self.pin_count)
         return sum(key in self.pins for key in keys)
+
+    def pinned_bytes(self, keys: set[bytes]) -> int:
+        classes = [self.pins[key][0].slab.size_class for key in keys if key in self.pins]
+        return sum(size_class.stride for size_class in classes if size_class.counts)
 
     def give_up_pins(self, size_class: SizeClass, tenant: str, count: int) -> bool:
         """Unpin what then goes for a writer who is refused: the lowest priority first, then the oldest pin."""

@@ -45,7 +45,7 @@ ANSWERS["match_parts"] = lambda epoch, parts, pending, short: MatchedParts(
 )
 LINES = 3  # connections, which take turns
 
-OF_THE_SERVER = ("socket", "connections", "prefixes")  # in its stats, beside the directory's
+OF_THE_SERVER = ("socket", "connections", "prefixes", "holders")  # in its stats, beside the directory's
 
 
 class Windowed(Directory):
