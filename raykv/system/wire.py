@@ -145,11 +145,16 @@ def receive_some(peer: socket.socket, views: Sequence[memoryview]) -> int:
     return got
 
 
-def send_all(peer: socket.socket, views: Sequence[memoryview]) -> None:
-    """Send these one after the other. BlockingIOError where `set_limits` says so."""
+def send_all(peer: socket.socket, views: Sequence[memoryview], end: float) -> None:
+    """Send these one after the other. BlockingIOError where `set_limits` says so; TimeoutError after `end`.
+
+    end: time.monotonic(). A peer that takes a little now and then would keep the thread for ever.
+    """
     left = list(views)
     while left:
         left = after(left, peer.sendmsg(left[:VIEWS]))
+        if left and time.monotonic() > end:
+            raise TimeoutError(f"a peer has not taken {sum(view.nbytes for view in left)} bytes in time")
 
 
 def after(views: Sequence[memoryview], done: int) -> list[memoryview]:

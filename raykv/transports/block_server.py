@@ -8,6 +8,7 @@ it must verify.
 import contextlib
 import logging
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -70,10 +71,10 @@ class BlockServer:
         locations = np.frombuffer(request, LOCATION, count)
         keys = np.frombuffer(request, np.uint8, offset=locations.nbytes).reshape(-1, KEY_BYTES)
         blocks = self._arena.read_for_peer(locations, keys)
-        wire.set_limits(peer, data_deadline(int(locations["bytes"][blocks.there].sum())))
-        wire.send_all(
-            peer, [claims_of(blocks).data.cast("B"), *(run.data for run in blocks.runs)]
-        )  # the reader verifies
+        seconds = data_deadline(int(locations["bytes"][blocks.there].sum()))
+        wire.set_limits(peer, seconds)
+        views = [claims_of(blocks).data.cast("B"), *(run.data for run in blocks.runs)]
+        wire.send_all(peer, views, time.monotonic() + seconds)  # the reader verifies
 
 
 def claims_of(headers: BlockHeaders | PeerBlocks) -> NDArray[np.void]:

@@ -1,4 +1,4 @@
-"""`deploy/serve.yaml` by `serve deploy`, with the model's name replaced and nothing else.
+"""`deploy/serve.yaml` by `serve deploy`, with the model's name replaced, and the cached tokens of an answer told.
 
 The file is for GPUs. On CPUs the nodes say that they have a GPU each, and a platform plugin tells vLLM to take it.
 """
@@ -40,7 +40,9 @@ def app(cluster: Any, pool: raykv.KVPool, tmp_path: Path) -> Iterator[App]:
     (application,) = yaml.safe_load(written)["applications"]
     (config,) = application["args"]["llm_configs"]
     name = config["model_loading_config"]["model_source"]
-    file.write_text(written.replace(name, serve_vllm.make_model(tmp_path / "model")))
+    untold = "# enable_prompt_tokens_details"
+    assert untold in written
+    file.write_text(written.replace(untold, untold[2:]).replace(name, serve_vllm.make_model(tmp_path / "model")))
     try:
         typed("serve deploy serve.yaml", tmp_path, RAY_DASHBOARD_ADDRESS=f"http://{cluster.webui_url}")
         eventually(lambda: serves(cluster.webui_url, "llm"), deadline=600)

@@ -44,6 +44,7 @@ TEMPLATE: dict[str, Any] = {
 }
 CLUSTER: dict[str, Any] = {
     "rayVersion": str,
+    "authOptions": {"mode": str},
     "headGroupSpec": {"rayStartParams": ..., "template": TEMPLATE},
     "workerGroupSpecs": {
         "groupName": str,
@@ -55,6 +56,14 @@ CLUSTER: dict[str, Any] = {
 SPECS: dict[str, Any] = {
     "ray.io/v1/RayCluster": CLUSTER,
     "ray.io/v1/RayService": {"serveConfigV2": str, "rayClusterConfig": CLUSTER},
+    "networking.k8s.io/v1/NetworkPolicy": {
+        "podSelector": {"matchLabels": ...},
+        "policyTypes": str,
+        "ingress": {
+            "from": {"podSelector": {"matchLabels": ...}, "namespaceSelector": {}},
+            "ports": {"port": int},
+        },
+    },
     "policy/v1/PodDisruptionBudget": {"minAvailable": int, "selector": {"matchLabels": ...}},
     "monitoring.coreos.com/v1/PodMonitor": {
         "selector": {"matchLabels": ...},
@@ -168,6 +177,22 @@ def test_the_budget_and_the_monitor_find_the_pods() -> None:
     assert budget["minAvailable"] == sum(group["replicas"] for group in cluster["workerGroupSpecs"]) - 1
 
 
+def test_who_does_not_know_rays_token_reaches_nothing() -> None:
+    """Whoever Ray lets in can read the pool's secret. Only engines are asked without it, at Serve's port."""
+    assert all(cluster["authOptions"] == {"mode": "token"} for cluster in clusters())
+    policy = load("network-policy")["spec"]
+    for group in [group for cluster in clusters() for group in groups(cluster)]:
+        assert policy["podSelector"]["matchLabels"].items() <= group["template"]["metadata"]["labels"].items()
+    assert policy["policyTypes"] == ["Ingress"]
+    anybody = [port["port"] for rule in policy["ingress"] if "from" not in rule for port in rule["ports"]]
+    assert anybody == [8000]
+    mine, *others = [rule for rule in policy["ingress"] if "from" in rule]
+    assert mine == {"from": [{"podSelector": policy["podSelector"]}]}
+    assert {port["port"] for rule in others for port in rule["ports"]} == {8265, 8080}
+    for path in (DEPLOY / "serve.yaml", DEPLOY / "kubernetes" / "rayservice.yaml"):
+        assert "\n    # enable_prompt_tokens_details: true\n" in re.sub(r"\n {4,}", "\n    ", path.read_text())
+
+
 @pytest.mark.parametrize("path", [*FILES, ROOT / "docs/deploy.md"], ids=lambda path: path.name)
 def test_every_command_is_one(path: Path) -> None:
     for command in COMMAND.findall(path.read_text()):
@@ -184,7 +209,8 @@ def test_units_end_when_the_node_is_drained() -> None:
         if needed:
             least = deadline_of(service["ExecStop"]) + 2 * CALL_S + ATTACH_S + ENDING_S
             assert float(service["TimeoutStopSec"]) >= least
-            assert service["Environment"] == "RAY_worker_niceness=0"
+            assert service["Environment"] == "RAY_worker_niceness=0 RAY_AUTH_MODE=token"
+        assert "RAY_AUTH_MODE=token" in service["Environment"] and service["EnvironmentFile"] == "/etc/raykv.env"
 
 
 def test_the_image_has_what_pip_needs_and_its_kernels() -> None:

@@ -1,6 +1,7 @@
 """What holds of all messages, and what they look like on a socket."""
 
 import contextlib
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -48,3 +49,16 @@ def test_every_answer_of_the_directory_begins_with_its_epoch() -> None:
 def test_messages_are_sent_as_plain_tuples() -> None:
     for message in (Call(1, 2, b"held"), MatchRequest(3, "node", b"keys", 4096, 9)):
         assert type(plain(message)) is tuple and type(message)(*plain(message)) == message
+
+
+@pytest.mark.parametrize("head", [b"\xdd", b"\xdf"], ids=["arrays", "dicts"])
+def test_a_message_takes_little_memory_before_it_is_known_to_be_none(head: bytes) -> None:
+    """Each head says that as many parts follow as there are bytes: a list of them gets its memory first."""
+    size = 1 << 20
+    data = b"".join(head + left.to_bytes(4, "big") for left in range(size, 0, -5))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="exceeds"):
+        unpacked(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * size

@@ -1,14 +1,16 @@
 """Blocks that are served over TCP where a thread, or the arena, fails."""
 
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.echo_server import PATIENCE_S, end
+from helpers.pools import eventually
 from numpy.typing import NDArray
 
 from raykv.protocol import LOCATION
@@ -23,12 +25,13 @@ class Arena:
     """Has one block, or fails."""
 
     error: Exception | None = None
+    blocks = 1  # as many bytes come as these have
 
     def read_for_peer(self, locations: NDArray[np.void], keys: NDArray[np.uint8]) -> Any:
         if self.error:
             raise self.error
         one = np.ones(len(keys), np.uint8)
-        runs = [SimpleNamespace(data=bytes(BYTES))]
+        runs = [SimpleNamespace(data=memoryview(bytes(BYTES * self.blocks)))]
         return SimpleNamespace(there=one.astype(np.bool_), positions=one, checksums=one, runs=runs)
 
 
@@ -68,3 +71,20 @@ def test_a_request_that_fails_ends_its_connection_only(error: Exception) -> None
         arena.error = None
         assert read(server)
         assert len(server._listener.served) <= 1
+
+
+def test_a_reader_that_takes_its_bytes_slowly_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of the system moves some, so that none of them ever times out."""
+    monkeypatch.setattr("raykv.transports.block_server.data_deadline", lambda size: 1.0)
+    arena, taken = Arena(), 0
+    arena.blocks = 128 << 10  # more than buffers take
+    with serving(arena) as server, wire.connect(server.address) as peer:
+        peer.sendall(REQUEST)
+        with suppress(ConnectionError):
+            while got := len(peer.recv(1 << 17)):
+                taken += got
+                if taken == CLAIM.itemsize + arena.blocks * BYTES:
+                    break
+                time.sleep(0.01)  # it is slow
+        assert taken < arena.blocks * BYTES
+        eventually(lambda: not server._listener.served)
