@@ -45,9 +45,9 @@ class CacheId(NamedTuple):
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def for_salt(self, salt: str | bytes | None) -> "CacheId":
+    def for_salt(self, salt: str | bytes | None, secret: bytes) -> "CacheId":
         """The same, for a prompt with that salt: where no tenant was given, the salt is one's (`tenant_of`)."""
-        return self._replace(tenant=tenant_of(salt)) if salt and not self.is_named else self
+        return self._replace(tenant=tenant_of(salt, secret)) if salt and not self.is_named else self
 
     def __str__(self) -> str:
         return (
@@ -129,9 +129,12 @@ def _cache_of(array: object) -> CacheId | None:
 
 
 @lru_cache(1024)
-def tenant_of(salt: str | bytes | None) -> str:
-    """The tenant of a salt, unless it was given a name: the first 8 hex digits of its SHA-256; "" without a salt."""
-    return hashlib.sha256(_bytes("salt", salt)).hexdigest()[:8] if salt else ""
+def tenant_of(salt: str | bytes | None, secret: bytes) -> str:
+    """The tenant of a salt, unless it was given a name; "" without a salt.
+
+    That is 8 hex digits of its HMAC-SHA256, keyed by the pool's secret: who reads metrics could try a list of salts.
+    """
+    return hmac.digest(secret, b"tenant" + _bytes("salt", salt), "sha256").hex()[:8] if salt else ""
 
 
 def digest(root: bytes) -> bytes:

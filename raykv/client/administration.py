@@ -114,7 +114,7 @@ class Administration:
 
         What others store never takes from the minimum; what of it the tenant does not need, anybody may use. Above the
         maximum one of the tenant's own blocks goes for each that it stores. Both are kept until the pool stops.
-        tenant: as of `cache`; without one, the hash of the salt. minimum, maximum: shares of the memory of all nodes
+        tenant: as of `cache`; without one, `pool.tenant_of(salt)`. minimum, maximum: shares of the memory of all nodes
         (GPUs do not count), 0 to 1.
         Raises ValueError for what is no name, for shares that are not possible, where the minima of all tenants would
         be above 1, and for a 16th tenant with a quota; RayError if the directory does not answer.

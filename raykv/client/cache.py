@@ -67,7 +67,11 @@ class KVCache:
         Raises ValueError for anything else.
         """
         rows = key_chain.chain(self.root, token_ids, self.block_tokens, lora=lora, extra=extra, salt=salt)
-        return Keys(rows, self.id.for_salt(salt))
+        return Keys(rows, self.id_for(salt))
+
+    def id_for(self, salt: str | bytes | None) -> CacheId:
+        """The id of this cache for a prompt with that salt, which names the tenant where none was given."""
+        return self.id.for_salt(salt, self.session.secret)
 
     def rekey(self, hashes: Any) -> Keys:
         """An engine's own block hashes as keys of this cache: (len(hashes), 16) uint8.

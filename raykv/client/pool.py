@@ -87,9 +87,13 @@ class KVPool(Administration):
             block_bytes=block_bytes,
         )
         is_named = tenant != ""
-        tenant = check_tenant(tenant) if is_named else keys.tenant_of(salt)
+        tenant = check_tenant(tenant) if is_named else self.tenant_of(salt)
         cache = keys.CacheId(model, block_tokens, block_bytes, keys.digest(root), tenant, is_named)
         return KVCache(self.session, cache, root, recompute_tokens_per_s)
+
+    def tenant_of(self, salt: str | bytes) -> str:
+        """Name of a salt's tenant where none was given, in metrics, traces and quotas. Other pools have another one."""
+        return keys.tenant_of(salt, self.session.secret)
 
     def stats(self) -> dict[str, Any]:
         """The directory's counts of the whole pool, and `faults` of this client by kind.

@@ -27,16 +27,22 @@ class Exporter:
         self._observed: dict[Series, list[float]] = {}
         self._totals: dict[Series, float] = {}  # of counters that are given by their total
         self._labels: dict[str, set[str]] = {}  # values so far, by tag
+        self.tenants_kept: set[str] = set()  # those with a quota, which are told however many others there were
         self._metrics: dict[str, Any] = {}  # Ray's; only the thread that flushes looks
 
     def label(self, tag: str, value: str) -> str:
         """The value of a tag that users choose, or OTHER if there were too many different ones."""
         known = self._labels.setdefault(tag, set())
         if value not in known:
-            if len(known) >= LABELS_MAX:
+            if len(known) >= LABELS_MAX and not (tag == "tenant" and value in self.tenants_kept):
                 return OTHER
             known.add(value)
         return value
+
+    @property
+    def has_all_tenants(self) -> bool:
+        """Whether a tenant that comes now is told as OTHER."""
+        return len(self._labels.get("tenant", ())) >= LABELS_MAX
 
     def add(self, name: str, value: float, **tags: str) -> None:
         """Raise a counter."""

@@ -13,7 +13,6 @@ from helpers.pools import MIB, Worker, eventually, other_node, worker
 import raykv
 from raykv.arena.buffers import rows_of
 from raykv.cli.trace import Follower
-from raykv.keys import tenant_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
@@ -95,7 +94,7 @@ def test_a_request_is_followed_through_both_processes(start: Callable[..., raykv
     by_kind = {line["kind"]: line for line in seen}
     match, load = by_kind["match"], by_kind["read"]
     assert len(seen) == 2 and match["id"] == load["id"]
-    assert {(line["request"], line["tenant"]) for line in seen} == {("a request", tenant_of("acme"))}
+    assert {(line["request"], line["tenant"]) for line in seen} == {("a request", pool.tenant_of("acme"))}
     assert (match["asked_tokens"], match["hit_tokens"], match["read_tokens"]) == (16 * (CHUNKS + 2), 16 * CHUNKS, 0)
     assert match["sources"] == load["sources"] == {"memory": 0, "node": 16 * CHUNKS, "external": 0}
     assert (load["read_tokens"], load["bytes"]) == (16 * CHUNKS, read) == (16 * CHUNKS, CHUNKS * CHUNK)

@@ -16,7 +16,6 @@ from helpers.pools import (
 
 import raykv
 from raykv.directory.why_missing import WRITTEN
-from raykv.keys import tenant_of
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def test_tenants_are_told_apart(pool: raykv.KVPool) -> None:
         cache = a_cache(pool, model="shared", salt=salt)
         read(cache, cache.keys(tokens(8, 1)))
     read(cache, cache.keys(tokens(8, 1), salt="three"))
-    assert [line["tenant"] for line in lines.of("shared", 4)] == ["", *map(tenant_of, ("one", "two", "three"))]
+    assert [line["tenant"] for line in lines.of("shared", 4)] == ["", *map(pool.tenant_of, ("one", "two", "three"))]
     cache.prefetch(cache.keys(tokens(8, 1))).result()  # an engine does not ask for it
     read(cache, cache.keys(tokens(8, 1)))
     lines.of("shared", 5)

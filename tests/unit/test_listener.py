@@ -595,7 +595,11 @@ class Fuzzer:
     def open(self, address: Address) -> None:
         if self.rng.random() < 0.2:
             address = address._replace(token=b"guessed")
-        peer = wire.connect(address) if self.rng.random() < 0.8 else socket.create_connection(address[:2], PATIENCE_S)
+        side = self.rng.choice((*[wire.CLIENT] * 4, wire.STORE, wire.LISTENER))  # the last two may not connect there
+        if self.rng.random() < 0.8:
+            peer = wire.connect(address, side)
+        else:
+            peer = socket.create_connection(address[:2], PATIENCE_S)
         peer.settimeout(0.001)
         self.peers.append(peer)
 

@@ -1,5 +1,6 @@
 """What a match counts of the blocks that it found, and for whom."""
 
+import hashlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +16,19 @@ from raykv.keys import CacheId, Keys, tenant_of
 from raykv.metrics.exporter import LABELS_MAX, OTHER, Exporter
 from raykv.protocol import LOCATION, Matched
 
-HERE, TIER, BLOCKS = 4, 3, 4
-SALTED = CacheId("m", 16, 4096, b"", tenant_of("acme"))
+HERE, TIER, BLOCKS, SECRET = 4, 3, 4, b"s" * 32
+SALTED = CacheId("m", 16, 4096, b"", tenant_of("acme", SECRET))
 
 
 def session(exporter: Exporter) -> Any:
     """Of a process without a store, whose directory finds nothing."""
-    directory = SimpleNamespace(metrics=exporter, requests=RequestReport(), client=1, release=lambda lease: None)
+    directory = SimpleNamespace(
+        metrics=exporter, requests=RequestReport(), client=1, release=lambda lease: None, drop=list
+    )
     directory.match = lambda *request: (1, Matched(1, b"", b""))
-    nothing = SimpleNamespace(name="p", local=None, memory_name="", directory=directory, refresh=lambda: None)
+    nothing = SimpleNamespace(
+        name="p", secret=SECRET, local=None, memory_name="", directory=directory, refresh=lambda: None
+    )
     nothing.background = lambda function, *arguments: function(*arguments)
     return nothing
 
@@ -40,7 +45,7 @@ def test_blocks_that_were_fetched_from_a_tier_are_counted_once() -> None:
     match._leases.append(Lease(match._session, None, 4096, (b"", HERE, 1, 1, 0), source, rows))
     match._leases[0].source["node"] = HERE  # as `fetch` does
     match._count(found_tokens(match._leases, SALTED), 0.0)
-    tags = (("model", "m"), ("tenant", tenant_of("acme")))
+    tags = (("model", "m"), ("tenant", tenant_of("acme", SECRET)))
     assert added(exporter, "hit_tokens_total") == {(*tags, ("source", "external")): 16 * BLOCKS}
     assert added(exporter, "asked_tokens_total") == {tags: 16 * BLOCKS}
     assert added(exporter, "lookups_total") == {tags: 1}
@@ -59,15 +64,20 @@ def test_only_what_an_engine_asks_for_is_a_look_up() -> None:
 
 def test_tenants_and_models_are_bounded() -> None:
     exporter = Exporter("p")
-    labels = [exporter.label("tenant", tenant_of(str(number))) for number in range(LABELS_MAX + 10)]
+    labels = [exporter.label("tenant", tenant_of(str(number), SECRET)) for number in range(LABELS_MAX + 10)]
     assert len(set(labels)) == LABELS_MAX + 1 and labels[LABELS_MAX:] == [OTHER] * 10
     assert exporter.label("tenant", labels[0]) == labels[0] and exporter.label("model", "m") == "m"
+    exporter.tenants_kept = {"acme"}  # it has a quota
+    assert exporter.has_all_tenants and exporter.label("tenant", "acme") == "acme"
+    assert exporter.label("tenant", "another") == OTHER
 
 
 def test_a_salt_is_told_by_its_hash_and_no_salt_by_nothing() -> None:
-    assert tenant_of("acme") == tenant_of(b"acme") == "822b33ad" and not tenant_of("") and not tenant_of(None)
+    assert tenant_of("acme", SECRET) == tenant_of(b"acme", SECRET) != tenant_of("acme", bytes(32))
+    assert len(tenant_of("acme", SECRET)) == 8 and not tenant_of("", SECRET) and not tenant_of(None, SECRET)
+    assert tenant_of("acme", SECRET) != hashlib.sha256(b"acme").hexdigest()[:8], "a list of salts would tell it"
     assert SALTED._replace(tenant="") == SALTED and SALTED._replace(model="n") != SALTED
     cache = KVCache(session(Exporter("p")), SALTED._replace(tenant=""), bytes(32), 1.0)
     keys = cache.keys(range(32), salt="acme")
-    assert keys[:1].cache.tenant == tenant_of("acme") and not cache.keys(range(32)).cache.tenant
+    assert keys[:1].cache.tenant == tenant_of("acme", SECRET) and not cache.keys(range(32)).cache.tenant
     assert cache.match(keys).num_blocks == 0  # the cache takes them

@@ -1,5 +1,6 @@
 """What is handed out: the version, the metadata and the source distribution."""
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,21 @@ from trove_classifiers import classifiers
 import raykv
 from raykv.cli.main import main
 
+UPLOT = {  # SHA-256 of the files of https://registry.npmjs.org/uplot/-/uplot-1.6.32.tgz
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+
 
 def test_the_version_is_the_packages() -> None:
     assert raykv.__version__ == version("raykv")
     assert CliRunner().invoke(main, ["--version"]).output == f"raykv {raykv.__version__}\n"
+
+
+@pytest.mark.parametrize(("file", "sha256"), UPLOT.items())
+def test_uplot_is_what_npm_has(file: str, sha256: str) -> None:
+    assert hashlib.sha256((ROOT / "raykv/ui/static" / file).read_bytes()).hexdigest() == sha256
 
 
 @pytest.fixture(scope="module")

@@ -456,4 +456,4 @@ def _first(caches: dict[int, dict[int, KVCache]]) -> KVCache:
 def _keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
     """By part, of one group. vLLM's hashes have the salt already: here it names the tenant."""
     hashes = [get_offload_block_hash(key) + origin.weights for key in keys]
-    return {part: Keys(cache.rekey(hashes), cache.id.for_salt(origin.salt)) for part, cache in caches.items()}
+    return {part: Keys(cache.rekey(hashes), cache.id_for(origin.salt)) for part, cache in caches.items()}

@@ -277,7 +277,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         caches = self._caches[run.group]
         left = {part: _rows_of_keys(keys[part])[left_out:] for part in caches}
         reserved = [
-            cache.reserve(Keys(left[part], cache.id.for_salt(target.salt)), position + left_out)
+            cache.reserve(Keys(left[part], cache.id_for(target.salt)), position + left_out)
             for part, cache in caches.items()
         ]
         return [Offer(run, number, reservation, digests) for number, reservation in enumerate(reserved)]
@@ -369,7 +369,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """Of a read, if somebody follows requests."""
         if not any(blocks.followed for blocks in part.leased):
             return None
-        cache = next(iter(self._caches[part.group].values())).id.for_salt(origin.salt)
+        cache = next(iter(self._caches[part.group].values())).id_for(origin.salt)
         found = found_tokens(leases, cache)
         name = lease_name(part.leased[0].owner, part.leased[0].lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
