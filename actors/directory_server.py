@@ -83,7 +83,7 @@ CALLS = {  # what may be asked over the socket
 }
 # the longest: a client's lists of keys come in steps; of a store's big arena, what its writers left half done
 FRAME_BYTES = {wire.CLIENT: 4 << 20, wire.STORE: 64 << 20}
-PARTS = 256  # of a match: a part is a KV head, or a kind of layer
+PARTS = 1024  # of a match: for each rank, one a KV head and kind of layer
 ERROR_CHARS = 1000  # of what is said about a call that failed
 LOG_EVERY_S = 60.0  # calls of a name that failed
 PREFIXES, HOLDERS = 20, 3  # that `stats` has
@@ -180,6 +180,7 @@ class DirectoryServer:
     @one_at_a_time
     def match(self, call: Message, request: Message) -> Message:
         asked, now = MatchRequest(*request), self._clock()
+        _few(asked.keys)
         answer = self._directory.match(Call(*call), asked, now)
         if self._followers.there(now):
             answer = answer._replace(short=self._why_short(asked.keys, len(answer.source) // LOCATION.itemsize))
@@ -219,7 +220,9 @@ class DirectoryServer:
 
     @one_at_a_time
     def reserve(self, call: Message, request: Message) -> Message:
-        return tuple(self._directory.reserve(Call(*call), ReserveRequest(*request), self._clock()))
+        asked = ReserveRequest(*request)
+        _few(asked.keys)
+        return tuple(self._directory.reserve(Call(*call), asked, self._clock()))
 
     @one_at_a_time
     def commit(self, call: Message, request: Message) -> Message:
@@ -364,7 +367,7 @@ class DirectoryServer:
 
 
 def _few(keys: bytes) -> bytes:
-    """The keys of a call that looks at them one by one, while all others wait. ValueError where they are too many."""
+    """The keys of a call, for which all others wait. ValueError where they are too many."""
     if len(keys) > KEYS_PER_CALL * KEY_BYTES:
         raise ValueError(f"{len(keys) // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
     return keys

@@ -174,8 +174,9 @@ class KVCache:
         ttl: seconds from now after which they may be evicted again, give or take half of one; None: they stay.
         priority: an int, of pins that may be given up: where the node of the blocks has nothing else to evict for a
         writer, those with the lowest priority go, the oldest pin first. None: never. The last call for a key counts.
-        Returns how many of the keys are pinned now: those that are not stored can't be. Raises ValueError for keys that
-        are not of this cache, for a ttl that is not above 0, and for a priority that is no int.
+        Those have at most half of the nodes' memory; blocks in an external tier or on a GPU take none of it.
+        Returns how many of the keys are pinned so now: those that are not stored, or beyond that half, can't be.
+        Raises ValueError for keys that are not of this cache, a ttl that is not above 0, and a priority that is no int.
         """
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl={ttl!r}: give seconds above 0, or None for a pin without an end")

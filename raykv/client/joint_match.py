@@ -50,7 +50,7 @@ class JointMatch:
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. request: the engine's
         name of what this is for.
         """
-        self._calls, self._released = list[LeasedCall](), True
+        self._calls, self._released, self._intends = list[LeasedCall](), True, False
         self._session, self._parts, self._request = session, parts, request
         self._record: RequestRecord | None = None  # while somebody follows requests
         self._cache = parts[0].keys.cache
@@ -117,6 +117,7 @@ class JointMatch:
     def _ask(self, keys: list[Keys], intent: Intent | None) -> int:
         """Lease what all parts have of these keys. Returns how many tokens."""
         directory = self._session.directory
+        self._intends |= bool(intent and intent.intent)
         ids, answer = directory.match_parts(
             [part.memory for part in self._parts],
             keys,
@@ -200,9 +201,11 @@ class JointMatch:
         return [lease.id for call in self._calls for lease in call.leases]
 
     def __del__(self) -> None:
-        if not self._released:
-            self._session.directory.drop([*self._ids(), self._intent])
+        held = ([] if self._released else self._ids()) + [self._intent] * self._intends
+        if held:
+            self._session.directory.drop(held)
 
     def end_intent(self) -> None:
         """What was to be computed is stored, or will not be. The directory learns of it with the next call."""
+        self._intends = False
         self._session.directory.release(self._intent)

@@ -22,6 +22,7 @@ from raykv.system.fork import refuse_forked
 class Match:
     """The leading blocks that are ready, leased: none of them is evicted before `release`. A context manager.
 
+    Where nothing is asked by it for ten minutes, the directory lets the blocks go: a later read may be a miss.
     num_blocks: how many. num_tokens: of them. After `release` every read raises ValueError: others may have the slots.
     """
 

@@ -318,9 +318,8 @@ class Allocator:
         return slots
 
     def memory_bytes(self) -> int:
-        """Of all nodes, without their GPUs."""
-        memories = [node for node in self.nodes.values() if not node.on_gpu]
-        return sum((len(node.slabs) + len(node.spare)) * node.slab_bytes for node in memories)
+        """What all nodes are to have, without their GPUs."""
+        return sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
 
     def quarantined(self, node: Node) -> LocationArray:
         """Slots of the node to be swept, at most QUARANTINED_PER_HEARTBEAT of each size."""

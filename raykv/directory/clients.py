@@ -12,7 +12,7 @@ from raykv.directory.kernels import leases
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import Call
 
-UNUSED_S = 600.0  # a lease is, that nobody read by for so long: its reader has forgotten it
+UNUSED_S = 600.0  # a lease is, by which nothing was asked for so long: its reader has most likely forgotten it
 ROWS = ("keys", "source", "gens", "staged", "staged_gens")  # of a Hold, of one length
 
 
@@ -31,7 +31,7 @@ class Hold:
     writes: bool
     group: int  # id of the first of those that were asked for together, whose blocks of one number belong together
     since: float  # seconds, of the caller's clock
-    used: float  # the same: when it was asked for, or its reader went on
+    used: float  # the same: when it was asked for, or slots to stage more of it were
     held_up: float | None = None  # the same: since when others hold all slots that it could stage into
 
     def cut(self, n: int) -> "Hold":
@@ -96,7 +96,7 @@ class Clients(dict[int, Client]):
         return gone
 
     def end_unused(self, now: float) -> None:
-        """Leases by which nobody has read for UNUSED_S hold their blocks no more; a late reader sees it by the headers.
+        """Leases by which nothing was asked for UNUSED_S hold no blocks any more; a late reader sees it by the headers.
 
         Slots that it may still write are quarantined.
         """

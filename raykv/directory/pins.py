@@ -4,7 +4,7 @@ A pin with a priority is given up where a writer would be refused for it: the lo
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import chain
 from math import inf
 
@@ -25,19 +25,21 @@ class Pins(dict[bytes, tuple[int, int]]):
         self._next_end = inf  # not after the first of them
         self._priorities: dict[bytes, int] = {}  # of pins that may be given up
         self._by_priority: dict[int, dict[bytes, None]] = {}  # the same, the oldest first
+        self._lasting: dict[bytes, int] = {}  # the others, with their bytes in the memory of a node
+        self._lasting_bytes = 0  # of all these
 
     def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None, limit: int | None = None) -> int:
         """Pin the keys that are stored until `end`, and have them give way by `priority`: None: not at all.
 
         Also those that were pinned in another way. limit: bytes of nodes' memory that all may have which do not give
-        way; of `keys` the last are left out, or unpinned, unless they were such before.
-        Returns how many of `keys` are pinned now.
+        way; the last of `keys` that would have more stay as they were.
+        Returns how many of `keys` are pinned so now.
         """
-        lasting = {key for key in keys if key in self and key not in self._priorities} if limit is not None else set()
+        before = {key for key in keys if key in self}
         self._hold(keys)
-        if limit is not None:
-            self._keep_within(limit, [key for key in dict.fromkeys(keys) if key in self and key not in lasting])
-        pinned = [key for key in keys if key in self]
+        over = self._beyond(limit, keys) if limit is not None else set()
+        self.unpin([key for key in over if key not in before])
+        pinned = [key for key in keys if key in self and key not in over]
         self._forget_terms(pinned)
         if end < inf:
             self._ends.update(dict.fromkeys(pinned, end))
@@ -45,22 +47,31 @@ class Pins(dict[bytes, tuple[int, int]]):
         if priority is not None:
             self._priorities.update(dict.fromkeys(pinned, priority))
             self._by_priority.setdefault(priority, {}).update(dict.fromkeys(pinned))
+        else:
+            self._let_last(pinned)
         return len(pinned)
 
-    def _keep_within(self, limit: int, new: list[bytes]) -> None:
-        """Unpin the last of the new ones where they and those that do not give way have more bytes than that."""
-        most = int(self._size_classes.c.size_classes["charge"].max(initial=0))
-        if len(self) * most <= limit:
-            return
-        others = self.keys() - self._priorities.keys() - set(new)
-        taken = self._memory_bytes(others).sum() + np.cumsum(self._memory_bytes(new))
-        self.unpin(new[int(np.searchsorted(taken, limit, "right")) :])
+    def _beyond(self, limit: int, keys: list[bytes]) -> set[bytes]:
+        """The last of these pins with which those that do not give way would have more bytes than that."""
+        sizes = self._memory_bytes([key for key in dict.fromkeys(keys) if key in self and key not in self._lasting])
+        over, beyond = self._lasting_bytes + sum(sizes.values()) - limit, set[bytes]()
+        for key, size in reversed(sizes.items() if over > 0 else ()):
+            if over > 0 and size:
+                beyond.add(key)
+                over -= size
+        return beyond
 
-    def _memory_bytes(self, keys: Collection[bytes]) -> NDArray[np.int64]:
-        """(n,) that each pinned key has in the memory of a node; 0 on a GPU and in an external tier."""
-        c, at = self._size_classes.c, np.array([self[key][0] for key in keys], np.int64)
-        sizes: NDArray[np.int64] = c.size_classes["charge"][c.slabs["size_class"][c.pages[at >> columns.PAGE_BITS]]]
-        return sizes
+    def _let_last(self, keys: list[bytes]) -> None:
+        """These do not give way, whether they did before or not."""
+        sizes = self._memory_bytes(keys)
+        self._lasting_bytes += sum(sizes.values()) - sum(self._lasting.get(key, 0) for key in sizes)
+        self._lasting.update(sizes)
+
+    def _memory_bytes(self, keys: list[bytes]) -> dict[bytes, int]:
+        """What each pinned key has in the memory of a node; 0 on a GPU and in an external tier."""
+        c, rows = self._size_classes.c, np.array([self[key][0] for key in keys], np.int64)
+        sizes: NDArray[np.int64] = c.size_classes["charge"][c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]]]
+        return dict(zip(keys, sizes.tolist(), strict=True))
 
     def give_up(self, size_class: int, count: int, may_go: Callable[[int, int], bool]) -> bool:
         """Unpin blocks of a size class that nothing else holds, `count` at most. Returns whether there were any.
@@ -86,6 +97,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         return bool(in_memory and record["holds"] == 1 and classes.of_row(row) == size_class)
 
     def _forget_terms(self, keys: list[bytes]) -> None:
+        self._lasting_bytes -= sum(self._lasting.pop(key, 0) for key in keys)
         for key in keys if self._ends else ():
             self._ends.pop(key, None)
         for key in keys if self._priorities else ():
@@ -121,6 +133,7 @@ class Pins(dict[bytes, tuple[int, int]]):
         before = {key: self.pop(key) for key in keys if key in self}
         self._hold(list(before))
         self._forget_terms([key for key in before if key not in self])
+        self._let_last([key for key in before if key in self._lasting])
         self._release(list(before.values()))
 
     def repair(self) -> None:

@@ -104,7 +104,8 @@ def test_pins_without_a_priority_take_half_of_memory() -> None:
     assert list(pool.directory.pins) == KEYS[:4]
     assert pin(pool, KEYS[:7]) == 4 and pin(pool, KEYS[4:7]) == 0
     assert pool.directory.pin(pool.call("a"), b"".join(KEYS[4:6]), pool.now, None, 0).done == 2, "that gives way"
-    assert pin(pool, KEYS[4:6]) == 0 and list(pool.directory.pins) == KEYS[:4]
+    assert pin(pool, KEYS[4:6]) == 0 and list(pool.directory.pins) == KEYS[:6], "it is as it was"
+    pool.directory.unpin(pool.call("a"), b"".join(KEYS[4:6]), pool.now)
     pool.store("a", KEYS[10:20])
     assert pool.has(KEYS[:4]) == [True] * 4 and not any(pool.has(KEYS[4:7]))
     assert sum(pool.has(KEYS[10:20])) == 3

@@ -101,14 +101,18 @@ def test_a_listener_serves_only_who_knows_the_token(pool: raykv.KVPool) -> None:
         assert ray.get(worker(pool, other_node(pool)).holds.remote(keys))
 
 
-def forge(listening: socket.socket, asked: list[int]) -> None:
-    """Answer readers as a store does that has all blocks, with others' bytes and their checksums. asked: blocks."""
+def forge(listening: socket.socket, came: list[int], asked: list[int]) -> None:
+    """Answer readers as a store does that has all blocks, with others' bytes and their checksums.
+
+    came: their ports. asked: how many blocks they asked for.
+    """
     forged = bytes([13]) * BLOCK
     while True:
         try:
-            reader, _ = listening.accept()
+            reader, (_, port) = listening.accept()
         except OSError:  # the test is over
             return
+        came.append(port)
         with reader, contextlib.suppress(OSError, AssertionError):
             reader.sendall(bytes(32))
             receive(reader, 64)
@@ -131,7 +135,7 @@ def listener(host: str, port: int) -> socket.socket | None:
 
 def test_who_takes_the_port_of_a_store_is_asked_for_nothing(start: Callable[..., raykv.KVPool]) -> None:
     """Its blocks verify: their checksums come with them."""
-    pool, asked = start(), list[int]()
+    pool, came, asked = start(), list[int](), list[int]()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 20))
     keep(cache, keys)
@@ -141,12 +145,12 @@ def test_who_takes_the_port_of_a_store_is_asked_for_nothing(start: Callable[...,
     listening = eventually(lambda: listener(host, port))
     assert listening
     with listening:
-        forger = threading.Thread(target=forge, args=(listening, asked))
+        forger = threading.Thread(target=forge, args=(listening, came, asked))
         forger.start()
         found: Any = ray.get(worker(pool, other_node(pool)).read.remote(keys))
         listening.shutdown(socket.SHUT_RDWR)
         forger.join()
-    assert found[:3] == (20, 20, 0) and not asked
+    assert found[:3] == (20, 20, 0) and came and not asked
 
 
 def test_a_node_that_tcp_does_not_reach_is_read_another_way(start: Callable[..., raykv.KVPool]) -> None:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 import raykv
 import raykv.actors.directory_server
 import raykv.client.directory_client
+import raykv.client.match
+import raykv.client.reservation
 from raykv.client.joint_match import JointMatch, Part
 
 ROOM = 224  # blocks on each of two nodes of 64 MiB, less the staging window
@@ -138,11 +140,17 @@ def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: ray
     gc.collect()
     eventually(lambda: settled(pool))
     assert directory.faults["dropped"] == before + 1
+    cold = JointMatch(pool.session, [Part(memory, new)], 1e4).ask(computes=True)
+    assert not cold.tokens and pool.stats()["intents"] == 1
+    del cold
+    gc.collect()
+    eventually(lambda: pool.stats()["intents"] == 0 and not directory._held)
 
 
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others' calls are answered between two of them."""
-    for module in (raykv.client.directory_client, raykv.actors.directory_server):
+    clients = raykv.client.directory_client, raykv.client.match, raykv.client.reservation
+    for module in (*clients, raykv.actors.directory_server):
         monkeypatch.setattr(module, "KEYS_PER_CALL", 7)
     keys = cache.keys(tokens(60, 20))
     keep(cache, keys)

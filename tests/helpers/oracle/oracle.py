@@ -119,8 +119,7 @@ class Oracle(Readers):
         self, call: Call, keys: bytes, now: float, ttl: float | None = None, priority: int | None = None
     ) -> Counted:
         self.on_call(call, now)
-        nodes = [node for node in self.nodes.values() if not node.on_gpu]
-        memory = sum((len(node.slabs) + len(node.spare)) * node.slab_bytes for node in nodes)
+        memory = sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
         limit = int(memory * PINNED_SHARE) if priority is None else None
         return Counted(self.epoch, self.pin_keys(split(keys), None if ttl is None else now + ttl, priority, limit))
 

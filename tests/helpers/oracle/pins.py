@@ -17,15 +17,15 @@ class Pins(GpuDemotion):
         self, keys: list[bytes], end: float | None = None, priority: int | None = None, limit: int | None = None
     ) -> int:
         """Pin keys until then, or for good. priority: None: they are not given up. limit: bytes of memory of these."""
-        before = {key for key in self.pins if self.pin_ranks.get(key) is None}
+        before, lasting = set(self.pins), {key for key in self.pins if self.pin_ranks.get(key) is None}
         self.hold_pinned(keys)
-        new = [key for key in dict.fromkeys(keys) if key in self.pins and key not in before]
-        taken = self.pinned_bytes(before)
-        for i, key in enumerate(new if limit is not None else ()):
-            taken += self.pinned_bytes({key})
-            if taken > (limit or 0):
-                self.unpin_keys(new[i:])
-                break
+        beyond, new = set[bytes](), [key for key in dict.fromkeys(keys) if key in self.pins and key not in lasting]
+        for key in reversed(new if limit is not None else ()):
+            too_many = self.pinned_bytes(lasting | (set(new) - beyond)) > (limit or 0)
+            if too_many and self.pinned_bytes({key}):
+                beyond.add(key)
+        self.unpin_keys([key for key in beyond if key not in before])
+        keys = [key for key in keys if key not in beyond]
         for key in keys:
             if key in self.pins:
                 self.pin_ends[key] = end
