@@ -22,9 +22,9 @@ next. Prompts that come back later than that are misses. If users return after t
 more memory (`raykv resize`, a larger `cpu_memory`) or an external tier; an age of hours says that there is too much.
 
 `tenant` is the name of a cache's [tenant](quotas.md#tenants), else the `pool.tenant_of(salt)` of the `salt`
-of a cache or a prompt, and empty without either. A process tells 50 values of `tenant` and of `model` apart; what comes
-after is `other`, unless it is a tenant with a quota. In metrics of the directory it is empty for all tenants without a
-quota together.
+of a cache or a prompt, and empty without either. A process tells 50 named tenants, 50 of
+salts and 50 models apart; what comes after is `other`. In metrics of the directory it is empty for all tenants without
+a quota together.
 
 Where a client's process has set up OpenTelemetry, `match`, `pull`, `read` and `store` are spans (`raykv.match`, ...),
 children of the span that is current, with the tokens or blocks and where they were as attributes. Spans of `aread` are

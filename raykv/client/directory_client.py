@@ -19,7 +19,6 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from raykv import internal_kv
 from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.client.request_record import RequestReport
 from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, KEYS_PER_CALL
@@ -472,8 +471,6 @@ class DirectoryClient:
             self.metrics.total("faults_total", count, kind=kind)
         if self.metrics.waits and ray.is_initialized():
             self._exported = time.monotonic()
-            if self.metrics.has_all_tenants:
-                self.metrics.tenants_kept = set(internal_kv.quotas(self.pool))
             self.metrics.flush()
 
     def _probe(self) -> bool:

@@ -32,5 +32,8 @@ def count_saved(session: Session, cache: CacheId, tokens: int, tokens_per_s: flo
 
 
 def _tags(session: Session, cache: CacheId) -> tuple[tuple[str, str], ...]:
-    metrics = session.directory.metrics
-    return ("model", metrics.label("model", cache.model)), ("tenant", metrics.label("tenant", cache.tenant))
+    metrics, kind = (
+        session.directory.metrics,
+        "tenant" if cache.is_named else "salt",
+    )  # users choose salts, in any number
+    return ("model", metrics.label("model", cache.model)), ("tenant", metrics.label(kind, cache.tenant))

@@ -166,10 +166,10 @@ class Directory(Readers):
             gens,
             staged,
             staged_gens,
-            True,
-            request.reservation,
-            now,
-            now,
+            writes=True,
+            group=request.reservation,
+            since=now,
+            used=now,
         )
         if not grants and covered < len(keys):  # else the client asks for the rest in another call
             charge = int(self._c.size_classes[size_class]["charge"])

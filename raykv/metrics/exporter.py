@@ -9,7 +9,7 @@ from raykv.metrics.metric import METRICS, PREFIX, SECONDS
 
 EXPORT_S = 5.0  # Ray forgets a gauge that was not set for 20 s
 OBSERVED_MAX = 10_000  # of a histogram, between two flushes
-LABELS_MAX = 50  # values of a tag that users choose, of one process: more would be an outage of who stores them
+LABELS_MAX = 50  # values of a tag that users choose, of a kind and process: more would be an outage of who stores them
 OTHER = "other"  # stands for the values after those
 
 T = TypeVar("T")
@@ -26,23 +26,17 @@ class Exporter:
         self._set: dict[Series, float] = {}
         self._observed: dict[Series, list[float]] = {}
         self._totals: dict[Series, float] = {}  # of counters that are given by their total
-        self._labels: dict[str, set[str]] = {}  # values so far, by tag
-        self.tenants_kept: set[str] = set()  # those with a quota, which are told however many others there were
+        self._labels: dict[str, set[str]] = {}  # values so far, by kind
         self._metrics: dict[str, Any] = {}  # Ray's; only the thread that flushes looks
 
-    def label(self, tag: str, value: str) -> str:
-        """The value of a tag that users choose, or OTHER if there were too many different ones."""
-        known = self._labels.setdefault(tag, set())
+    def label(self, kind: str, value: str) -> str:
+        """The value of a tag that users choose, or OTHER if there were too many different ones of its kind."""
+        known = self._labels.setdefault(kind, set())
         if value not in known:
-            if len(known) >= LABELS_MAX and not (tag == "tenant" and value in self.tenants_kept):
+            if len(known) >= LABELS_MAX:
                 return OTHER
             known.add(value)
         return value
-
-    @property
-    def has_all_tenants(self) -> bool:
-        """Whether a tenant that comes now is told as OTHER."""
-        return len(self._labels.get("tenant", ())) >= LABELS_MAX
 
     def add(self, name: str, value: float, **tags: str) -> None:
         """Raise a counter."""

@@ -88,6 +88,15 @@ def test_keys_that_are_looked_at_one_by_one_come_in_steps(method: str) -> None:
     assert not done and f"at most {KEYS_PER_CALL}" in why
 
 
+@pytest.mark.parametrize(("method", "sizes"), [("match", (4096, 0)), ("reserve", (0, 4096, ""))])
+def test_keys_of_one_cache_are_bounded(method: str, sizes: tuple[Any, ...]) -> None:
+    server = Server()
+    server.serve(Directory())
+    for keys in (KEYS_PER_CALL, KEYS_PER_CALL + 1):
+        done, why = answer(server, packed((method, (1, 1, b"", b"", b""), (1, "", bytes(keys * KEY_BYTES), *sizes))))
+        assert done == (keys == KEYS_PER_CALL), why
+
+
 def test_parts_of_a_match_are_bounded() -> None:
     server = Server()
     server.serve(Directory())

@@ -8,7 +8,7 @@ import numpy as np
 from helpers.directory_pool import KEYS
 
 from raykv.client.cache import KVCache
-from raykv.client.hits import found_tokens
+from raykv.client.hits import count_found, found_tokens
 from raykv.client.lease import Lease
 from raykv.client.match import Match
 from raykv.client.request_record import RequestReport
@@ -67,9 +67,15 @@ def test_tenants_and_models_are_bounded() -> None:
     labels = [exporter.label("tenant", tenant_of(str(number), SECRET)) for number in range(LABELS_MAX + 10)]
     assert len(set(labels)) == LABELS_MAX + 1 and labels[LABELS_MAX:] == [OTHER] * 10
     assert exporter.label("tenant", labels[0]) == labels[0] and exporter.label("model", "m") == "m"
-    exporter.tenants_kept = {"acme"}  # it has a quota
-    assert exporter.has_all_tenants and exporter.label("tenant", "acme") == "acme"
-    assert exporter.label("tenant", "another") == OTHER
+
+
+def test_salts_do_not_make_named_tenants_others() -> None:
+    exporter = Exporter("p")
+    for number in range(LABELS_MAX + 1):
+        count_found(session(exporter), SALTED._replace(tenant=tenant_of(str(number), SECRET)), 1, {})
+    count_found(session(exporter), SALTED._replace(tenant="acme", is_named=True), 1, {})
+    tenants = [dict(tags)["tenant"] for tags in added(exporter, "lookups_total")]
+    assert tenants[-2:] == [OTHER, "acme"] and len(set(tenants)) == LABELS_MAX + 2
 
 
 def test_a_salt_is_told_by_its_hash_and_no_salt_by_nothing() -> None:
