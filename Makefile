@@ -18,7 +18,10 @@ DIST ?= dist
 
 # the first interpreter of each version that pyenv or PATH has
 found = $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python) $(shell command -v python$(1)))
-PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version)))
+# and, as `lowest`, Python 3.11 with the lowest versions that are admitted: for later ones the lowest numpy has no wheel
+PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version))) lowest
+
+PART ?= 1/1  # of `full`: 2/4 is the second of four parts, with the second of PYTHONS
 
 .PHONY: demo check test full lint units fuzz ratchet figures documented pythons slow sources contract compat dist docs pictures
 
@@ -32,8 +35,8 @@ test: check  # and pools in one process, and one test of each promise that needs
 	$(LANES) tests/pool tests/cluster tests/engines -m "not full and $(NOT_HERE)"
 
 full: contract  # what `test` leaves out
-	$(LANES) tests -m "full and $(NOT_HERE)" --durations-to=.venv/durations
-	$(MAKE) --no-print-directory pythons
+	$(LANES) tests -m "full and $(NOT_HERE)" --part=$(PART) --durations-to=.venv/durations
+	$(MAKE) --no-print-directory pythons PYTHONS="$(if $(filter 1/1,$(PART)),$(PYTHONS),$(or $(word $(firstword $(subst /, ,$(PART))),$(PYTHONS)),lowest))"
 	$(MAKE) --no-print-directory fuzz
 
 lint:
@@ -58,18 +61,19 @@ WITHOUT_ENGINES = test $$made/.made -nt pyproject.toml || { $$python -m venv $$m
 	$$made/bin/pytest -n 2 --dist worksteal tests/unit tests/directory tests/pool/test_blocks.py -m "not full and $(NOT_HERE)"; \
 	$$made/bin/pytest tests/cluster/test_pool.py
 
-# with the newest numpy, numba and Ray that pip picks for an interpreter, and with the lowest that are admitted where the
-# first is 3.11: for later ones the lowest numpy has no wheel
+# with the newest numpy, numba and Ray that pip picks for an interpreter
 pythons:
-	@test -n "$(strip $(PYTHONS))" || { echo "neither pyenv nor PATH has Python 3.11, 3.12 or 3.13: give PYTHONS="; exit 1; }
+	@test -n "$(strip $(PYTHONS))" || { echo "nothing to run with: give PYTHONS="; exit 1; }
 	@echo "interpreters: $(PYTHONS)"
-	@set -e; constraints=; for python in $(PYTHONS); do \
-		made=.venv-pythons/$$($$python -c 'import platform; print(platform.python_version())'); $(WITHOUT_ENGINES); \
+	@set -e; for python in $(PYTHONS); do \
+		if test $$python = lowest; then \
+			python=$(call found,3.11); made=.venv-pythons/lowest; mkdir -p $$made; constraints="--constraint $$made/lowest.txt"; \
+			$$python -m tests.helpers.lowest ui redis fsspec > $$made/lowest.txt; \
+		else \
+			made=.venv-pythons/$$($$python -c 'import platform; print(platform.python_version())'); constraints=; \
+		fi; \
+		$(WITHOUT_ENGINES); \
 	done
-	@set -e; python=$(firstword $(PYTHONS)); made=.venv-pythons/lowest; mkdir -p $$made; \
-	$$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "lowest versions: for Python 3.11"; exit 0; }; \
-	constraints="--constraint $$made/lowest.txt"; $$python -m tests.helpers.lowest ui redis fsspec > $$made/lowest.txt; \
-	$(WITHOUT_ENGINES)
 
 slow: .venv/.test
 	.venv/bin/pytest tests/engines -m slow

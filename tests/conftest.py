@@ -38,15 +38,23 @@ _names = (f"t{os.getpid()}-{i}" for i in itertools.count())
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-to", metavar="FILE", help="write what each file of tests took there, in seconds")
+    parser.addoption("--part", metavar="K/N", default="1/1", help="one of N parts of what `make full` runs")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make full` runs. The longest files come first."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) and item.path.parent.name != "pool":
             item.add_marker("cluster")
         if item.path.parent.name in FULL and not item.get_closest_marker("promise"):
             item.add_marker("full")
+    full = [item for item in items if item.get_closest_marker("full")]
+    which, parts = map(int, config.getoption("--part").split("/"))
+    chosen = durations.part((durations.file_of(item.nodeid) for item in full), which, parts)
+    others = {item for item in full if durations.file_of(item.nodeid) not in chosen}
+    if others:
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = (item for item in items if item not in others)
     seconds = durations.read()
     items.sort(key=lambda item: -seconds.get(durations.file_of(item.nodeid), 0.0))
 

@@ -1,6 +1,7 @@
 """What each file of tests took when all ran, in `tests/durations`: lines of seconds and a file, the slowest first."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,19 @@ def read() -> dict[str, float]:
     """Seconds by file."""
     lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
     return {file: float(seconds) for seconds, file in map(str.split, lines)}
+
+
+def part(files: Iterable[str], which: int, parts: int) -> set[str]:
+    """The files of one of so many parts, 1 to `parts`, that take about as long as each other."""
+    seconds = read()
+    loads = [0.0] * parts
+    found = set()
+    for file in sorted(set(files), key=lambda file: (-seconds.get(file, 0.0), file)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += seconds.get(file, 0.0) + 1.0  # of a file that is not known
+        if lightest == which - 1:
+            found.add(file)
+    return found
 
 
 class Durations:

@@ -4,7 +4,8 @@ from xdist.scheduler import LoadFileScheduling
 
 from helpers.durations import file_of
 
-PORT_8000 = {"tests/documented/test_examples.py", "tests/documented/test_serve_yaml.py"}  # Serve's, which is documented
+# Serve's, which is documented
+PORT_8000 = {f"tests/documented/test_{what}.py" for what in ("examples", "served_examples", "serve_yaml")}
 
 
 class Lanes(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types

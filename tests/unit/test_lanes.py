@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+from helpers import durations
 from helpers.pages import ROOT
 
 FILES = ["tests/unit/test_locale.py", "tests/unit/test_xxh3.py"]
@@ -19,3 +20,11 @@ def test_a_file_stays_in_one_lane() -> None:
     passed = PASSED.findall(done.stdout)
     assert len(passed) > 2 * len(FILES), done.stdout
     assert len(set(passed)) == len(FILES), "(lane, file)"
+
+
+def test_every_file_is_in_one_of_the_parts() -> None:
+    files = [*durations.read(), "tests/unit/test_a_new_file.py"]
+    parts = [durations.part(files, which, 4) for which in range(1, 5)]
+    assert sorted(file for part in parts for file in part) == sorted(files)
+    seconds = [sum(durations.read().get(file, 0.0) for file in part) for part in parts]
+    assert max(seconds) < 1.1 * min(seconds), "they take about as long"

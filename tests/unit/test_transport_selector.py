@@ -327,6 +327,7 @@ def test_without_nixl(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nixl_that_is_required_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node says so before anything is started."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # not the Ray that somebody runs here
     monkeypatch.setattr(raykv.transports.nixl, "why_not", lambda: "NIXL is not installed here")
     asked = ["nixl", "auto"]
     refusals = [answer(Question("p", 8 * MIB, 0, chosen, None, b"", None))["refusals"] for chosen in asked]
