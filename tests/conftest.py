@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import durations
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else ray.init writes a token file into the home folder
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from raykv.arena.gpu.device import Device
 
 pytest.register_assert_rewrite("helpers.nccl_nodes")  # a plugin of some tests, which import it first
-settings.register_profile("untimed", settings(), deadline=None)  # a machine may be busy
+# a machine may be busy
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 MIB = 1 << 20
 FULL = ("cluster", "engines", "documented")  # folders
