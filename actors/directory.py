@@ -18,7 +18,7 @@ from raykv import internal_kv, named_actors
 from raykv.actors.directory_metrics import DirectoryMetrics
 from raykv.actors.directory_server import DirectoryServer, Message
 from raykv.actors.succession import Succession
-from raykv.config import WRITE_SHARES, Quota, may_use_sockets
+from raykv.config import WRITE_SHARES, Quota
 from raykv.directory.directory import Directory
 from raykv.system import events, free_memory
 from raykv.system.jit import compile_all
@@ -87,7 +87,7 @@ class DirectoryActor(DirectoryServer):
 
     def _open_socket(self, transport: str) -> None:
         """Where clients may use one."""
-        if not may_use_sockets(transport):
+        if transport == "object_store":
             return
         try:
             self.listen(ray.util.get_node_ip_address())

@@ -41,8 +41,9 @@ class PoolConfig:
     locality: how much longer than its writer's own coldest block another node's must have been idle before that one
         is evicted for it. 1 is exact cluster-wide LRU.
     transport: how blocks cross nodes. "auto": of each pair of nodes the best that both have: NIXL over RDMA, else TCP
-        from node store to node store, and while that fails, or where Ray uses TLS, Ray's object store. "nixl": NIXL
-        whatever it runs over; "tcp": no NIXL; "object_store": always, for networks that only Ray may use.
+        from node store to node store, and while that fails Ray's object store. "nixl": NIXL whatever it runs over;
+        "tcp": no NIXL; "object_store": always, for networks that only Ray may use. Where Ray uses TLS, TCP does
+        with Ray's certificates, and there is no NIXL.
     external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (every node's own; for a
         shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (all
         nodes'). It outlives the pool, so it takes a `secret`.
@@ -200,11 +201,3 @@ def capacity_bytes(memory: Size, total: int) -> int:
     """Bytes of an arena: `memory` is bytes, or a fraction of the `total` bytes that there are."""
     size = parse_size("memory", memory)
     return size if isinstance(size, int) else int(size * total)
-
-
-def may_use_sockets(transport: str) -> bool:
-    """Whether processes of a pool may connect to each other beside Ray.
-
-    transport: of PoolConfig. With RAY_USE_TLS all that crosses nodes must be encrypted: Ray encrypts, sockets do not.
-    """
-    return transport != "object_store" and os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false")

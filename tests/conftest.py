@@ -1,5 +1,6 @@
 """One Ray cluster of two nodes for the whole session; a pool of a fresh name for every test that asks for one."""
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -154,6 +155,19 @@ def _add_node(cluster: Any) -> Iterator[Callable[..., Any]]:
             cluster.remove_node(node)  # gracefully: Ray takes 15 s to notice that a raylet was killed
     gone = {node.node_id for node in added}
     eventually(lambda: not gone & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
+
+
+@pytest.fixture(params=["plain", "tls"])
+def plain_and_tls(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sockets of this process, as they are, and where Ray uses TLS. Both sides are patient: a machine may be busy."""
+    from helpers import certificates
+    from helpers.echo_server import PATIENCE_S
+
+    from raykv.system import wire
+
+    monkeypatch.setattr(wire, "HANDSHAKE_S", PATIENCE_S)
+    with certificates.used(tmp_path) if request.param == "tls" else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

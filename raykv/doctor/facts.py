@@ -5,12 +5,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import ray
+
 from raykv import cluster
 from raykv.actors.gpu_memory import DRIVER
 from raykv.actors.readiness import left_behind_by_pool, machine
 from raykv.arena.files import SHM, arenas_of, left_behind
 from raykv.arena.gpu import device
-from raykv.system import free_memory, jit
+from raykv.system import free_memory, jit, tls
 from raykv.system.free_memory import FreeMemory
 from raykv.transports import nixl
 
@@ -24,7 +26,7 @@ class Facts(NamedTuple):
     kernels: the folder of machine code. unwritable: better ones, that can't be written by this user alone.
     huge_pages: the kernel's word for files in memory, "" if it has none. gpus: how many raykv can use. driver: the
     version of NVIDIA's, "" without. no_nixl: why NIXL can't be used, "" if it can. rdma: whether there is a card.
-    niceness: of Ray's workers.
+    niceness: of Ray's workers. no_tls: where Ray uses it, why the pool can't; "" if it can. tls: whether Ray does.
     """
 
     machine: str
@@ -41,6 +43,8 @@ class Facts(NamedTuple):
     no_nixl: str
     rdma: bool
     niceness: int
+    tls: bool
+    no_tls: str
 
 
 def look() -> Facts:
@@ -63,7 +67,18 @@ def look() -> Facts:
         nixl.why_not(),
         nixl.has_rdma(),
         os.getpriority(os.PRIO_PROCESS, 0),
+        tls.used(),
+        _no_tls(),
     )
+
+
+def _no_tls() -> str:
+    try:
+        if tls.used():
+            tls.check(ray.util.get_node_ip_address())
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _found(path: str, pattern: str) -> str:

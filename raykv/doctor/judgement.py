@@ -53,6 +53,7 @@ def of_facts(node: str, facts: Facts, neighbours: int, running: set[str]) -> Ite
     yield _gpus(node, facts)
     yield _nixl(node, facts)
     yield _niceness(node, facts.niceness)
+    yield _tls(node, facts)
 
 
 def of_clock(node: str, ahead: float, unsure: float) -> Finding:
@@ -139,6 +140,12 @@ def _nixl(node: str, facts: Facts) -> Finding:
     if facts.rdma:
         return Finding(node, "nixl", ADVICE, f"there is an RDMA card, but {facts.no_nixl}")
     return Finding(node, "nixl", OK, "not installed; without RDMA it is of no use")
+
+
+def _tls(node: str, facts: Facts) -> Finding:
+    if facts.no_tls:
+        return Finding(node, "tls", WRONG, f"all goes through Ray's object store, which is slower: {facts.no_tls}")
+    return Finding(node, "tls", OK, "with Ray's certificate" if facts.tls else "not used by Ray")
 
 
 def _niceness(node: str, niceness: int) -> Finding:

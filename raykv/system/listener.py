@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 
-from raykv.system import wire
+from raykv.system import tls, wire
 from raykv.system.wire import CHALLENGE_BYTES, PROOF_BYTES, TOKEN_BYTES, Address
 
 log = logging.getLogger("raykv")
@@ -80,8 +80,10 @@ class Listener:
 
         serve: returns the bytes to answer with. None: it has lent the connection to another thread, and the loop leaves
         it alone until `give_back` or `drop`. What it raises ends the connection.
-        OSError where it is not possible to listen at `host`.
+        OSError where it is not possible to listen at `host`, or Ray uses TLS and has no certificate for it.
         """
+        if tls.used():
+            tls.check(host)
         self._serve, self._frame_bytes = serve, frame_bytes
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.most_unproven = min(UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
@@ -203,14 +205,25 @@ class Listener:
             self._attempt(self._attend, oldest)  # its proof may have come meanwhile
             if oldest in self.unproven:
                 self._end(oldest)
-        connection.challenge = wire.challenge()
-        connection.socket.setblocking(False)
         wire.prepare(connection.socket)
+        if tls.used():
+            connection.socket = tls.wrapped(connection.socket)
+        connection.socket.setblocking(False)
         self._watch(connection)
+        self._challenge(connection)
+
+    def _challenge(self, connection: Connection) -> None:
+        """Begin, as soon as all is encrypted that is to be."""
+        if isinstance(connection.socket, tls.TlsSocket):
+            connection.socket.shake()
+        connection.challenge = wire.challenge()
         connection.send(connection.challenge)
 
     def _attend(self, connection: Connection) -> None:
         """Read what a peer sent, or send it what waits. While answers wait, no more questions are read."""
+        if not connection.challenge:
+            self._challenge(connection)
+            return
         if connection.outbox:
             del connection.outbox[: connection.socket.send(connection.outbox)]
         else:

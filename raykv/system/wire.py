@@ -3,7 +3,7 @@
 A listener begins a connection with a challenge of 32 random bytes. The connecting side answers with a challenge of its
 own and its proof: the HMAC-SHA256 of the side's name and both challenges, keyed by the listener's token, which it got
 through Ray. The listener answers with its proof. A side ends a connection where the other's proof is wrong. From then
-on each side sends frames: a length (uint32, little-endian) and so many bytes.
+on each side sends frames: a length (uint32, little-endian) and so many bytes. Where Ray uses TLS, all of it is in TLS.
 """
 
 import hmac
@@ -13,6 +13,8 @@ import struct
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from raykv.system import tls
 
 LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
@@ -40,7 +42,8 @@ def connect(address: Address, side: bytes = CLIENT) -> socket.socket:
     """A connection whose sides have both proved the token; it blocks.
 
     side: what this process is there: a CLIENT, or a STORE.
-    Raises ConnectionError, also where nobody answers in time, or somebody without the token does.
+    Raises ConnectionError, also where nobody answers in time, or somebody without the token does; OSError where Ray
+    uses TLS, and its files are no good.
     """
     host, port, token = address
     try:
@@ -50,6 +53,10 @@ def connect(address: Address, side: bytes = CLIENT) -> socket.socket:
     try:
         prepare(peer)
         end = time.monotonic() + HANDSHAKE_S
+        if tls.used():
+            peer = guarded = tls.wrapped(peer, host)
+            guarded.settimeout(HANDSHAKE_S)
+            guarded.shake()
         mine = challenge()
         both = receive(peer, CHALLENGE_BYTES, end) + mine
         peer.sendall(mine + proof(token, side, both))
@@ -131,6 +138,9 @@ def set_limits(peer: socket.socket, seconds: float) -> None:
 
     A call in which nothing moved raises BlockingIOError.
     """
+    if isinstance(peer, tls.TlsSocket):
+        peer.set_limits(seconds)
+        return
     peer.settimeout(None)
     limit = TIMEVAL.pack(*divmod(max(1, int(seconds * 1e6)), 10**6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -139,7 +149,10 @@ def set_limits(peer: socket.socket, seconds: float) -> None:
 
 def receive_some(peer: socket.socket, views: Sequence[memoryview]) -> int:
     """Fill the first of these, as far as bytes come in time. Returns how many. ConnectionError if the peer closed."""
-    got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
+    if isinstance(peer, tls.TlsSocket):
+        got = peer.receive_some(views[0])
+    else:
+        got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")
     return got
@@ -152,7 +165,8 @@ def send_all(peer: socket.socket, views: Sequence[memoryview], end: float) -> No
     """
     left = list(views)
     while left:
-        left = after(left, peer.sendmsg(left[:VIEWS]))
+        some = left[:VIEWS]
+        left = after(left, peer.send_some(some) if isinstance(peer, tls.TlsSocket) else peer.sendmsg(some))
         if left and time.monotonic() > end:
             raise TimeoutError(f"a peer has not taken {sum(view.nbytes for view in left)} bytes in time")
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.gpu import cuda
+from raykv.system import tls
 from raykv.transports import base
 
 log = logging.getLogger("raykv")
@@ -37,6 +38,8 @@ Result = TypeVar("Result")
 
 def why_not() -> str:
     """Why this process can't use NCCL; "" if it can."""
+    if tls.used():
+        return "RAY_USE_TLS is set, and NCCL does not encrypt"
     try:
         cuda.cupy()
         from cupy.cuda import nccl

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena
 from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, seconds_left
+from raykv.system import tls
 from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
 
@@ -36,6 +37,8 @@ Addresses = NDArray[np.int64]
 
 def why_not() -> str:
     """Why this process can't use NIXL; "" if it can."""
+    if tls.used():
+        return "RAY_USE_TLS is set, and NIXL does not encrypt"
     try:
         import nixl._api  # noqa: F401
     except ImportError as error:

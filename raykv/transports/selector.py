@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
 from raykv.arena.gpu_arena import GpuArena
-from raykv.config import MIB, may_use_sockets
+from raykv.config import MIB
 from raykv.protocol import FAILED, PULLED, data_deadline, host_of, seconds_left
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport
@@ -194,7 +194,7 @@ class TransportSelector:
 
 def uses_nccl(chosen: str) -> bool:
     """Whether GPUs of this node are read by NCCL. chosen: `transport` of PoolConfig."""
-    return chosen == "auto" and may_use_sockets(chosen) and not nccl_pair.why_not()
+    return chosen == "auto" and not nccl_pair.why_not()
 
 
 def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
@@ -202,7 +202,7 @@ def open_transports(arena: Arena, chosen: str, host: str) -> TransportSelector:
 
     chosen: `transport` of PoolConfig. host: address of this node that peers reach.
     """
-    if not may_use_sockets(chosen):
+    if chosen == "object_store":
         return TransportSelector([ObjectStore()])
     transports: list[Transport] = [Tcp(arena, host), ObjectStore()]
     try:

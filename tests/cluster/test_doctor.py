@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from helpers import certificates
 from helpers.command_line import command
 from helpers.poor_machine import poor_machine, why_not
 from helpers.without_raykv import WITHOUT_RAYKV
@@ -33,7 +35,7 @@ from raykv.arena.arena import open_own
 open_own(sys.argv[1], bytes(16), 4 << 20, 2, lambda size: None)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-ALWAYS = {"python", "numba", "raykv", "memory", "left over", "kernels", "huge pages", "gpu", "nixl", "niceness"}
+ALWAYS = {"python", "numba", "raykv", "memory", "left over", "kernels", "huge pages", "gpu", "nixl", "niceness", "tls"}
 ALWAYS |= {"clock", "ports"}
 # What works, and might be better. Others who test here may have left something over.
 UP_TO_THE_MACHINE = {"memory", "huge pages", "niceness", "nixl", "gpu", "left over"}
@@ -143,6 +145,12 @@ def test_memory_of_a_store_that_died_where_its_pool_has_another() -> None:
         arena.close(unlink=True)
     (left,) = [finding for finding in found if name in finding.text]
     assert left.state == ADVICE and "stop --name" not in left.text
+
+
+def test_a_certificate_that_other_nodes_would_refuse(tmp_path: Path) -> None:
+    with certificates.used(tmp_path, "192.0.2.99"):
+        (found,) = (each for each in judgement.of_facts("node", facts.look(), 1, set()) if each.check == "tls")
+    assert found.state == WRONG and "subjectAltName = IP:" in found.text
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,11 @@ from helpers.echo_server import (
 from helpers.fuzz import SECONDS, SEED
 from helpers.pools import eventually
 
-from raykv.system import wire
+from raykv.system import tls, wire
 from raykv.system.listener import BULK_BYTES, Connection, Listener
 from raykv.system.wire import Address, frame
 
+both = pytest.mark.usefixtures("plain_and_tls")
 LONGEST = 1000
 FLOOD = 12_000  # connections
 HONEST = b"is always answered"
@@ -47,8 +48,13 @@ def listener() -> Iterator[Listener]:
 
 @contextmanager
 def stranger(address: Address) -> Iterator[socket.socket]:
-    """A connection that has not proved the token."""
-    with socket.create_connection(address[:2], PATIENCE_S) as peer:
+    """A connection that has not proved the token. Where TLS is used it has a certificate."""
+    peer = socket.create_connection(address[:2], PATIENCE_S)
+    if tls.used():
+        peer = guarded = tls.wrapped(peer, address.host)
+        guarded.settimeout(PATIENCE_S)
+        guarded.shake()
+    with peer:
         yield peer
 
 
@@ -109,6 +115,7 @@ def test_who_does_not_prove_the_token_in_time_is_closed(listener: Listener, monk
         assert asked(honest)
 
 
+@both
 @pytest.mark.parametrize("shift", (0, 1), ids=["guessed", "of another connection"])
 def test_a_wrong_proof_ends_the_connection(listener: Listener, shift: int) -> None:
     with stranger(listener.address) as first, stranger(listener.address) as second:
@@ -309,6 +316,7 @@ def test_a_port_is_listened_at_again_after_the_system_could_not_accept(
     assert failures == {"accept": 0, "register": 0}
 
 
+@both
 def test_no_error_ends_the_loop(listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """As none of memory, or a bug of ours."""
     errors = [MemoryError(), RuntimeError("can't start new thread"), KeyError("bug")]
@@ -337,6 +345,7 @@ def test_no_error_ends_the_loop(listener: Listener, monkeypatch: pytest.MonkeyPa
 # ---------------------------------------------------------------------- frames
 
 
+@both
 def test_a_frame_may_come_byte_by_byte(listener: Listener) -> None:
     with stranger(listener.address) as peer:
         shown = answer_to(peer, listener.address.token)
@@ -346,6 +355,7 @@ def test_a_frame_may_come_byte_by_byte(listener: Listener) -> None:
         assert [receive_frame(peer), receive_frame(peer)] == [expected(1, 10), expected(2)]
 
 
+@both
 def test_frames_may_come_together_and_with_the_proof(listener: Listener) -> None:
     with stranger(listener.address) as peer:
         shown, last = answer_to(peer, listener.address.token), frame(question(99))
@@ -366,6 +376,7 @@ def test_a_frame_longer_than_allowed_ends_the_connection(listener: Listener) -> 
         assert asked(other)
 
 
+@both
 def test_a_peer_that_never_reads_its_answers_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has one of them waiting at most, and no question more is read."""
     monkeypatch.setattr(wire, "GONE_S", 0.5)
@@ -384,6 +395,7 @@ def test_a_peer_that_never_reads_its_answers_is_dropped(monkeypatch: pytest.Monk
         assert asked(other)
 
 
+@both
 @pytest.mark.parametrize("sent", ["nothing", "half a proof", "the proof", "half a frame", "more than is answered"])
 def test_a_peer_that_resets_hinders_nobody(listener: Listener, sent: str) -> None:
     with friend(listener.address) as other:
@@ -476,6 +488,7 @@ def test_a_lent_connection_is_left_alone_until_it_is_given_back() -> None:
             assert receive_frame(peer) == expected(7, 100)
 
 
+@both
 def test_a_lent_connection_that_is_dropped_or_whose_peer_is_gone_ends() -> None:
     lender = Lender()
     with listening(lender) as listener, friend(listener.address) as other:
@@ -490,6 +503,7 @@ def test_a_lent_connection_that_is_dropped_or_whose_peer_is_gone_ends() -> None:
         assert asked(other)
 
 
+@both
 def test_connections_that_threads_give_back_and_drop_at_once_are_served() -> None:
     """Before the listener's thread has seen that it lent them, too."""
     rng = random.Random(3)
@@ -649,6 +663,7 @@ def test_nonsense_of_all_kinds_hinders_nobody(caplog: pytest.LogCaptureFixture) 
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+@both
 def test_what_a_peer_said_before_it_left_is_served() -> None:
     served: list[bytes] = []
     first, go, done = threading.Event(), threading.Event(), threading.Event()

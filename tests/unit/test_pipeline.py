@@ -21,8 +21,10 @@ from helpers.pools import eventually
 
 import raykv.client.pipeline
 from raykv.client.pipeline import Answer, Pipeline, Request
-from raykv.system import wire
+from raykv.system import tls, wire
 from raykv.system.wire import Address
+
+pytestmark = pytest.mark.usefixtures("plain_and_tls")
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
 with suppress(ImportError):
@@ -365,6 +367,15 @@ def greet(connection: socket.socket, token: bytes) -> None:
     connection.sendall(wire.proof(token, wire.LISTENER, ours + theirs))
 
 
+def encrypted(connection: socket.socket) -> socket.socket:
+    """Where TLS is used."""
+    if not tls.used():
+        return connection
+    guarded = tls.wrapped(connection)
+    guarded.shake()
+    return guarded
+
+
 @contextmanager
 def peer(serve: Callable[[socket.socket], Any]) -> Iterator[Address]:
     """Whoever connects is served by this function, in a thread; the connection ends with it."""
@@ -374,7 +385,7 @@ def peer(serve: Callable[[socket.socket], Any]) -> Iterator[Address]:
         with suppress(OSError):
             while True:
                 connection, _ = listening.accept()
-                with connection, suppress(OSError):
+                with encrypted(connection) as connection, suppress(OSError):
                     greet(connection, token)
                     serve(connection)
 

@@ -22,6 +22,8 @@ from raykv.transports.base import Peer, PullRequest
 from raykv.transports.tcp import FEWEST, MOST, SETTLED_S, Lane, Tcp
 from raykv.transports.tcp_pull import TcpPull
 
+pytestmark = pytest.mark.usefixtures("plain_and_tls")
+
 MIB = 1 << 20
 BLOCK, BLOCKS, SLABS = 1 * MIB, 24, 6
 PEER = Peer("peer", None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import certificates
 from helpers.pools import WITH_NIXL
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError
@@ -313,8 +314,8 @@ def test_nixl_is_chosen_where_there_is_rdma(arena: Arena, tmp_path: Path, monkey
     (cards / "mlx5_0").mkdir()
     assert offered("auto") == offered("nixl") == ["nixl", "tcp"], "the better one first"
     assert offered("tcp") == ["tcp"] and offered("object_store") == []
-    monkeypatch.setenv("RAY_USE_TLS", "1")
-    assert offered("nixl") == []
+    with certificates.used(tmp_path / "tls"):
+        assert offered("nixl") == ["tcp"], "NIXL does not encrypt"
 
 
 def test_without_nixl(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,36 @@
+"""Certificates, and Ray's settings that name them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trustme
+
+from raykv.system import tls
+
+HOST = "127.0.0.1"
+
+
+def settings(folder: Path, *hosts: str, authority: trustme.CA | None = None) -> dict[str, str]:
+    """Ray's, for a certificate of hosts that is written into the folder. authority: its signer; None: a new one."""
+    authority = authority or trustme.CA()
+    folder.mkdir(exist_ok=True)
+    leaf = authority.issue_cert(*hosts)
+    files = {name: str(folder / name) for name in tls.FILES}
+    certificate, key, of_authority = files.values()
+    leaf.cert_chain_pems[0].write_to_path(certificate)
+    leaf.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(of_authority)
+    return {"RAY_USE_TLS": "1", **files}
+
+
+@contextmanager
+def used(folder: Path, host: str = HOST, authority: trustme.CA | None = None) -> Iterator[None]:
+    """This process uses TLS as Ray would, with a certificate of a host."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings(folder, host, authority=authority).items():
+            patch.setenv(name, value)
+        tls.context.cache_clear()
+        yield
+    tls.context.cache_clear()
