@@ -114,25 +114,33 @@ class TlsSocket(ssl.SSLSocket):
 
     def send_some(self, views: Iterable[memoryview]) -> int:
         """Send of these what the peer takes. Waits only until it takes some."""
-        done = 0
-        for view in views:
-            while view:
-                try:
-                    sent = self.send(view, socket.MSG_DONTWAIT if done else 0)
-                except BlockingIOError:
-                    if not done:
-                        raise
-                    return done
-                done, view = done + sent, view[sent:]
-        return done
+        return self._tried(functools.partial(self._send_now, views))
 
     def receive_some(self, view: memoryview) -> int:
         """Fill this with what has come. Waits only until something has."""
-        done = more = self.recv_into(view)
-        with suppress(BlockingIOError):
-            while more and done < len(view):
-                more = self.recv_into(view[done:], flags=socket.MSG_DONTWAIT)
-                done += more
+        return self._tried(functools.partial(self._receive_now, view))
+
+    def _send_now(self, views: Iterable[memoryview]) -> int:
+        send, done = super().send, 0
+        try:
+            for view in views:
+                at = 0
+                while at < len(view):
+                    at += (sent := send(view[at:]))
+                    done += sent
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if not done:
+                raise
+        return done
+
+    def _receive_now(self, view: memoryview) -> int:
+        receive, done = super().recv_into, 0
+        try:
+            while done < len(view) and (got := receive(view[done:])):  # a record at a time
+                done += got
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if not done:
+                raise
         return done
 
     def shutdown(self, how: int) -> None:
