@@ -23,7 +23,7 @@ PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version))) lowest
 
 PART ?= 1/1  # of `full`: 2/4 is the second of four parts, with the second of PYTHONS
 
-.PHONY: demo check test full lint units fuzz ratchet figures documented pythons slow sources contract compat dist docs pictures
+.PHONY: demo check test full lint units fuzz ratchet figures documented pythons slow sources contract compat dist lock docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -96,6 +96,12 @@ dist: .venv/.test  # a source distribution, and a wheel that is made from it
 	rm -f $(DIST)/raykv-*
 	.venv/bin/python -m build --outdir $(DIST)
 	.venv/bin/twine check --strict $(DIST)/raykv-*
+
+lock: .venv/.test  # what the image installs, with sums
+	.venv/bin/pip install uv
+	printf 'vllm==$(VLLM)\n' | .venv/bin/uv pip compile pyproject.toml --constraint - \
+		--extra serve-llm --extra vllm --extra nixl --extra gpu --python-version 3.12 --python-platform x86_64-manylinux_2_34 \
+		--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet --upgrade --output-file deploy/gpu.lock
 
 docs: .venv/.test  # into build/site; as a module, since the pages' hooks are imported from here
 	.venv/bin/python -m mkdocs build --strict

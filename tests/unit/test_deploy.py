@@ -14,12 +14,16 @@ import click
 import pytest
 import yaml
 from helpers.pages import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from raykv.actors.drain import ATTACH_S, CALL_S
 from raykv.cli.main import main
 from raykv.config import capacity_bytes
 
-DEPLOY = ROOT / "deploy"
+DEPLOY, LOCK = ROOT / "deploy", "deploy/gpu.lock"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 ENDING_S = 30.0  # of `ray stop`, and for a command to attach to the pool
@@ -213,17 +217,35 @@ def test_units_end_when_the_node_is_drained() -> None:
         assert "RAY_AUTH_MODE=token" in service["Environment"] and service["EnvironmentFile"] == "/etc/raykv.env"
 
 
+def locked() -> dict[str, str]:
+    """Versions by names, of what the image installs. Each has a sum."""
+    pinned = re.findall(r"(?m)^([\w.-]+)(?:\[.*\])?==(\S+) \\\n    --hash=sha256:", (ROOT / LOCK).read_text())
+    assert len(pinned) == len(re.findall(r"(?m)^\w", (ROOT / LOCK).read_text()))
+    return dict(pinned)
+
+
+def test_the_image_installs_what_raykv_admits() -> None:
+    recipe = re.search(r"(?ms)^lock:.*?^$", (ROOT / "Makefile").read_text())
+    assert recipe
+    asked = [
+        *PROJECT["dependencies"],
+        *(each for name in re.findall(r"--extra (\S+)", recipe[0]) for each in EXTRAS[name]),
+    ]
+    for requirement in map(Requirement, asked):
+        version = locked()[canonicalize_name(requirement.name)]
+        assert version in requirement.specifier, f"{requirement}: make lock"
+
+
 def test_the_image_has_what_pip_needs_and_its_kernels() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     copied = re.findall(r"(?m)^COPY --chown=ray (.*) \S+$", text)
     mounts = yaml.safe_load((ROOT / "cluster.yaml").read_text())["file_mounts"].values()
-    assert {word for line in copied for word in line.split()} == set(mounts)
+    assert {word for line in copied for word in line.split()} == {*mounts, LOCK}
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
-    assert {line[1:] for line in ignored if line.startswith("!")} == set(mounts)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    used = re.findall(r"EXTRAS=([\w,-]+)", text)
-    assert used and not [extra for given in used for extra in given.split(",") if extra not in extras]
+    assert {line[1:] for line in ignored if line.startswith("!")} == {*mounts, LOCK}
+    extras = re.findall(r"raykv-source\[([\w,-]+)\]", text)
+    assert extras and not [extra for extra in extras[0].split(",") if extra not in EXTRAS]
     versions = re.findall(r"rayproject/ray:([\d.]+)-", text)
-    assert {cluster["rayVersion"] for cluster in clusters()} == set(versions)
+    assert {cluster["rayVersion"] for cluster in clusters()} == set(versions) == {locked()["ray"]}
     (code,) = re.findall(r'(?m)^RUN python -c "(.*)"$', text)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
