@@ -14,12 +14,13 @@ from typing import Any
 
 import ray
 
-from raykv import internal_kv, named_actors
+from raykv import cluster, internal_kv, named_actors
 from raykv.actors.directory_metrics import DirectoryMetrics
 from raykv.actors.directory_server import DirectoryServer, Message
 from raykv.actors.succession import Succession
 from raykv.config import WRITE_SHARES, Quota
 from raykv.directory.directory import Directory
+from raykv.protocol import host_of
 from raykv.system import events, free_memory
 from raykv.system.jit import compile_all
 from raykv.system.wire import Address
@@ -42,6 +43,7 @@ class DirectoryActor(DirectoryServer):
         elif free_memory.free_bytes().free > SUCCESSOR_BYTES:
             _load_kernels()
         self._settings = internal_kv.await_settings(pool)
+        self._nodes: set[str] = set()  # of Ray, that were alive when it was asked last
         self._succession = Succession(pool, name, _load_kernels, self._serve)
         self._succession.start()
 
@@ -65,6 +67,7 @@ class DirectoryActor(DirectoryServer):
     def _begin(self) -> None:
         """Answer from now on, with an empty directory of an epoch of its own."""
         settings, epoch = self._settings, internal_kv.take_epoch(self._pool)
+        self._nodes = cluster.living()  # later Ray is asked for new ones only: everybody waits meanwhile
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
@@ -95,6 +98,11 @@ class DirectoryActor(DirectoryServer):
             log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
 
     def join(self, name: str, arena: Message) -> Message:
+        """As DirectoryServer. ValueError where Ray has no such node: each costs memory, and counts as the pool's."""
+        if host_of(name) not in self._nodes:
+            self._nodes = cluster.living()
+        if host_of(name) not in self._nodes:
+            raise ValueError(f"{name!r} is no node of this Ray cluster: a store joins by the id of its node")
         joined, is_raised = self._join(name, arena)
         if is_raised:  # the arena knew of later directories than Ray did
             internal_kv.take_epoch(self._pool, joined.epoch)

@@ -5,15 +5,19 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.pools import BLOCK, eventually, keep, read, settled, store, tokens
+from helpers.pools import BLOCK, PATIENCE_S, eventually, keep, read, settled, store, tokens
 
 import raykv
 from raykv import internal_kv, protocol
+from raykv.client.directory_line import DirectoryLine
 from raykv.keys import CacheId, Keys
+from raykv.protocol import ArenaDescription
+from raykv.system.wire import STORE
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +163,15 @@ def test_a_pool_of_another_protocol_is_refused_with_both_versions(start: Callabl
     finally:
         internal_kv.put(pool.name, "settings", stored)
     assert raykv.attach(pool.name).name == pool.name
+
+
+def test_a_store_of_no_node_of_ray_does_not_join(pool: raykv.KVPool) -> None:
+    """20 of them took the directory's memory, and counted as nodes."""
+    before = pool.stats()["nodes"]
+    arena = ArenaDescription(bytes(16), 4 << 20, 8, 0)
+    with closing(DirectoryLine(pool.name, STORE)) as line:
+        assert line.find()
+        for name in ("f" * 56, "f" * 56 + "/GPU-1", ""):
+            with pytest.raises(ValueError, match=r"no node of this Ray cluster: a store joins by the id of its node"):
+                line.call("join", name, tuple(arena), seconds=PATIENCE_S)
+    assert pool.stats()["nodes"].keys() == before.keys()
