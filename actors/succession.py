@@ -6,7 +6,6 @@ directory had, so that two can't be in charge: what the older one says is refuse
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from raykv.client.pipeline import Pipeline
 from raykv.config import HEARTBEAT_S
 from raykv.system import events
 from raykv.system.periodic import Periodic
-from raykv.system.wire import Address
+from raykv.system.wire import Address, Stream
 
 log = logging.getLogger("raykv")
 SILENT_PINGS = 3  # of HEARTBEAT_S each, after which a directory is taken for lost
@@ -76,7 +75,7 @@ class Succession:
             self.take()
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
-    def _watched_connection(self) -> socket.socket | None:
+    def _watched_connection(self) -> Stream | None:
         """To the directory in charge, while this one stands by: its end says that the process ended."""
         return None if self._serves else self._line.connection
 

@@ -43,7 +43,7 @@ class PoolConfig:
     transport: how blocks cross nodes. "auto": of each pair of nodes the best that both have: NIXL over RDMA, else TCP
         from node store to node store, and while that fails Ray's object store. "nixl": NIXL whatever it runs over;
         "tcp": no NIXL; "object_store": always, for networks that only Ray may use. Where Ray uses TLS, TCP does
-        with Ray's certificates, and there is no NIXL.
+        with Ray's certificates, and "nixl" is refused.
     external: URL of the external tier, such as "file:///mnt/nvme/raykv?capacity=200GiB" (every node's own; for a
         shared mount append "&shared=1"), "redis://host:6379?capacity=50GiB" or "s3://bucket/prefix?capacity=1TiB" (all
         nodes'). It outlives the pool, so it takes a `secret`.

@@ -9,7 +9,6 @@ import heapq
 import os
 import random
 import select
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from raykv.protocol import (
     unpacked,
 )
 from raykv.system import wire
-from raykv.system.wire import Address
+from raykv.system.wire import Address, Stream
 
 ENGINES, RATE = 8, 5.0  # of a node; requests a second of an engine
 KEYS = 200  # of a request; the engine has stored the first half
@@ -81,7 +80,7 @@ class Line:
 
     def __init__(self, load: "Load") -> None:
         self.load = load
-        self.socket: socket.socket | None = None
+        self.socket: Stream | None = None
         self.inbox = bytearray()
         self.due: deque[Deliver | None] = deque()  # what each answer is delivered to
 

@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import random
-import socket
 import threading
 import time
 import weakref
@@ -43,6 +42,7 @@ from raykv.protocol import (
 )
 from raykv.system.bell import Bell
 from raykv.system.fork import refuse_forked
+from raykv.system.wire import Stream
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0
@@ -415,7 +415,7 @@ class DirectoryClient:
             self._rests = False
             self._bell.ring()
 
-    def _rest(self) -> tuple[float, socket.socket | None]:
+    def _rest(self) -> tuple[float, Stream | None]:
         """How long the thread may rest, and the connection whose end it must see at once."""
         if not ray.is_initialized() or not self._up:
             return TEND_S, None
@@ -483,7 +483,7 @@ class DirectoryClient:
 def _tend_forever(reference: "weakref.ref[DirectoryClient]", bell: Bell) -> None:
     """The thread of a client; ends with it."""
     pause: float = TEND_S
-    connection: socket.socket | None = None
+    connection: Stream | None = None
     while True:
         rung = bell.wait(pause, connection)
         client = reference()

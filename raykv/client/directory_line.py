@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from ray.exceptions import RayError
 from raykv import internal_kv, named_actors
 from raykv.client.pipeline import Pipeline, Request
 from raykv.protocol import packed, unpacked
-from raykv.system.wire import CLIENT, Address
+from raykv.system.wire import CLIENT, Address, Stream
 
 log = logging.getLogger("raykv")
 SUCCESSION_S = 1.0  # in which a directory whose process ended is replaced: until then Ray is not asked for it
@@ -58,7 +57,7 @@ class DirectoryLine:
         return None if pipeline is None else pipeline.address
 
     @property
-    def connection(self) -> socket.socket | None:
+    def connection(self) -> Stream | None:
         """To the directory; None where it has failed, and while calls go through Ray."""
         pipeline = self._pipeline
         return pipeline.socket if pipeline is not None and pipeline.alive else None

@@ -133,6 +133,8 @@ def _gpus(node: str, facts: Facts) -> Finding:
 
 
 def _nixl(node: str, facts: Facts) -> Finding:
+    if facts.tls:
+        return Finding(node, "nixl", OK, facts.no_nixl)
     if not facts.no_nixl:
         return Finding(
             node, "nixl", OK, "installed, with RDMA" if facts.rdma else "installed; without RDMA TCP is taken"
@@ -144,7 +146,7 @@ def _nixl(node: str, facts: Facts) -> Finding:
 
 def _tls(node: str, facts: Facts) -> Finding:
     if facts.no_tls:
-        return Finding(node, "tls", WRONG, f"all goes through Ray's object store, which is slower: {facts.no_tls}")
+        return Finding(node, "tls", WRONG, f"calls and blocks go through Ray, which is slower: {facts.no_tls}")
     return Finding(node, "tls", OK, "with Ray's certificate" if facts.tls else "not used by Ray")
 
 

@@ -2,7 +2,8 @@
 
 import os
 import select
-import socket
+
+from raykv.system.wire import Stream
 
 
 class Bell:
@@ -15,7 +16,7 @@ class Bell:
         """End the wait, or the next one if nobody waits now."""
         os.eventfd_write(self._rung, 1)
 
-    def wait(self, seconds: float | None, connection: socket.socket | None = None) -> bool:
+    def wait(self, seconds: float | None, connection: Stream | None = None) -> bool:
         """Wait for a ring, at most so many seconds (None: for ever). Returns whether it rang.
 
         connection: its end ends the wait, too; what comes in there does not, and is not read.

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from raykv.system import tls, wire
+from raykv.system.tls import TlsSocket
 from raykv.system.wire import CHALLENGE_BYTES, PROOF_BYTES, TOKEN_BYTES, Address
 
 log = logging.getLogger("raykv")
@@ -41,7 +42,7 @@ class Connection:
     """
 
     def __init__(self, peer: socket.socket) -> None:
-        self.socket = peer
+        self.socket: wire.Stream = peer
         self.inbox, self.outbox = bytearray(), bytearray()
         self.unhurried = b""  # answers that go with the next one
         self.challenge = self.side = b""
@@ -95,6 +96,7 @@ class Listener:
         self.served: set[Connection] = set()
         self._returned: deque[Connection] = deque()  # by `give_back`
         self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
+        self._shaking: deque[Connection] = deque()  # steps of TLS that do: one takes a millisecond, also a stranger's
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = False
@@ -165,11 +167,13 @@ class Listener:
         if self._bulk:
             connection, body = self._bulk.popleft()
             self._attempt(partial(self._answer_bulk, body), connection)
+        if self._shaking:
+            self._attempt(self._shake, self._shaking.popleft())
         self._expire()
 
     def _pause(self) -> float | None:
         """Seconds until something is due that no peer says."""
-        if self._bulk:
+        if self._bulk or self._shaking:
             return 0.0
         due = [self._accept_at] if self._accept_at else []
         due += [connection.prove_until for connection in list(self.unproven)[:1]]
@@ -196,33 +200,41 @@ class Listener:
                 self._selector.unregister(self._socket)
                 self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
                 return
-            self._attempt(self._greet, Connection(peer))
+            self._attempt(partial(self._greet, peer), Connection(peer))
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, peer: socket.socket, connection: Connection) -> None:
         self.unproven[connection] = None
         if len(self.unproven) > self.most_unproven:
             oldest = next(iter(self.unproven))
             self._attempt(self._attend, oldest)  # its proof may have come meanwhile
             if oldest in self.unproven:
                 self._end(oldest)
-        wire.prepare(connection.socket)
+        wire.prepare(peer)
+        peer.setblocking(False)
         if tls.used():
-            connection.socket = tls.wrapped(connection.socket)
-        connection.socket.setblocking(False)
-        self._watch(connection)
-        self._challenge(connection)
+            connection.socket = TlsSocket(peer)
+            self._watch(connection)  # the peer speaks first
+        else:
+            self._watch(connection)
+            self._challenge(connection)
 
     def _challenge(self, connection: Connection) -> None:
-        """Begin, as soon as all is encrypted that is to be."""
-        if isinstance(connection.socket, tls.TlsSocket):
-            connection.socket.shake()
         connection.challenge = wire.challenge()
         connection.send(connection.challenge)
+
+    def _shake(self, connection: Connection) -> None:
+        """Go on with TLS, at its turn, and begin as soon as all is encrypted."""
+        if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # it has not ended meanwhile
+            self._watch(connection)
+            connection.socket.shake()
+            self._challenge(connection)
 
     def _attend(self, connection: Connection) -> None:
         """Read what a peer sent, or send it what waits. While answers wait, no more questions are read."""
         if not connection.challenge:
-            self._challenge(connection)
+            if connection.events:
+                self._leave_alone(connection)
+                self._shaking.append(connection)
             return
         if connection.outbox:
             del connection.outbox[: connection.socket.send(connection.outbox)]

@@ -1,11 +1,11 @@
 """A daemon thread that repeats one step: heartbeats, demotion, resizing, watching."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable
 
 from raykv.system.bell import Bell
+from raykv.system.wire import Stream
 
 Pause = float | None  # seconds; None: until `wake`
 
@@ -21,7 +21,7 @@ class Periodic:
         name: str,
         step: Callable[[], Pause],
         on_error: Callable[[Exception], Pause],
-        connection: Callable[[], socket.socket | None] = lambda: None,
+        connection: Callable[[], Stream | None] = lambda: None,
     ) -> None:
         """name: the thread's. step: returns the pause after it. on_error: the same, of what a step raised.
 

@@ -5,23 +5,23 @@ RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT are set
 
 import functools
 import os
-import select
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Self
 
 FILES = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
-T = TypeVar("T")
 TURNS = 3  # of each side, in which a handshake is done
+ADDRESS_MISMATCH = 64  # X509_V_ERR_IP_ADDRESS_MISMATCH, of OpenSSL
+RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that a call of the system moves
+HELLO_BYTES = 16 << 10  # of a handshake, at a time
 
 
 def used() -> bool:
     """Whether Ray uses TLS: all that crosses nodes must be encrypted then."""
-    return os.environ.get("RAY_USE_TLS", "0").lower() not in ("0", "false")
+    return os.environ.get("RAY_USE_TLS", "").lower() not in ("", "0", "false")
 
 
 @functools.cache
@@ -36,12 +36,11 @@ def context(purpose: ssl.Purpose) -> ssl.SSLContext:
             raise PermissionError(f"{name} {os.environ[name]} can't be read by this user: Ray's processes must")
     made = ssl.create_default_context(purpose, cafile=authority)
     made.verify_mode = ssl.CERT_REQUIRED
-    made.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Ray takes certificates that Python 3.13 is too strict for
+    # as Ray's gRPC verifies: an authority need not be a root, and Python 3.13 is stricter
+    made.verify_flags = (made.verify_flags | ssl.VERIFY_X509_PARTIAL_CHAIN) & ~ssl.VERIFY_X509_STRICT
     made.minimum_version = ssl.TLSVersion.TLSv1_3
-    made.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # from Python 3.12; of no effect where the kernel has none
     if purpose is ssl.Purpose.CLIENT_AUTH:
         made.num_tickets = 0  # nobody resumes a session
-    made.sslsocket_class = TlsSocket
     made.load_cert_chain(certificate, key)
     return made
 
@@ -56,114 +55,139 @@ def check(host: str) -> None:
             with suppress(ssl.SSLWantReadError):
                 side.do_handshake()
     except ssl.SSLError as error:
-        what_to_do = f"let RAY_TLS_CA_CERT sign one for {host} (subjectAltName = IP:{host})"
-        raise OSError(f"{os.environ[FILES[0]]} is no certificate for {host}: {error}; {what_to_do}") from error
+        wrong = f"other nodes refuse {os.environ[FILES[0]]}: {error}"
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == ADDRESS_MISMATCH:
+            wrong += f": have it made anew with subjectAltName = IP:{host}"
+        raise OSError(wrong) from error
 
 
-def wrapped(peer: socket.socket, host: str = "") -> "TlsSocket":
-    """A connection that goes on in TLS, after `shake`. It takes over the socket.
+class TlsSocket:
+    """A connection in TLS, with the calls and flags of a plain socket that raykv uses.
 
-    host: the address of the listener; "" on its side.
-    """
-    purpose = ssl.Purpose.SERVER_AUTH if host else ssl.Purpose.CLIENT_AUTH
-    made = context(purpose).wrap_socket(
-        peer, server_side=not host, server_hostname=host or None, do_handshake_on_connect=False
-    )
-    assert isinstance(made, TlsSocket)
-    made.mutex = threading.Lock()
-    socket.socket.settimeout(made, 0.0)  # for good: a call waits by itself
-    return made
-
-
-class TlsSocket(ssl.SSLSocket):
-    """A connection in TLS, with what raykv asks of sockets: MSG_DONTWAIT, and limits of a call.
-
-    Threads may share it: none is kept from OpenSSL by another that waits for the peer.
+    One thread may send while another receives. Nothing is ever sent in clear. plain: the socket, which waits as its
+    timeout and limits say.
     """
 
-    mutex: threading.Lock  # held while OpenSSL works, which can't do two things at once
-    _seconds: float | None = None  # that a call waits; None: for ever
-    _late: type[OSError] = TimeoutError
+    def __init__(self, plain: socket.socket, host: str = "") -> None:
+        """host: where the other side listens; "" where this side does. OSError where Ray's files are no good."""
+        self.plain = plain
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        made = context(ssl.Purpose.SERVER_AUTH if host else ssl.Purpose.CLIENT_AUTH)
+        self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
+        self._mutex = threading.RLock()  # held while OpenSSL works; a signal's handler may use the connection, too
+        self._records, self._owed = memoryview(b""), 0  # what is not sent yet, and of how many bytes of plain text
 
-    def settimeout(self, value: float | None) -> None:
-        self._seconds, self._late = value, TimeoutError if value else BlockingIOError
+    def __enter__(self) -> Self:
+        return self
 
-    def setblocking(self, flag: bool) -> None:
-        self.settimeout(None if flag else 0.0)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def set_limits(self, seconds: float) -> None:
-        """Have each call wait so long. BlockingIOError where nothing moved."""
-        self._seconds, self._late = seconds, BlockingIOError
+    def fileno(self) -> int:
+        return self.plain.fileno()
 
-    def shake(self) -> None:
-        """Go on with the handshake. OSError where the other side has no certificate of the authority's."""
-        limits = self._seconds, self._late
-        try:
-            self._tried(self.do_handshake)
-        finally:
-            self._seconds, self._late = limits  # do_handshake sets what it takes for the socket's
-
-    def send(self, data: Any, flags: int = 0) -> int:
-        return self._tried(functools.partial(super().send, data), flags)
-
-    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        return self._tried(functools.partial(super().recv, buflen), flags)
-
-    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        return self._tried(functools.partial(super().recv_into, buffer, nbytes or None), flags)
-
-    def send_some(self, views: Iterable[memoryview]) -> int:
-        """Send of these what the peer takes. Waits only until it takes some."""
-        return self._tried(functools.partial(self._send_now, views))
-
-    def receive_some(self, view: memoryview) -> int:
-        """Fill this with what has come. Waits only until something has."""
-        return self._tried(functools.partial(self._receive_now, view))
-
-    def _send_now(self, views: Iterable[memoryview]) -> int:
-        send, done = super().send, 0
-        try:
-            for view in views:
-                at = 0
-                while at < len(view):
-                    at += (sent := send(view[at:]))
-                    done += sent
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            if not done:
-                raise
-        return done
-
-    def _receive_now(self, view: memoryview) -> int:
-        receive, done = super().recv_into, 0
-        try:
-            while done < len(view) and (got := receive(view[done:])):  # a record at a time
-                done += got
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            if not done:
-                raise
-        return done
+    def close(self) -> None:
+        self.plain.close()
 
     def shutdown(self, how: int) -> None:
-        """From any thread: others that use the connection fail, as with a plain one."""
-        socket.socket.shutdown(self, how)
+        self.plain.shutdown(how)
 
-    def _tried(self, step: Callable[[], T], flags: int = 0) -> T:
-        """Take a step of OpenSSL's, as soon as the peer lets it."""
-        seconds, late = (0.0, BlockingIOError) if flags & socket.MSG_DONTWAIT else (self._seconds, self._late)
-        end = None if seconds is None else time.monotonic() + seconds
-        while True:
+    def settimeout(self, seconds: float | None) -> None:
+        self.plain.settimeout(seconds)
+
+    def setblocking(self, flag: bool) -> None:
+        self.plain.setblocking(flag)
+
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
+        self.plain.setsockopt(level, option, value)
+
+    def version(self) -> str | None:
+        """Of TLS; None before it is agreed on."""
+        return self._tls.version()
+
+    def shake(self) -> None:
+        """Go on with the handshake until it is done. Raises as a socket, and ConnectionError where a side refuses."""
+        while not self._shaken():
+            received = self.plain.recv(HELLO_BYTES)
+            if not received:
+                raise ConnectionError("the peer closed the connection before TLS was agreed on")
+            self._incoming.write(received)
+
+    def _shaken(self) -> bool:
+        """Take a step, and say to the peer what follows. Returns whether the handshake is done."""
+        try:
+            self._tls.do_handshake()
+            return True
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLError as error:
+            raise ConnectionError(f"TLS: {error}") from error
+        finally:
+            if said := self._outgoing.read():  # it fits into a socket that has sent nothing else
+                with suppress(OSError):  # the next step finds out
+                    self.plain.send(said)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """As a socket's. After BlockingIOError the next call must begin with the same bytes."""
+        return self.send_some([memoryview(data)], flags)
+
+    def sendall(self, data: Any) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self.send(view) :]
+
+    def send_some(self, views: Iterable[memoryview], flags: int = 0) -> int:
+        """As a socket's `sendmsg`, with the rule of `send`."""
+        if not self._records:
+            with self._mutex:
+                self._owed = self._encrypt(views)
+                self._records = memoryview(self._outgoing.read())
+        while self._records:
+            self._records = self._records[self.plain.send(self._records, flags) :]
+        return self._owed
+
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        data = bytearray(count)
+        return bytes(data[: self.recv_into(data, 0, flags)])
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As a socket's. With a buffer below RECEIVE_BYTES some may be left here, which no poll sees."""
+        view = memoryview(buffer)
+        view = view[: nbytes or len(view)]
+        while not (got := self._decrypt(view)):
+            records = self.plain.recv(RECEIVE_BYTES, flags)
+            if not records:
+                return 0
+            with self._mutex:
+                self._incoming.write(records)
+        return got
+
+    def receive_some(self, view: memoryview) -> int:
+        """Fill it with what has come. Waits only until something has."""
+        done = got = self.recv_into(view)
+        with suppress(BlockingIOError):
+            while got and done < len(view):
+                done += (got := self.recv_into(view[done:], flags=socket.MSG_DONTWAIT))
+        return done
+
+    def _encrypt(self, views: Iterable[memoryview]) -> int:
+        """Make records of these, up to SEND_BYTES. Returns of how many bytes."""
+        done = 0
+        for view in views:
+            while view and done < SEND_BYTES:
+                taken = self._tls.write(view[: SEND_BYTES - done])
+                done, view = done + taken, view[taken:]
+        return done
+
+    def _decrypt(self, view: memoryview) -> int:
+        """Fill it from the records that came. Returns with how many bytes."""
+        done = 0
+        with self._mutex:
             try:
-                with self.mutex:
-                    return step()
-            except ssl.SSLWantReadError:
-                event = select.POLLIN
-            except ssl.SSLWantWriteError:
-                event = select.POLLOUT
-            except ssl.SSLError as error:  # what a plain socket calls so
-                raise ConnectionError(f"TLS failed: {error}") from error
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                raise late("the peer neither sent nor took anything in time")
-            ready = select.poll()
-            ready.register(self, event)
-            ready.poll(None if left is None else left * 1e3)
+                while done < len(view) and (got := int(self._tls.read(len(view) - done, view[done:]))):
+                    done += got
+            except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                pass
+            except ssl.SSLError as error:
+                raise ConnectionError(f"TLS: {error}") from error
+        return done

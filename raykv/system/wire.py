@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raykv.system import tls
+from raykv.system.tls import TlsSocket
 
+Stream = socket.socket | TlsSocket
 LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
@@ -38,7 +40,7 @@ class Address(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-def connect(address: Address, side: bytes = CLIENT) -> socket.socket:
+def connect(address: Address, side: bytes = CLIENT) -> Stream:
     """A connection whose sides have both proved the token; it blocks.
 
     side: what this process is there: a CLIENT, or a STORE.
@@ -53,14 +55,14 @@ def connect(address: Address, side: bytes = CLIENT) -> socket.socket:
     try:
         prepare(peer)
         end = time.monotonic() + HANDSHAKE_S
+        stream: Stream = peer
         if tls.used():
-            peer = guarded = tls.wrapped(peer, host)
-            guarded.settimeout(HANDSHAKE_S)
-            guarded.shake()
+            stream = encrypted = TlsSocket(peer, host)
+            encrypted.shake()
         mine = challenge()
-        both = receive(peer, CHALLENGE_BYTES, end) + mine
-        peer.sendall(mine + proof(token, side, both))
-        if not hmac.compare_digest(receive(peer, PROOF_BYTES, end), proof(token, LISTENER, both)):
+        both = receive(stream, CHALLENGE_BYTES, end) + mine
+        stream.sendall(mine + proof(token, side, both))
+        if not hmac.compare_digest(receive(stream, PROOF_BYTES, end), proof(token, LISTENER, both)):
             raise ConnectionError(f"who listens at {host}:{port} is not of the pool: it does not know the token")
         peer.settimeout(None)
     except TimeoutError as error:
@@ -69,7 +71,7 @@ def connect(address: Address, side: bytes = CLIENT) -> socket.socket:
     except BaseException:
         peer.close()
         raise
-    return peer
+    return stream
 
 
 def challenge() -> bytes:
@@ -119,37 +121,34 @@ def take_frame(inbox: bytearray, longest: int) -> bytes | None:
     return body
 
 
-def receive(peer: socket.socket, count: int, end: float | None = None) -> bytes:
+def receive(peer: Stream, count: int, end: float | None = None) -> bytes:
     """Exactly `count` bytes. Raises as `receive_into`."""
     data = bytearray(count)
     receive_into(peer, memoryview(data), end)
     return bytes(data)
 
 
-def receive_into(peer: socket.socket, view: memoryview, end: float | None) -> None:
+def receive_into(peer: Stream, view: memoryview, end: float | None) -> None:
     """Fill `view`. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes before."""
     while len(view):
         peer.settimeout(None if end is None else max(0.001, end - time.monotonic()))
         view = view[receive_some(peer, [view]) :]
 
 
-def set_limits(peer: socket.socket, seconds: float) -> None:
+def set_limits(peer: Stream, seconds: float) -> None:
     """Have it block, but each call of the system only for so long: in one such call it moves many bytes.
 
     A call in which nothing moved raises BlockingIOError.
     """
-    if isinstance(peer, tls.TlsSocket):
-        peer.set_limits(seconds)
-        return
     peer.settimeout(None)
     limit = TIMEVAL.pack(*divmod(max(1, int(seconds * 1e6)), 10**6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         peer.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
-def receive_some(peer: socket.socket, views: Sequence[memoryview]) -> int:
+def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
     """Fill the first of these, as far as bytes come in time. Returns how many. ConnectionError if the peer closed."""
-    if isinstance(peer, tls.TlsSocket):
+    if isinstance(peer, TlsSocket):
         got = peer.receive_some(views[0])
     else:
         got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
@@ -158,7 +157,7 @@ def receive_some(peer: socket.socket, views: Sequence[memoryview]) -> int:
     return got
 
 
-def send_all(peer: socket.socket, views: Sequence[memoryview], end: float) -> None:
+def send_all(peer: Stream, views: Sequence[memoryview], end: float) -> None:
     """Send these one after the other. BlockingIOError where `set_limits` says so; TimeoutError after `end`.
 
     end: time.monotonic(). A peer that takes a little now and then would keep the thread for ever.
@@ -166,7 +165,7 @@ def send_all(peer: socket.socket, views: Sequence[memoryview], end: float) -> No
     left = list(views)
     while left:
         some = left[:VIEWS]
-        left = after(left, peer.send_some(some) if isinstance(peer, tls.TlsSocket) else peer.sendmsg(some))
+        left = after(left, peer.send_some(some) if isinstance(peer, TlsSocket) else peer.sendmsg(some))
         if left and time.monotonic() > end:
             raise TimeoutError(f"a peer has not taken {sum(view.nbytes for view in left)} bytes in time")
 

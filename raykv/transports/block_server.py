@@ -7,7 +7,6 @@ it must verify.
 
 import contextlib
 import logging
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +19,7 @@ from raykv.errors import DeviceError
 from raykv.protocol import KEY_BYTES, LOCATION, data_deadline
 from raykv.system import wire
 from raykv.system.listener import Connection, Listener
+from raykv.system.wire import Stream
 
 log = logging.getLogger("raykv")
 
@@ -64,7 +64,7 @@ class BlockServer:
         else:
             self._listener.give_back(connection)
 
-    def _answer(self, peer: socket.socket, request: bytes) -> None:
+    def _answer(self, peer: Stream, request: bytes) -> None:
         count, rest = divmod(len(request), REQUEST_BYTES)
         if rest:
             raise ValueError(f"a request of {len(request)} bytes is no multiple of {REQUEST_BYTES}")

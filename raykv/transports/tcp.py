@@ -6,7 +6,6 @@ two sides send each other: `raykv.transports.block_server`.
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from raykv.arena.arena import Arena
 from raykv.config import MIB
 from raykv.system import wire
-from raykv.system.wire import Address
+from raykv.system.wire import Address, Stream
 from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.block_server import BlockServer
 from raykv.transports.tcp_pull import TcpPull
@@ -41,7 +40,7 @@ class Lane:
     def __init__(self, address: Address) -> None:
         self._address = address
         self.streams = FEWEST
-        self._idle: list[socket.socket] = []
+        self._idle: list[Stream] = []
         self._mutex = threading.Lock()  # guards all fields
         self._rates: dict[int, float] = {}  # bytes a second, by number of streams
         self._grow_at = 0.0  # time.monotonic()

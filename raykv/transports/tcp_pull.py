@@ -1,7 +1,6 @@
 """One pull over TCP: its pieces, taken by the streams that carry it, and received straight into slots."""
 
 import ctypes
-import socket
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from raykv.arena.gpu_arena import GpuArena
 from raykv.config import MIB
 from raykv.protocol import ALTERED, FAILED, PULLED, seconds_left
 from raykv.system import wire
+from raykv.system.wire import Stream
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 
@@ -50,7 +50,7 @@ class TcpPull:
         self.verdicts = np.full(len(source), FAILED, np.uint8)
         self.left, self.bytes = len(self._pieces), 0
 
-    def carry(self, stream: socket.socket, give_way: Callable[["TcpPull"], None]) -> None:
+    def carry(self, stream: Stream, give_way: Callable[["TcpPull"], None]) -> None:
         """Ask for pieces and receive them until none is left.
 
         give_way: called before each piece is taken; waits while it is others' turn.
@@ -88,11 +88,11 @@ class TcpPull:
         with self._mutex:
             return self._pieces.popleft() if self._pieces else None
 
-    def _ask(self, stream: socket.socket, piece: Indices) -> None:
+    def _ask(self, stream: Stream, piece: Indices) -> None:
         wire.set_limits(stream, seconds_left(self._request.end))
         stream.sendall(wire.frame(self._request.source[piece].tobytes() + self._request.keys[piece].tobytes()))
 
-    def _receive(self, stream: socket.socket, piece: Indices) -> None:
+    def _receive(self, stream: Stream, piece: Indices) -> None:
         """Receive the blocks of a piece that are there, and judge them."""
         data = bytearray(len(piece) * CLAIM.itemsize)
         self._receive_into(stream, [memoryview(data)])
@@ -106,7 +106,7 @@ class TcpPull:
             self.left, self._finished = self.left - 1, time.monotonic()
             self.bytes += len(there) * self._size
 
-    def _into_slots(self, stream: socket.socket, there: Indices, claims: NDArray[np.void]) -> Verdicts:
+    def _into_slots(self, stream: Stream, there: Indices, claims: NDArray[np.void]) -> Verdicts:
         _, keys, arena, target, _ = self._request
         altered = np.zeros(len(there), np.bool_)
 
@@ -126,14 +126,14 @@ class TcpPull:
         memory = (ctypes.c_char * self._size).from_address(address) if address else bytearray(self._size)
         return memoryview(memory).cast("B")
 
-    def _into_gpu(self, stream: socket.socket, there: Indices, claims: NDArray[np.void]) -> Verdicts:
+    def _into_gpu(self, stream: Stream, there: Indices, claims: NDArray[np.void]) -> Verdicts:
         _, keys, arena, target, _ = self._request
         blocks = np.empty((len(there), self._size), np.uint8)
         self._receive_into(stream, [blocks.reshape(-1).data])
         written = arena.write(target[there], keys[there], blocks, claims["position"], claims["sum"])
         return judge(written, blocks, claims["sum"])
 
-    def _receive_into(self, stream: socket.socket, views: list[memoryview]) -> None:
+    def _receive_into(self, stream: Stream, views: list[memoryview]) -> None:
         """Fill these. TimeoutError at the request's end; ConnectionError if the stream breaks, or others are faster."""
         moved = time.monotonic()
         while views:

@@ -34,3 +34,14 @@ def used(folder: Path, host: str = HOST, authority: trustme.CA | None = None) ->
         tls.context.cache_clear()
         yield
     tls.context.cache_clear()
+
+
+def of_ray(folder: Path) -> dict[str, str]:
+    """Ray's settings, for a certificate that Ray makes, and which is its own authority."""
+    from ray._common.tls_utils import generate_self_signed_tls_certs
+
+    certificate, key = generate_self_signed_tls_certs()
+    (folder / "certificate.pem").write_text(certificate)
+    (folder / "key.pem").write_text(key)
+    paths = folder / "certificate.pem", folder / "key.pem", folder / "certificate.pem"
+    return {"RAY_USE_TLS": "1", **dict(zip(tls.FILES, map(str, paths), strict=True))}

@@ -367,11 +367,11 @@ def greet(connection: socket.socket, token: bytes) -> None:
     connection.sendall(wire.proof(token, wire.LISTENER, ours + theirs))
 
 
-def encrypted(connection: socket.socket) -> socket.socket:
+def encrypted(connection: socket.socket) -> Any:
     """Where TLS is used."""
     if not tls.used():
         return connection
-    guarded = tls.wrapped(connection)
+    guarded = tls.TlsSocket(connection)
     guarded.shake()
     return guarded
 

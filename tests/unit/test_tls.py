@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import random
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
 from helpers import certificates
 from helpers.certificates import HOST
 from helpers.echo_server import PATIENCE_S, expected, question, serving
+from helpers.pools import eventually
 
 from raykv.system import tls, wire
 from raykv.system.listener import Listener
@@ -25,16 +28,16 @@ ELSEWHERE = "192.0.2.7"
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Iterator[trustme.CA]:
+def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[trustme.CA]:
     """That signed Ray's certificates, of which this process has one."""
+    monkeypatch.setattr(wire, "HANDSHAKE_S", PATIENCE_S)  # a machine may be busy
     authority = trustme.CA()
     with certificates.used(tmp_path / "ours", authority=authority):
         yield authority
 
 
 @pytest.fixture
-def listener(authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
-    monkeypatch.setattr(wire, "HANDSHAKE_S", PATIENCE_S)  # a machine may be busy
+def listener(authority: trustme.CA) -> Iterator[Listener]:
     with serving() as listener:
         yield listener
 
@@ -63,7 +66,7 @@ def stranger(address: Address, authority: trustme.CA, certified: trustme.LeafCer
 
 def test_a_connection_is_encrypted(listener: Listener) -> None:
     with wire.connect(listener.address) as peer:
-        assert isinstance(peer, ssl.SSLSocket) and peer.version() == "TLSv1.3"
+        assert isinstance(peer, tls.TlsSocket) and peer.version() == "TLSv1.3"
     assert answered(listener.address)
 
 
@@ -80,12 +83,78 @@ def test_who_shows_no_certificate_of_rays_authority_is_not_let_in(
     assert answered(listener.address)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", bytes(200), b"\x16\x03\x01\x02\x00\x01", os.urandom(5000)])
-def test_who_does_not_speak_tls_hinders_nobody(said: bytes, listener: Listener) -> None:
+NONSENSE = {
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "zeros": bytes(200),
+    "random": random.Random(1).randbytes(5000),
+    "a version of old": b"\x15\x02\x00\x00\x02\x01\x00",
+}
+
+
+@pytest.mark.parametrize("said", NONSENSE.values(), ids=NONSENSE)
+def test_who_does_not_speak_tls_is_ended_and_hinders_nobody(
+    said: bytes, listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_connection(listener.address[:2], PATIENCE_S) as peer:
         peer.sendall(said)
         assert answered(listener.address)
-        assert not listener.served or all(connection.socket.fileno() >= 0 for connection in listener.served)
+        with suppress(ConnectionError):
+            while peer.recv(100):  # what is wrong
+                pass
+    eventually(lambda: not listener.unproven)
+    assert "Traceback" not in caplog.text and not [line for line in caplog.records if line.levelname == "ERROR"]
+
+
+def test_who_resets_before_tls_is_agreed_on_hinders_nobody(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(50):
+        with socket.create_connection(listener.address[:2], PATIENCE_S) as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # to close is to reset
+    assert answered(listener.address)
+    assert not [line for line in caplog.records if line.levelname == "ERROR"]
+
+
+def test_strangers_who_begin_are_served_one_between_two_answers(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of the handshake takes a millisecond, whoever asks for it."""
+    between: list[str] = []
+
+    def noted(what: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            between.append(what)
+            return step(*args)
+
+        return call
+
+    monkeypatch.setattr(listener, "_shake", noted("shake", listener._shake))
+    monkeypatch.setattr(listener, "_serve", noted("answer", listener._serve))
+    hello, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        tls.context(ssl.Purpose.SERVER_AUTH).wrap_bio(hello, outgoing, server_hostname=HOST).do_handshake()
+    said = outgoing.read()
+    with wire.connect(listener.address) as friend, ExitStack() as strangers:
+        others = [strangers.enter_context(socket.create_connection(listener.address[:2])) for _ in range(100)]
+        eventually(lambda: len(listener.unproven) == 100)
+        del between[:]
+        for other in others:
+            other.sendall(said)
+        while between.count("shake") < 100:
+            friend.sendall(frame(question(1)))
+            wire.receive(friend, wire.LENGTH.size + len(expected(1)))
+    runs = [len(list(run)) for what, run in groupby(between) if what == "shake"]
+    assert max(runs) < 50, "those who have proved the token are answered meanwhile"
+
+
+def test_a_connection_that_somebody_closes_sends_nothing_in_clear(listener: Listener) -> None:
+    peer = wire.connect(listener.address)
+    assert isinstance(peer, tls.TlsSocket)
+    peer.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        peer.send(b"a secret")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        peer.recv(100)
 
 
 def test_who_begins_and_says_no_more_is_closed_in_time(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +189,31 @@ def test_a_listener_with_another_certificate_is_asked_for_nothing(
 
 
 def test_a_listener_is_not_opened_where_others_would_refuse_it(authority: trustme.CA) -> None:
-    with pytest.raises(OSError, match=rf"no certificate for {ELSEWHERE}.*IP address mismatch.*= IP:{ELSEWHERE}\)"):
+    with pytest.raises(OSError, match=rf"refuse .*IP address mismatch.*subjectAltName = IP:{ELSEWHERE}"):
         tls.check(ELSEWHERE)
     tls.check(HOST)
+
+
+def test_an_authority_that_another_one_signed_will_do(tmp_path: Path, authority: trustme.CA) -> None:
+    """As for Ray, though its file has no root."""
+    with certificates.used(tmp_path / "below", authority=authority.create_child_ca()):
+        tls.check(HOST)
+
+
+def test_what_is_wrong_with_a_certificate_is_said(tmp_path: Path, authority: trustme.CA) -> None:
+    other = tmp_path / "other.pem"
+    trustme.CA().cert_pem.write_to_path(str(other))
+    with certificates.used(tmp_path / "ours", authority=authority), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TLS_CA_CERT", str(other))
+        with pytest.raises(OSError, match=r"refuse .*unable to get local issuer certificate") as refused:
+            tls.check(HOST)
+    assert "subjectAltName" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("value", "used"), [("", False), ("0", False), ("False", False), ("1", True), ("true", True)])
+def test_what_ray_takes_for_on(value: str, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", value)
+    assert tls.used() == used
 
 
 def test_settings_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
