@@ -27,6 +27,7 @@ ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
 ACCEPT_AGAIN_S = 0.1  # after the system could not accept one, for want of file descriptors, say
 RECEIVE_BYTES = 256 << 10  # at a time
 UNHURRIED_BYTES = 16 << 10  # of answers of a connection that wait for the next one, at most
+SHAKE_S = 0.005  # of steps of TLS at a time, between two rounds of answers
 BULK_BYTES = 128 << 10  # a frame as long is served alone, between two rounds of shorter ones
 
 
@@ -38,7 +39,7 @@ class Connection:
     """A connection that was accepted. Only the listener's thread uses it, but for one that was lent.
 
     outbox: of one answer at most. events: that the listener waits for; 0 while it is lent. side: what the peer proved
-    to be. frame_bytes: of the longest frame that is taken of it.
+    to be. frame_bytes: of the longest frame that is taken of it. greeted: it has taken a step of TLS.
     """
 
     def __init__(self, peer: socket.socket) -> None:
@@ -48,7 +49,7 @@ class Connection:
         self.challenge = self.side = b""
         self.frame_bytes = 0
         self.prove_until = time.monotonic() + wire.HANDSHAKE_S
-        self.proven, self.events = False, selectors.EVENT_READ
+        self.proven, self.greeted, self.events = False, False, selectors.EVENT_READ
         self.gone: OSError | None = None  # the peer: what it said before it left is served all the same
 
     def send(self, data: bytes) -> None:
@@ -96,7 +97,7 @@ class Listener:
         self.served: set[Connection] = set()
         self._returned: deque[Connection] = deque()  # by `give_back`
         self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
-        self._shaking: deque[Connection] = deque()  # steps of TLS that do: one takes a millisecond, also a stranger's
+        self._shaking: deque[Connection] = deque()  # whose step of TLS does: it takes a millisecond, also a stranger's
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = False
@@ -152,6 +153,8 @@ class Listener:
                 time.sleep(ACCEPT_AGAIN_S)
         for connection in [*self.unproven, *self.served.copy()]:
             self._hang_up(connection)
+        for connection in [*self._shaking, *(connection for connection, _ in self._bulk)]:
+            connection.socket.close()
         self.served.clear()
         for each in (self._socket, self._wake, self._waker, self._selector):
             each.close()
@@ -167,7 +170,8 @@ class Listener:
         if self._bulk:
             connection, body = self._bulk.popleft()
             self._attempt(partial(self._answer_bulk, body), connection)
-        if self._shaking:
+        until = time.monotonic() + SHAKE_S
+        while self._shaking and time.monotonic() < until:
             self._attempt(self._shake, self._shaking.popleft())
         self._expire()
 
@@ -205,8 +209,9 @@ class Listener:
     def _greet(self, peer: socket.socket, connection: Connection) -> None:
         self.unproven[connection] = None
         if len(self.unproven) > self.most_unproven:
-            oldest = next(iter(self.unproven))
-            self._attempt(self._attend, oldest)  # its proof may have come meanwhile
+            oldest = next((each for each in self.unproven if each.events), connection)  # the others wait for us
+            if oldest.challenge:
+                self._attempt(self._attend, oldest)  # its proof may have come meanwhile
             if oldest in self.unproven:
                 self._end(oldest)
         wire.prepare(peer)
@@ -226,15 +231,16 @@ class Listener:
         """Go on with TLS, at its turn, and begin as soon as all is encrypted."""
         if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # it has not ended meanwhile
             self._watch(connection)
-            connection.socket.shake()
-            self._challenge(connection)
+            connection.greeted = True
+            if connection.socket.shake():
+                self._challenge(connection)
 
     def _attend(self, connection: Connection) -> None:
         """Read what a peer sent, or send it what waits. While answers wait, no more questions are read."""
         if not connection.challenge:
-            if connection.events:
-                self._leave_alone(connection)
-                self._shaking.append(connection)
+            self._leave_alone(connection)
+            add = self._shaking.appendleft if connection.greeted else self._shaking.append  # who has begun goes first
+            add(connection)
             return
         if connection.outbox:
             del connection.outbox[: connection.socket.send(connection.outbox)]

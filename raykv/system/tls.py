@@ -8,20 +8,23 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
+from math import inf
 from typing import Any, Self
 
 FILES = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
 TURNS = 3  # of each side, in which a handshake is done
 ADDRESS_MISMATCH = 64  # X509_V_ERR_IP_ADDRESS_MISMATCH, of OpenSSL
 RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that a call of the system moves
-HELLO_BYTES = 16 << 10  # of a handshake, at a time
+HELLO_BYTES = 32 << 10  # of a handshake, from one side, and of answers that TLS itself wants to give
+WORN_BYTES = 1 << 38  # that a key may protect, below the 2^24.5 records of RFC 8446, 5.5: nobody here renews keys
 
 
 def used() -> bool:
     """Whether Ray uses TLS: all that crosses nodes must be encrypted then."""
-    return os.environ.get("RAY_USE_TLS", "").lower() not in ("", "0", "false")
+    return os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
 
 
 @functools.cache
@@ -48,9 +51,9 @@ def context(purpose: ssl.Purpose) -> ssl.SSLContext:
 def check(host: str) -> None:
     """OSError unless other processes take this one's certificate for that of the address `host`."""
     ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = context(ssl.Purpose.SERVER_AUTH).wrap_bio(ours, theirs, server_hostname=host)
-    listener = context(ssl.Purpose.CLIENT_AUTH).wrap_bio(theirs, ours, server_side=True)
     try:
+        client = context(ssl.Purpose.SERVER_AUTH).wrap_bio(ours, theirs, server_hostname=host)
+        listener = context(ssl.Purpose.CLIENT_AUTH).wrap_bio(theirs, ours, server_side=True)
         for side in TURNS * (client, listener):
             with suppress(ssl.SSLWantReadError):
                 side.do_handshake()
@@ -59,6 +62,8 @@ def check(host: str) -> None:
         if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == ADDRESS_MISMATCH:
             wrong += f": have it made anew with subjectAltName = IP:{host}"
         raise OSError(wrong) from error
+    except ValueError as error:
+        raise OSError(f"{host!r} can't be in a certificate: {error}") from error
 
 
 class TlsSocket:
@@ -76,6 +81,9 @@ class TlsSocket:
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
         self._mutex = threading.RLock()  # held while OpenSSL works; a signal's handler may use the connection, too
         self._records, self._owed = memoryview(b""), 0  # what is not sent yet, and of how many bytes of plain text
+        self._limit = plain.gettimeout()  # seconds that a call may wait
+        self._said = self._received = 0  # bytes of the peer's part of the handshake, and of plain text
+        self._ended = False  # the peer has said that it sends no more
 
     def __enter__(self) -> Self:
         return self
@@ -93,10 +101,15 @@ class TlsSocket:
         self.plain.shutdown(how)
 
     def settimeout(self, seconds: float | None) -> None:
+        self._limit = seconds
         self.plain.settimeout(seconds)
 
+    def limit(self, seconds: float) -> None:
+        """What `raykv.system.wire.set_limits` has set for the plain socket."""
+        self._limit = seconds
+
     def setblocking(self, flag: bool) -> None:
-        self.plain.setblocking(flag)
+        self.settimeout(None if flag else 0.0)
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
         self.plain.setsockopt(level, option, value)
@@ -105,13 +118,31 @@ class TlsSocket:
         """Of TLS; None before it is agreed on."""
         return self._tls.version()
 
-    def shake(self) -> None:
-        """Go on with the handshake until it is done. Raises as a socket, and ConnectionError where a side refuses."""
-        while not self._shaken():
-            received = self.plain.recv(HELLO_BYTES)
-            if not received:
-                raise ConnectionError("the peer closed the connection before TLS was agreed on")
-            self._incoming.write(received)
+    @property
+    def worn(self) -> bool:
+        """Whether its keys have protected as much as they should."""
+        return self._received > WORN_BYTES
+
+    def agree(self, end: float) -> None:
+        """Do the handshake, as who has connected. TimeoutError at `end` (time.monotonic()). Raises as `shake`."""
+        done = self._shaken()
+        while not done:
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError("TLS was not agreed on in time")
+            self.settimeout(left)
+            done = self.shake()
+
+    def shake(self) -> bool:
+        """Go on with the handshake, by what has come. Returns whether it is done.
+
+        Raises as a socket, and ConnectionError where a side refuses the other, or says too much.
+        """
+        received = self.plain.recv(HELLO_BYTES)
+        self._said += len(received)
+        if not received or self._said > HELLO_BYTES:
+            raise ConnectionError(f"the peer said {self._said} bytes, and TLS is not agreed on")
+        self._incoming.write(received)
+        return self._shaken()
 
     def _shaken(self) -> bool:
         """Take a step, and say to the peer what follows. Returns whether the handshake is done."""
@@ -128,7 +159,7 @@ class TlsSocket:
                     self.plain.send(said)
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """As a socket's. After BlockingIOError the next call must begin with the same bytes."""
+        """As a socket's. After BlockingIOError or 0 the next call must begin with the same bytes."""
         return self.send_some([memoryview(data)], flags)
 
     def sendall(self, data: Any) -> None:
@@ -137,14 +168,14 @@ class TlsSocket:
             view = view[self.send(view) :]
 
     def send_some(self, views: Iterable[memoryview], flags: int = 0) -> int:
-        """As a socket's `sendmsg`, with the rule of `send`."""
+        """As a socket's `sendmsg`, with the rule of `send`. 0 where it is to be called again."""
         if not self._records:
             with self._mutex:
                 self._owed = self._encrypt(views)
                 self._records = memoryview(self._outgoing.read())
-        while self._records:
+        if self._records:
             self._records = self._records[self.plain.send(self._records, flags) :]
-        return self._owed
+        return 0 if self._records else self._owed
 
     def recv(self, count: int, flags: int = 0) -> bytes:
         data = bytearray(count)
@@ -154,18 +185,24 @@ class TlsSocket:
         """As a socket's. With a buffer below RECEIVE_BYTES some may be left here, which no poll sees."""
         view = memoryview(buffer)
         view = view[: nbytes or len(view)]
-        while not (got := self._decrypt(view)):
+        limit = 0.0 if flags & socket.MSG_DONTWAIT else self._limit
+        end = inf if limit is None else time.monotonic() + limit
+        got = self._decrypt(view)
+        while not got and len(view) and not self._ended:
             records = self.plain.recv(RECEIVE_BYTES, flags)
             if not records:
                 return 0
             with self._mutex:
                 self._incoming.write(records)
+            got = self._decrypt(view)
+            if not got and time.monotonic() >= end:  # a part of a record came, or one without bytes for us
+                raise TimeoutError("no record came in time") if self.plain.gettimeout() else BlockingIOError
         return got
 
     def receive_some(self, view: memoryview) -> int:
         """Fill it with what has come. Waits only until something has."""
         done = got = self.recv_into(view)
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, TimeoutError):
             while got and done < len(view):
                 done += (got := self.recv_into(view[done:], flags=socket.MSG_DONTWAIT))
         return done
@@ -184,10 +221,14 @@ class TlsSocket:
         done = 0
         with self._mutex:
             try:
-                while done < len(view) and (got := int(self._tls.read(len(view) - done, view[done:]))):
-                    done += got
-            except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                while done < len(view) and not self._ended:
+                    got = int(self._tls.read(len(view) - done, view[done:]))
+                    done, self._ended = done + got, not got
+            except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
                 raise ConnectionError(f"TLS: {error}") from error
+            if self._outgoing.pending > HELLO_BYTES:  # only `send_some` takes them
+                raise ConnectionError("the peer wants too many answers of TLS itself")
+        self._received += done
         return done

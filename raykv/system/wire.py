@@ -58,7 +58,7 @@ def connect(address: Address, side: bytes = CLIENT) -> Stream:
         stream: Stream = peer
         if tls.used():
             stream = encrypted = TlsSocket(peer, host)
-            encrypted.shake()
+            encrypted.agree(end)
         mine = challenge()
         both = receive(stream, CHALLENGE_BYTES, end) + mine
         stream.sendall(mine + proof(token, side, both))
@@ -141,6 +141,8 @@ def set_limits(peer: Stream, seconds: float) -> None:
     A call in which nothing moved raises BlockingIOError.
     """
     peer.settimeout(None)
+    if isinstance(peer, TlsSocket):
+        peer.limit(seconds)
     limit = TIMEVAL.pack(*divmod(max(1, int(seconds * 1e6)), 10**6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         peer.setsockopt(socket.SOL_SOCKET, option, limit)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from raykv.arena.arena import Arena
 from raykv.config import MIB
 from raykv.system import wire
+from raykv.system.tls import TlsSocket
 from raykv.system.wire import Address, Stream
 from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.block_server import BlockServer
@@ -60,6 +61,9 @@ class Lane:
         except BaseException:  # the rest of an answer would be taken for the next one
             connection.close()
             raise
+        if isinstance(connection, TlsSocket) and connection.worn:
+            connection.close()
+            return
         with self._mutex:
             self._idle.append(connection)
 

@@ -135,7 +135,7 @@ class TcpPull:
 
     def _receive_into(self, stream: Stream, views: list[memoryview]) -> None:
         """Fill these. TimeoutError at the request's end; ConnectionError if the stream breaks, or others are faster."""
-        moved = time.monotonic()
+        moved, views = time.monotonic(), [view for view in views if view.nbytes]
         while views:
             if time.monotonic() >= self._request.end:
                 raise TimeoutError("the blocks did not arrive in time")

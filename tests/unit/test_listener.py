@@ -52,7 +52,8 @@ def stranger(address: Address) -> Iterator[Any]:
     peer: Any = socket.create_connection(address[:2], PATIENCE_S)
     if tls.used():
         peer = tls.TlsSocket(peer, address.host)
-        peer.shake()
+        peer.agree(time.monotonic() + PATIENCE_S)
+        peer.settimeout(PATIENCE_S)
     with peer:
         yield peer
 

@@ -185,20 +185,27 @@ def test_a_request_whose_answer_nobody_waits_for_keeps_nobody_from_reading(pipel
 
 
 @contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
+def interrupted_when(check: Callable[[], object]) -> Iterator[None]:
+    """The main thread gets a signal as soon as this is so."""
+
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted
 
     main = threading.main_thread().ident
     assert main
     before = signal.signal(signal.SIGUSR1, interrupt)
-    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGUSR1))
-    timer.start()
+
+    def wait() -> None:
+        eventually(check)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
     try:
         with pytest.raises(Interrupted):
             yield
     finally:
-        timer.join()
+        waiting.join()
         signal.signal(signal.SIGUSR1, before)
 
 
@@ -208,7 +215,7 @@ def test_a_waiter_that_a_signal_interrupts_passes_its_turn_on(pipeline: Pipeline
         other = None if reads else executor.submit(ask, pipeline, 1, 0, 0.5)
         eventually(lambda: reads or pipeline.is_read)
         request = send(pipeline, 2, seconds=0.5)
-        with interrupted_after(0.1):
+        with interrupted_when(lambda: len(pipeline._waiting) == 2):
             if reads:
                 other = executor.submit(_wait_when_read, pipeline, send(pipeline, 3))
             pipeline.wait(request, PATIENCE_S)
@@ -372,7 +379,8 @@ def encrypted(connection: socket.socket) -> Any:
     if not tls.used():
         return connection
     guarded = tls.TlsSocket(connection)
-    guarded.shake()
+    while not guarded.shake():
+        pass
     return guarded
 
 
@@ -420,14 +428,16 @@ def test_a_request_that_a_signal_cut_short_is_the_last(monkeypatch: pytest.Monke
     received: list[int] = []
 
     def count(connection: socket.socket) -> None:
+        select.select([connection], [], [])
+        begun.set()
         done.wait(PATIENCE_S)
         while data := connection.recv(MIB):
             received.append(len(data))
 
-    done = threading.Event()
+    begun, done = threading.Event(), threading.Event()
     with peer(count) as address:
         pipeline = Pipeline(address)
-        with interrupted_after(0.2):
+        with interrupted_when(begun.is_set):
             pipeline.send(bytes(64 * MIB), Request().deliver)
         with pytest.raises(ConnectionError):
             send(pipeline, 1)

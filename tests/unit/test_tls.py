@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import trustme
 from helpers import certificates
 from helpers.certificates import HOST
-from helpers.echo_server import PATIENCE_S, expected, question, serving
+from helpers.echo_server import PATIENCE_S, expected, open_files, question, serving
 from helpers.pools import eventually
 
 from raykv.system import tls, wire
@@ -147,6 +149,129 @@ def test_strangers_who_begin_are_served_one_between_two_answers(
     assert max(runs) < 50, "those who have proved the token are answered meanwhile"
 
 
+class Pair:
+    """Two sides of a connection that have agreed on TLS. other: of the second one, to be misused."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair()
+        self.here, self.other = tls.TlsSocket(here), tls.TlsSocket(there, HOST)
+        with ThreadPoolExecutor() as thread:
+            agreed = thread.submit(self.other.agree, time.monotonic() + PATIENCE_S)
+            while not self.here.shake():
+                pass
+            agreed.result(PATIENCE_S)
+        self.here.settimeout(None)
+        self.other.settimeout(None)
+
+    def close(self) -> None:
+        self.here.close()
+        self.other.close()
+
+
+@pytest.fixture
+def pair(authority: trustme.CA) -> Iterator[Pair]:
+    with closing(Pair()) as pair:
+        yield pair
+
+
+def test_what_comes_after_the_end_is_not_taken(pair: Pair) -> None:
+    pair.other.sendall(b"last")
+    with suppress(ssl.SSLError):
+        pair.other._tls.unwrap()  # says so
+    pair.other.plain.sendall(pair.other._outgoing.read() + bytes(100_000))
+    assert pair.here.recv(100) == b"last"
+    assert [pair.here.recv(100) for _ in range(3)] == [b""] * 3
+    assert pair.here._incoming.pending < 200_000
+
+
+@pytest.mark.parametrize("waits", [0.0, 0.1], ids=["does not wait", "waits a little"])
+def test_a_part_of_a_record_is_waited_for_as_long_as_was_said(pair: Pair, waits: float) -> None:
+    whole = bytes(10_000)
+    pair.other._tls.write(whole)
+    record = pair.other._outgoing.read()
+    pair.here.settimeout(waits)
+    for at in range(0, len(record) - 1, 1000):
+        pair.other.plain.sendall(record[at : at + 1000][: len(record) - 1 - at])
+        with pytest.raises(TimeoutError if waits else BlockingIOError):
+            pair.here.recv(len(whole))
+    pair.other.plain.sendall(record[-1:])
+    assert pair.here.recv(len(whole)) == whole
+
+
+def test_a_large_message_is_sent_as_the_peer_takes_it(pair: Pair) -> None:
+    data = random.Random(2).randbytes(3_000_000)
+    pair.here.setblocking(False)
+    left, got = memoryview(data), bytearray()
+    while len(got) < len(data):
+        with suppress(BlockingIOError):
+            left = left[pair.here.send(left) :] if left else left
+        got += pair.other.recv(100_000)
+    assert got == data
+
+
+def test_nothing_is_received_into_nothing(pair: Pair) -> None:
+    pair.other.sendall(b"more")
+    assert pair.here.recv_into(bytearray()) == 0
+    assert pair.here.recv(100) == b"more"
+
+
+def test_who_says_too_much_before_tls_is_agreed_on_is_refused(authority: trustme.CA) -> None:
+    here, there = socket.socketpair()
+    with closing(tls.TlsSocket(here)) as side, there:
+        there.sendall(b"\x16\x03\x01\x40\x00" + bytes(40_000))  # half of a hello
+        with pytest.raises(ConnectionError, match="TLS"):
+            for _ in range(100):
+                assert not side.shake()
+
+
+def test_a_peer_that_says_a_byte_now_and_then_is_waited_for_until_the_end(authority: trustme.CA) -> None:
+    here, there = socket.socketpair()
+    done = threading.Event()
+
+    def trickle() -> None:
+        for byte in b"\x16\x03\x03\x40\x00" + bytes(10_000):
+            if done.wait(0.01):
+                return
+            there.sendall(bytes([byte]))
+
+    with closing(tls.TlsSocket(here, HOST)) as side, there, ThreadPoolExecutor() as thread:
+        trickling = thread.submit(trickle)
+        with pytest.raises((TimeoutError, ConnectionError)):
+            side.agree(time.monotonic() + 0.2)
+        assert not trickling.done()
+        done.set()
+
+
+def test_four_hundred_who_connect_at_once_are_let_in(listener: Listener) -> None:
+    with ThreadPoolExecutor(50) as threads, ExitStack() as stack:
+        peers = list(threads.map(lambda _: wire.connect(listener.address), range(400)))
+        for peer in peers:
+            stack.enter_context(closing(peer))
+        eventually(lambda: len(listener.served) == 400)
+
+
+def test_a_listener_that_closes_keeps_nobody_who_has_begun(authority: trustme.CA) -> None:
+    before = open_files()
+    with serving() as listener, ExitStack() as strangers:
+        for _ in range(50):
+            peer = strangers.enter_context(socket.create_connection(listener.address[:2], PATIENCE_S))
+            peer.sendall(b"\x16\x03\x01\x40\x00")
+    assert open_files() <= before
+
+
+def test_a_worn_key_is_not_used_for_another_pull(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "WORN_BYTES", 3)
+    for expected_worn in (False, True):
+        pair.other.sendall(b"me")
+        assert pair.here.recv(100) == b"me" and pair.here.worn == expected_worn
+
+
+@pytest.mark.parametrize("host", ["", "a..b", ".x", "x" * 64])
+def test_a_host_that_no_certificate_can_name(host: str, authority: trustme.CA) -> None:
+    with pytest.raises(OSError, match="certificate"):
+        tls.check(host)
+
+
 def test_a_connection_that_somebody_closes_sends_nothing_in_clear(listener: Listener) -> None:
     peer = wire.connect(listener.address)
     assert isinstance(peer, tls.TlsSocket)
@@ -210,7 +335,7 @@ def test_what_is_wrong_with_a_certificate_is_said(tmp_path: Path, authority: tru
     assert "subjectAltName" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("value", "used"), [("", False), ("0", False), ("False", False), ("1", True), ("true", True)])
+@pytest.mark.parametrize(("value", "used"), [("", False), ("0", False), ("no", False), ("1", True), ("True", True)])
 def test_what_ray_takes_for_on(value: str, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USE_TLS", value)
     assert tls.used() == used
