@@ -114,10 +114,6 @@ class TlsSocket:
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
         self.plain.setsockopt(level, option, value)
 
-    def version(self) -> str | None:
-        """Of TLS; None before it is agreed on."""
-        return self._tls.version()
-
     @property
     def worn(self) -> bool:
         """Whether its keys have protected as much as they should."""

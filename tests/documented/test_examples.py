@@ -20,7 +20,11 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("example", NAMES)
+def test_every_example_is_here() -> None:
+    assert set(NAMES) == FOUND.keys()
+
+
+@pytest.mark.parametrize("example", FOUND)
 def test_an_example_runs_by_itself(example: str) -> None:
     (command,) = (command for command in commands(example) if command.startswith("python "))
     assert re.search(FOUND[example], typed(command, ROOT))

@@ -18,6 +18,7 @@ import raykv.transports.tcp
 import raykv.transports.tcp_pull
 from raykv.arena.arena import Arena
 from raykv.protocol import ALTERED, FAILED, PULLED
+from raykv.system import tls
 from raykv.system.wire import Address
 from raykv.transports.base import Peer, PullRequest
 from raykv.transports.tcp import FEWEST, MOST, SETTLED_S, Lane, Tcp
@@ -91,6 +92,14 @@ def test_a_pull_takes_several_streams_and_keeps_them(pair: Pair, monkeypatch: py
         assert relay.connections == FEWEST
         assert (pair.pull(relay, slice(16, None)) == PULLED).all() and pair.arrived()
         assert relay.connections == FEWEST, "connections are kept"
+
+
+def test_a_connection_whose_key_is_worn_carries_no_other_pull(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "WORN_BYTES", 0)
+    with pair.relay() as relay:
+        assert (pair.pull(relay, slice(0, 16)) == PULLED).all()
+        assert bool(pair.reader.lane(PEER, relay.address)._idle) != tls.used()
+        assert (pair.pull(relay, slice(16, None)) == PULLED).all() and pair.arrived()
 
 
 def test_connections_to_a_node_that_is_gone_are_closed(pair: Pair) -> None:
