@@ -54,6 +54,7 @@ def run(requests: int, rounds: int) -> dict[str, Any]:
     least = HEADERS * HEADER_TOKENS + requests * OWN_TOKENS
     rows: dict[str, list[dict[str, float]]] = {rule: [] for rule in RULES}
     with local_cluster(2):
+        serve.start(proxy_location="Disabled")
         for number in range(rounds):
             for rule, schedule in RULES.items():
                 rows[rule].append(measured(prompts(requests, seed=number), schedule))

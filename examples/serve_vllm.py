@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import psutil
@@ -101,10 +102,14 @@ def _stream(prompt: str, max_tokens: int, url: str) -> Iterator[dict[str, Any]]:
         "stream_options": {"include_usage": True},
     }
     headers = {"Content-Type": "application/json"}
-    with urlopen(Request(f"{url}v1/chat/completions", json.dumps(body).encode(), headers)) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                yield json.loads(line.removeprefix(b"data: "))
+    try:
+        with urlopen(Request(f"{url}v1/chat/completions", json.dumps(body).encode(), headers)) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+    except HTTPError as error:
+        error.add_note(f"{error.url} answered: {error.read().decode(errors='replace')}")
+        raise
 
 
 def make_model(folder: Path, seed: int = 0) -> str:

@@ -32,14 +32,20 @@ def test_ray_up_starts_a_pool_that_stop_ends(machines: Machines, tmp_path: Path)
     """Launch it, see what one replica stored on the other's node, and take it down."""
     config = tmp_path / "cluster.yaml"
     config.write_text(filled_in(machines))
+    machines.run(DESK, header("get-auth-token"))
     machines.run(DESK, f"cd {ROOT} && ray up -y {config} --no-config-cache")
 
     def nodes() -> dict[str, Any]:
         found: dict[str, Any] = machines.json(1, "raykv status --json").get("nodes", {})
         return found if len(found) == 3 and all(node["slabs"] + node["spare_slabs"] for node in found.values()) else {}
 
-    stores = eventually(nodes, deadline=180)
+    stores = eventually(nodes, deadline=400)
     assert all(node["state"] == "alive" for node in stores.values())
+
+    for machine in (1, 2, 3):
+        assert machines.run(machine, "stat --format=%a ~/.ray/auth_token").strip() == "600"
+    stranger = machines.ask(1, f"RAY_AUTH_MODE=disabled RAY_ADDRESS={address(1)}:6379 raykv status")
+    assert stranger.returncode and "asks for a token" in stranger.stderr, stranger
 
     machines.run(1, "serve start --http-host 0.0.0.0")
     machines.run(1, f"cd {ROOT}/examples && serve run --non-blocking --working-dir . serve_transformers:build")
@@ -68,6 +74,12 @@ def test_other_providers() -> None:
     assert [section["provider"]["type"] for section in sections] == ["aws", "gcp"]
     for section in sections:
         validate_config(prepare_config({**ours, **section}))
+
+
+def header(command: str) -> str:
+    """The line of shell in the file's header that has a command of Ray's."""
+    (line,) = re.findall(rf"(?m)^# {{5}}(.*{command}.*)$", YAML)
+    return str(line)
 
 
 def filled_in(machines: Machines) -> str:

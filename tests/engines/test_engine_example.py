@@ -124,6 +124,7 @@ def test_a_request_that_fails_ends_no_other(cache: raykv.KVCache, model: Any) ->
 def test_replicas_compute_little_more_than_the_least(pool: raykv.KVPool) -> None:
     headers = [tokens(i, 10 * BLOCK_TOKENS) for i in range(3)]
     prompts = [headers[i % 3] + tokens(100 + i, 48) for i in range(200)]
+    serve.start(proxy_location="Disabled")
     try:
         engines = serve.run(build({"pool": pool.name}))
         answers = [engines.remote(token_ids=prompt, max_tokens=2) for prompt in prompts]

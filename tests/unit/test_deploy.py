@@ -193,6 +193,11 @@ def test_who_does_not_know_rays_token_reaches_nothing() -> None:
     mine, *others = [rule for rule in policy["ingress"] if "from" in rule]
     assert mine == {"from": [{"podSelector": policy["podSelector"]}]}
     assert {port["port"] for rule in others for port in rule["ports"]} == {8265, 8080}
+    up = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    starts = [
+        command for at in ("head", "worker") for command in up[f"{at}_start_ray_commands"] if " start " in command
+    ]
+    assert len(starts) == 3 and all("RAY_AUTH_MODE=token " in command for command in starts)
     for path in (DEPLOY / "serve.yaml", DEPLOY / "kubernetes" / "rayservice.yaml"):
         assert "\n    # enable_prompt_tokens_details: true\n" in re.sub(r"\n {4,}", "\n    ", path.read_text())
 
@@ -239,7 +244,8 @@ def test_the_image_installs_what_raykv_admits() -> None:
 def test_the_image_has_what_pip_needs_and_its_kernels() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     copied = re.findall(r"(?m)^COPY --chown=ray (.*) \S+$", text)
-    mounts = yaml.safe_load((ROOT / "cluster.yaml").read_text())["file_mounts"].values()
+    mounted = yaml.safe_load((ROOT / "cluster.yaml").read_text())["file_mounts"].values()
+    mounts = [path for path in mounted if not path.startswith("~")]  # of the checkout
     assert {word for line in copied for word in line.split()} == {*mounts, LOCK}
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == {*mounts, LOCK}

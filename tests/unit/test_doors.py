@@ -19,6 +19,7 @@ import ray
 from helpers import arena_worker as w
 from helpers import fuzz
 from helpers.arena_worker import PRINT, SLAB
+from helpers.connection_door import connections
 from helpers.directory_door import STEPS, DirectoryDoor
 from helpers.fuzz import Door, Mutator
 from helpers.gates import SIZE, SLABS, Guarded, Locations, guarded
@@ -425,7 +426,23 @@ def messages() -> Iterator[Step]:
     yield step
 
 
+# ---------------------------------------------------------------------- connections
+
+
+@contextlib.contextmanager
+def plain_connections() -> Iterator[Step]:
+    with connections(encrypted=False) as door:
+        yield door.step
+
+
+@contextlib.contextmanager
+def tls_connections() -> Iterator[Step]:
+    with connections(encrypted=True) as door:
+        yield door.step
+
+
 DOORS: list[Door] = [reads, writes, altered_words, ray_calls, answers, tier_files, redis_values, messages]
+DOORS += [plain_connections, tls_connections]
 
 
 @pytest.mark.timeout(fuzz.SECONDS + 120)
