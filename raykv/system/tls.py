@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any, Self
@@ -156,15 +156,15 @@ class TlsSocket:
 
     def send(self, data: Any, flags: int = 0) -> int:
         """As a socket's. After BlockingIOError or 0 the next call must begin with the same bytes."""
-        return self.send_some([memoryview(data)], flags)
+        return self.sendmsg([memoryview(data)], (), flags)
 
     def sendall(self, data: Any) -> None:
         view = memoryview(data)
         while view:
             view = view[self.send(view) :]
 
-    def send_some(self, views: Iterable[memoryview], flags: int = 0) -> int:
-        """As a socket's `sendmsg`, with the rule of `send`. 0 where it is to be called again."""
+    def sendmsg(self, views: Iterable[memoryview], ancillary: Iterable[Any] = (), flags: int = 0) -> int:
+        """As a socket's, with the rule of `send`. 0 where it is to be called again."""
         if not self._records:
             with self._mutex:
                 self._owed = self._encrypt(views)
@@ -195,13 +195,16 @@ class TlsSocket:
                 raise TimeoutError("no record came in time") if self.plain.gettimeout() else BlockingIOError
         return got
 
-    def receive_some(self, view: memoryview) -> int:
-        """Fill it with what has come. Waits only until something has."""
+    def recvmsg_into(
+        self, views: Sequence[memoryview], ancillary: int = 0, flags: int = 0
+    ) -> tuple[int, Any, int, Any]:
+        """As a socket's, but for the first of the views alone. With MSG_WAITALL, too, it waits until something came."""
+        view = views[0]
         done = got = self.recv_into(view)
         with suppress(BlockingIOError, TimeoutError):
             while got and done < len(view):
                 done += (got := self.recv_into(view[done:], flags=socket.MSG_DONTWAIT))
-        return done
+        return done, [], 0, None
 
     def _encrypt(self, views: Iterable[memoryview]) -> int:
         """Make records of these, up to SEND_BYTES. Returns of how many bytes."""
@@ -224,7 +227,7 @@ class TlsSocket:
                 pass
             except ssl.SSLError as error:
                 raise ConnectionError(f"TLS: {error}") from error
-            if self._outgoing.pending > HELLO_BYTES:  # only `send_some` takes them
+            if self._outgoing.pending > HELLO_BYTES:  # only `sendmsg` takes them
                 raise ConnectionError("the peer wants too many answers of TLS itself")
         self._received += done
         return done

@@ -150,10 +150,7 @@ def set_limits(peer: Stream, seconds: float) -> None:
 
 def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
     """Fill the first of these, as far as bytes come in time. Returns how many. ConnectionError if the peer closed."""
-    if isinstance(peer, TlsSocket):
-        got = peer.receive_some(views[0])
-    else:
-        got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
+    got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")
     return got
@@ -166,8 +163,7 @@ def send_all(peer: Stream, views: Sequence[memoryview], end: float) -> None:
     """
     left = list(views)
     while left:
-        some = left[:VIEWS]
-        left = after(left, peer.send_some(some) if isinstance(peer, TlsSocket) else peer.sendmsg(some))
+        left = after(left, peer.sendmsg(left[:VIEWS]))
         if left and time.monotonic() > end:
             raise TimeoutError(f"a peer has not taken {sum(view.nbytes for view in left)} bytes in time")
 
