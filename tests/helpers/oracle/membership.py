@@ -6,6 +6,7 @@ from collections import Counter
 from helpers.oracle.intents import Intents
 from helpers.oracle.pins import Pins
 from helpers.oracle.slots import PRESENT, STORED, Client, Lease, Node, SizeClass, Tier, pack, split, unpack
+from raykv.directory import clients
 from raykv.protocol import (
     ArenaDescription,
     Call,
@@ -110,8 +111,18 @@ class Membership(Pins):
             if gone.swapped:
                 self.forget_keys(list(gone.swapped))
             self.intents.end_all(i)
+        for client in self.clients.values():
+            self.end_unused(client, now)
         self.unpin_keys([key for key in self.pins if (end := self.pin_ends.get(key)) is not None and end <= now])
         self.intents.expire(now)
+
+    def end_unused(self, client: Client, now: float) -> None:
+        """Leases by which nothing was asked for a long time. A slot that is staged into may still be written."""
+        for i, hold in list(client.holds.items()):
+            if now - hold.used > clients.UNUSED_S and not hold.writes:
+                for item in hold.staged:
+                    self.abandon(item)
+                self.release(client.holds.pop(i))
 
     # ------------------------------------------------------------------ nodes
 

@@ -55,7 +55,9 @@ class Oracle(Readers):
             self.counters["refused"] += len(wanted) - covered
             return Reserved(self.epoch, covered, b"", b"", b"")
         self.provision(writer, size_class, sum(not self.taken(key) for key in wanted[start:]), tenant)
-        hold = Lease(call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set(), reservation)
+        hold = Lease(
+            call.seq, True, writer.index, size_class, wanted, [], [None] * len(wanted), set(), reservation, now
+        )
         for key in wanted:
             copies = [r for r in self.table.get(key, ()) if r.state in PRESENT and r.holds < HOLDS_MAX]
             hold.source.append(self.hold(copies[0]) if copies else None)

@@ -56,7 +56,7 @@ class Readers(Membership):
         client = self.on_call(call, now)
         self.end(client, request.lease)
         wanted = split(request.keys)
-        hold = self.hold_prefix(call, request, wanted, request.lease)
+        hold = self.hold_prefix(call, request, wanted, request.lease, now)
         if request.counted:
             self.count_match(request, len(wanted), hold)
         if not hold.keys:
@@ -81,7 +81,7 @@ class Readers(Membership):
         holds = []
         for request, keys in zip(requests, wanted, strict=True):
             needed = self.needed(request, tokens)
-            holds.append(self.hold_prefix(call, request, [keys[i] for i in needed], requests[0].lease))
+            holds.append(self.hold_prefix(call, request, [keys[i] for i in needed], requests[0].lease, now))
             if (held := len(holds[-1].keys)) < len(needed):
                 window = any(request.window for request in requests)
                 step = lcm(*(request.tokens for request in requests))
@@ -147,7 +147,7 @@ class Readers(Membership):
         del hold.keys[n:], hold.source[n:], hold.staged[n:]
         hold.unstaged = {i for i in hold.unstaged if i < n}
 
-    def hold_prefix(self, call: Call, request: MatchRequest, wanted: list[bytes], group: int) -> Lease:
+    def hold_prefix(self, call: Call, request: MatchRequest, wanted: list[bytes], group: int, now: float) -> Lease:
         """Hold the longest prefix that is ready, and stage what is elsewhere."""
         node, block_bytes, stage = request.node, request.block_bytes, request.stage
         stride = -(-block_bytes // 4096) * 4096
@@ -161,7 +161,7 @@ class Readers(Membership):
             if need > 0:
                 self.provide_slots(reader, size_class, need)
         here = self.index_of(node)
-        hold = Lease(call.seq, False, here, size_class, [], [], [], set(), group)
+        hold = Lease(call.seq, False, here, size_class, [], [], [], set(), group, now)
         for key in wanted:
             row, staging = self.best(key, here)
             if row is None:
@@ -275,6 +275,7 @@ class Readers(Membership):
         hold = self.clients[owner].holds.get(lease) if owner in self.clients else None
         if hold is None or hold.writes or not 0 <= start <= stop:
             return Window(self.epoch, b"", b"")
+        hold.used = now
         stop = min(stop, len(hold.keys))
         for i in (*reversed(range(stop, len(hold.keys))), *reversed(range(min(start, len(hold.keys))))):
             if held := hold.staged[i]:

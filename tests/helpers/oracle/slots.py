@@ -96,6 +96,7 @@ class Lease:
     staged: list[tuple[Row, int] | None]
     unstaged: set[int]  # keys that are elsewhere and have no staging slot yet
     group: int  # the first of those that were asked for together
+    used: float  # when something was last asked for by it
     held_up: float | None = None  # since when others hold all slots that it could stage into
 
 
