@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar
 
 from raykv.actors.directory_metrics import DirectoryMetrics, timed_every
 from raykv.actors.followers import Followers
@@ -39,6 +39,7 @@ from raykv.protocol import (
     unpacked,
 )
 from raykv.system import wire
+from raykv.system.hints import taker, takers
 from raykv.system.listener import Connection, Listener, Unhurried
 from raykv.system.wire import Address
 
@@ -87,32 +88,37 @@ PARTS = 1024  # of a match: for each rank, one a KV head and kind of layer
 ERROR_CHARS = 1000  # of what is said about a call that failed
 LOG_EVERY_S = 60.0  # calls of a name that failed
 PREFIXES, HOLDERS = 20, 3  # that `stats` has
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def one_at_a_time(
-    method: Callable[Concatenate["DirectoryServer", P], T],
-) -> Callable[Concatenate["DirectoryServer", P], T]:
-    """A method that Ray's thread and the socket's may call: the Directory is a state machine for a single thread."""
+def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
+    """A method that Ray's thread and the socket's may call: the Directory is a state machine for a single thread.
 
-    name, clock = method.__name__, time.perf_counter
-    every = timed_every(name)
+    It gets what its hints say, of plain values; ValueError for others.
+    """
+    name, clock, take = method.__name__, time.perf_counter, takers(method)
+    every, least = timed_every(name), len(take) - len(method.__defaults__ or ())
 
     @functools.wraps(method)
-    def locked(self: "DirectoryServer", *args: P.args, **kwargs: P.kwargs) -> T:
+    def locked(self: "DirectoryServer", *args: Any) -> T:
+        if not least <= len(args) <= len(take):
+            raise ValueError(f"{name}: {len(args)} arguments: give {len(take)}")
+        given = [one(arg) for one, arg in zip(take, args, strict=False)]
         with self._lock:
             calls = self._metrics.calls
             calls[name] = number = calls[name] + 1
             if number % every:
-                return method(self, *args, **kwargs)
+                return method(self, *given)
             begin = clock()
             try:
-                return method(self, *args, **kwargs)
+                return method(self, *given)
             finally:
                 self._metrics.called(name, clock() - begin)
 
-    return cast(Callable[Concatenate["DirectoryServer", P], T], locked)
+    return locked
+
+
+_name, _arena = taker(str), taker(ArenaDescription)
 
 
 class DirectoryServer:
@@ -178,12 +184,12 @@ class DirectoryServer:
         return os.getpid()
 
     @one_at_a_time
-    def match(self, call: Message, request: Message) -> Message:
-        asked, now = MatchRequest(*request), self._clock()
-        _few(asked.keys)
-        answer = self._directory.match(Call(*call), asked, now)
+    def match(self, call: Call, request: MatchRequest) -> Message:
+        _few(request.keys)
+        now = self._clock()
+        answer = self._directory.match(call, request, now)
         if self._followers.there(now):
-            answer = answer._replace(short=self._why_short(asked.keys, len(answer.source) // LOCATION.itemsize))
+            answer = answer._replace(short=self._why_short(request.keys, len(answer.source) // LOCATION.itemsize))
         return tuple(answer)
 
     def _why_short(self, keys: bytes, found: int) -> str:
@@ -191,14 +197,14 @@ class DirectoryServer:
         return self._directory.why_missing(next_key) if next_key else ""
 
     @one_at_a_time
-    def match_parts(self, call: Message, requests: tuple[Message, ...], intent: Message | None) -> Message:
+    def match_parts(self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None) -> Message:
         if len(requests) > PARTS:
             raise ValueError(f"{len(requests)} parts in one match: at most {PARTS}")
-        parts, now = tuple(MatchRequest(*request) for request in requests), self._clock()
-        answer = self._directory.match_parts(Call(*call), parts, Intent(*intent) if intent else None, now)
+        now = self._clock()
+        answer = self._directory.match_parts(call, requests, intent, now)
         found, short = tuple(map(tuple, answer.parts)), answer.short
         if self._followers.there(now):
-            short = self._why_parts_short(parts, len(answer.parts[0].source) // LOCATION.itemsize if found else 0)
+            short = self._why_parts_short(requests, len(answer.parts[0].source) // LOCATION.itemsize if found else 0)
         return answer.epoch, found, answer.pending, short
 
     def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
@@ -207,8 +213,8 @@ class DirectoryServer:
         return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
 
     @one_at_a_time
-    def next_window(self, call: Message, request: Message) -> Message:
-        return tuple(self._directory.next_window(Call(*call), NextWindowRequest(*request), self._clock()))
+    def next_window(self, call: Call, request: NextWindowRequest) -> Message:
+        return tuple(self._directory.next_window(call, request, self._clock()))
 
     @one_at_a_time
     def locate_prefix(self, keys: bytes) -> dict[str, int]:
@@ -219,34 +225,33 @@ class DirectoryServer:
         return tuple(self._directory.stored(keys))
 
     @one_at_a_time
-    def reserve(self, call: Message, request: Message) -> Message:
-        asked = ReserveRequest(*request)
-        _few(asked.keys)
-        return tuple(self._directory.reserve(Call(*call), asked, self._clock()))
+    def reserve(self, call: Call, request: ReserveRequest) -> Message:
+        _few(request.keys)
+        return tuple(self._directory.reserve(call, request, self._clock()))
 
     @one_at_a_time
-    def commit(self, call: Message, request: Message) -> Message:
-        return tuple(self._directory.commit(Call(*call), CommitRequest(*request), self._clock()))
+    def commit(self, call: Call, request: CommitRequest) -> Message:
+        return tuple(self._directory.commit(call, request, self._clock()))
 
     @one_at_a_time
-    def pin(self, call: Message, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
-        return tuple(self._directory.pin(Call(*call), _few(keys), self._clock(), ttl, priority))
+    def pin(self, call: Call, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
+        return tuple(self._directory.pin(call, _few(keys), self._clock(), ttl, priority))
 
     @one_at_a_time
-    def unpin(self, call: Message, keys: bytes) -> Message:
-        return tuple(self._directory.unpin(Call(*call), _few(keys), self._clock()))
+    def unpin(self, call: Call, keys: bytes) -> Message:
+        return tuple(self._directory.unpin(call, _few(keys), self._clock()))
 
     @one_at_a_time
-    def forget(self, call: Message, keys: bytes) -> Message:
-        return tuple(self._directory.forget(Call(*call), _few(keys), self._clock()))
+    def forget(self, call: Call, keys: bytes) -> Message:
+        return tuple(self._directory.forget(call, _few(keys), self._clock()))
 
     @one_at_a_time
-    def preempted(self, call: Message, keys: bytes) -> Message:
-        return tuple(self._directory.preempted(Call(*call), _few(keys), self._clock()))
+    def preempted(self, call: Call, keys: bytes) -> Message:
+        return tuple(self._directory.preempted(call, _few(keys), self._clock()))
 
     @one_at_a_time
-    def client_heartbeat(self, call: Message) -> Message:
-        return tuple(self._directory.client_heartbeat(Call(*call), self._clock()))
+    def client_heartbeat(self, call: Call) -> Message:
+        return tuple(self._directory.client_heartbeat(call, self._clock()))
 
     @one_at_a_time
     def disconnect(self, client: int) -> None:
@@ -270,26 +275,24 @@ class DirectoryServer:
         """The answer, and whether it raised the epoch: the arena knew of later directories."""
         with self._lock:
             before = self._directory.epoch
-            joined = self._directory.join(name, ArenaDescription(*arena), self._clock())
+            joined = self._directory.join(_name(name), _arena(arena), self._clock())
         return joined, joined.epoch != before
 
     @one_at_a_time
-    def adopt(self, name: str, report: Message, found: Message) -> None:
-        slabs = SlabReport(*report)
+    def adopt(self, name: str, slabs: SlabReport, found: Inventory) -> None:
         self._directory.set_slab_target(name, slabs, self._clock())
-        self._directory.adopt(name, Inventory(*found), self._clock(), slabs.offered)
+        self._directory.adopt(name, found, self._clock(), slabs.offered)
 
     @one_at_a_time
-    def heartbeat(self, name: str, report: Message) -> tuple[Message, Message] | None:
+    def heartbeat(self, name: str, slabs: SlabReport) -> tuple[Message, Message] | None:
         """A Heartbeat and a SlabTarget; None where the node must `join` again."""
-        slabs = SlabReport(*report)
         target = self._directory.set_slab_target(name, slabs, self._clock())
         answer = self._directory.heartbeat(name, slabs.offered, self._clock())
         return None if answer is None else (tuple(answer), tuple(target))
 
     @one_at_a_time
-    def sweep_result(self, result: Message) -> None:
-        self._directory.sweep_result(SweepResult(*result), self._clock())
+    def sweep_result(self, result: SweepResult) -> None:
+        self._directory.sweep_result(result, self._clock())
 
     @one_at_a_time
     def leave(self, name: str) -> None:
@@ -309,21 +312,21 @@ class DirectoryServer:
         return self._directory.remove_node(name, self._clock())
 
     @one_at_a_time
-    def tier_heartbeat(self, name: str, report: Message) -> Message | None:
-        reply = self._directory.tier_heartbeat(name, TierReport(*report), self._clock())
+    def tier_heartbeat(self, name: str, report: TierReport) -> Message | None:
+        reply = self._directory.tier_heartbeat(name, report, self._clock())
         return None if reply is None else tuple(reply)
 
     @one_at_a_time
-    def report_existing(self, name: str, existing: Message) -> None:
-        self._directory.report_existing(name, ExistingBlocks(*existing), self._clock())
+    def report_existing(self, name: str, existing: ExistingBlocks) -> None:
+        self._directory.report_existing(name, existing, self._clock())
 
     @one_at_a_time
-    def demote(self, name: str, report: Message) -> Message:
-        return tuple(self._directory.demote(name, DemotionReport(*report), self._clock()))
+    def demote(self, name: str, report: DemotionReport) -> Message:
+        return tuple(self._directory.demote(name, report, self._clock()))
 
     @one_at_a_time
-    def demote_gpu(self, name: str, report: Message) -> Message:
-        return tuple(self._directory.demote_gpu(name, GpuDemotionReport(*report), self._clock()))
+    def demote_gpu(self, name: str, report: GpuDemotionReport) -> Message:
+        return tuple(self._directory.demote_gpu(name, report, self._clock()))
 
     @one_at_a_time
     def nodes(self) -> dict[int, str]:

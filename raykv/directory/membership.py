@@ -37,6 +37,7 @@ from raykv.protocol import (
     SlabTarget,
     SoleCopies,
     SweepResult,
+    host_of,
 )
 
 COUNTERS = (
@@ -56,6 +57,7 @@ SOLE_COPIES_PER_CALL = 4096  # of each size
 CHECK_EVERY_S = 0.5
 ARENA_BYTES_MAX = 1 << 50
 EPOCHS_AHEAD = 1 << 16  # of a store that comes from another directory: more than a pool has in years
+GPUS = 64  # of a node, at most
 NO_LOCATIONS = np.zeros(0, LOCATION)
 
 
@@ -96,6 +98,7 @@ class Membership:
         """
         self._check(now)
         _check_arena(arena, self.epoch)
+        self._check_gpus(name)
         if arena.epoch > self.epoch or (arena.epoch == self.epoch and arena.nonce not in self._stamped):
             self._c.state[EPOCH] = arena.epoch + 1
         self._stamped.add(arena.nonce)
@@ -112,6 +115,13 @@ class Membership:
         self.nodes[name] = node
         self.quotas.resize(self.nodes.values())
         return Joined(node.index, self.epoch)
+
+    def _check_gpus(self, name: str) -> None:
+        """ValueError for one more GPU than a node has: each costs memory."""
+        host = host_of(name)
+        others = sum(node.on_gpu and node.host == host and node.name != name for node in self.nodes.values())
+        if name != host and others >= GPUS:
+            raise ValueError(f"{name!r} joins beside {others} GPUs of its node: no node has more than {GPUS}")
 
     def _new_index(self, tier: bool) -> int:
         """An index of a node or tier (see `protocol.is_tier`) that no other has, nor one of another directory's."""

@@ -4,7 +4,7 @@ A pin with a priority is given up where a writer would be refused for it: the lo
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from math import inf
 
@@ -79,22 +79,26 @@ class Pins(dict[bytes, tuple[int, int]]):
         may_go: whether one more block of a tenant, by its number, may be evicted after so many others of it.
         """
         given_up, of_tenant = list[bytes](), Counter[int]()
-        for key in chain.from_iterable(self._by_priority[priority] for priority in sorted(self._by_priority)):
+        for key in self._held_alone(size_class):
             if len(given_up) == count:
                 break
-            tenant = self._size_classes.tenant_of_row(self[key][0]) if key in self else 0
-            if key in self and self._is_all_that_holds(self[key], size_class) and may_go(tenant, of_tenant[tenant]):
+            tenant = self._size_classes.tenant_of_row(self[key][0])
+            if may_go(tenant, of_tenant[tenant]):
                 given_up.append(key)
                 of_tenant[tenant] += 1
         self.unpin(given_up)
         return bool(given_up)
 
-    def _is_all_that_holds(self, held: tuple[int, int], size_class: int) -> bool:
-        """Whether a pinned row of a size class could be evicted without its pin."""
-        (row, gen), classes = held, self._size_classes
-        record = classes.c.rows[row]
-        in_memory = record["gen"] == gen and record["state"] == columns.READY
-        return bool(in_memory and record["holds"] == 1 and classes.of_row(row) == size_class)
+    def _held_alone(self, size_class: int) -> Iterator[bytes]:
+        """Keys that may be given up, of rows of a size class that could be evicted without their pins; in order."""
+        c = self._size_classes.c
+        for _, pinned in sorted(self._by_priority.items()):
+            keys = list(pinned)
+            rows, gens = np.fromiter(chain.from_iterable(map(self.__getitem__, keys)), np.int64).reshape(-1, 2).T
+            held = c.rows[rows]
+            alone = (held["gen"] == gens) & (held["state"] == columns.READY) & (held["holds"] == 1)
+            alone &= c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]] == size_class
+            yield from (keys[i] for i in np.flatnonzero(alone))
 
     def _forget_terms(self, keys: list[bytes]) -> None:
         self._lasting_bytes -= sum(self._lasting.pop(key, 0) for key in keys)

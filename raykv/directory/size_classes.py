@@ -213,10 +213,6 @@ class SizeClasses:
         newest, held = slabs.census(self.c, *self.span(record), counts)
         return Census(counts, int(newest), bool(held))
 
-    def of_row(self, row: int) -> int:
-        """The size class of a row."""
-        return int(self.c.slabs[self.c.pages[row >> PAGE_BITS]]["size_class"])
-
     def tenant_of_row(self, row: int) -> int:
         """Who is charged for a row's key."""
         return int(self.c.tenants[row]) if self.tenants > 1 else 0

@@ -61,10 +61,10 @@ def cache_folder() -> tuple[str, list[str]]:
         sources.update(path.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"raykv-{sources.hexdigest()[:16]}"
-    folder = os.path.join(base, name)
+    folder = os.path.join(os.path.realpath(base), name)  # a link on the way could lead elsewhere, once it is checked
     if os.path.isabs(base) and _is_private(folder):  # "~" stays where this user has no home
         return folder, []
-    shared = os.path.join(tempfile.gettempdir(), f"raykv-kernels-{os.getuid()}")
+    shared = os.path.join(os.path.realpath(tempfile.gettempdir()), f"raykv-kernels-{os.getuid()}")
     if _is_private(shared) and _is_private(instead := os.path.join(shared, name)):
         log.warning("%s is not writable by this user alone: kernels are kept in %s", folder, instead)
         return instead, [folder]

@@ -14,21 +14,20 @@ from raykv.tiers.strangers import Strangers
 
 PIECE_BYTES = 64 << 20  # moved at a time: each object is a request of its own, many in flight
 BATCH = 4096  # blocks of a scan
-NOT_SHARED = ("local", "memory")
 AGES = ("mtime", "LastModified", "last_modified", "updated", "created")  # what file systems call it
 
 
 class FsspecTier:
     """Objects at `<prefix>/ab/abcd...`. fsspec's configuration and the environment say how to reach the store.
 
-    Where objects are plain files (local, sftp), a block is a miss while it is stored again.
+    Where objects are plain files (sftp), a block is a miss while it is stored again.
     """
 
     def __init__(self, url: TierUrl) -> None:
         """ValueError or OSError, saying what to change, where nothing can be written there."""
         if url.parts.password is not None:
             raise ValueError(f"external={url.text}: give the password in fsspec's configuration, not in the URL")
-        self.shared = url.scheme not in NOT_SHARED if url.shared is None else url.shared
+        self.shared = url.scheme != "memory" if url.shared is None else url.shared
         where = f"{url.scheme}://{url.parts.netloc}{url.parts.path}"
         try:
             self._store, self._root = _open(where)

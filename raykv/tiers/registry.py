@@ -28,10 +28,12 @@ def open_tier(url: TierUrl) -> Tier:
 
 
 def tier_for(url: TierUrl) -> Maker:
-    """The maker of a URL's tier. ValueError if no tier has that scheme; ImportError if its library isn't installed."""
+    """The maker of a URL's tier. ValueError if no tier is it, or for `local`; ImportError without its library."""
     make = registered(url.scheme)
     if make:
         return make
+    if url.scheme == "local":  # fsspec's name of the same, whose files others can read, and links of theirs lead away
+        raise ValueError(f"external={url.text}: write file://{url.parts.path}")
     if url.scheme == "file":
         from raykv.tiers.file import FileTier
 

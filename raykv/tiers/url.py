@@ -6,8 +6,6 @@ from raykv.config import parse_size
 from raykv.tiers.base import TierUrl
 from raykv.tiers.registry import registered, tier_for
 
-LOCAL = ("file", "local")  # no credentials in these
-
 
 def parse(url: str) -> TierUrl:
     """The parts of a URL. ValueError says what to write instead, and repeats neither password nor query."""
@@ -48,7 +46,7 @@ def _split(url: str) -> SplitResult:
             "external= is not a URL such as file:///mnt/nvme/raykv?capacity=200GiB or redis://host:6379?capacity=50GiB "
             "(in a user's name or password, write '/' as %2F and '[' as %5B)"
         )
-    if parts.fragment or "@" in parts.query or ("@" in parts.path and parts.scheme not in LOCAL):
+    if parts.fragment or "@" in parts.query or ("@" in parts.path and parts.scheme != "file"):
         raise ValueError(
             "external=: write '/', '?', '#' and '@' in a user's name, password or path as %2F, %3F, %23 and %40"
         )

@@ -14,7 +14,7 @@ from helpers.directory_checks import check_invariants
 from helpers.directory_pool import EMPTY, KEYS, PAGE, Pool, blocks
 
 from raykv.directory.kernels import columns
-from raykv.directory.membership import EPOCHS_AHEAD
+from raykv.directory.membership import EPOCHS_AHEAD, GPUS
 from raykv.protocol import (
     EPOCHS,
     LOCATION,
@@ -104,6 +104,16 @@ def report(what: str, count: int) -> None:
 def test_counts_that_no_node_has(what: str, count: int) -> None:
     """A node that reported them would have lost its blocks, or the directory its memory."""
     apart(report, what, count)
+
+
+def test_a_node_has_so_many_gpus_at_most() -> None:
+    pool = full()
+    for number in range(GPUS):
+        pool.join(f"a/{number}", nonce=b"%d" % number)
+    with pytest.raises(ValueError, match=f"no node has more than {GPUS}"):
+        pool.join("a/more")
+    pool.join("a/0", nonce=b"anew")
+    assert f"a/{GPUS - 1}" in pool.directory.nodes and "a/more" not in pool.directory.nodes
 
 
 def test_a_store_does_not_bring_the_last_epoch() -> None:

@@ -1,9 +1,13 @@
 """Calls that come over the directory's socket: what may be asked, and that nothing else does harm."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.directory_checks import check_invariants
+from helpers.directory_pool import KEYS as KEYS_OF_POOL
+from helpers.directory_pool import PAGE, Pool
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +15,25 @@ from raykv.actors.directory_metrics import DirectoryMetrics
 from raykv.actors.directory_server import CALLS, ERROR_CHARS, PARTS, DirectoryServer
 from raykv.config import KEYS_PER_CALL
 from raykv.directory.directory import Directory
-from raykv.protocol import KEY_BYTES, packed, unpacked
+from raykv.protocol import (
+    KEY_BYTES,
+    ArenaDescription,
+    Call,
+    CommitRequest,
+    DemotionReport,
+    ExistingBlocks,
+    GpuDemotionReport,
+    Intent,
+    Inventory,
+    MatchRequest,
+    NextWindowRequest,
+    ReserveRequest,
+    SlabReport,
+    SweepResult,
+    TierReport,
+    packed,
+    unpacked,
+)
 from raykv.system import wire
 
 ASKED = sorted((side, call) for side, calls in CALLS.items() for call in calls if call != "ping")
@@ -25,7 +47,7 @@ class Server(DirectoryServer):
     """Stands by, and takes any arguments for `ping`."""
 
     def __init__(self) -> None:
-        super().__init__("p", DirectoryMetrics("p", "a"))
+        super().__init__("p", DirectoryMetrics("p", "a"), lambda: 0.0)
 
     def ping(self, *arguments: Any) -> Any:
         return arguments[0]
@@ -104,6 +126,67 @@ def test_parts_of_a_match_are_bounded() -> None:
         requests = tuple((lease, "", bytes(KEY_BYTES), 4096, 0, 0, 16) for lease in range(1, parts + 1))
         done, why = answer(server, packed(("match_parts", (1, 1, b"", b"", b""), requests, None)))
         assert done == (parts == PARTS), why
+
+
+CALL, KEYS = Call(7, 5), KEYS_OF_POOL[0]
+SOUND: dict[str, tuple[Any, ...]] = {  # arguments by call
+    "match": (CALL, MatchRequest(1, "a", KEYS, PAGE, 1)),
+    "match_parts": (CALL, (MatchRequest(1, "a", KEYS, PAGE, 1), MatchRequest(2, "a", KEYS, PAGE, 1)), Intent(3, True)),
+    "next_window": (CALL, NextWindowRequest(7, 1, 0, 1, PAGE)),
+    "reserve": (CALL, ReserveRequest(1, "a", KEYS, 0, PAGE)),
+    "commit": (CALL, CommitRequest(1, b"", b"", b"")),
+    "pin": (CALL, KEYS, 10.0, 1),
+    **{name: (CALL, KEYS) for name in ("unpin", "forget", "preempted")},
+    **{name: (KEYS,) for name in ("locate_prefix", "stored")},
+    "client_heartbeat": (CALL,),
+    "disconnect": (8,),
+    "report_requests": ((b"line",), 0),
+    "nodes": (),
+    "join": ("a", ArenaDescription(b"b", 1 << 20, 1, 0)),
+    "adopt": ("a", SlabReport(1, 1, b""), Inventory(b"", b"", b"", b"", b"")),
+    "heartbeat": ("a", SlabReport(1, 1, b"")),
+    "sweep_result": (SweepResult(b"", b"", b"", b""),),
+    "tier_heartbeat": ("a", TierReport(1 << 20, False, True, b"")),
+    "report_existing": ("a", ExistingBlocks(b"", b"", True)),
+    "demote": ("a", DemotionReport(b"", b"", b"", 0, False)),
+    "demote_gpu": ("a", GpuDemotionReport(b"", b"")),
+}
+OTHERS = (None, 1.5, 7, "text", b"bytes", (), {1: 2})
+
+
+def confused(value: Any) -> Iterator[Any]:
+    """A value with one part of another type."""
+    if isinstance(value, tuple):
+        for i, part in enumerate(value):
+            yield from ((*value[:i], wrong, *value[i + 1 :]) for wrong in confused(part))
+    yield from (other for other in OTHERS if type(other) is not type(value) and not isinstance(value, tuple | bool))
+
+
+def may_be(method: str, arguments: tuple[Any, ...]) -> bool:
+    """A pin may have no end and no priority, and whole seconds; a match no intent."""
+    *_, ttl, priority = (*arguments, None, None)[:4]
+    may_end = ttl is None or isinstance(ttl, int | float)
+    return method == "pin" and arguments[:2] == SOUND["pin"][:2] and may_end and (priority in (None, 1))
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked[1])
+def test_a_part_of_another_type_is_refused_and_changes_nothing(asked: tuple[bytes, str]) -> None:
+    """Whatever was done before it was met would stay, and nobody would own it."""
+    side, method = asked
+    pool = Pool(slots=8, slabs=2)
+    pool.store("a", [KEYS])
+    server = Server()
+    server.serve(pool.directory)
+    for arguments in confused(SOUND[method]):
+        if may_be(method, arguments):
+            continue
+        before = server.stats()
+        done, why = answer(server, packed((method, *arguments)), side)
+        assert not done and "Error" in why, arguments
+        assert server.stats() == before, arguments
+        check_invariants(pool.directory)
+    sound = packed((method, *SOUND[method]))
+    assert answer(server, sound, side)[0] or method == "adopt"
 
 
 @pytest.mark.parametrize(

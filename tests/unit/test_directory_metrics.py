@@ -73,8 +73,8 @@ def test_all_calls_are_counted_and_every_eighth_frequent_one_is_timed() -> None:
     for number in range(2 * TIMED_EVERY + 1):
         server.client_heartbeat((1, number + 1))
         server.nodes()
-    with pytest.raises(TypeError):
-        server.locate_prefix(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError):
+        server.locate_prefix(b"no key")
     count = 2 * TIMED_EVERY + 1
     assert metrics.calls == {"client_heartbeat": count, "nodes": count, "locate_prefix": 1}
     timed = {method: len(times) for method, times in metrics._times.items()}

@@ -105,6 +105,16 @@ def test_a_folder_that_others_could_exchange_is_not_used(mode: int, used: bool, 
     assert used or str(parent) in ran.stderr
 
 
+def test_a_link_on_the_way_is_resolved_before_the_folder_is_checked(tmp_path: Path) -> None:
+    """Who may write beside the link could lead it elsewhere later."""
+    (tmp_path / "team").mkdir()
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "team" / "caches").symlink_to(tmp_path / "mine")
+    (tmp_path / "team").chmod(0o777)
+    ran = _folder_in(tmp_path, {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "team" / "caches")})
+    assert Path(ran.stdout.strip()).is_relative_to(tmp_path / "mine")
+
+
 @pytest.mark.parametrize("of", ["numba.__version__", "sys.implementation.cache_tag"])
 def test_another_numba_or_python_has_a_folder_of_its_own(of: str, tmp_path: Path) -> None:
     """In one folder each would overwrite what the other one kept, and compile at every start."""

@@ -108,8 +108,8 @@ def test_what_is_no_block_is_left_in_its_folder(
 
 
 def test_what_is_no_block_is_left_under_its_prefix(tmp_path: Path, guard: Any, said: Callable[[], str]) -> None:
-    pytest.importorskip("fsspec")
-    tier = guard(open_tier(parse(f"local://{tmp_path}?capacity=64MiB")))
+    fsspec = pytest.importorskip("raykv.tiers.fsspec", exc_type=ImportError)
+    tier = guard(fsspec.FsspecTier(parse(f"local://{tmp_path}?capacity=64MiB")))
     assert listed(tier) == OURS and not said()
     strangers = [*(tmp_path / path_of(key) for key in ABSENT[:4]), tmp_path / "README", tmp_path / "probe-1"]
     for path, size in zip(strangers, (0, 64, 10000, TIB, 1, 1), strict=True):

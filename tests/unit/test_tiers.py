@@ -60,7 +60,7 @@ def shm() -> Iterator[Path]:
         yield Path(folder)
 
 
-KINDS = ("file", "file-shm", "file-shared", "redis", "local", "memory", "s3", "registered")
+KINDS = ("file", "file-shm", "file-shared", "redis", "fsspec-files", "memory", "s3", "registered")
 
 
 @pytest.fixture(params=KINDS)
@@ -77,9 +77,11 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
         case "redis":
             parsed = dataclasses.replace(parse(request.getfixturevalue("redis_url")), pool=next(pools))
             return lambda: open_tier(parsed)
-        case "local":
+        case "fsspec-files":
             pytest.importorskip("fsspec")
-            url = f"local://{tmp_path}?"
+            from raykv.tiers.fsspec import FsspecTier
+
+            return lambda: FsspecTier(parse(f"local://{tmp_path}?shared=0&capacity=100MiB"))
         case "memory":
             pytest.importorskip("fsspec")
             url = f"memory://{name}?"
@@ -225,7 +227,12 @@ def test_a_tier_behaves_as_a_dictionary(tier: Tier, run: list[tuple[str, list[in
     assert sorted(listed(tier)) == sorted((BLOCKS[i].key, len(BLOCKS[i].body)) for i in model)
 
 
-def test_objects_that_can_not_be_written(s3: str, tmp_path: Path) -> None:
-    for url in ("s3://nobucket/prefix", f"local://{tmp_path}/nothing", "data://x", "memory://x/[ab]"):
+def test_files_are_written_by_the_tier_that_keeps_them_to_this_user(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    assert f"write file://{tmp_path}" in refusal(f"local://{tmp_path}?capacity=1GiB")
+
+
+def test_objects_that_can_not_be_written(s3: str) -> None:
+    for url in ("s3://nobucket/prefix", "data://x", "memory://x/[ab]"):
         message = refusal(f"{url}?capacity=1GiB")
         assert "exists and may be written" in message and "s3cret" not in message
