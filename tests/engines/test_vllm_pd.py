@@ -159,5 +159,6 @@ def test_many_prompts_at_once(engines: Engines) -> None:
     right = ray.get(engines.decode.answer.remote(*prompts, tokens=8, cold=True))
     assert [tokens for tokens, _ in said] == [tokens for tokens, _ in right]
     assert [tokens for tokens, _ in first] == [tokens[:1] for tokens, _ in right]
-    assert all(cached >= len(one) - BLOCK for one, (_, cached) in zip(prompts, said, strict=True))
+    read = [(len(one), cached) for one, (_, cached) in zip(prompts, said, strict=True)]
+    assert not [(tokens, cached) for tokens, cached in read if cached < tokens - BLOCK], read
     eventually(lambda: settled(engines.pool) and engines.pool.stats()["intents"] == 0)
