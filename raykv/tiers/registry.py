@@ -28,7 +28,7 @@ def open_tier(url: TierUrl) -> Tier:
 
 
 def tier_for(url: TierUrl) -> Maker:
-    """The maker of a URL's tier. ValueError if no tier is it, or for `local`; ImportError without its library."""
+    """The maker of a URL's tier. ValueError for `local` and unknown schemes; ImportError without its library."""
     make = registered(url.scheme)
     if make:
         return make

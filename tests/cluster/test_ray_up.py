@@ -39,7 +39,7 @@ def test_ray_up_starts_a_pool_that_stop_ends(machines: Machines, tmp_path: Path)
         found: dict[str, Any] = machines.json(1, "raykv status --json").get("nodes", {})
         return found if len(found) == 3 and all(node["slabs"] + node["spare_slabs"] for node in found.values()) else {}
 
-    stores = eventually(nodes, deadline=400)
+    stores = eventually(nodes, deadline=180)
     assert all(node["state"] == "alive" for node in stores.values())
 
     for machine in (1, 2, 3):

@@ -232,6 +232,12 @@ def test_files_are_written_by_the_tier_that_keeps_them_to_this_user(tmp_path: Pa
     assert f"write file://{tmp_path}" in refusal(f"local://{tmp_path}?capacity=1GiB")
 
 
+def test_files_that_can_not_be_written(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("raykv.tiers.fsspec", exc_type=ImportError)
+    with pytest.raises(OSError, match="exists and may be written"):
+        fsspec.FsspecTier(parse(f"local://{tmp_path}/nothing?capacity=1GiB"))
+
+
 def test_objects_that_can_not_be_written(s3: str) -> None:
     for url in ("s3://nobucket/prefix", "data://x", "memory://x/[ab]"):
         message = refusal(f"{url}?capacity=1GiB")
