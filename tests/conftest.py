@@ -171,6 +171,15 @@ def plain_and_tls(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns as often as Python lets them: what is not guarded shows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in for CuPy, imported anew, with two GPUs of 64 MiB."""
     from helpers.gpus import ON_HOST, forget

@@ -180,7 +180,7 @@ class Arena(Mapping):
             found = np.zeros(len(ok), np.uint64)
             found[copied] = sums
             wrong = ok & self._altered(found, claims[:, 0].view(np.uint64))
-            self.corrupt += int(wrong.sum())
+            self._count_corrupt(wrong)
             ok &= ~wrong
         self._stamp(slots, ok & used)
         return ok
@@ -248,11 +248,17 @@ class Arena(Mapping):
                 raise
             finally:
                 header.undo(words, headers, records, begun & ~ok)  # for another try with the same grant
-            if expected is not None:
-                self.corrupt += int((ok & (sums != expected)).sum())
-                ok &= sums == expected
+            wrong = np.zeros_like(ok) if expected is None else ok & (sums != expected)
+            ok &= ~wrong
             header.finish(words, headers, records, keys, sums.view(np.int64), given, self._now(), ok)
+        self._count_corrupt(wrong)
         return ok
+
+    def _count_corrupt(self, wrong: Mask) -> None:
+        """Several threads may count at once."""
+        if wrong.any():
+            with self._mutex:
+                self.corrupt += int(wrong.sum())
 
     def read_headers(self, locations: Locations, keys: Bytes, used: bool = True) -> BlockHeaders:
         """What the headers of blocks say, and which blocks are there.

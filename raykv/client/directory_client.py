@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -41,6 +41,7 @@ from raykv.protocol import (
     Window,
 )
 from raykv.system.bell import Bell
+from raykv.system.counts import Counts
 from raykv.system.fork import refuse_forked
 from raykv.system.wire import Stream
 
@@ -95,7 +96,7 @@ class DirectoryClient:
         self._why_strange, self._look_on = why_strange, look_on
         self.pool, self.deadline = pool, deadline
         self.line = DirectoryLine(pool)
-        self.faults: Counter[str] = Counter()
+        self.faults = Counts()
         self.metrics, self._exported = Exporter(pool), 0.0
         self.requests = RequestReport()
         self._newest_epoch = newest_epoch
@@ -331,7 +332,7 @@ class DirectoryClient:
 
     def fault(self, kind: str, detail: object = "") -> None:
         """Count a fault; log it once a minute."""
-        self.faults[kind] += 1
+        self.faults.add(kind)
         now = time.monotonic()
         if now - self._logged.get(kind, -LOG_EVERY_S) >= LOG_EVERY_S:
             self._logged[kind] = now
@@ -355,7 +356,7 @@ class DirectoryClient:
         refuse_forked()
         if self._up and not self._closed.is_set() and ray.is_initialized():
             return True
-        self.faults["down"] += 1
+        self.faults.add("down")
         return False
 
     def _ask(self, kind: type[A], method: str, *request: Any, hold: Sequence[int] = ()) -> A | None:

@@ -11,7 +11,7 @@ import mmap
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from raykv.protocol import ALIGN, CONTENT_BYTES, KEY_BYTES, SLAB_BYTES_MAX, data_deadline
 from raykv.system import events
+from raykv.system.counts import Counts
 from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier
 from raykv.tiers.base import ReadsHeads
 from raykv.tiers.strangers import Strangers
@@ -63,7 +64,7 @@ class GuardedTier:
 
     def __init__(self, make: Callable[[], Tier], fingerprint: bytes) -> None:
         """make: opens the tier. fingerprint: of pool and secret (16 bytes)."""
-        self.faults: Counter[str] = Counter()  # what went wrong, by kind
+        self.faults = Counts()  # what went wrong, by kind
         self._make, self._fingerprint = make, fingerprint
         self._opened: Tier | None = None
         self._content = self._marked = bytes(CONTENT_BYTES)  # its name, and the name in the tier's marker
@@ -154,7 +155,7 @@ class GuardedTier:
         stored = np.zeros(len(blocks), np.bool_) if done is None else np.array(done, np.bool_)
         self._stored.extend(block.key for block, there in zip(blocks[:1], stored[:1], strict=True) if there)
         if done is not None:
-            self.faults["refused"] += int((~stored).sum())
+            self.faults.add("refused", int((~stored).sum()))
         return stored
 
     def load(self, keys: KeyRows, block_bytes: int) -> Iterator[LoadedPiece]:
@@ -184,7 +185,7 @@ class GuardedTier:
 
     def _miss(self, blocks: int) -> None:
         """Blocks were not there. Perhaps none is: the next probe is due now, which looks for the marker."""
-        self.faults["missing"] += blocks
+        self.faults.add("missing", blocks)
         with self._lock:
             if blocks and self._up:
                 self._retry_at = 0.0
@@ -288,7 +289,7 @@ class GuardedTier:
 
     def _ask_to_write(self, call: Callable[[], T]) -> Future[T] | None:
         if self._up and not self.writable:
-            self.faults["down"] += 1
+            self.faults.add("down")
             return None
 
         def write() -> T:
@@ -300,7 +301,7 @@ class GuardedTier:
 
     def _ask(self, threads: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T] | None:
         if not self._up:
-            self.faults["down"] += 1
+            self.faults.add("down")
             return None
         began: list[float] = []
 
@@ -332,7 +333,7 @@ class GuardedTier:
             if self._up or not self._failures:
                 events.tell("tier_down", call=what, error=type(error).__name__)
                 log.debug("external tier: %r", error)
-            self.faults[what] += 1
+            self.faults.add(what)
             self._up = False
             self._retry_at = time.monotonic() + BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
             self._failures += 1
@@ -343,7 +344,7 @@ class GuardedTier:
             if not self.refusal:
                 events.tell("tier_refuses", call=what, error=type(error).__name__)
                 log.warning("external tier: nothing is stored there for now: %s", error)
-            self.faults[what] += 1
+            self.faults.add(what)
             self.refusal = f"{error}"[:REFUSAL_CHARACTERS] or type(error).__name__
             self._write_at = time.monotonic() + BACK_OFF_S[min(self._refusals, len(BACK_OFF_S) - 1)]
             self._refusals += 1

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,22 @@ def test_a_block_with_altered_bytes_is_a_miss(arena: Arena) -> None:
     keys, out = np.concatenate([key_of(2), key_of(3)]), np.zeros((2, 64 << 10), np.uint8)
     assert arena.read(locations([0, 1], [2, 3]), keys, out, verify=True).tolist() == [False, True]
     assert arena.corrupt == 1
+
+
+def test_threads_that_find_altered_blocks_count_each(arena: Arena, switching: None) -> None:
+    readers, times = 4, 250
+    assert put(arena, 0, 2)
+    arena.views(locations([0], [2]))[0][5] ^= 1
+
+    def find(thread: int) -> None:
+        out, key, wrong = np.zeros((1, 64 << 10), np.uint8), key_of(3), np.zeros(1, np.uint64)
+        for gen in range(2, 2 + times):
+            assert not arena.read(locations([0], [2]), key_of(2), out, verify=True).any()
+            assert not arena.write(locations([1 + thread], [gen]), key, block_of(key), expected=wrong).any()
+
+    with ThreadPoolExecutor(readers) as threads:
+        list(threads.map(find, range(readers)))
+    assert arena.corrupt == 2 * readers * times
 
 
 def test_block_overwritten_during_the_copy(arena: Arena, client: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,17 @@
+"""What happened how often, by kind, as several threads count it."""
+
+import threading
+from collections import Counter
+
+
+class Counts(Counter[str]):
+    """Raised by `add` only: `counts[kind] += 1` may lose what another thread adds meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, more: int = 1) -> None:
+        """Raise a count."""
+        with self._lock:
+            self[kind] += more
