@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from helpers.pools import MIB, eventually, other_node, settled
+from helpers.pools import MIB, eventually, other_node, part, pid, settled, stopped
 
 import raykv
 
@@ -91,6 +92,26 @@ def test_a_chunk_that_is_filled_in_part_has_nothing_else_in_it(start: Callable[.
         assert match.read(out) == 1
     chunk = out.reshape(4, 4096)
     assert (chunk[:blocks] == pages.numpy().view(np.uint8)[ids]).all() and not chunk[blocks:].any()
+    worker.shutdown()
+
+
+def test_a_producer_waits_for_slots_before_its_blocks_are_used_again(start: Callable[..., raykv.KVPool]) -> None:
+    """vLLM takes the last block of a prompt, which is not full, for the next one."""
+    pool = start(deadline=10.0)
+    pages = torch.randint(0, 127, (8, 4096), dtype=torch.int8)
+    cache = pool.cache(model="m", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+    worker = RayKVWorker(pool, [{0: cache}], 0, [rows_of([pages.view(torch.uint8)])], 1, produces=True)
+    keys = cache.keys(np.arange(64))
+    with ThreadPoolExecutor(1) as threads:
+        with stopped(pid(part(pool, "directory"))):
+            worker.submit_store(
+                1, GPULoadStoreSpec([*range(4)], [4], [0]), ChunksToStore({0: ChunksOfGroup({0: keys.tobytes()}, 0)})
+            )
+            waiting = threads.submit(worker.wait, {1})
+            assert not wait([waiting], timeout=1.0).done, "the directory has not given slots"
+        waiting.result()
+    assert [result.transfer_size for result in worker.get_finished()] == [4 * cache.block_bytes]
+    eventually(lambda: pool.stats()["keys"] == 4)
     worker.shutdown()
 
 

@@ -467,8 +467,9 @@ def _identify(vllm_config: Any, kv_cache_config: Any) -> None:
     """Set what engines must have in common to share blocks, and how many engine blocks make one of the pool's."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     parts = _cut(vllm_config, kv_cache_config)
-    stores = vllm_config.kv_transfer_config.kv_role != "kv_consumer"
-    extra["parts"], extra["stores"] = parts.parts, [stores and of_rank for of_rank in parts.stores]
+    role = vllm_config.kv_transfer_config.kv_role
+    extra["parts"], extra["stores"] = parts.parts, [role != "kv_consumer" and of_rank for of_rank in parts.stores]
+    extra["produces"] = role == "kv_producer"
     if not extra.keys() & {"blocks_per_chunk", "block_size"}:
         part_bytes = _block_bytes(vllm_config, kv_cache_config) // len(parts.parts[0])
         most = [blocks_within(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]

@@ -44,6 +44,7 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             pool = attach(self._pool, None if device.type == "cpu" else str(device))
             parts, stores = self.extra_config["parts"], self.extra_config["stores"][rank]
             pages, verifies = pages_of(kv_caches), self.extra_config["verify_tokens"]
+            produces = self.extra_config["produces"]
             caches = [
                 {
                     part: pool.cache(
@@ -57,5 +58,6 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 }
                 for place, (of_group, tokens) in enumerate(zip(pages, self.tokens_per_block, strict=True))
             ]
-            self._worker = RayKVWorker(pool, caches, rank, pages, self.blocks_per_chunk, stores, verifies)
+            per_chunk = self.blocks_per_chunk
+            self._worker = RayKVWorker(pool, caches, rank, pages, per_chunk, stores, verifies, produces)
         return self._worker
