@@ -1,9 +1,11 @@
 """`raykv ui` in a real Chromium: figures are what was done, events what happened, at any width and in the dark."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -20,6 +22,7 @@ from helpers.pools import BLOCK, eventually, free_port, keep, node_store, other_
 import raykv
 from raykv import named_actors
 from raykv.cli import ui
+from raykv.ui.actor import CONNECTIONS
 
 if Path("/usr/bin/chromedriver").exists() or "CI" in os.environ:
     from helpers.browser import Browser
@@ -172,6 +175,16 @@ def test_it_is_served_once_until_it_is_stopped(start: Callable[..., raykv.KVPool
     assert pool.stats()["clients"] == 1, "this process, and no page"
     pool.stop()
     assert status(again.url) is None and not named_actors.names(pool.name)
+
+
+def test_a_page_of_which_too_much_is_asked_says_so_and_is_there_again(start: Callable[..., raykv.KVPool]) -> None:
+    port = free_port()
+    url = ui.serve(start().name, None, port).url
+    with contextlib.ExitStack() as idle:
+        for _ in range(CONNECTIONS):  # accepted in their order: before the one that asks
+            idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert status(url) == 503
+    eventually(lambda: status(url) == 200)
 
 
 def test_where_ray_asks_for_a_token_so_does_the_page(browser: Browser) -> None:
