@@ -126,12 +126,13 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         that this rank has: equal pieces of every page, in order.
 
         stores: this rank offers what it has; without it another does, which has the same bytes. verifies: a digest of
-        what it holds ends each chunk (see `contents`). produces: it is a `kv_producer`, whose chunks others wait for.
+        what it holds ends each chunk (see `contents`). produces: it is a `kv_producer`, whose chunks others wait for: it
+        waits for slots as long as for any answer, the pool's deadline.
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._pages, self._writes, self._device = pages, stores, pages[0].device
         self._verifies, self._other_tokens = verifies, 0
-        self._grace_s = None if produces else GRACE_S
+        self._grace_s = pool.session.directory.deadline if produces else GRACE_S
         self.adapters: LoadedAdapters | None = None
         self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # of the GPU
         sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
@@ -209,10 +210,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         return failed
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until none of these jobs touches the engine's blocks. A store that has no slots soon is given up.
-
-        Not a producer's: for its slots the pool's deadline is waited, once, since a directory that misses it is down.
-        """
+        """Wait until none of these jobs touches the engine's blocks. A store that has no slots in time is given up."""
         jobs = [self._jobs[job] for job in job_ids if job in self._jobs]
         wait([job.future for job in jobs if job.future], timeout=self._grace_s)
         for job in jobs:
