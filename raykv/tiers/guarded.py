@@ -329,22 +329,22 @@ class GuardedTier:
         return None
 
     def _fail(self, what: str, error: BaseException) -> None:
+        self.faults.add(what)
         with self._lock:
             if self._up or not self._failures:
                 events.tell("tier_down", call=what, error=type(error).__name__)
                 log.debug("external tier: %r", error)
-            self.faults.add(what)
             self._up = False
             self._retry_at = time.monotonic() + BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
             self._failures += 1
 
     def _refuse(self, what: str, error: BaseException) -> None:
         """The tier was not written. Readers have it as before, unless the next probe finds that it is down."""
+        self.faults.add(what)
         with self._lock:
             if not self.refusal:
                 events.tell("tier_refuses", call=what, error=type(error).__name__)
                 log.warning("external tier: nothing is stored there for now: %s", error)
-            self.faults.add(what)
             self.refusal = f"{error}"[:REFUSAL_CHARACTERS] or type(error).__name__
             self._write_at = time.monotonic() + BACK_OFF_S[min(self._refusals, len(BACK_OFF_S) - 1)]
             self._refusals += 1
