@@ -126,8 +126,8 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         that this rank has: equal pieces of every page, in order.
 
         stores: this rank offers what it has; without it another does, which has the same bytes. verifies: a digest of
-        what it holds ends each chunk (see `contents`). produces: it is a `kv_producer`, whose chunks others wait for: it
-        waits for slots as long as for any answer, the pool's deadline.
+        what it holds ends each chunk (see `contents`). produces: it is a `kv_producer`, whose chunks others wait for.
+        It waits for slots as long as for any answer: the pool's deadline.
         """
         self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
         self._pages, self._writes, self._device = pages, stores, pages[0].device
