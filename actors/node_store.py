@@ -7,7 +7,6 @@ call the store only for blocks that are elsewhere.
 import logging
 import os
 import pickle
-import threading
 from functools import partial
 from typing import Any
 
@@ -48,6 +47,7 @@ from raykv.protocol import (
     verdicts_of,
 )
 from raykv.system import events, free_memory, sha256
+from raykv.system.counts import Counts
 from raykv.system.jit import compile_all
 from raykv.system.periodic import Periodic
 from raykv.tiers import parse
@@ -108,8 +108,7 @@ class NodeStore:
         self._lacks_gpus = False
         self._peers = Peers(self._look_up)
         self._pulls = SingleFlight()
-        self._pulled = 0
-        self._lock = threading.Lock()  # guards _pulled
+        self._counts = Counts()
         try:
             self._open_gpus()
         except Exception as error:
@@ -205,8 +204,7 @@ class NodeStore:
             part = np.flatnonzero((source["node"] == index) & ~there)
             try:
                 verdicts[part] = self._fetch_from(index, source[part], keys[part], memory, target[part])
-                with self._lock:
-                    self._pulled += int((verdicts[part] == PULLED).sum())
+                self._counts.add("pulled", int((verdicts[part] == PULLED).sum()))
             except (RayError, DeviceError, OSError, ValueError, KeyError) as error:
                 log.debug("pull from node %d: %r", index, error)
                 self._peers.forget(index)
@@ -288,7 +286,7 @@ class NodeStore:
         """
         faults = self._demoter.external.faults if self._demoter else {}
         return {
-            "pulled": self._pulled,
+            "pulled": self._counts["pulled"],
             "corrupt": sum(memory.arena.corrupt for memory in self._memories),
             "transports": [
                 {"reader": memory.name, "from": name, **route}

@@ -248,10 +248,11 @@ class Arena(Mapping):
                 raise
             finally:
                 header.undo(words, headers, records, begun & ~ok)  # for another try with the same grant
-            wrong = np.zeros_like(ok) if expected is None else ok & (sums != expected)
-            ok &= ~wrong
+            if expected is not None:
+                wrong = ok & (sums != expected)
+                self._count_corrupt(wrong)
+                ok &= ~wrong
             header.finish(words, headers, records, keys, sums.view(np.int64), given, self._now(), ok)
-        self._count_corrupt(wrong)
         return ok
 
     def _count_corrupt(self, wrong: Mask) -> None:

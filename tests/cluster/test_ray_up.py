@@ -39,7 +39,10 @@ def test_ray_up_starts_a_pool_that_stop_ends(machines: Machines, tmp_path: Path)
         found: dict[str, Any] = machines.json(1, "raykv status --json").get("nodes", {})
         return found if len(found) == 3 and all(node["slabs"] + node["spare_slabs"] for node in found.values()) else {}
 
-    stores = eventually(nodes, deadline=180)
+    def seen() -> str:
+        return machines.ask(1, "raykv status --json; tail -n 60 /tmp/ray/session_latest/logs/monitor.*").stdout
+
+    stores = eventually(nodes, 180, seen, pause=5)  # a look is a Python of its own, which slows the nodes' start
     assert all(node["state"] == "alive" for node in stores.values())
 
     for machine in (1, 2, 3):

@@ -83,15 +83,17 @@ def payload(keys: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint8]:
     return mixed.view(np.uint8).reshape(len(keys), block_bytes)
 
 
-def eventually(check: Callable[[], T], deadline: float = 90.0, seen: Callable[[], object] = lambda: "") -> T:
-    """The first true answer of `check`. seen: is said with a failure."""
+def eventually(
+    check: Callable[[], T], deadline: float = 90.0, seen: Callable[[], object] = lambda: "", pause: float = 0.05
+) -> T:
+    """The first true answer of `check`. seen: is said with a failure. pause: seconds until it is asked again."""
     end = time.monotonic() + deadline
     while True:
         answer = check()
         if answer:
             return answer
         assert time.monotonic() < end, f"still {answer!r} after {deadline} s {seen()}"
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def hurry(pool: raykv.KVPool) -> raykv.KVPool:

@@ -175,7 +175,8 @@ def test_a_block_with_altered_bytes_is_a_miss(arena: Arena) -> None:
     assert arena.corrupt == 1
 
 
-def test_threads_that_find_altered_blocks_count_each(arena: Arena, switching: None) -> None:
+@pytest.mark.usefixtures("switching")
+def test_threads_that_find_altered_blocks_count_each(arena: Arena) -> None:
     readers, times = 4, 250
     assert put(arena, 0, 2)
     arena.views(locations([0], [2]))[0][5] ^= 1

@@ -32,6 +32,7 @@ from raykv.arena import header
 from raykv.arena.arena import Arena
 from raykv.errors import ArenaMismatch
 from raykv.protocol import ALIGN, PULLED, BlocksRead, Transfer
+from raykv.system.counts import Counts
 from raykv.tiers import Tier, parse
 from raykv.tiers.base import path_of
 from raykv.tiers.copier import TierCopier
@@ -220,8 +221,7 @@ def ray_calls() -> Iterator[Step]:
         store: Any = object.__new__(NodeStore)
         memory = SimpleNamespace(arena=gate.arena, index=0, name="here", transports=Selector(nixl_of(gate.arena)))
         store._memory, store._memories, store._arena = memory, [memory], gate.arena
-        store._demoter, store._pulls, store._pulled, store._lacks_gpus = None, SingleFlight(), 0, False
-        store._lock = contextlib.nullcontext()
+        store._demoter, store._pulls, store._counts, store._lacks_gpus = None, SingleFlight(), Counts(), False
         asked: dict[str, bytes] = {}
         peer = Peer("there", SimpleNamespace(pull=SimpleNamespace(remote=lambda _: asked["answer"])))
         store._peers = SimpleNamespace(get=lambda _: peer, forget=lambda _: None)

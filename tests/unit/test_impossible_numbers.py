@@ -26,6 +26,7 @@ from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import copy_between
 from raykv.errors import ArenaMismatch
 from raykv.protocol import ALIGN, FAILED, PULLED, BlocksRead, Transfer
+from raykv.system.counts import Counts
 from raykv.system.jit import compile_all
 from raykv.tiers import Block, open_tier, parse
 from raykv.tiers.base import HEAD_BYTES, path_of
@@ -202,7 +203,7 @@ def store_of(gate: Guarded, monkeypatch: pytest.MonkeyPatch, **peer: Any) -> Any
     memory = SimpleNamespace(arena=gate.arena, index=0, name="here")
     peer_store = Peer("there", SimpleNamespace(**{name: SimpleNamespace(remote=f) for name, f in peer.items()}))
     store._memory, store._memories, store._arena = memory, [memory], gate.arena
-    store._demoter, store._pulls, store._pulled, store._lacks_gpus = None, SingleFlight(), 0, False
+    store._demoter, store._pulls, store._counts, store._lacks_gpus = None, SingleFlight(), Counts(), False
     store._peers = SimpleNamespace(get=lambda _: peer_store, forget=lambda _: None)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     return store

@@ -44,7 +44,6 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             pool = attach(self._pool, None if device.type == "cpu" else str(device))
             parts, stores = self.extra_config["parts"], self.extra_config["stores"][rank]
             pages, verifies = pages_of(kv_caches), self.extra_config["verify_tokens"]
-            produces = self.extra_config["produces"]
             caches = [
                 {
                     part: pool.cache(
@@ -58,6 +57,14 @@ class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 }
                 for place, (of_group, tokens) in enumerate(zip(pages, self.tokens_per_block, strict=True))
             ]
-            per_chunk = self.blocks_per_chunk
-            self._worker = RayKVWorker(pool, caches, rank, pages, per_chunk, stores, verifies, produces)
+            self._worker = RayKVWorker(
+                pool,
+                caches,
+                rank,
+                pages,
+                self.blocks_per_chunk,
+                stores,
+                verifies,
+                self.extra_config["produces"],
+            )
         return self._worker

@@ -43,7 +43,7 @@ log = logging.getLogger("raykv")
 
 STREAMS = 4  # loads from other nodes at a time; those from this node wait for none of them
 PAUSES_S = (0.0005, 0.005)  # of an engine that has nothing to compute: the first, and the longest
-GRACE_S = 0.02  # that an engine waits for the directory when it wants back a block that is still to be stored
+GRACE_S = 0.02  # that others than producers wait for the directory when vLLM wants a block that is still to be stored
 
 
 @dataclass
