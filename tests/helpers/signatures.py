@@ -119,9 +119,10 @@ class Package:
         return False
 
 
-def signature(function: Function) -> Signature:
-    """Of a method."""
-    of, static = function.args, any(ast.unparse(one) == "staticmethod" for one in function.decorator_list)
+def signature(function: Function, method: bool = True) -> Signature:
+    """Of a method, or of a function of a module."""
+    of = function.args
+    static = not method or any(ast.unparse(one) == "staticmethod" for one in function.decorator_list)
     positional = [one.arg for one in (*of.posonlyargs, *of.args)][0 if static else 1 :]
     required = max(0, len(positional) - len(of.defaults))
     keyword_only = tuple(one.arg for one in of.kwonlyargs)
