@@ -9,7 +9,7 @@ from raykv import cluster
 from raykv.metrics import dashboard_files
 
 log = logging.getLogger("raykv")
-LOOK_S = 60.0
+LOOK_S = 60.0  # between looks whether the dashboard's files are there
 
 
 class DashboardKeeper:

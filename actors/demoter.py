@@ -37,9 +37,9 @@ from raykv.tiers import open_tier, parse, register_tier
 from raykv.tiers.copier import TierCopier
 from raykv.tiers.guarded import GuardedTier
 
-POLL_S = 0.1
+POLL_S = 0.1  # between looks at a tier that is down; the first pause without blocks is a quarter of it
 IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
-SERVED_HEARTBEAT_S = 5.0  # of a tier that the directory serves: it says with every answer to `demote` that it does
+SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier that the directory serves, as each answer to `demote` says
 TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
 REFUSED_S = 1.0  # pause after a batch of which the tier refused some
 EXISTING_PER_CALL = 4096  # blocks

@@ -35,7 +35,8 @@ GAUGES = {
     "pinned_blocks": "pinned",
 }
 MEMORY_EVERY = 2  # exports: it looks at every slot,
-STEP_SLOTS, STEP_S = 16_384, 0.0005  # so many at a time, which takes less than a millisecond, with a pause
+STEP_SLOTS = 16_384  # looked at in turn, which takes less than a millisecond
+STEP_S = 0.0005  # between two such looks: calls come in between
 FOLDED = 1024  # times that are counted at a time
 FREQUENT = frozenset(("match", "next_window", "reserve", "commit", "client_heartbeat"))  # with every request
 TIMED_EVERY = 8  # of these: to time a call costs more than to count it

@@ -86,7 +86,7 @@ CALLS = {  # what may be asked over the socket
 FRAME_BYTES = {wire.CLIENT: 4 << 20, wire.STORE: 64 << 20}
 PARTS = 1024  # of a match: for each rank, one a KV head and kind of layer
 ERROR_CHARS = 1000  # of what is said about a call that failed
-LOG_EVERY_S = 60.0  # calls of a name that failed
+LOG_EVERY_S = 60.0  # between two lines of the log about failed calls of one name
 PREFIXES, HOLDERS = 20, 3  # that `stats` has
 T = TypeVar("T")
 

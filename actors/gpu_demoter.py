@@ -19,7 +19,8 @@ from raykv.errors import DeviceError
 from raykv.protocol import KEY_BYTES, LOCATION, PULLED, GpuDemotionReport, GpuDemotions
 
 log = logging.getLogger("raykv")
-POLL_S, IDLE_POLL_S = 0.25, 1.0  # pause after the first answer without blocks to demote, and after many
+POLL_S = 0.25  # pause after the first answer without blocks to demote
+IDLE_POLL_S = 1.0  # pause after many answers without blocks to demote
 NOTHING_DONE = GpuDemotionReport(locations=b"", stored=b"")
 
 

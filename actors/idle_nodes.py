@@ -19,8 +19,8 @@ from raykv.actors.drain import check_others, drain, stay
 from raykv.system import events
 
 log = logging.getLogger("raykv")
-DRAIN_S = 60.0  # of a drain, which is repeated while it moves blocks
-STOP_S = 10.0
+DRAIN_S = 60.0  # of one drain, which is repeated while it moves blocks
+STOP_S = 10.0  # for the store of a node that leaves to stop
 
 
 class IdleNodes:

@@ -29,7 +29,7 @@ from raykv.system import events
 from raykv.transports.selector import TransportSelector
 
 log = logging.getLogger("raykv")
-JOIN_DEADLINE_S = 30.0
+JOIN_DEADLINE_S = 30.0  # for the directory to take a node with all of its blocks
 PIECE_BLOCKS = 4096  # of an inventory; a piece takes the directory a millisecond or two
 
 

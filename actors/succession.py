@@ -22,7 +22,8 @@ from raykv.system.wire import Address, Stream
 
 log = logging.getLogger("raykv")
 SILENT_PINGS = 3  # of HEARTBEAT_S each, after which a directory is taken for lost
-ENDING_LOOKS, ENDING_LOOK_S = 50, 0.02  # while a process ends
+ENDING_LOOKS = 50  # whether a process has ended
+ENDING_LOOK_S = 0.02  # between two looks whether a process has ended
 SILENT_RAY_PINGS = 10  # the same through Ray, where a ping waits behind all other calls
 
 

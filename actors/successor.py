@@ -11,9 +11,9 @@ from ray.exceptions import RayError
 from raykv.actors.directory import start_directory
 
 log = logging.getLogger("raykv")
-FIRST_LOOK_S = 10.0  # a pool that has just started has better things to do
-LOOK_S = 5.0
-START_DEADLINE_S = 120.0
+FIRST_LOOK_S = 10.0  # until the first look: a pool that has just started has better things to do
+LOOK_S = 5.0  # between two looks at the successor
+START_DEADLINE_S = 120.0  # for a successor to start; then another is started
 MOVE_AFTER_S = 30.0  # since the last move: nodes come and go, and a start takes seconds of a core
 
 

@@ -39,11 +39,11 @@ log = logging.getLogger("raykv")
 LATE_S = 2.0  # after which a look at the directory is overdue
 REST_S = 4.0  # between close looks while nothing changes
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
-SILENT_S = 10.0  # a new store that says nothing for so long may be one that can't be imported
-RETRY_S = 30.0  # a store that could not start is started again
+SILENT_S = 10.0  # without a word a new store may be one that can't be imported
+RETRY_S = 30.0  # until a store that could not start is started again
 DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
-NOTICE_S = 30.0  # to drain a node of which Ray does not say when it leaves
-STOP_DEADLINE_S = 10.0
+NOTICE_S = 30.0  # to drain a node whose end Ray does not name
+STOP_DEADLINE_S = 10.0  # for a look that is under way to end
 
 
 class Supervisor:

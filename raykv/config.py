@@ -14,13 +14,13 @@ from pathlib import Path
 MIB = 1 << 20
 NAMESPACE = "raykv"  # of every actor that raykv starts
 METADATA_DEADLINE_S = 0.25  # of a client's question to the directory, by default
-HEARTBEAT_S = 1.0
-SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S
+HEARTBEAT_S = 1.0  # between two heartbeats of a node
+SUSPECT_AFTER_S = 3.0 * HEARTBEAT_S  # without a heartbeat a node is "suspect"
 CLIENT_TTL_S = 10.0  # a client that has said nothing for this long is gone
 TRANSPORTS = ("auto", "nixl", "tcp", "object_store")
 # Of a node's slots, how many are kept free or copied to its external tier, so that what needs room finds it at once.
 WRITE_SHARES = {"back": 0.25, "through": 1.0, "never": 0.0}
-FLUSH_DEADLINE_S = 300.0  # for demoting all blocks to the external tier when a pool stops
+FLUSH_DEADLINE_S = 300.0  # to demote all blocks to the external tier when a pool stops
 USES_MAX = 255  # matches of a block that are counted
 KEYS_PER_CALL = 6000  # 96 KB of keys: past 100 KB a Ray argument costs 2 to 4 ms more
 KEYS_PER_JOINT_CALL = 200_000  # of parts whose keys can't be asked for in pieces: 3.2 MB, of 4 MiB that a call may have

@@ -38,8 +38,8 @@ from raykv.system.wire import Address
 LOCK = "lock"  # held by the Ray job that starts or stops the pool
 LAST_EPOCH = "last_epoch"
 LEFT = b"left"  # the note of an idle node whose store has ended
-AWAIT_S = 120.0
-AWAIT_LOOK_S = 0.02
+AWAIT_S = 120.0  # for a pool that is being started to have its settings
+AWAIT_LOOK_S = 0.02  # between two looks for that
 
 
 def get(pool: str, key: str) -> bytes | None:

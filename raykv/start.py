@@ -32,11 +32,11 @@ from raykv.tiers.registry import registered
 from raykv.tiers.url import shown
 
 log = logging.getLogger("raykv")
-ASK_DEADLINE_S = 60.0
+ASK_DEADLINE_S = 60.0  # for a node's store to say what it has
 START_DEADLINE_S = 300.0  # the first start on a machine compiles the kernels
-PROGRESS_S = 0.2
-ANSWER_LOOK_S = 0.02
-SILENT_S = 3.0  # a node that has not answered by then is asked whether it has raykv
+PROGRESS_S = 0.2  # between two lines of progress
+ANSWER_LOOK_S = 0.02  # between two looks for the stores' answers
+SILENT_S = 3.0  # after so long a silent node is asked whether it has raykv
 Progress = Callable[[int, int], None]
 
 

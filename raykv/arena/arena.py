@@ -34,7 +34,7 @@ from raykv.protocol import (
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
 
-FORMAT_S = 0.25  # another process formats the slab meanwhile, if it has its turn: it locks all slots for microseconds
+FORMAT_S = 0.25  # to wait for another process that formats the slab: it locks all slots for microseconds
 
 Mask = NDArray[np.bool_]
 Locations = NDArray[np.void]

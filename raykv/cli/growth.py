@@ -8,8 +8,8 @@ from raykv.cli.spinner import spinner
 from raykv.cli.status import growth, size_text
 from raykv.client.administration import directory_stats
 
-LOOK_S = 0.2
-STANDSTILL_S = 30.0  # ten times what a slab of 1 GiB takes
+LOOK_S = 0.2  # between looks whether the size is reached
+STANDSTILL_S = 30.0  # without a new slab a growth has failed: ten times what a slab of 1 GiB takes
 
 
 def grow(pool: str) -> None:

@@ -13,7 +13,7 @@ from raykv.cli.actors import Actor, look_up
 from raykv.cli.ray_nodes import RayNode, living_nodes
 from raykv.client.administration import ADMIN_DEADLINE_S, directory_stats, store_stats, transports_among
 
-ANSWER_S = 1.0  # to wait for the directory, its successor and the supervisor
+ANSWER_S = 1.0  # for the directory, its successor and the supervisor to answer
 UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on some node
 
 

@@ -22,9 +22,9 @@ from raykv.cli.status import colored, hit_rate, node_rows, table, wrapped
 from raykv.client.session import settings_of
 from raykv.errors import PoolNotFound, RayKVError
 
-LOOK_S = 1.0
-STALE_S = 3.0  # without news: it is said
-GIVE_UP_S = 20.0  # without news: Ray ends a process that has missed its head for 60 s, and leaves the terminal as it is
+LOOK_S = 1.0  # between two looks
+STALE_S = 3.0  # without news: the terminal says so
+GIVE_UP_S = 20.0  # without news: it ends, before Ray ends it (60 s) and leaves the terminal as it is
 STOP_S = 2.0  # to wait for a look that is under way
 SORTS = ("node", "state", "memory", "pulled")
 DROPPED = ("roles", "restarts", "up", "host")  # columns, in this order, where the terminal is too narrow for all

@@ -16,7 +16,7 @@ from raykv.client.session import settings_of
 from raykv.config import MIB
 from raykv.protocol import Followed, RequestLine, host_of
 
-POLL_S = 0.5
+POLL_S = 0.5  # between two questions for new lines
 DEADLINE_S = 5.0  # of a poll
 TIMES = ("lookup", "pull", "copy")
 

@@ -15,7 +15,7 @@ from raykv.ui.actor import Place, start_page
 from raykv.ui.sight import Node, Prefix, Route, Sight
 
 HOST, PORT = "127.0.0.1", 8270
-ANSWER_S = 60.0  # a worker that starts imports Ray and raykv
+ANSWER_S = 60.0  # for the page's actor to answer: a worker that starts imports Ray and raykv
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

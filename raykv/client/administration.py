@@ -15,9 +15,9 @@ from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
 from raykv.system import raylets
 
-ADMIN_DEADLINE_S = 10.0
-STORES_DEADLINE_S = 1.0  # a store that is stopped is not waited for
-DRAIN_GRACE_S = 60.0  # beside its deadline, for its last round
+ADMIN_DEADLINE_S = 10.0  # for each answer to `clear`, `resize` and `drain`
+STORES_DEADLINE_S = 1.0  # for the stores to answer: a stopped store is not waited for
+DRAIN_GRACE_S = 60.0  # beside a drain's deadline, for its last round
 
 
 class Administration:

@@ -10,7 +10,7 @@ from raykv.client import token
 from raykv.config import NAMESPACE
 from raykv.errors import PoolNotFound, RayKVError
 
-CONNECT_S = 5.0  # until RAY_ADDRESS is taken for wrong
+CONNECT_S = 5.0  # for Ray's head to answer; then RAY_ADDRESS is taken for wrong
 
 
 def connect(name: str, namespace: str = NAMESPACE, logging_level: int = logging.INFO) -> None:

@@ -46,11 +46,11 @@ from raykv.system.fork import refuse_forked
 from raykv.system.wire import Stream
 
 log = logging.getLogger("raykv")
-LOG_EVERY_S = 60.0
+LOG_EVERY_S = 60.0  # between two lines of the log about one kind of fault
 TEND_S = HEARTBEAT_S / 2  # between two looks of a client's thread, while it is used
 HEARTBEAT_AFTER_S = CLIENT_TTL_S / 4  # without a call: the directory takes a client for gone after CLIENT_TTL_S
-PROBE_S = 1.0  # at least: for a directory that may be stopped, before looking whether another is in charge
-FORGET_S = 2.5  # at least: nobody waits for it
+PROBE_S = 1.0  # at least: for a directory that may be stopped to answer, before another in charge is looked for
+FORGET_S = 2.5  # at least: for a call that nobody waits for
 
 Locations = NDArray[np.void]
 A = TypeVar("A", Matched, MatchedParts, Window, Reserved, Counted, Stored)

@@ -15,7 +15,7 @@ from raykv.protocol import packed, unpacked
 from raykv.system.wire import CLIENT, Address, Stream
 
 log = logging.getLogger("raykv")
-SUCCESSION_S = 1.0  # in which a directory whose process ended is replaced: until then Ray is not asked for it
+SUCCESSION_S = 1.0  # for a directory whose process ended to be replaced: until then Ray is not asked for it
 SOCKET_AGAIN_S = 5.0  # until a socket is tried again, after it failed and Ray's calls were used
 
 ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # what a call raises where the directory does not answer

@@ -26,7 +26,7 @@ from raykv.system.wire import Address
 log = logging.getLogger("raykv")
 RECEIVE_BYTES = 256 << 10  # at a time
 ANSWER_BYTES = 1 << 30  # the longest
-SEND_S = 0.25  # until a peer is given up that does not take a request
+SEND_S = 0.25  # for a peer to take a request; then it is given up
 Answer = bytes | ConnectionError
 READER = "reader"
 Deliver = Callable[[Answer], None]  # called with an answer, or with what ended the connection, by whoever reads it

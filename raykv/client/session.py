@@ -29,7 +29,7 @@ log = logging.getLogger("raykv")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-REFRESH_S = 1.0
+REFRESH_S = 1.0  # between two looks at the pool's stores, whoever asks for one
 
 
 class Session:

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from raykv.config import SUSPECT_AFTER_S
 from raykv.protocol import is_tier
 
-PING_S = 0.25  # that a store may take to say that it is there
+PING_S = 0.25  # for a store to say that it is there
 
 
 class Silence:

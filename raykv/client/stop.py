@@ -14,10 +14,10 @@ from raykv.arena.files import arenas_of, remove_left_behind
 from raykv.client.connect import check_connected
 from raykv.config import FLUSH_DEADLINE_S
 
-STOP_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 10.0  # for each actor to answer `stop`
 DEATH_DEADLINE_S = 20.0  # Ray takes 5 s to end an actor that does not answer
 START_DEADLINE_S = 300.0  # for a start that is under way
-LOOK_S = 0.05
+LOOK_S = 0.05  # between looks whether an actor has ended
 
 
 def stop_pool(name: str) -> bool:

@@ -26,7 +26,7 @@ except AuthenticationError:
     sys.exit(77)
 """
 ASKED_FOR = 77  # exit status
-ASK_S = 30.0
+ASK_S = 30.0  # for a Python of its own to ask Ray's head
 
 
 def check() -> None:

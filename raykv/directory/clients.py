@@ -12,7 +12,7 @@ from raykv.directory.kernels import leases
 from raykv.directory.size_classes import SizeClasses
 from raykv.protocol import Call
 
-UNUSED_S = 600.0  # a lease is, by which nothing was asked for so long: its reader has most likely forgotten it
+UNUSED_S = 600.0  # without a question by a lease: its reader has most likely forgotten it
 ROWS = ("keys", "source", "gens", "staged", "staged_gens")  # of a Hold, of one length
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from raykv.protocol import Call
 
 KEYS_MAX = 1 << 18  # in all: what is beyond is computed by all who ask for it
-TTL_S = 60.0  # after which nobody waits for it any more, whatever its client says
+TTL_S = 60.0  # after so long nobody waits for an intent, whatever its client says
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ COUNTERS = (
     "gpu_demoted",
 )
 SOLE_COPIES_PER_CALL = 4096  # of each size
-CHECK_EVERY_S = 0.5
+CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
 ARENA_BYTES_MAX = 1 << 50
 EPOCHS_AHEAD = 1 << 16  # of a store that comes from another directory: more than a pool has in years
 GPUS = 64  # of a node, at most

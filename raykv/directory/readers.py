@@ -33,7 +33,7 @@ from raykv.protocol import (
     slot_bytes,
 )
 
-HELD_UP_S = 0.5  # that a reader without any staging slot waits for those that others hold
+HELD_UP_S = 0.5  # for a reader without any staging slot to wait for those that others hold
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from raykv.errors import reason_of
 
 BLOCK_BYTES, BLOCKS = 512 << 10, 8  # together half of the smallest arena
 TURNS = 3  # the first makes the connections, and the fastest counts
-DEADLINE_S = 60.0
+DEADLINE_S = 60.0  # for a task on another node
 RATE = 1.0  # tokens a second: a read waits for an external tier as long as it takes
 
 

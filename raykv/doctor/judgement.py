@@ -13,7 +13,7 @@ from raykv.protocol import VERSION
 from raykv.system import free_memory
 from raykv.system.extras import to_install
 
-CLOCKS_S = 1.0  # apart, beyond what the question took
+CLOCKS_S = 1.0  # that two clocks may be apart, beyond what the question took
 INSTALLED = ("python", "numba")
 PYTHONS = SpecifierSet(metadata("raykv")["Requires-Python"])
 

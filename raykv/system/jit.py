@@ -28,7 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _entries: list[tuple[Any, tuple[Any, ...]]] = []  # kernels that Python calls, and the types of their arguments
 Progress = Callable[[int, int], object]
 KERNELS_PER_PROCESS = 4  # at least: a process takes a second to start
-OTHERS_S, OTHERS_AGAIN_S = 2.0, 0.05  # for each kernel that others compile, at most; and between two looks
+OTHERS_S = 2.0  # for each kernel that another process compiles, at most
+OTHERS_AGAIN_S = 0.05  # between looks whether another process has compiled its kernels
 _complete: set[str] = set()  # packages whose kernels this process has
 _compiling = threading.Lock()  # guards _complete, and what all kernels of a process load their code with
 

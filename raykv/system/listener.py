@@ -24,7 +24,7 @@ log = logging.getLogger("raykv")
 
 UNPROVEN = 1024  # connections that have not proved the token, of at most an eighth of the files that may be open
 ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
-ACCEPT_AGAIN_S = 0.1  # after the system could not accept one, for want of file descriptors, say
+ACCEPT_AGAIN_S = 0.1  # until the next try to accept, after the system could not, for want of file descriptors, say
 RECEIVE_BYTES = 256 << 10  # at a time
 UNHURRIED_BYTES = 16 << 10  # of answers of a connection that wait for the next one, at most
 SHAKE_S = 0.005  # of steps of TLS at a time, between two rounds of answers

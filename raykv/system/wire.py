@@ -24,9 +24,11 @@ CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
 CLIENT, STORE, LISTENER = b"client", b"store", b"listener"  # sides: in a proof, so that none can be sent back
 HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
-KEEPALIVE_IDLE_S, KEEPALIVE_S, KEEPALIVE_PROBES = 5, 2, 3
+KEEPALIVE_IDLE_S = 5  # until TCP probes an idle peer
+KEEPALIVE_S = 2  # between TCP's probes of a peer that does not answer
+KEEPALIVE_PROBES = 3
 VIEWS = 64  # of memory that one call of the system sends or receives
-GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # a peer is, that says or takes nothing for so long
+GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # after so long a peer is gone that says or takes nothing
 
 
 class Address(NamedTuple):

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 HEAD = struct.Struct("<8s8s16sQII")  # magic and version, content, key, xxh3_64, length, position in its chain
 MAGIC = b"raykv\0t1"
-CALL_S = 2.0  # deadline of a call without blocks
+CALL_S = 2.0  # for a call without blocks
 PIECE_BYTES = 16 << 20  # read at a time, while the caller uses as many
 BACK_OFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between probes of a tier that is down
 CHECK_S = 10.0  # between probes of a tier that is up

@@ -27,9 +27,9 @@ from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
 
 RDMA = "/sys/class/infiniband"  # a folder for each card, of RoCE too
-POLL_S = 1e-4
+POLL_S = 1e-4  # between checks whether a transfer is done
 PROGRESS_US = 100_000  # between looks of NIXL's progress thread, which UCX wakes before if there is something to do
-LATE_S = 1.0  # for requests of a failed transfer that are under way: neither its release nor `_forget` stops them
+LATE_S = 1.0  # for a failed transfer's requests that are under way: neither its release nor `_forget` stops them
 # What a peer is told of a block: as CLAIM in `raykv.transports.block_server`, and the slot's address.
 BLOCK_INFO = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8"), ("address", "<i8")])
 Addresses = NDArray[np.int64]

@@ -21,7 +21,7 @@ from raykv.transports.block_server import CLAIM
 
 PIECE_BYTES = 4 * MIB  # asked for at a time: what a broken stream costs, and a slow one delays
 AHEAD = 2  # pieces that a stream has asked for: the peer always has one to send
-STALLED_S = 1.0  # a stream is given up that brought nothing for so long, if others did
+STALLED_S = 1.0  # after so long a stream is given up that brought nothing, if others did
 
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.intp]

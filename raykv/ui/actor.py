@@ -20,7 +20,7 @@ from raykv.ui.sight import Sight
 
 log = logging.getLogger("raykv")
 LOOK_S = 2.0  # between looks while a page is open
-IDLE_LOOK_S = 10.0  # while none is: the directory looks at every slot, 5 ms a million
+IDLE_LOOK_S = 10.0  # between looks while no page is open: the directory looks at every slot, 5 ms a million
 OPEN_S = 10.0  # after its last question a page is taken to be closed
 BACKLOG = 64
 CONNECTIONS = 256  # at once; more are told to come again

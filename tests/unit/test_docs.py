@@ -13,7 +13,7 @@ import pytest
 from helpers.pages import PAGES, ROOT, codes
 
 import raykv
-from docs import draw_imports, draw_plots, hooks, tables
+from docs import draw_imports, draw_plots, hooks, tables, write_deadlines
 from raykv.cli.main import main
 from raykv.tiers import MARKER, Block, parse
 
@@ -109,6 +109,10 @@ def test_tables_say_what_was_measured() -> None:
     assert not [path for path, text in tables.pages().items() if path.read_text() != text], (
         "run `python -m docs.tables`"
     )
+
+
+def test_the_page_of_deadlines_is_written_from_the_files() -> None:
+    assert write_deadlines.PAGE.read_text() == write_deadlines.page(), "run: python -m docs.write_deadlines"
 
 
 def test_the_reference_has_every_setting_and_every_command() -> None:

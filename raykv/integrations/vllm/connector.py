@@ -56,7 +56,7 @@ from raykv.integrations.vllm.weights import Weights
 log = logging.getLogger("raykv")
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
-HOLD_S = 1.0  # after a reset that failed, in which it is tried again: no load begins
+HOLD_S = 1.0  # after a reset that failed: no load begins, and the reset is tried again
 WITHOUT_KV = ("ngram", "suffix")  # speculative methods that have no layers of their own
 WITHOUT = "or leave kv_transfer_config out"
 

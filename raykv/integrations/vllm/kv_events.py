@@ -37,7 +37,7 @@ REMOVED_AT_ONCE = 512  # blocks of one event, about
 KEYS_ASKED = 4096  # of the directory at a time, of all parts: it answers in about 0.1 ms
 ASK_S = 1.0  # between two questions for chunks that are only to be there still, while the engine steps
 UNANSWERED_S = 1.0  # after a question that the directory did not answer
-KEEP_AWAKE_S = 0.5  # that an engine with nothing to compute steps on, to tell what it stored last
+KEEP_AWAKE_S = 0.5  # for an engine with nothing to compute to step on, and tell what it stored last
 REFRESH_S = 600.0  # after which a chunk is told again
 
 

@@ -12,10 +12,10 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 CHUNKS = 1 << 17  # that routers know of, about 2 KB each; of more, those told longest ago are withdrawn
-OFFERED_S = 5.0  # that a chunk which was offered has to appear in the pool
+OFFERED_S = 5.0  # for a chunk that was offered to appear in the pool
 AGAIN_S = 0.05  # between two questions for chunks that were offered
-ABSENT_S = 2.0  # a chunk is gone that was not there twice, so far apart: a node store may have been restarted
-SETTLE_S = 15.0  # in which a new directory need not know yet what the nodes have
+ABSENT_S = 2.0  # between two questions after which an absent chunk is gone: a node store may have been restarted
+SETTLE_S = 15.0  # for a new directory to learn what the nodes have
 REPEATS = 8  # that a chunk was told before it is told afresh
 
 

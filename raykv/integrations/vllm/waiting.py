@@ -9,7 +9,7 @@ PATIENCE = 1.5  # times as long as this engine would compute them, by default: w
 MOST = 1e6  # of it: an engine that died is noticed long before
 UNMEASURED = 1000.0  # tokens a second: who has computed nothing yet waits too long rather than compute the same
 ASKS = 64  # while that takes, beside a few more at its begin; each costs the directory about 0.1 ms
-PAUSES_S = (0.005, 0.1)  # between two of them: the first, and the longest
+PAUSES_S = (0.005, 0.1)  # between two questions for chunks that others compute: the first, and the longest
 GROWTH = 1.25  # of a pause to the next: what is written already is there soon
 
 

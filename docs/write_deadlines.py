@@ -1,0 +1,56 @@
+"""Writes docs/deadlines.md from the constants of raykv's files: `python -m docs.write_deadlines`."""
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = Path(__file__).parent / "deadlines.md"
+FILES = ("raykv/*.py", "raykv/[!ab]*/**/*.py", "raykv/arena/**/*.py", "actors/*.py")  # all but benches
+SECONDS = re.compile(r"(?!\w*PER_S)\w+_S")  # names, but for those of rates
+HEAD = """# Deadlines
+
+All times that raykv waits, polls or remembers, in seconds. They are constants, not settings: what a user may set is in
+`PoolConfig` (`deadline`) and in `kv_connector_extra_config` (`patience`). This page is written from the files by
+`python -m docs.write_deadlines`: a constant whose name ends in `_S` has a comment, which stands here.
+"""
+
+
+def page() -> str:
+    """The page's text. ValueError for a constant without a comment."""
+    parts = [HEAD]
+    for folder, files in groupby(sorted(_files()), key=lambda file: file.parent):
+        if rows := [row for file in files for row in _rows(file)]:
+            parts += [f"\n## `{folder}`\n", "| seconds | what for | file | name |", "| --- | --- | --- | --- |", *rows]
+    return "\n".join(parts) + "\n"
+
+
+def _files() -> Iterator[Path]:
+    for pattern in FILES:
+        for file in ROOT.glob(pattern):
+            yield file.relative_to(ROOT)
+
+
+def _rows(file: Path) -> Iterator[str]:
+    text = (ROOT / file).read_text()
+    lines = text.splitlines()
+    for node in ast.parse(text).body:
+        for name, seconds in _assigned(node):
+            if SECONDS.fullmatch(name):
+                _, _, comment = lines[node.lineno - 1].partition("  # ")
+                if not comment:
+                    raise ValueError(f"{file}: {name}: say in a comment what these seconds are for")
+                yield f"| {seconds} | {comment} | `{file.name}` | `{name}` |"
+
+
+def _assigned(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    """Names and values, as the file has them."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield ast.unparse(target), ast.unparse(node.value).strip("()")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
