@@ -34,7 +34,7 @@ def _files() -> Iterator[Path]:
 
 
 def _rows(file: Path) -> Iterator[str]:
-    text = (ROOT / file).read_text()
+    text = (ROOT / file).read_text(encoding="utf-8")
     lines = text.splitlines()
     for node in ast.parse(text).body:
         for name, seconds in _assigned(node):
