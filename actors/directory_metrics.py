@@ -36,7 +36,7 @@ GAUGES = {
 }
 MEMORY_EVERY = 2  # exports: it looks at every slot,
 STEP_SLOTS = 16_384  # looked at in turn, which takes less than a millisecond
-STEP_S = 0.0005  # between two such looks: calls come in between
+STEP_S = 0.0005  # between two looks at some of a node's slots: calls come in between
 FOLDED = 1024  # times that are counted at a time
 FREQUENT = frozenset(("match", "next_window", "reserve", "commit", "client_heartbeat"))  # with every request
 TIMED_EVERY = 8  # of these: to time a call costs more than to count it

@@ -4,7 +4,7 @@ from collections import deque
 
 from raykv.protocol import LINE_BYTES, Followed
 
-FOLLOW_S = 3.0  # after a call of `follow` in which clients report
+FOLLOW_S = 3.0  # for so long after a call of `follow` clients report
 KEPT = 2000  # lines
 LINES_PER_S = 500  # of all clients together; the others are counted
 LINES_PER_ANSWER = 500

@@ -6,31 +6,28 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from docs.draw_imports import sources
+
 ROOT = Path(__file__).parent.parent
 PAGE = Path(__file__).parent / "deadlines.md"
-FILES = ("raykv/*.py", "raykv/[!ab]*/**/*.py", "raykv/arena/**/*.py", "actors/*.py")  # all but benches
 SECONDS = re.compile(r"(?!\w*PER_S)\w+_S")  # names, but for those of rates
 HEAD = """# Deadlines
 
-All times that raykv waits, polls or remembers, in seconds. They are constants, not settings: what a user may set is in
-`PoolConfig` (`deadline`) and in `kv_connector_extra_config` (`patience`). This page is written from the files by
-`python -m docs.write_deadlines`: a constant whose name ends in `_S` has a comment, which stands here.
+All times that raykv waits, polls or remembers, in seconds, but for benches. They are constants, not settings: what a
+user may set is in `PoolConfig` (`deadline`) and in `kv_connector_extra_config` (`patience`). This page is written from
+the files by `python -m docs.write_deadlines`: a constant whose name ends in `_S` has a comment, which stands here.
 """
 
 
 def page() -> str:
     """The page's text. ValueError for a constant without a comment."""
     parts = [HEAD]
-    for folder, files in groupby(sorted(_files()), key=lambda file: file.parent):
+    found = [file.relative_to(ROOT) for name, file in sources() if not name.startswith("raykv.bench.")]
+    by_folder = sorted(found, key=lambda file: (file.parent, file))
+    for folder, files in groupby(by_folder, key=lambda file: file.parent):
         if rows := [row for file in files for row in _rows(file)]:
             parts += [f"\n## `{folder}`\n", "| seconds | what for | file | name |", "| --- | --- | --- | --- |", *rows]
     return "\n".join(parts) + "\n"
-
-
-def _files() -> Iterator[Path]:
-    for pattern in FILES:
-        for file in ROOT.glob(pattern):
-            yield file.relative_to(ROOT)
 
 
 def _rows(file: Path) -> Iterator[str]:

@@ -39,7 +39,7 @@ LOCK = "lock"  # held by the Ray job that starts or stops the pool
 LAST_EPOCH = "last_epoch"
 LEFT = b"left"  # the note of an idle node whose store has ended
 AWAIT_S = 120.0  # for a pool that is being started to have its settings
-AWAIT_LOOK_S = 0.02  # between two looks for that
+AWAIT_LOOK_S = 0.02  # between two looks for a pool's settings
 
 
 def get(pool: str, key: str) -> bytes | None:

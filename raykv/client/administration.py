@@ -15,8 +15,8 @@ from raykv.errors import CapacityError
 from raykv.protocol import CONTENT_BYTES, host_of
 from raykv.system import raylets
 
-ADMIN_DEADLINE_S = 10.0  # for each answer to `clear`, `resize` and `drain`
-STORES_DEADLINE_S = 1.0  # for the stores to answer: a stopped store is not waited for
+ADMIN_DEADLINE_S = 10.0  # for each answer to an administrator; beside its own deadline for a resize
+STORES_DEADLINE_S = 1.0  # for all stores to say what they count: a stopped store is left out
 DRAIN_GRACE_S = 60.0  # beside a drain's deadline, for its last round
 
 

@@ -34,7 +34,7 @@ LATE_S = 0.5  # a read that has failed after so long was late, not refused
 WAIT_BUDGET_S = 0.05  # at least for so long a read waits for a tier, however fast its tokens could be computed
 WINDOW_DEADLINES = 8  # of the pool: that a read waits for staging slots, while other readers have them all
 WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
-WINDOW_REST_S = 0.02  # between its later questions for staging slots
+WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
 
 SILENT = "its node does not answer"  # these are said of requests that somebody follows; the node is said beside
 LATE = "the pull was late", "the external tier was slower than computing would be"  # of another node, of a tier

@@ -29,8 +29,8 @@ FEWEST, MOST = 2, 8  # streams of a pull: one flow is capped in clouds, and one 
 GAIN = 1.1  # of the rate, for which a pull takes one more stream from then on
 RATE_BYTES = 64 * MIB  # of which a rate is taken
 SETTLED_S = 60.0  # until one more stream is tried again after it did not help
-SMALL_BYTES = 16 * MIB  # a pull up to this goes first,
-GIVE_WAY_S = 0.1  # but no piece of a larger pull waits longer for small ones
+SMALL_BYTES = 16 * MIB  # a pull up to this goes first
+GIVE_WAY_S = 0.1  # no piece of a larger pull waits longer for small pulls
 RECEIVERS = 64  # threads beside those that pull
 TRIES = 3  # of a pull whose streams break
 

@@ -15,6 +15,7 @@ import pytest
 from helpers.gpus import ON_HOST
 from helpers.signatures import Package, Signature, signature
 
+from docs.draw_imports import sources
 from raykv.arena.gpu.device import visible
 from raykv.transports import nccl_pair
 
@@ -33,7 +34,7 @@ MODULES = ("cupy.cuda", RUNTIME, DRIVER, NCCL)
 
 def users() -> Iterator[tuple[Path, ast.Module]]:
     """Files of raykv's that use CuPy."""
-    for file in sorted([*ROOT.glob("raykv/**/*.py"), *ROOT.glob("actors/*.py")]):
+    for _, file in sources():
         if "cupy" in (text := file.read_text()):
             yield file, ast.parse(text)
 
