@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import click
 import ray
 
-from raykv.bench import ttft
+from raykv.bench.engines import ttft
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 from raykv.integrations.vllm import kv_transfer_config

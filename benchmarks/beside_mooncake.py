@@ -27,7 +27,7 @@ import click
 import numpy as np
 import ray
 
-from raykv.bench import cross
+from raykv.bench.blocks import cross
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 

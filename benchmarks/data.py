@@ -25,8 +25,8 @@ from ray.data import ActorPoolStrategy, DataContext, Dataset
 from transformers import AutoTokenizer
 
 from examples.serve_vllm import make_model, words
+from raykv.bench.engines.ttft import ENVIRONMENT
 from raykv.bench.testbed import local_cluster, local_pool
-from raykv.bench.ttft import ENVIRONMENT
 from raykv.config import MIB
 from raykv.integrations.data import LLMPredictor, prefix_ordered
 from raykv.integrations.vllm import kv_transfer_config

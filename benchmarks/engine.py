@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from ray import serve
 
+from benchmarks.schedule import first_come
 from examples.engine import build
-from raykv.bench.schedule import first_come
 from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
 from raykv.scheduling import plan

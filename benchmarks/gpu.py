@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from raykv.bench import gpu
+from raykv.bench.blocks import gpu
 
 ROOT = Path(__file__).parent.parent
 TESTS = [  # others import engines

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 import raykv
-from raykv import internal_kv, named_actors
-from raykv.bench import ttft
+from raykv.bench.engines import ttft
 from raykv.bench.start import Empty
 from raykv.bench.testbed import local_cluster, on_node, undisturbed
 from raykv.client.stop import stop_pool
+from raykv.cluster import internal_kv, named_actors
 from raykv.config import MIB, NAMESPACE, TRANSPORTS
 
 POOL = ttft.POOL  # the engine's connector asks for it

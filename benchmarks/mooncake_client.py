@@ -15,7 +15,7 @@ import numpy as np
 
 HOST = "127.0.0.1"
 MIB = 1 << 20
-BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # as raykv.bench.cross
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # as raykv.bench.blocks.cross
 SEGMENT_BYTES, BUFFER_BYTES = 1024 * MIB, 512 * MIB  # what it gives to the store, and what the store needs here
 
 

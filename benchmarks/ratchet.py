@@ -212,7 +212,7 @@ class Side:
     @cached_property
     def _load(self) -> Any:
         """A directory that is full, without Ray."""
-        from raykv.bench import directory
+        from raykv.bench.directory import directory
 
         load = directory._Load(directory._Pool(ENTRIES, directory.MIN_NODES), ENTRIES, directory.MIN_NODES)
         load.fill()

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import ray
 
-from raykv import named_actors
-from raykv.bench import one_process, ttft
+from raykv.bench.engines import one_process, ttft
 from raykv.bench.testbed import local_cluster, local_pool
+from raykv.cluster import named_actors
 from raykv.config import MIB
 
 POOL, ARENA_BYTES = "bench-scheduler", 512 * MIB

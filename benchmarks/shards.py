@@ -28,7 +28,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from raykv.bench.trace import Pool, Request, divided, percent, read
+from raykv.bench.directory.trace import Pool, Request, divided, percent, read
 from raykv.config import PoolConfig
 
 SLABS = 32  # a node: see `raykv.config.slab_bytes`

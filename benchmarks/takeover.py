@@ -21,8 +21,8 @@ import numpy as np
 import psutil
 import ray
 
-from raykv import internal_kv, named_actors
 from raykv.bench.testbed import local_cluster, local_pool
+from raykv.cluster import internal_kv, named_actors
 from raykv.config import MIB
 
 BLOCKS, BLOCK_BYTES = 64, 256 << 10

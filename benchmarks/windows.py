@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raykv.bench import ttft
+from raykv.bench.engines import ttft
 from raykv.bench.testbed import local_cluster, local_pool
 from raykv.config import MIB
 
@@ -87,7 +87,7 @@ def engine(folder: Path, shape: Shape) -> Any:
 
 def attach(scheduler: Any, groups: Any, memory: str) -> list[int]:
     """Say what a worker would. Returns the bytes of a chunk, by group."""
-    from raykv.integrations.vllm.ranks import Rank
+    from raykv.integrations.vllm.worker.ranks import Rank
 
     per_chunk = scheduler.connector.connector_scheduler.config.blocks_per_chunk
     sizes = [len(group.layer_names) * group.kv_cache_spec.page_size_bytes * per_chunk for group in groups]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol import KEY_BYTES
+from raykv.protocol.location import KEY_BYTES
 from raykv.system.sha256 import digests
 
 ROOT_BYTES = 32

@@ -15,17 +15,18 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raykv import cluster, internal_kv, named_actors
-from raykv.actors.directory import start_directory
-from raykv.actors.node_store import start_store
-from raykv.actors.readiness import Question, what_to_install, why_not_usable
-from raykv.actors.supervisor import start_supervisor
+from raykv import cluster
+from raykv.actors.directory.directory import start_directory
+from raykv.actors.store.node_store import start_store
+from raykv.actors.store.readiness import Question, what_to_install, why_not_usable
+from raykv.actors.supervisor.supervisor import start_supervisor
 from raykv.client.connect import connect
 from raykv.client.pool import KVPool
 from raykv.client.stop import drop_unstarted, end_pool
+from raykv.cluster import internal_kv, named_actors
 from raykv.config import PoolConfig, fingerprint
 from raykv.errors import CapacityError, reason_of
-from raykv.protocol import VERSION
+from raykv.protocol.calls import VERSION
 from raykv.system import free_memory
 from raykv.tiers import parse, tier_for
 from raykv.tiers.registry import registered

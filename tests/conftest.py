@@ -163,7 +163,7 @@ def plain_and_tls(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
     from helpers import certificates
     from helpers.echo_server import PATIENCE_S
 
-    from raykv.system import wire
+    from raykv.line import wire
 
     monkeypatch.setattr(wire, "HANDSHAKE_S", PATIENCE_S)
     with certificates.used(tmp_path) if request.param == "tls" else contextlib.nullcontext():

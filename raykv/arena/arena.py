@@ -20,17 +20,8 @@ from raykv.arena.files import SHM, ArenaFile
 from raykv.arena.gpu import host_copy
 from raykv.arena.mapping import Addresses, Bytes, Mapping
 from raykv.arena.superblock import NO_CLUSTER
-from raykv.protocol import (
-    ALIGN,
-    EPOCHS,
-    FREED,
-    GENERATIONS,
-    KEY_BYTES,
-    LOCATION,
-    STILL_WRITTEN,
-    epoch_of,
-    slot_bytes,
-)
+from raykv.protocol.location import ALIGN, EPOCHS, GENERATIONS, KEY_BYTES, LOCATION, epoch_of, slot_bytes
+from raykv.protocol.stores import FREED, STILL_WRITTEN
 from raykv.system.file_locks import AGAIN_S
 from raykv.system.jit import compile_all
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from raykv.arena import xxh3
-from raykv.protocol import ALTERED, FAILED, PULLED
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.system.c_functions import address, call
 from raykv.system.jit import kernel
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from raykv.arena import superblock
 from raykv.arena.superblock import NO_CLUSTER
 from raykv.errors import ArenaMismatch
-from raykv.protocol import ALIGN
+from raykv.protocol.location import ALIGN
 from raykv.system import raylets
 from raykv.system.file_locks import held_elsewhere, lock
 

@@ -21,7 +21,8 @@ from raykv.arena.gpu.device import Device, Region, device
 from raykv.arena.mapping import Addresses, Bytes
 from raykv.arena.superblock import NO_CLUSTER
 from raykv.errors import CapacityError, DeviceError
-from raykv.protocol import ALIGN, ALTERED, FAILED, PULLED
+from raykv.protocol.location import ALIGN
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 
 UNKNOWN = 0  # for a checksum: nobody has computed it
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol import ALIGN, COUNTER_BITS, FINISHED, FREED, GENERATIONS
+from raykv.protocol.location import ALIGN, COUNTER_BITS, GENERATIONS
+from raykv.protocol.stores import FINISHED, FREED
 from raykv.system.jit import kernel
 
 if platform.machine() not in ("x86_64", "aarch64") or platform.system() != "Linux":

@@ -22,7 +22,7 @@ from raykv.arena.files import ArenaFile
 from raykv.arena.gpu import cuda, host_copy
 from raykv.arena.gpu.device import device
 from raykv.errors import CapacityError, DeviceError
-from raykv.protocol import ALIGN, GENERATIONS, epoch_of
+from raykv.protocol.location import ALIGN, GENERATIONS, epoch_of
 from raykv.system.file_locks import SlotLocks
 
 log = logging.getLogger("raykv")

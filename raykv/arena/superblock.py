@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena import header
-from raykv.protocol import ALIGN, EPOCHS, GENERATIONS, SLAB_BYTES_MAX, SLABS_MAX
+from raykv.protocol.location import ALIGN, EPOCHS, GENERATIONS, SLAB_BYTES_MAX, SLABS_MAX
 from raykv.system import raylets
 
 MAGIC = int.from_bytes(b"raykv\0ar", "little")

@@ -24,7 +24,7 @@ def bench() -> None:
 @JSON
 def bench_local(blocks: str | None, block_bytes: str | None, as_json: bool) -> None:
     """Store and read on one node, against memcpy, an empty actor call and a socket."""
-    from raykv.bench import block_sizes, local
+    from raykv.bench.blocks import block_sizes, local
 
     shapes = block_sizes.shapes(blocks or "16", block_bytes or "2MiB") if blocks or block_bytes else None
     _report(lambda: local.run(shapes), as_json)
@@ -36,8 +36,8 @@ def bench_local(blocks: str | None, block_bytes: str | None, as_json: bool) -> N
 @JSON
 def bench_cross(transport: str, link: str | None, as_json: bool) -> None:
     """Read from another node, against ray.get and a socket; or over a link, against iperf3."""
-    from raykv.bench import cross
-    from raykv.bench import link as shaped
+    from raykv.bench.blocks import cross
+    from raykv.bench.blocks import link as shaped
 
     _report(lambda: shaped.run(link) if link else cross.run(transport), as_json)
 
@@ -47,7 +47,7 @@ def bench_cross(transport: str, link: str | None, as_json: bool) -> None:
 @JSON
 def bench_directory(entries: int, as_json: bool) -> None:
     """The directory's calls and memory, against plain dicts."""
-    from raykv.bench import directory
+    from raykv.bench.directory import directory
 
     _report(lambda: directory.run(entries), as_json)
 
@@ -60,7 +60,7 @@ def bench_directory(entries: int, as_json: bool) -> None:
 @JSON
 def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_json: bool) -> None:
     """How many nodes one directory carries, simulated by processes that speak its protocol."""
-    from raykv.bench import scale
+    from raykv.bench.directory import scale
 
     _report(lambda: scale.run([int(part) for part in nodes.split(",")], entries, seconds, take_over), as_json)
 
@@ -73,23 +73,9 @@ def bench_scale(nodes: str, entries: int, seconds: float, take_over: int, as_jso
 @JSON
 def bench_trace(file: str, nodes: int, capacity: str, external: int, as_json: bool) -> None:
     """Hit rate on a trace in Mooncake's format, against exact LRU and isolated caches."""
-    from raykv.bench import trace
+    from raykv.bench.directory import trace
 
     _report(lambda: trace.run(file, nodes, [int(part) for part in capacity.split(",")], external), as_json)
-
-
-@bench.command("schedule")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False))
-@click.option("--blocks", default=5000, show_default=True, help="Blocks of the engine, of 512 tokens.")
-@click.option("--tokens-per-s", default=20_000.0, show_default=True, help="What the engine computes.")
-@click.option("--slower", default=1.0, show_default=True, help="How many times as long the trace takes.")
-@click.option("--offset", default=0, show_default=True, help="The request to begin with.")
-@JSON
-def bench_schedule(file: str, blocks: int, tokens_per_s: float, slower: float, offset: int, as_json: bool) -> None:
-    """What one engine computes of a trace, and how long requests wait, by who is scheduled first."""
-    from raykv.bench import schedule
-
-    _report(lambda: schedule.run(file, blocks, tokens_per_s, slower, offset), as_json)
 
 
 @bench.command("tiers")
@@ -97,7 +83,7 @@ def bench_schedule(file: str, blocks: int, tokens_per_s: float, slower: float, o
 @JSON
 def bench_tiers(directory: str, as_json: bool) -> None:
     """Store to and load from external tiers, against bare direct I/O and redis-py."""
-    from raykv.bench import tiers
+    from raykv.bench.blocks import tiers
 
     _report(lambda: tiers.run(directory), as_json)
 
@@ -107,7 +93,7 @@ def bench_tiers(directory: str, as_json: bool) -> None:
 @JSON
 def bench_demotion(directory: str, as_json: bool) -> None:
     """Store, read and match in memory while blocks are demoted to a disk, against the same while none are."""
-    from raykv.bench import demotion
+    from raykv.bench.blocks import demotion
 
     _report(lambda: demotion.run(directory), as_json)
 
@@ -124,7 +110,7 @@ def bench_demotion(directory: str, as_json: bool) -> None:
 @JSON
 def bench_ttft(engine: str, model: str, as_json: bool) -> None:
     """A prompt's first token with the pool, against the engine's own prefix cache and no pool."""
-    from raykv.bench import ttft
+    from raykv.bench.engines import ttft
 
     _report(lambda: ttft.run(model), as_json)
 
@@ -133,7 +119,7 @@ def bench_ttft(engine: str, model: str, as_json: bool) -> None:
 @JSON
 def bench_flight(as_json: bool) -> None:
     """One prompt, asked of two engines many times at once: how often it is computed, with the pool and without."""
-    from raykv.bench import flight
+    from raykv.bench.engines import flight
 
     _report(flight.run, as_json)
 
@@ -142,7 +128,7 @@ def bench_flight(as_json: bool) -> None:
 @JSON
 def bench_pd(as_json: bool) -> None:
     """A decode engine's first token after another engine's prefill, against its own prefix cache."""
-    from raykv.bench import pd
+    from raykv.bench.engines import pd
 
     _report(pd.run, as_json)
 
@@ -160,7 +146,7 @@ def bench_start(as_json: bool) -> None:
 @JSON
 def bench_route(as_json: bool) -> None:
     """What PrefixRouter adds to a request of Ray Serve, against an empty actor call."""
-    from raykv.bench import route
+    from raykv.bench.engines import route
 
     _report(route.run, as_json)
 
@@ -169,7 +155,7 @@ def bench_route(as_json: bool) -> None:
 @JSON
 def bench_gpu(as_json: bool) -> None:
     """Copies of a GPU tier, against the same copies by cudaMemcpyAsync."""
-    from raykv.bench import gpu
+    from raykv.bench.blocks import gpu
 
     _report(gpu.run, as_json)
 

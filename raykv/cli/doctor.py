@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 import raykv
-from raykv import internal_kv
 from raykv.cli import shell
+from raykv.cluster import internal_kv
 from raykv.doctor import exchange, judgement, token
 from raykv.doctor.examination import Examination
 from raykv.doctor.finding import ADVICE, OK, WRONG, Finding

@@ -72,7 +72,7 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
     """Start a pool on every node of the Ray cluster that runs here."""
     import raykv
     from raykv.cli import shell
-    from raykv.cli.growth import grow
+    from raykv.cli.status.growth import grow
 
     config = PoolConfig(name, secret=secret_file, **settings)
     shell.join(name)
@@ -94,7 +94,7 @@ def start(name: str, secret_file: str | None, exist_ok: bool, as_json: bool, **s
 def stop(name: str, yes: bool) -> None:
     """End a pool, or what is left of one, and give its memory back."""
     from raykv.cli import shell
-    from raykv.cli.status import held_by
+    from raykv.cli.status.status import held_by
     from raykv.client.stop import stop_pool
 
     shell.join(name)
@@ -122,7 +122,7 @@ def status(name: str, as_json: bool) -> None:
 def top(name: str) -> None:
     """What `raykv status` shows, live: q quits, s sorts the nodes by something else."""
     from raykv.cli import shell
-    from raykv.cli.top import run
+    from raykv.cli.status.top import run
 
     shell.administer(name)
     run(name)
@@ -167,7 +167,7 @@ def trace(name: str, as_json: bool) -> None:
 def clear(name: str, yes: bool, as_json: bool) -> None:
     """Forget every block of a pool."""
     from raykv.cli import shell
-    from raykv.cli.status import held_by
+    from raykv.cli.status.status import held_by
 
     pool = shell.administer(name)
     shell.confirm(f"Forget all of pool {name}: {held_by(name)}, and what its external tier has?", yes)
@@ -189,7 +189,7 @@ def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: boo
     What is left past the deadline is no error.
     """
     from raykv.cli import shell
-    from raykv.cli.ray_nodes import find_node, living_nodes
+    from raykv.cli.status.ray_nodes import find_node, living_nodes
 
     if own == (node is not None):
         raise click.UsageError("give a node as `raykv status` shows it, or --self")
@@ -213,8 +213,8 @@ def drain(node: str | None, own: bool, deadline: float, force: bool, cancel: boo
 def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool) -> None:
     """Give a node, as `raykv status` shows it, more memory, or less, while the pool is in use."""
     from raykv.cli import shell
-    from raykv.cli.ray_nodes import find_node, living_nodes
-    from raykv.cli.status import resized
+    from raykv.cli.status.ray_nodes import find_node, living_nodes
+    from raykv.cli.status.status import resized
 
     pool = shell.administer(name)
     found = find_node(node, living_nodes())
@@ -230,7 +230,7 @@ def resize(node: str, cpu_memory: str, deadline: float, name: str, as_json: bool
 def quota(context: click.Context, name: str, as_json: bool) -> None:
     """What tenants have of a pool's memory at least and at most, and what each uses."""
     from raykv.cli import shell
-    from raykv.cli.status import quota_rows, table
+    from raykv.cli.status.status import quota_rows, table
 
     if context.invoked_subcommand is None:
         quotas = shell.administer(name).quotas()
@@ -318,8 +318,8 @@ main.add_command(bench)
 
 
 def _status(name: str, as_json: bool) -> None:
-    from raykv.cli import status
-    from raykv.cli.overview import look
+    from raykv.cli.status import status
+    from raykv.cli.status.overview import look
 
     overview = look(name)
     if as_json:

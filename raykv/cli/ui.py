@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayActorError
 
-from raykv import cluster, named_actors
-from raykv.cli.actors import look_up
-from raykv.cli.overview import Overview, look
-from raykv.cli.ray_nodes import living_nodes, short_ids
-from raykv.cli.status import hit_sources, node_memory, tier_bytes
+from raykv import cluster
+from raykv.cli.status.actors import look_up
+from raykv.cli.status.overview import Overview, look
+from raykv.cli.status.ray_nodes import living_nodes, short_ids
+from raykv.cli.status.status import hit_sources, node_memory, tier_bytes
+from raykv.cluster import named_actors
 from raykv.errors import PoolNotFound, RayKVError, reason_of
 from raykv.ui.actor import Place, start_page
 from raykv.ui.sight import Node, Prefix, Route, Sight

@@ -8,11 +8,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raykv import cluster, internal_kv, named_actors
+from raykv import cluster
 from raykv.client.session import settings_of
+from raykv.cluster import internal_kv, named_actors
 from raykv.config import Quota, Size, check_tenant, memory_size
 from raykv.errors import CapacityError
-from raykv.protocol import CONTENT_BYTES, host_of
+from raykv.protocol.location import CONTENT_BYTES, host_of
 from raykv.system import raylets
 
 ADMIN_DEADLINE_S = 10.0  # for each answer to an administrator; beside its own deadline for a resize

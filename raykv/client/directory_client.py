@@ -18,13 +18,14 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from raykv.client.directory_line import ERRORS, DirectoryLine
 from raykv.client.request_record import RequestReport
 from raykv.config import CLIENT_TTL_S, HEARTBEAT_S, KEYS_PER_CALL
 from raykv.keys import Keys
+from raykv.line.bell import Bell
+from raykv.line.directory_line import ERRORS, DirectoryLine
+from raykv.line.wire import Stream
 from raykv.metrics.exporter import EXPORT_S, Exporter
-from raykv.protocol import (
-    KEY_BYTES,
+from raykv.protocol.clients import (
     WRITTEN,
     Call,
     CommitRequest,
@@ -34,16 +35,15 @@ from raykv.protocol import (
     MatchedParts,
     MatchRequest,
     NextWindowRequest,
-    RequestLine,
     Reserved,
     ReserveRequest,
     Stored,
     Window,
 )
-from raykv.system.bell import Bell
+from raykv.protocol.location import KEY_BYTES
+from raykv.protocol.requests import RequestLine
 from raykv.system.counts import Counts
 from raykv.system.fork import refuse_forked
-from raykv.system.wire import Stream
 
 log = logging.getLogger("raykv")
 LOG_EVERY_S = 60.0  # between two lines of the log about one kind of fault

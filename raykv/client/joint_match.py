@@ -12,7 +12,7 @@ from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL, KEYS_PER_JOINT_CALL
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
-from raykv.protocol import Intent, MatchedPart
+from raykv.protocol.clients import Intent, MatchedPart
 
 
 class Part(NamedTuple):

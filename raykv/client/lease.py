@@ -16,17 +16,9 @@ from raykv.config import MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
-from raykv.protocol import (
-    ALTERED,
-    KEY_BYTES,
-    LOCATION,
-    PULLED,
-    Matched,
-    MatchedPart,
-    NextWindowRequest,
-    data_deadline,
-    is_tier,
-)
+from raykv.protocol.clients import Matched, MatchedPart, NextWindowRequest
+from raykv.protocol.location import KEY_BYTES, LOCATION, is_tier
+from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
 
 PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
 PIECES_AHEAD = 2

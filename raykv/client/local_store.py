@@ -6,11 +6,11 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from raykv import named_actors
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import GpuArena
 from raykv.client.store_client import Locations, StoreClient
-from raykv.protocol import StoreDescription
+from raykv.cluster import named_actors
+from raykv.protocol.transfers import StoreDescription
 
 DESCRIBE_DEADLINE_S = 60.0  # a store that has just started waits for the directory
 

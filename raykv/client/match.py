@@ -15,7 +15,7 @@ from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
-from raykv.protocol import Matched
+from raykv.protocol.clients import Matched
 from raykv.system.fork import refuse_forked
 
 

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from raykv.keys import CacheId
-from raykv.protocol import RequestLine
+from raykv.protocol.requests import RequestLine
 
 WAITING = 128  # lines that wait for the next report
 

@@ -13,7 +13,9 @@ from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
-from raykv.protocol import LOCATION, NOT_WRITTEN, PULLED, UNTOUCHED, WRITTEN
+from raykv.protocol.clients import NOT_WRITTEN, UNTOUCHED, WRITTEN
+from raykv.protocol.location import LOCATION
+from raykv.protocol.transfers import PULLED
 
 PUSH_BYTES = 128 * MIB  # that another node pulls at a time: nothing overlaps, and each time costs a call
 NO_ROOM = "all memory is held, or this node is drained or has no store: see `raykv status`"

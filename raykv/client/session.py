@@ -14,15 +14,15 @@ from typing import Any, ParamSpec, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from raykv import internal_kv, named_actors
 from raykv.client.connect import check_connected, connect
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.local_store import LocalStore
 from raykv.client.store_client import StoreClient
 from raykv.client.workers import Workers
+from raykv.cluster import internal_kv, named_actors
 from raykv.config import fingerprint
 from raykv.errors import PoolNotFound, ProtocolMismatch, RayKVError
-from raykv.protocol import host_of
+from raykv.protocol.location import host_of
 from raykv.system import fork
 
 log = logging.getLogger("raykv")

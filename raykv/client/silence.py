@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.config import SUSPECT_AFTER_S
-from raykv.protocol import is_tier
+from raykv.protocol.location import is_tier
 
 PING_S = 0.25  # for a store to say that it is there
 

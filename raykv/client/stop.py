@@ -9,9 +9,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv import cluster, internal_kv, named_actors
+from raykv import cluster
 from raykv.arena.files import arenas_of, remove_left_behind
 from raykv.client.connect import check_connected
+from raykv.cluster import internal_kv, named_actors
 from raykv.config import FLUSH_DEADLINE_S
 
 STOP_DEADLINE_S = 10.0  # for each actor to answer `stop`

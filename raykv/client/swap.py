@@ -16,7 +16,7 @@ from raykv.client.match import Match
 from raykv.client.reservation import store_rows
 from raykv.client.session import Session
 from raykv.keys import CacheId, Keys
-from raykv.protocol import data_deadline
+from raykv.protocol.transfers import data_deadline
 
 SLACK = 4  # times a read's deadline: what is not back by then is lost
 RETRY_S = 0.05  # between matches for blocks that are kept and were not read yet

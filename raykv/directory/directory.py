@@ -2,7 +2,7 @@
 
 Directory answers the calls of protocol.py: those of clients here, most of those of node stores in membership.py. Which
 slot a block gets is in kernels/placement.py, which block is evicted in kernels/eviction.py. What serves a Directory is
-raykv.actors.directory_server.
+raykv.actors.directory.server.
 """
 
 import math
@@ -13,33 +13,24 @@ from typing import Any
 import numpy as np
 
 from raykv.config import CLIENT_TTL_S, Quota
-from raykv.directory.allocator import Node
-from raykv.directory.arrays import KeyArray, RowArray, key_array, split_keys
-from raykv.directory.clients import Hold
-from raykv.directory.kernels import columns, demotion, placement, slabs, table, tenants
+from raykv.directory.calls.membership import COUNTERS
+from raykv.directory.calls.readers import Readers
+from raykv.directory.kernels import columns, demotion, placement, slabs, table
 from raykv.directory.kernels.columns import ENTRIES
-from raykv.directory.membership import COUNTERS
-from raykv.directory.readers import Readers
-from raykv.directory.tier_catalog import NOTHING
-from raykv.protocol import (
-    LOCATION,
-    NOT_WRITTEN,
-    UNTOUCHED,
-    Call,
-    CommitRequest,
-    Counted,
+from raykv.directory.state.allocator import Node
+from raykv.directory.state.arrays import KeyArray, RowArray, key_array, split_keys
+from raykv.directory.state.holds import Hold
+from raykv.directory.state.tier_catalog import NOTHING
+from raykv.protocol.clients import NOT_WRITTEN, UNTOUCHED, Call, CommitRequest, Counted, Reserved, ReserveRequest
+from raykv.protocol.location import LOCATION, host_of, is_block_size, slot_bytes
+from raykv.protocol.tiers import (
     DemotionReport,
     Demotions,
     ExistingBlocks,
     GpuDemotionReport,
     GpuDemotions,
-    Reserved,
-    ReserveRequest,
     TierReply,
     TierReport,
-    host_of,
-    is_block_size,
-    slot_bytes,
 )
 from raykv.system.jit import compile_all
 
@@ -173,7 +164,7 @@ class Directory(Readers):
         )
         if not grants and covered < len(keys):  # else the client asks for the rest in another call
             charge = int(self._c.size_classes[size_class]["charge"])
-            may_go = partial(tenants.may_give_up, self._c, tenant, charge)
+            may_go = partial(quotas.may_give_up, self._c, tenant, charge)
             if self.pins.give_up(size_class, len(keys) - covered, may_go):
                 return self.reserve(call, request, now)
             self.counters["refused"] += len(keys) - covered

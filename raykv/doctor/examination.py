@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raykv import internal_kv
-from raykv.actors.readiness import what_to_install
+from raykv.actors.store.readiness import what_to_install
+from raykv.cluster import internal_kv
 from raykv.doctor import examiner, judgement
 from raykv.doctor.facts import Facts
 from raykv.doctor.finding import OK, WRONG, Finding

@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
-from raykv import internal_kv
 from raykv.client.match import Match
+from raykv.cluster import internal_kv
 from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import ray
 
 from raykv import cluster
-from raykv.actors.gpu_memory import DRIVER
-from raykv.actors.readiness import left_behind_by_pool, machine
+from raykv.actors.store.gpu_memory import DRIVER
+from raykv.actors.store.readiness import left_behind_by_pool, machine
 from raykv.arena.files import SHM, arenas_of, left_behind
 from raykv.arena.gpu import device
-from raykv.system import free_memory, jit, tls
+from raykv.line import tls
+from raykv.system import free_memory, jit
 from raykv.system.free_memory import FreeMemory
 from raykv.transports import nixl
 

@@ -5,11 +5,11 @@ from importlib.metadata import metadata
 
 from packaging.specifiers import SpecifierSet
 
-from raykv.actors.readiness import what_to_install
+from raykv.actors.store.readiness import what_to_install
 from raykv.config import MIN_MEMORY, PoolConfig, capacity_bytes
 from raykv.doctor.facts import HUGE_PAGES, Facts
 from raykv.doctor.finding import ADVICE, OK, WRONG, Finding
-from raykv.protocol import VERSION
+from raykv.protocol.calls import VERSION
 from raykv.system import free_memory
 from raykv.system.extras import to_install
 

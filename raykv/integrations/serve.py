@@ -35,8 +35,8 @@ except ImportError as error:
     raise ImportError(f"this needs Ray Serve: {to_install('serve')}") from error
 
 from raykv import keys
-from raykv.client import prefix_lookup
 from raykv.client.cache import KVCache
+from raykv.integrations import prefix_lookup
 
 log = logging.getLogger("raykv")
 

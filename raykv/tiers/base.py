@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 from urllib.parse import SplitResult
 
-from raykv.protocol import KEY_BYTES
+from raykv.protocol.location import KEY_BYTES
 
 HEAD_BYTES = 64
 MARKER = bytes(KEY_BYTES)  # a key that is no block's: put and get take it, `scan` leaves it out

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from raykv.arena.arena import Arena
 from raykv.arena.buffers import rows_of
 from raykv.arena.checksum import judge
-from raykv.protocol import ALTERED, FAILED, BlocksRead
+from raykv.protocol.transfers import ALTERED, FAILED, BlocksRead
 from raykv.tiers.guarded import GuardedTier
 
 

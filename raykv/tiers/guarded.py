@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.protocol import ALIGN, CONTENT_BYTES, KEY_BYTES, SLAB_BYTES_MAX, data_deadline
+from raykv.protocol.location import ALIGN, CONTENT_BYTES, KEY_BYTES, SLAB_BYTES_MAX
+from raykv.protocol.transfers import data_deadline
 from raykv.system import events
 from raykv.system.counts import Counts
 from raykv.tiers import HEAD_BYTES, MARKER, Block, Tier

@@ -13,7 +13,7 @@ import ray
 from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
-from raykv.protocol import seconds_left
+from raykv.protocol.transfers import seconds_left
 
 
 class Peer(NamedTuple):

@@ -1,6 +1,6 @@
 """Serves an arena's blocks over TCP.
 
-A connection begins as raykv.system.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys.
+A connection begins as raykv.line.wire says. Then the reader sends requests, each a frame of n LOCATIONs and n keys.
 It gets n CLAIMs (whether a block is there, and what its header says) and the bytes of the blocks that are there, which
 it must verify.
 """
@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from raykv.arena.arena import Arena, BlockHeaders, PeerBlocks
 from raykv.config import KEYS_PER_CALL
 from raykv.errors import DeviceError
-from raykv.protocol import KEY_BYTES, LOCATION, data_deadline
-from raykv.system import wire
-from raykv.system.listener import Connection, Listener
-from raykv.system.wire import Stream
+from raykv.line import wire
+from raykv.line.listener import Connection, Listener
+from raykv.line.wire import Stream
+from raykv.protocol.calls import CLIENT
+from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.transfers import data_deadline
 
 log = logging.getLogger("raykv")
 
@@ -37,7 +39,7 @@ class BlockServer:
         self._arena = arena
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="raykv-send")
         self._senders.submit(int)  # one thread at least: see _lend
-        self._listener = Listener(host, "raykv-listen", {wire.CLIENT: KEYS_PER_CALL * REQUEST_BYTES}, self._lend)
+        self._listener = Listener(host, "raykv-listen", {CLIENT: KEYS_PER_CALL * REQUEST_BYTES}, self._lend)
         self.address = self._listener.address
 
     def close(self) -> None:

@@ -22,7 +22,8 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu import device
-from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, data_deadline, seconds_left
+from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED, data_deadline, seconds_left
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of
 from raykv.transports.block_server import CLAIM, claims_of

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.gpu import cuda
-from raykv.system import tls
+from raykv.line import tls
 from raykv.transports import base
 
 log = logging.getLogger("raykv")

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from raykv.arena import block_copy
 from raykv.arena.arena import Arena
-from raykv.protocol import ALTERED, FAILED, KEY_BYTES, LOCATION, PULLED, seconds_left
-from raykv.system import tls
+from raykv.line import tls
+from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport, ask, records_of, translated
 

@@ -9,7 +9,7 @@ from ray.exceptions import GetTimeoutError
 
 from raykv.arena.buffers import rows_within
 from raykv.arena.checksum import judge
-from raykv.protocol import ALTERED, BlocksRead, seconds_left
+from raykv.protocol.transfers import ALTERED, BlocksRead, seconds_left
 from raykv.transports.base import Peer, PullRequest, Transport
 
 

@@ -17,7 +17,8 @@ from raykv.arena.arena import Arena
 from raykv.arena.gpu.device import device
 from raykv.arena.gpu_arena import GpuArena
 from raykv.config import MIB
-from raykv.protocol import FAILED, PULLED, data_deadline, host_of, seconds_left
+from raykv.protocol.location import host_of
+from raykv.protocol.transfers import FAILED, PULLED, data_deadline, seconds_left
 from raykv.transports import nccl_pair
 from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.nccl import Nccl

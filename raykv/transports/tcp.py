@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.config import MIB
-from raykv.system import wire
-from raykv.system.tls import TlsSocket
-from raykv.system.wire import Address, Stream
+from raykv.line import wire
+from raykv.line.tls import TlsSocket
+from raykv.line.wire import Stream
+from raykv.protocol.location import Address
 from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.block_server import BlockServer
 from raykv.transports.tcp_pull import TcpPull

@@ -13,9 +13,9 @@ from raykv.arena import block_copy
 from raykv.arena.checksum import judge
 from raykv.arena.gpu_arena import GpuArena
 from raykv.config import MIB
-from raykv.protocol import ALTERED, FAILED, PULLED, seconds_left
-from raykv.system import wire
-from raykv.system.wire import Stream
+from raykv.line import wire
+from raykv.line.wire import Stream
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED, seconds_left
 from raykv.transports.base import PullRequest, records_of
 from raykv.transports.block_server import CLAIM
 

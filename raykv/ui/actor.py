@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import ray
 
-from raykv import named_actors
+from raykv.cluster import named_actors
 from raykv.errors import RayKVError
+from raykv.line.periodic import Periodic
 from raykv.system import events
 from raykv.system.extras import to_install
-from raykv.system.periodic import Periodic
 from raykv.ui.history import History
 from raykv.ui.sight import Sight
 

@@ -33,8 +33,8 @@ from helpers.pools import (
 )
 
 import raykv
-from raykv import internal_kv, named_actors
-from raykv.protocol import LOCATION, epoch_of
+from raykv.cluster import internal_kv, named_actors
+from raykv.protocol.location import LOCATION, epoch_of
 
 
 @pytest.fixture

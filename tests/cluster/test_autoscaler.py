@@ -11,7 +11,8 @@ from helpers.fake_cloud import autoscaled
 from helpers.pools import BLOCK, MIB, PATIENCE_S, Worker, eventually, holds, kill, locations, served, shm_files, tokens
 
 import raykv
-from raykv import cluster, internal_kv
+from raykv import cluster
+from raykv.cluster import internal_kv
 
 
 class Engine(Worker):

@@ -21,10 +21,9 @@ from ray._private.state import actors
 from rich.text import Text
 
 import raykv
-from raykv import internal_kv
 from raykv.arena import files
 from raykv.arena.arena import open_own
-from raykv.cluster import living
+from raykv.cluster import internal_kv, living
 from raykv.doctor import exchange, facts, judgement
 from raykv.doctor.finding import ADVICE, OK, WRONG
 

@@ -11,7 +11,7 @@ import ray
 from helpers.pools import BLOCK, MIB, Worker, eventually, keep, kill, load, other_node, read, store, tokens, worker
 
 import raykv
-from raykv import named_actors
+from raykv.cluster import named_actors
 
 Start = Callable[..., raykv.KVPool]
 

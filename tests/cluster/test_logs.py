@@ -12,7 +12,7 @@ from helpers.pools import BLOCK, MIB, Worker, eventually, holds, kill, part, pid
 from helpers.redis_server import redis_server
 
 import raykv
-from raykv import internal_kv, named_actors
+from raykv.cluster import internal_kv, named_actors
 
 PASSWORD, SECRET = "pass-of-the-tier", b"secret-of-the-pool"
 Event = dict[str, str]

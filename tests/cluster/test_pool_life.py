@@ -40,10 +40,10 @@ from helpers.pools import (
 )
 
 import raykv
-from raykv import internal_kv, named_actors
 from raykv import keys as key_chain
-from raykv.cli.actors import look_up
+from raykv.cli.status.actors import look_up
 from raykv.client.stop import stop_pool
+from raykv.cluster import internal_kv, named_actors
 from raykv.config import HEARTBEAT_S
 
 

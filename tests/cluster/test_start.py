@@ -22,9 +22,9 @@ from helpers.pools import PATIENCE_S, ROUTED_S, Attached, actor_names, eventuall
 from helpers.without_raykv import WITHOUT_RAYKV
 
 import raykv
-from raykv import internal_kv, named_actors
-from raykv.client.prefix_lookup import PrefixLookup, announce
-from raykv.protocol import VERSION
+from raykv.cluster import internal_kv, named_actors
+from raykv.integrations.prefix_lookup import PrefixLookup, announce
+from raykv.protocol.calls import VERSION
 
 MIB = 1 << 20
 LEAVE_AN_ARENA = """

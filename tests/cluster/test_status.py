@@ -18,9 +18,9 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.dashboard.modules.job.utils import get_driver_jobs
 
 import raykv
-from raykv import internal_kv
-from raykv.cli.overview import UPKEEP, Member, Overview, look
-from raykv.cli.status import node_rows
+from raykv.cli.status.overview import UPKEEP, Member, Overview, look
+from raykv.cli.status.status import node_rows
+from raykv.cluster import internal_kv
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from helpers.pools import eventually, keep, tokens
 from helpers.terminal import Tmux
 
 import raykv
-from raykv.cli.overview import look
-from raykv.cli.status import node_rows
+from raykv.cli.status.overview import look
+from raykv.cli.status.status import node_rows
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("tmux") and "CI" not in os.environ, reason="tmux is not installed: apt install tmux"

@@ -34,7 +34,7 @@ import raykv
 import raykv.client.lease
 from raykv.cli.trace import text
 from raykv.client.lease import LATE
-from raykv.directory.why_missing import ABSENT
+from raykv.directory.calls.why_missing import ABSENT
 
 NOTHING = {"memory": 0, "node": 0, "external": 0}
 

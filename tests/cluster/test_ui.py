@@ -20,8 +20,8 @@ from helpers.command_line import command, last_json
 from helpers.pools import BLOCK, eventually, free_port, keep, node_store, other_node, pid, read, tokens, worker
 
 import raykv
-from raykv import named_actors
 from raykv.cli import ui
+from raykv.cluster import named_actors
 from raykv.ui.actor import CONNECTIONS
 
 if Path("/usr/bin/chromedriver").exists() or "CI" in os.environ:

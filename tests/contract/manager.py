@@ -22,13 +22,13 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from raykv.integrations.vllm.chain import Chain
-from raykv.integrations.vllm.chunks import ChunksToLoad, Origin
+from raykv.integrations.vllm.chunks.chain import Chain
+from raykv.integrations.vllm.chunks.chunks import ChunksToLoad, Origin
 from raykv.integrations.vllm.connector import most_loaded
-from raykv.integrations.vllm.groups import groups_of
-from raykv.integrations.vllm.manager import Found, RayKVManager
-from raykv.integrations.vllm.ranks import Rank
-from raykv.protocol import KEY_BYTES
+from raykv.integrations.vllm.identity.groups import groups_of
+from raykv.integrations.vllm.scheduler.manager import Found, RayKVManager
+from raykv.integrations.vllm.worker.ranks import Rank
+from raykv.protocol.location import KEY_BYTES
 
 ANSWERS = {LookupResult.HIT: READY, LookupResult.HIT_PENDING: PENDING, LookupResult.MISS: MISSING}
 

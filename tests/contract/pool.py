@@ -14,18 +14,20 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from raykv.actors.directory_metrics import DirectoryMetrics
-from raykv.actors.directory_server import DirectoryServer
+from raykv.actors.directory.metrics import DirectoryMetrics
+from raykv.actors.directory.server import DirectoryServer
 from raykv.client import directory_client
 from raykv.client.directory_client import DirectoryClient
-from raykv.client.directory_line import DirectoryLine
-from raykv.client.pipeline import Pipeline
 from raykv.client.pool import KVPool
 from raykv.client.session import Session
 from raykv.directory.directory import Directory
 from raykv.keys import CacheId, Keys
-from raykv.protocol import ArenaDescription, Inventory, Reserved, SlabReport
-from raykv.system.wire import STORE, Address
+from raykv.line.directory_line import DirectoryLine
+from raykv.line.pipeline import Pipeline
+from raykv.protocol.calls import STORE
+from raykv.protocol.clients import Reserved
+from raykv.protocol.location import Address
+from raykv.protocol.stores import ArenaDescription, Inventory, SlabReport
 
 NODE, SLABS, SLAB_BYTES, BLOCK_BYTES = "node", 4096, 1 << 20, 4096
 CACHE = CacheId("contract", 1, BLOCK_BYTES, b"")

@@ -14,8 +14,8 @@ from tests.v1.kv_connector.unit.offloading_connector.utils import (
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from raykv.integrations.vllm.scheduler.waiting import PATIENCE
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
-from raykv.integrations.vllm.waiting import PATIENCE
 
 numbers = itertools.count()
 

@@ -1,7 +1,7 @@
 import pytest
 from helpers.directory_tiers import SLAB
 
-from raykv.directory import tier_catalog
+from raykv.directory.state import tier_catalog
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ from helpers.directory_pool import KEYS, PAGE, Pool, primary
 from helpers.directory_tiers import heartbeat, list_existing
 from helpers.oracle.slots import LOCATION, split, unpack
 
-from raykv.directory import gpu_demotion, tier_catalog
-from raykv.protocol import GpuDemotions, Inventory
+from raykv.directory.state import gpu_demotion, tier_catalog
+from raykv.protocol.stores import Inventory
+from raykv.protocol.tiers import GpuDemotions
 
 GPU = "a/0"
 LAST_FIRST = KEYS[6::-1]  # holds on a batch end with its last key first, so this is oldest first

@@ -13,18 +13,11 @@ from helpers.apart import apart
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import EMPTY, KEYS, PAGE, Pool, blocks
 
+from raykv.directory.calls.membership import EPOCHS_AHEAD, GPUS
 from raykv.directory.kernels import columns
-from raykv.directory.membership import EPOCHS_AHEAD, GPUS
-from raykv.protocol import (
-    EPOCHS,
-    LOCATION,
-    ArenaDescription,
-    ExistingBlocks,
-    Inventory,
-    SlabReport,
-    SweepResult,
-    TierReport,
-)
+from raykv.protocol.location import EPOCHS, LOCATION
+from raykv.protocol.stores import ArenaDescription, Inventory, SlabReport, SweepResult
+from raykv.protocol.tiers import ExistingBlocks, TierReport
 
 HUGE = [1 << 31, 1 << 32, 1 << 62, 1 << 63, 1 << 64]
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks
 
-from raykv.directory import intents
-from raykv.protocol import Call, Intent, MatchedParts, MatchRequest
+from raykv.directory.state import intents
+from raykv.protocol.clients import Call, Intent, MatchedParts, MatchRequest
 
 FIRST, SECOND = KEYS[:8], KEYS[100:108]  # keys of two parts
 

@@ -13,11 +13,12 @@ from helpers.directory_tiers import heartbeat, tiered
 from helpers.oracle.slots import LOCATION, split, unpack
 from helpers.pools import eventually
 
-from raykv import cluster, internal_kv, named_actors
-from raykv.actors import drain, supervisor
-from raykv.directory import membership
-from raykv.protocol import Inventory
-from raykv.system.periodic import Periodic
+from raykv import cluster
+from raykv.actors.supervisor import drain, supervisor
+from raykv.cluster import internal_kv, named_actors
+from raykv.directory.calls import membership
+from raykv.line.periodic import Periodic
+from raykv.protocol.stores import Inventory
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 

@@ -7,8 +7,8 @@ from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
 from helpers.oracle.slots import unpack
 
-from raykv.directory.clients import ROWS
-from raykv.protocol import Call, MatchRequest
+from raykv.directory.state.holds import ROWS
+from raykv.protocol.clients import Call, MatchRequest
 
 FIRST, SECOND = KEYS[:4], KEYS[100:104]  # keys of two parts
 

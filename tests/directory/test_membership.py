@@ -6,7 +6,7 @@ from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks
 from helpers.oracle.slots import LOCATION, unpack
 
-from raykv.protocol import FINISHED, Inventory, SweepResult
+from raykv.protocol.stores import FINISHED, Inventory, SweepResult
 
 
 def test_a_suspect_node_keeps_its_rows_but_offers_none_to_others() -> None:

@@ -13,8 +13,6 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from raykv.directory import clients
-
 SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4, 5)))
 STEPS = 42_000  # by each seed, at least: 210,000 in all
 SERVED_STEPS = 5_000  # on each way to the directory
@@ -131,7 +129,7 @@ def test_directory_gives_the_answers_of_the_oracle(number: int) -> None:
 @pytest.mark.timeout(900)
 def test_leases_that_are_soon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A world's clients stay for seconds: a lease is unused sooner here."""
-    monkeypatch.setattr(clients, "UNUSED_S", 2.0)
+    monkeypatch.setattr(holds, "UNUSED_S", 2.0)
     assert run(Cluster, 8, 20_000) >= 20_000
 
 

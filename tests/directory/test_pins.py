@@ -7,7 +7,7 @@ from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, 
 from helpers.oracle.slots import split
 
 from raykv.directory.kernels import columns
-from raykv.protocol import Inventory
+from raykv.protocol.stores import Inventory
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 

@@ -5,7 +5,7 @@ import os
 
 from helpers.directory_pool import KEYS, PAGE, Pool
 
-from raykv.directory.prefixes import KEPT, SEEN, Prefixes
+from raykv.directory.state.prefixes import KEPT, SEEN, Prefixes
 
 
 def test_a_look_up_counts_where_it_ended() -> None:

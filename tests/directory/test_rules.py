@@ -11,10 +11,11 @@ from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
 from helpers.oracle.slots import LOCATION, unpack
 from helpers.world.documents import DOCUMENTS
 
-from raykv.directory.allocator import staging_window
+from raykv.directory.calls.readers import HELD_UP_S
 from raykv.directory.kernels import columns
-from raykv.directory.readers import HELD_UP_S
-from raykv.protocol import Call, CommitRequest, MatchRequest, ReserveRequest, SweepResult
+from raykv.directory.state.allocator import staging_window
+from raykv.protocol.clients import Call, CommitRequest, MatchRequest, ReserveRequest
+from raykv.protocol.stores import SweepResult
 
 # ---------------------------------------------------------------------- locate_prefix
 

@@ -6,9 +6,9 @@ from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool, blocks
 from helpers.oracle.slots import LOCATION, unpack
 
-from raykv.directory.allocator import staging_window
 from raykv.directory.kernels import columns
-from raykv.protocol import FREED, Inventory, SlabReport, SweepResult
+from raykv.directory.state.allocator import staging_window
+from raykv.protocol.stores import FREED, Inventory, SlabReport, SweepResult
 
 SLOTS = 8
 PART = SLOTS - 1  # blocks: the last slot is the staging window's, of one slot a slab

@@ -10,7 +10,9 @@ from helpers.oracle.slots import split, unpack
 from helpers.world.documents import DOCUMENTS
 
 from raykv.directory.kernels import columns
-from raykv.protocol import ArenaDescription, Call, DemotionReport, Demotions, ExistingBlocks, TierReport
+from raykv.protocol.clients import Call
+from raykv.protocol.stores import ArenaDescription
+from raykv.protocol.tiers import DemotionReport, Demotions, ExistingBlocks, TierReport
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 NOTHING = Demotions(b"", b"", b"", b"", 0)

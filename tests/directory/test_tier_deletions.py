@@ -6,7 +6,7 @@ from helpers.directory_pool import KEYS, PAGE, Pool
 from helpers.directory_tiers import SLAB, heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 from helpers.oracle.slots import split
 
-from raykv.directory import demotion_batch, tier_catalog
+from raykv.directory.state import demotion_batch, tier_catalog
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 

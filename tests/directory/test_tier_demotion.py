@@ -6,8 +6,8 @@ from helpers.directory_pool import KEYS, PAGE, Pool
 from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, tier, tiered
 from helpers.oracle.slots import split, unpack
 
-from raykv.directory import tier_catalog
-from raykv.protocol import Demotions
+from raykv.directory.state import tier_catalog
+from raykv.protocol.tiers import Demotions
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 

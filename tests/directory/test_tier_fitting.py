@@ -5,8 +5,8 @@ import pytest
 from helpers.directory_pool import Pool
 from helpers.directory_tiers import in_external_tier, tier
 
-from raykv.actors.demoter import fitting
-from raykv.protocol import ExistingBlocks, TierReport
+from raykv.actors.store.demoter import fitting
+from raykv.protocol.tiers import ExistingBlocks, TierReport
 
 CAPACITY = 128 << 20
 SIZES = np.array([100 << 10, 300 << 10, 1 << 20, 3 << 20])

@@ -6,7 +6,8 @@ from helpers.directory_pool import KEYS, PAGE, Pool, blocks, staged
 from helpers.directory_tiers import heartbeat, in_external_tier, list_existing, only_in_tier, tier, tiered
 from helpers.oracle.slots import split, unpack
 
-from raykv.directory import demotion_batch, kernels
+from raykv.directory import kernels
+from raykv.directory.state import demotion_batch
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 

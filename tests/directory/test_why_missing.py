@@ -3,7 +3,7 @@
 from helpers.directory_pool import KEYS, Pool
 from helpers.directory_tiers import heartbeat, only_in_tier, tiered
 
-from raykv.directory.why_missing import ABSENT, AWAY, NO_MEMORY, TIER_AWAY, WRITTEN
+from raykv.directory.calls.why_missing import ABSENT, AWAY, NO_MEMORY, TIER_AWAY, WRITTEN
 
 
 def test_the_reason_is_that_of_the_copy_that_is_nearest_to_be_read() -> None:

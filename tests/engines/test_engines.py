@@ -11,7 +11,7 @@ from helpers.pools import eventually, node_store, other_node, pid, worker
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import raykv
-from raykv import named_actors
+from raykv.cluster import named_actors
 from raykv.integrations.transformers import model_cache, prefill
 
 PROMPT = np.random.default_rng(0).integers(0, 500, 205).tolist()  # 12 full blocks, and 13 tokens

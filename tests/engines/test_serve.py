@@ -26,7 +26,7 @@ from ray.serve.request_router import PendingRequest
 import raykv
 from examples import serve_transformers
 from raykv import keys
-from raykv.client.prefix_lookup import PrefixLookup
+from raykv.integrations.prefix_lookup import PrefixLookup
 from raykv.integrations.serve import WORTH, PrefixRouter, announce, ranked
 
 BLOCK_TOKENS = 4

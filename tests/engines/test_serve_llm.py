@@ -29,7 +29,7 @@ from ray.serve.llm import build_openai_app
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from examples import serve_vllm
-from raykv.client.prefix_lookup import PrefixLookup
+from raykv.integrations.prefix_lookup import PrefixLookup
 from raykv.integrations.vllm import kv_transfer_config
 from raykv.integrations.vllm.router import prompt_keys
 

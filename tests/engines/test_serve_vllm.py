@@ -28,8 +28,8 @@ from vllm.v1.request import Request
 
 from examples import serve_vllm
 from raykv import keys
-from raykv.integrations.vllm.loads import digest_of, files_of
 from raykv.integrations.vllm.router import VLLMPrefixRouter, block_hashes, prompt_keys, routed_config
+from raykv.integrations.vllm.worker.loads import digest_of, files_of
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = keys.root(b"secret", model="m")

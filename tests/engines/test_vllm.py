@@ -25,12 +25,12 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
 from raykv.arena.buffers import rows_of
-from raykv.integrations.vllm.chunks import ChunksOfGroup, ChunksToStore
+from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToStore
 from raykv.integrations.vllm.connector import check
-from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.manager import FAILED, HITS, RayKVManager
-from raykv.integrations.vllm.ranks import Rank
-from raykv.integrations.vllm.worker import RayKVWorker
+from raykv.integrations.vllm.identity.groups import Group
+from raykv.integrations.vllm.scheduler.manager import FAILED, HITS, RayKVManager
+from raykv.integrations.vllm.worker.ranks import Rank
+from raykv.integrations.vllm.worker.worker import RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens: 8 KiB each

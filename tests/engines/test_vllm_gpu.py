@@ -20,8 +20,8 @@ import raykv
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
 from raykv.client.joint_match import JointMatch, Part
-from raykv.integrations.vllm.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
-from raykv.integrations.vllm.worker import RayKVWorker, pages_of
+from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 
 ON_HOST = str(Path(__file__).parents[1] / "helpers" / "cupy_on_host")
 LAYERS, PAGES, PAGE, PER_CHUNK = 3, 32, 8 << 10, 4

@@ -16,7 +16,7 @@ from helpers.pools import MIB, eventually, free_port, kill, part, pid, stopped
 
 import raykv
 from raykv import keys as key_chain
-from raykv.client.prefix_lookup import PrefixLookup
+from raykv.integrations.prefix_lookup import PrefixLookup
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 

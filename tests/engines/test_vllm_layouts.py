@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from raykv.bench import one_process
+from raykv.bench.engines import one_process
 
 pytestmark = pytest.mark.timeout(600)
 WHOLE = 3 * 128  # tokens that are read of a prompt

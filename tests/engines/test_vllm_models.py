@@ -12,7 +12,7 @@ import ray
 from helpers.pools import MIB, eventually, kill, settled
 
 import raykv
-from raykv.bench.shapes import WINDOW
+from raykv.bench.engines.shapes import WINDOW
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 

@@ -21,8 +21,8 @@ from helpers.vllm_engine import close_engines, engine_on, save_model
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from raykv.arena.buffers import rows_of
-from raykv.integrations.vllm.chunks import ChunksOfGroup, ChunksToStore
-from raykv.integrations.vllm.worker import RayKVWorker
+from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToStore
+from raykv.integrations.vllm.worker.worker import RayKVWorker
 
 pytestmark = pytest.mark.timeout(600)
 BLOCK, CHUNK = 32, 128  # tokens

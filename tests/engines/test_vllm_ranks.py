@@ -19,9 +19,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
-from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.manager import RayKVManager
-from raykv.integrations.vllm.ranks import Rank, tell, told
+from raykv.integrations.vllm.identity.groups import Group
+from raykv.integrations.vllm.scheduler.manager import RayKVManager
+from raykv.integrations.vllm.worker.ranks import Rank, tell, told
 
 BYTES = (4096, 8192)  # of a part: stages of a pipeline may have different numbers of layers
 KEYS = [make_offload_key(one, 0) for one in HASHES]

@@ -20,10 +20,10 @@ import torch
 from helpers.vllm_request import request
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, make_offload_key
 
-from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.manager import RayKVManager
-from raykv.integrations.vllm.ranks import Rank
-from raykv.integrations.vllm.worker import RayKVWorker
+from raykv.integrations.vllm.identity.groups import Group
+from raykv.integrations.vllm.scheduler.manager import RayKVManager
+from raykv.integrations.vllm.worker.ranks import Rank
+from raykv.integrations.vllm.worker.worker import RayKVWorker
 
 CHUNK, CHUNKS = 4096, 4
 HASHES = [bytes([i]) * 32 for i in range(CHUNKS + 2)]

@@ -16,13 +16,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 from helpers import vllm_request
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
-from raykv.integrations.vllm.chain import Chain
-from raykv.integrations.vllm.groups import Group
-from raykv.integrations.vllm.manager import WAITED, RayKVManager
-from raykv.integrations.vllm.ranks import Rank
+from raykv.integrations.vllm.chunks.chain import Chain
+from raykv.integrations.vllm.chunks.tail import Tail
+from raykv.integrations.vllm.identity.groups import Group
+from raykv.integrations.vllm.scheduler.manager import WAITED, RayKVManager
+from raykv.integrations.vllm.scheduler.waiting import PATIENCE, patience_of
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
-from raykv.integrations.vllm.tail import Tail
-from raykv.integrations.vllm.waiting import PATIENCE, patience_of
+from raykv.integrations.vllm.worker.ranks import Rank
 
 TOKENS, SIZE = 16, 4096  # of a chunk
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]

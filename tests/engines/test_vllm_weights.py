@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vl
 
 from helpers.vllm_engine import close_engines, engine_on, save_model
 
-from raykv.integrations.vllm.weights import Weights
+from raykv.integrations.vllm.identity.weights import Weights
 
 pytestmark = pytest.mark.timeout(600)
 CHUNK = 128  # tokens

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raykv.arena import checksum, header
 from raykv.arena.arena import Arena
-from raykv.protocol import COUNTER_BITS, LOCATION
+from raykv.protocol.location import COUNTER_BITS, LOCATION
 from raykv.system.file_locks import SlotLocks
 
 EPOCH = 1

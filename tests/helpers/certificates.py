@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from raykv.system import tls
+from raykv.line import tls
 
 HOST = "127.0.0.1"
 

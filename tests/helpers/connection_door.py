@@ -13,10 +13,12 @@ from helpers.certificates import HOST, used
 from helpers.echo_server import PATIENCE_S, end
 from helpers.fuzz import Mutator
 from helpers.pools import eventually
-from raykv.client.pipeline import Pipeline, Request
-from raykv.system import wire
-from raykv.system.listener import Listener
-from raykv.system.wire import Address, frame
+from raykv.line import wire
+from raykv.line.listener import Listener
+from raykv.line.pipeline import Pipeline, Request
+from raykv.line.wire import frame
+from raykv.protocol.calls import CLIENT
+from raykv.protocol.location import Address
 
 HANDSHAKE, TLS = 3, 3  # pieces: both challenges and both proofs; and what TLS says before
 PIECES = HANDSHAKE + 3  # a question and an answer follow; that after the last one is none
@@ -95,7 +97,7 @@ def carry(m: Mutator, way: socket.socket, address: Address, number: int) -> Iter
 def connections(encrypted: bool) -> Iterator[ConnectionDoor]:
     wire.HANDSHAKE_S = PATIENCE_S  # this process is the door's; a machine may be busy
     with tempfile.TemporaryDirectory() as folder, used(Path(folder)) if encrypted else nullcontext():
-        listener = Listener(HOST, "raykv-test", {wire.CLIENT: LONGEST}, lambda _, body: frame(body))
+        listener = Listener(HOST, "raykv-test", {CLIENT: LONGEST}, lambda _, body: frame(body))
         door = ConnectionDoor(listener.address, encrypted)
         yield door
         eventually(lambda: len(listener.served) == 1 and not listener.unproven)  # the friend

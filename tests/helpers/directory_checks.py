@@ -11,7 +11,7 @@ from helpers.oracle.oracle import Oracle
 from helpers.oracle.slots import IN_TABLE, STORED
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import columns
-from raykv.protocol import KEY_BYTES, host_of
+from raykv.protocol.location import KEY_BYTES, host_of
 
 
 def _all(directory: Directory) -> list[Any]:

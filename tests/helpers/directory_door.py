@@ -9,23 +9,10 @@ import numpy as np
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import KEYS, PAGE, Pool
 from helpers.fuzz import Mutator
-from raykv.protocol import (
-    LOCATION,
-    ArenaDescription,
-    Call,
-    CommitRequest,
-    DemotionReport,
-    ExistingBlocks,
-    GpuDemotionReport,
-    Intent,
-    Inventory,
-    MatchRequest,
-    NextWindowRequest,
-    ReserveRequest,
-    SlabReport,
-    SweepResult,
-    TierReport,
-)
+from raykv.protocol.clients import Call, CommitRequest, Intent, MatchRequest, NextWindowRequest, ReserveRequest
+from raykv.protocol.location import LOCATION
+from raykv.protocol.stores import ArenaDescription, Inventory, SlabReport, SweepResult
+from raykv.protocol.tiers import DemotionReport, ExistingBlocks, GpuDemotionReport, TierReport
 
 NODES = ("a", "b", "a/gpu")
 STEPS = 60  # until everybody leaves and a new directory is asked

@@ -11,17 +11,10 @@ from helpers.oracle.slots import LOCATION, split, unpack
 from raykv.config import KEYS_PER_CALL
 from raykv.directory.directory import Directory
 from raykv.directory.kernels import columns
-from raykv.protocol import (
-    ArenaDescription,
+from raykv.protocol.clients import (
     Call,
     CommitRequest,
-    DemotionReport,
-    Demotions,
-    GpuDemotionReport,
-    GpuDemotions,
     Intent,
-    Inventory,
-    Joined,
     Matched,
     MatchedPart,
     MatchedParts,
@@ -31,6 +24,8 @@ from raykv.protocol import (
     ReserveRequest,
     Window,
 )
+from raykv.protocol.stores import ArenaDescription, Inventory, Joined
+from raykv.protocol.tiers import DemotionReport, Demotions, GpuDemotionReport, GpuDemotions
 
 PAGE = 4096
 EMPTY = Inventory(b"", b"", b"", b"", b"")

@@ -5,7 +5,8 @@ import struct
 from helpers.directory_checks import chain_of
 from helpers.directory_pool import KEYS, PAGE, Pool
 from raykv.directory.kernels import columns
-from raykv.protocol import ExistingBlocks, TierReport, is_tier
+from raykv.protocol.location import is_tier
+from raykv.protocol.tiers import ExistingBlocks, TierReport
 
 SLAB = 8 * PAGE  # of a tier: 4 blocks of a page, which take a page more there
 

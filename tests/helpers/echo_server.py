@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from raykv.system import wire
-from raykv.system.listener import Listener
-from raykv.system.wire import Address
+from raykv.line import wire
+from raykv.line.listener import Listener
+from raykv.protocol.calls import CLIENT
+from raykv.protocol.location import Address
 
 QUESTION = struct.Struct("<QIf")  # number, bytes of the answer, seconds until it
 PATIENCE_S = 60.0  # on a busy machine
@@ -51,7 +52,7 @@ def expected(number: int, size: int = 0) -> bytes:
 @contextmanager
 def serving(longest: int = 16 << 20) -> Iterator[Listener]:
     """A listener in this process."""
-    listener = Listener("127.0.0.1", "raykv-test", {wire.CLIENT: longest}, lambda _, body: wire.frame(answer(body)))
+    listener = Listener("127.0.0.1", "raykv-test", {CLIENT: longest}, lambda _, body: wire.frame(answer(body)))
     try:
         yield listener
     finally:

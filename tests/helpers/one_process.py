@@ -28,11 +28,13 @@ from ray.core.generated.gcs_pb2 import ActorTableData, GcsNodeInfo, NodeSnapshot
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 from ray.remote_function import RemoteFunction
 
-from raykv import cluster, internal_kv
-from raykv.actors import succession, supervisor
+from raykv import cluster
+from raykv.actors.directory import succession
+from raykv.actors.supervisor import supervisor
+from raykv.cluster import internal_kv
+from raykv.line.listener import Listener
+from raykv.line.periodic import Periodic
 from raykv.system import events
-from raykv.system.listener import Listener
-from raykv.system.periodic import Periodic
 
 JOB = "01000000"
 DEFAULT_GROUP = "_"

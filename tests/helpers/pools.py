@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
-from raykv import named_actors
+from raykv.cluster import named_actors
 from raykv.config import METADATA_DEADLINE_S
 from raykv.keys import Keys
-from raykv.protocol import LOCATION
+from raykv.protocol.location import LOCATION
 
 T = TypeVar("T")
 MIB = 1 << 20

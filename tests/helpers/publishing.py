@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from raykv.integrations.vllm import kv_events, published
 from raykv.integrations.vllm.announce import RoutedConnector
+from raykv.integrations.vllm.events import kv_events, published
 
 
 class PublishingConnector(RoutedConnector):

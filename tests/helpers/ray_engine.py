@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from helpers.pools import MIB
 from helpers.vllm_engine import ENVIRONMENT, Engine
-from raykv.bench import one_process
+from raykv.bench.engines import one_process
 
 PLUGIN = str(Path(__file__).parent / "ray_cpu")
 HEAD = "node:__internal_head__"  # a resource of the head's node

@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from raykv.system.wire import Address
+from raykv.protocol.location import Address
 
 FORWARD = 1 << 62  # bytes
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 import raykv
 from helpers.pools import MIB, eventually, node_store, other_node, pid, served, settled, totals, worker
-from raykv import named_actors
+from raykv.cluster import named_actors
 
 NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 256 * MIB}
 ROUNDS = 20

@@ -19,8 +19,8 @@ from vllm.v1.engine.core_client import InprocClient
 
 import raykv.client.lease
 from helpers.pools import PATIENCE_S, free_port
-from raykv.bench import one_process
-from raykv.integrations.vllm.chunks import ChunksToLoad
+from raykv.bench.engines import one_process
+from raykv.integrations.vllm.chunks.chunks import ChunksToLoad
 from raykv.integrations.vllm.connector import RayKVConnector, kv_transfer_config
 
 ENVIRONMENT = {

@@ -1,11 +1,11 @@
-"""Models whose layers keep KV of several kinds, of `raykv.bench.shapes`."""
+"""Models whose layers keep KV of several kinds, of `raykv.bench.engines.shapes`."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from raykv.bench.shapes import SHAPES, save
+from raykv.bench.engines.shapes import SHAPES, save
 from raykv.integrations.vllm.compat import TAKES_GROUPS
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
 
-from raykv.integrations.vllm.chain import Chain
-from raykv.integrations.vllm.chunks import Origin
-from raykv.integrations.vllm.tail import Tail
+from raykv.integrations.vllm.chunks.chain import Chain
+from raykv.integrations.vllm.chunks.chunks import Origin
+from raykv.integrations.vllm.chunks.tail import Tail
 
 
 def request(

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 import raykv
 import raykv.client.lease
 from raykv.config import KEYS_PER_CALL
-from raykv.system import wire
+from raykv.line import wire
 from raykv.transports.block_server import CLAIM, REQUEST_BYTES
 
 

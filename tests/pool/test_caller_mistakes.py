@@ -13,11 +13,12 @@ import pytest
 from helpers.pools import BLOCK, PATIENCE_S, eventually, keep, read, settled, store, tokens
 
 import raykv
-from raykv import internal_kv, protocol
-from raykv.client.directory_line import DirectoryLine
+from raykv.cluster import internal_kv
 from raykv.keys import CacheId, Keys
-from raykv.protocol import ArenaDescription
-from raykv.system.wire import STORE
+from raykv.line.directory_line import DirectoryLine
+from raykv.protocol import calls
+from raykv.protocol.calls import STORE
+from raykv.protocol.stores import ArenaDescription
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +153,10 @@ def test_a_pool_of_another_protocol_is_refused_with_both_versions(start: Callabl
     stored = internal_kv.get(pool.name, "settings")
     assert stored
     settings = json.loads(stored)
-    assert settings["protocol"] == protocol.VERSION
+    assert settings["protocol"] == calls.VERSION
     try:
-        internal_kv.put(pool.name, "settings", json.dumps({**settings, "protocol": protocol.VERSION + 1}).encode())
-        both = f"version {protocol.VERSION + 1}, this process has version {protocol.VERSION}: install one raykv"
+        internal_kv.put(pool.name, "settings", json.dumps({**settings, "protocol": calls.VERSION + 1}).encode())
+        both = f"version {calls.VERSION + 1}, this process has version {calls.VERSION}: install one raykv"
         with pytest.raises(raykv.ProtocolMismatch, match=both):
             raykv.attach(pool.name)
         with pytest.raises(raykv.ProtocolMismatch, match=both):

@@ -50,7 +50,7 @@ from helpers.tiered_pool import (
 )
 
 import raykv
-from raykv import internal_kv
+from raykv.cluster import internal_kv
 from raykv.tiers.base import path_of
 
 Start = Callable[..., raykv.KVPool]

@@ -15,7 +15,7 @@ from helpers.pools import (
 )
 
 import raykv
-from raykv.directory.why_missing import WRITTEN
+from raykv.directory.calls.why_missing import WRITTEN
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import raykv.client.joint_match
 from raykv.arena import buffers
 from raykv.client.joint_match import JointMatch, Part
 from raykv.client.lease import Lease, Leased
-from raykv.protocol import LOCATION, is_tier
+from raykv.protocol.location import LOCATION, is_tier
 
 SIZE, BLOCKS = 32 << 10, 16
 _seeds = itertools.count(100)

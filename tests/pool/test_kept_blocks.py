@@ -11,7 +11,7 @@ from helpers.pools import BLOCK, eventually, keep, read, settled, store, tokens
 from numpy.typing import NDArray
 
 import raykv
-import raykv.actors.directory_server
+import raykv.actors.directory.server
 import raykv.client.directory_client
 import raykv.client.match
 import raykv.client.reservation
@@ -150,7 +150,7 @@ def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: ray
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others' calls are answered between two of them."""
     clients = raykv.client.directory_client, raykv.client.match, raykv.client.reservation
-    for module in (*clients, raykv.actors.directory_server):
+    for module in (*clients, raykv.actors.directory.server):
         monkeypatch.setattr(module, "KEYS_PER_CALL", 7)
     keys = cache.keys(tokens(60, 20))
     keep(cache, keys)

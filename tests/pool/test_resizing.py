@@ -30,7 +30,7 @@ from helpers.pools import (
 from helpers.sizes import SIZE, as_started, has, node_of, taken
 
 import raykv
-from raykv import internal_kv
+from raykv.cluster import internal_kv
 
 
 @pytest.fixture(scope="module")

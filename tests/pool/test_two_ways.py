@@ -34,11 +34,11 @@ from helpers.pools import (
 
 import raykv
 import raykv.client.session
-from raykv import internal_kv
-from raykv.client import directory_line
-from raykv.client.prefix_lookup import PrefixLookup, announce
 from raykv.client.reservation import Reservation
-from raykv.system.wire import Address
+from raykv.cluster import internal_kv
+from raykv.integrations.prefix_lookup import PrefixLookup, announce
+from raykv.line import directory_line
+from raykv.protocol.location import Address
 
 FLOOD = 12_000  # connections
 

@@ -23,7 +23,7 @@ from raykv.arena import block_copy, checksum, files, header
 from raykv.arena.arena import Arena, open_own
 from raykv.arena.buffers import rows_of
 from raykv.errors import ArenaMismatch, CapacityError
-from raykv.protocol import ALIGN, LOCATION
+from raykv.protocol.location import ALIGN, LOCATION
 
 
 @pytest.fixture
@@ -514,7 +514,7 @@ free = os.statvfs(sys.argv[1])
 assert arena.offered == 2 and free.f_bavail * free.f_frsize > 1 << 20, "what it got of the third went back"
 
 import numpy as np
-from raykv.protocol import COUNTER_BITS, LOCATION
+from raykv.protocol.location import COUNTER_BITS, LOCATION
 try:
     with open(sys.argv[1] + "/others", "wb", buffering=0) as others:
         while others.write(bytes(4096)):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raykv.system.bell import Bell
+from raykv.line.bell import Bell
 
 LONG_S = 1000.0
 

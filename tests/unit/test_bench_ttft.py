@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 from transformers import AutoConfig
 
-from raykv.bench import ttft
+from raykv.bench.engines import ttft
 from raykv.cli.main import main
 
 

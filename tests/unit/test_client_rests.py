@@ -12,7 +12,7 @@ from helpers.pools import eventually
 from raykv.client import directory_client
 from raykv.client.directory_client import FORGET_S, PROBE_S, DirectoryClient
 from raykv.config import METADATA_DEADLINE_S
-from raykv.protocol import KEY_BYTES
+from raykv.protocol.location import KEY_BYTES
 
 
 class Line:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raykv.config import MIN_MEMORY, PoolConfig, capacity_bytes, memory_size, parse_size
+from raykv.protocol.location import Address
 from raykv.start import _check_same, _comparable
-from raykv.system.wire import Address
 from raykv.tiers import parse
 
 GIB = 1 << 30

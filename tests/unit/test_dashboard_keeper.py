@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from raykv.actors import dashboard_keeper
-from raykv.actors.dashboard_keeper import LOOK_S, DashboardKeeper
+from raykv.actors.store import dashboard_keeper
+from raykv.actors.store.dashboard_keeper import LOOK_S, DashboardKeeper
 from raykv.metrics import dashboard_files
 from raykv.metrics.dashboard import DASHBOARD, PANELS
 

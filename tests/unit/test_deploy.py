@@ -17,7 +17,7 @@ from helpers.pages import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from raykv.actors.drain import ATTACH_S, CALL_S
+from raykv.actors.supervisor.drain import ATTACH_S, CALL_S
 from raykv.cli.main import main
 from raykv.config import capacity_bytes
 

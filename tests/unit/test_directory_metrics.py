@@ -8,19 +8,19 @@ from helpers.directory_pool import KEYS, Pool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.actors import directory_metrics
-from raykv.actors.directory_metrics import TIMED_EVERY, DirectoryMetrics, timed_every
-from raykv.actors.directory_server import DirectoryServer
-from raykv.internal_kv import InCharge
+from raykv.actors.directory import metrics as of_directory
+from raykv.actors.directory.metrics import TIMED_EVERY, DirectoryMetrics, timed_every
+from raykv.actors.directory.server import DirectoryServer
+from raykv.cluster.internal_kv import InCharge
 from raykv.metrics.metric import CALL_SECONDS
 
 
 def test_a_directory_that_was_replaced_leaves_the_totals_of_the_other_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, bytes] = {}
     in_charge = [InCharge("p/directory-1", None)]
-    monkeypatch.setattr("raykv.internal_kv.get", lambda pool, key: kept.get(key))
-    monkeypatch.setattr("raykv.internal_kv.put", lambda pool, key, value: kept.update({key: value}))
-    monkeypatch.setattr("raykv.internal_kv.in_charge", lambda pool: in_charge[-1])
+    monkeypatch.setattr("raykv.cluster.internal_kv.get", lambda pool, key: kept.get(key))
+    monkeypatch.setattr("raykv.cluster.internal_kv.put", lambda pool, key, value: kept.update({key: value}))
+    monkeypatch.setattr("raykv.cluster.internal_kv.in_charge", lambda pool: in_charge[-1])
 
     def step(name: str, pool: Pool, metrics: DirectoryMetrics) -> None:
         pool.read("a", KEYS[:4])
@@ -44,14 +44,14 @@ def test_a_directory_that_was_replaced_leaves_the_totals_of_the_other_alone(monk
 
 @given(st.lists(st.tuples(st.sampled_from(["match", "nodes"]), st.floats(0, 2.0)), max_size=50), st.integers(1, 9))
 def test_calls_are_counted_in_their_buckets(calls: list[tuple[str, float]], folded: int) -> None:
-    metrics, before = DirectoryMetrics("p", "a"), directory_metrics.FOLDED
-    directory_metrics.FOLDED = folded
+    metrics, before = DirectoryMetrics("p", "a"), of_directory.FOLDED
+    of_directory.FOLDED = folded
     try:
         for method, seconds in calls:
             metrics.called(method, seconds)
             assert sum(map(len, metrics._times.values())) < 2 * folded, "it is bounded"
     finally:
-        directory_metrics.FOLDED = before
+        of_directory.FOLDED = before
     metrics.attach(Pool().directory, threading.Lock())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "_keep", lambda totals: None)

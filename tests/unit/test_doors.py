@@ -26,12 +26,13 @@ from helpers.gates import SIZE, SLABS, Guarded, Locations, guarded
 from helpers.stand_ins import OwnRedisTier, Selector, nixl_of
 from numpy.typing import NDArray
 
-from raykv.actors.node_store import NodeStore
-from raykv.actors.single_flight import SingleFlight
+from raykv.actors.store.node_store import NodeStore
+from raykv.actors.store.single_flight import SingleFlight
 from raykv.arena import header
 from raykv.arena.arena import Arena
 from raykv.errors import ArenaMismatch
-from raykv.protocol import ALIGN, PULLED, BlocksRead, Transfer
+from raykv.protocol.location import ALIGN
+from raykv.protocol.transfers import PULLED, BlocksRead, Transfer
 from raykv.system.counts import Counts
 from raykv.tiers import Tier, parse
 from raykv.tiers.base import path_of

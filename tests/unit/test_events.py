@@ -60,7 +60,7 @@ def test_the_page_names_every_event() -> None:
 
 def test_nobody_elses_logging_is_changed() -> None:
     code = (
-        "import logging, raykv, raykv.actors.node_store, raykv.actors.supervisor\n"
+        "import logging, raykv, raykv.actors.store.node_store, raykv.actors.supervisor.supervisor\n"
         "root, own = logging.getLogger(), logging.getLogger('raykv')\n"
         "print(root.handlers, own.handlers, own.level, own.propagate)\n"
         "from raykv.system import events\n"

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.actors.followers import FOLLOW_S, KEPT, LINES_PER_ANSWER, LINES_PER_S, Followers
+from raykv.actors.directory.followers import FOLLOW_S, KEPT, LINES_PER_ANSWER, LINES_PER_S, Followers
 from raykv.client.request_record import WAITING, RequestRecord, RequestReport
 from raykv.keys import CacheId
-from raykv.protocol import LINE_BYTES, Followed, RequestLine, packed
+from raykv.protocol.packing import packed
+from raykv.protocol.requests import LINE_BYTES, Followed, RequestLine
 
 NAMES = {2: "a node"}
 LINE = RequestRecord("request", CacheId("m", 16, 4096, b""), 64, found={"memory": 32}, read=32).line("a node")

@@ -32,7 +32,7 @@ from raykv.arena.gpu_arena import UNKNOWN, GpuArena, copy_between
 from raykv.client.lease import Lease
 from raykv.client.local_store import LocalStore
 from raykv.errors import CapacityError, DeviceError
-from raykv.protocol import ALTERED, FAILED, PULLED
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.system import file_locks
 from raykv.transports import selector
 from raykv.transports.object_store import ObjectStore

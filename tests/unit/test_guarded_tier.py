@@ -17,7 +17,8 @@ from xxhash import xxh3_64_intdigest
 
 from raykv.arena.arena import Arena
 from raykv.arena.checksum import judge
-from raykv.protocol import ALTERED, CONTENT_BYTES, LOCATION, PULLED
+from raykv.protocol.location import CONTENT_BYTES, LOCATION
+from raykv.protocol.transfers import ALTERED, PULLED
 from raykv.tiers import MARKER, Block, Tier, guarded, open_tier, parse
 from raykv.tiers.base import path_of
 from raykv.tiers.guarded import GuardedTier

@@ -18,14 +18,15 @@ from helpers.arena_worker import PRINT, SLAB
 from helpers.gates import SIZE, SLABS, Guarded, guarded
 from helpers.redis_server import redis_server
 
-from raykv import protocol
-from raykv.actors.node_store import NodeStore
-from raykv.actors.single_flight import SingleFlight
+from raykv.actors.store.node_store import NodeStore
+from raykv.actors.store.single_flight import SingleFlight
 from raykv.arena import header
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import copy_between
 from raykv.errors import ArenaMismatch
-from raykv.protocol import ALIGN, FAILED, PULLED, BlocksRead, Transfer
+from raykv.protocol import location, stores, transfers
+from raykv.protocol.location import ALIGN
+from raykv.protocol.transfers import FAILED, PULLED, BlocksRead, Transfer
 from raykv.system.counts import Counts
 from raykv.system.jit import compile_all
 from raykv.tiers import Block, open_tier, parse
@@ -72,7 +73,7 @@ def ask_everything(change: dict[str, int]) -> None:
         assert len(arena.with_lengths(at)) == len(at)
         if "gen" not in change:
             assert not arena.addresses(at).any()
-            assert not arena.identify(at)[0].any() and set(arena.sweep(at)) == {protocol.FREED}
+            assert not arena.identify(at)[0].any() and set(arena.sweep(at)) == {stores.FREED}
             with pytest.raises(ValueError, match="no slot"):
                 arena.views(at)
         assert not arena.fill(at, gate.keys, lambda which, addresses: [0] * len(addresses)).any()
@@ -173,11 +174,11 @@ def test_what_a_directory_says_of_slabs_and_epochs_is_checked() -> None:
             with pytest.raises(ValueError, match="no slab"):
                 arena.region(slab)
             assert not arena.give_back(slab, w.GEN + 1000)
-        for generation in (-1, protocol.GENERATIONS, 1 << 63):
+        for generation in (-1, location.GENERATIONS, 1 << 63):
             assert not arena.give_back(0, generation)
             with pytest.raises(ValueError, match="generation"):
                 arena.raise_floor(generation)
-        for epoch in (-1, protocol.EPOCHS, 1 << 63):
+        for epoch in (-1, location.EPOCHS, 1 << 63):
             with pytest.raises(ValueError, match="epoch"):
                 arena.raise_epoch(epoch)
         gate.there()
@@ -310,10 +311,10 @@ def test_records_of_a_peer() -> None:
 
 
 def test_verdicts_of_another_process() -> None:
-    assert protocol.verdicts_of(bytes([PULLED, 77]), 2).tolist() == [PULLED, FAILED]
+    assert transfers.verdicts_of(bytes([PULLED, 77]), 2).tolist() == [PULLED, FAILED]
     for bad in (b"", b"\1", bytes(3)):
         with pytest.raises(ValueError, match="verdicts"):
-            protocol.verdicts_of(bad, 2)
+            transfers.verdicts_of(bad, 2)
 
 
 # ---------------------------------------------------------------------- tiers

@@ -3,18 +3,18 @@
 import pytest
 from helpers.echo_server import serving
 
-from raykv.client import directory_line
-from raykv.client.directory_line import DirectoryLine
-from raykv.internal_kv import InCharge
-from raykv.system.wire import Address
+from raykv.cluster.internal_kv import InCharge
+from raykv.line import directory_line
+from raykv.line.directory_line import DirectoryLine
+from raykv.protocol.location import Address
 
 
 @pytest.fixture
 def in_charge(monkeypatch: pytest.MonkeyPatch) -> list[InCharge]:
     """What Ray's internal KV says, last."""
     told: list[InCharge] = []
-    monkeypatch.setattr("raykv.internal_kv.in_charge", lambda pool: told[-1])
-    monkeypatch.setattr("raykv.named_actors.find", lambda name: name)
+    monkeypatch.setattr("raykv.cluster.internal_kv.in_charge", lambda pool: told[-1])
+    monkeypatch.setattr("raykv.cluster.named_actors.find", lambda name: name)
     return told
 
 

@@ -24,9 +24,11 @@ from helpers.echo_server import (
 from helpers.fuzz import SECONDS, SEED
 from helpers.pools import eventually
 
-from raykv.system import tls, wire
-from raykv.system.listener import BULK_BYTES, Connection, Listener
-from raykv.system.wire import Address, frame
+from raykv.line import tls, wire
+from raykv.line.listener import BULK_BYTES, Connection, Listener
+from raykv.line.wire import frame
+from raykv.protocol.calls import CLIENT, STORE
+from raykv.protocol.location import Address
 
 both = pytest.mark.usefixtures("plain_and_tls")
 LONGEST = 1000
@@ -61,7 +63,7 @@ def stranger(address: Address) -> Iterator[Any]:
 def answer_to(peer: socket.socket, token: bytes) -> bytes:
     """What a client answers to the challenge of a listener: a challenge of its own, and its proof."""
     both = wire.receive(peer, wire.CHALLENGE_BYTES) + wire.challenge()
-    return both[wire.CHALLENGE_BYTES :] + wire.proof(token, wire.CLIENT, both)
+    return both[wire.CHALLENGE_BYTES :] + wire.proof(token, CLIENT, both)
 
 
 @contextmanager
@@ -124,7 +126,7 @@ def test_a_wrong_proof_ends_the_connection(listener: Listener, shift: int) -> No
         token = listener.address.token if shift else b"guessed"
         for i, peer in enumerate((first, second)):
             mine = wire.challenge()
-            shown = wire.proof(token, wire.CLIENT, challenges[(i + shift) % 2] + mine)
+            shown = wire.proof(token, CLIENT, challenges[(i + shift) % 2] + mine)
             peer.sendall(mine + shown + frame(question(1)))
             assert closed(peer)
     assert served(listener.address)
@@ -419,7 +421,7 @@ def test_a_peer_that_resets_hinders_nobody(listener: Listener, sent: str) -> Non
 
 @contextmanager
 def listening(serve: Callable[[Connection, bytes], bytes | None]) -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", "raykv-test", {wire.CLIENT: LONGEST}, serve)
+    listener = Listener("127.0.0.1", "raykv-test", {CLIENT: LONGEST}, serve)
     try:
         yield listener
     finally:
@@ -609,7 +611,7 @@ class Fuzzer:
     def open(self, address: Address) -> None:
         if self.rng.random() < 0.2:
             address = address._replace(token=b"guessed")
-        side = self.rng.choice((*[wire.CLIENT] * 4, wire.STORE, wire.LISTENER))  # the last two may not connect there
+        side = self.rng.choice((*[CLIENT] * 4, STORE, wire.LISTENER))  # the last two may not connect there
         if self.rng.random() < 0.8:
             peer: Any = wire.connect(address, side)
         else:
@@ -676,7 +678,7 @@ def test_what_a_peer_said_before_it_left_is_served() -> None:
             done.set()
         return frame(b"an answer that nobody reads")
 
-    listener = Listener("127.0.0.1", "test-listen", {wire.CLIENT: 1 << 20}, serve)
+    listener = Listener("127.0.0.1", "test-listen", {CLIENT: 1 << 20}, serve)
     peer = wire.connect(listener.address)
     peer.sendall(b"".join(frame(b"%d" % i) for i in range(8)))
     assert first.wait(10)
@@ -698,7 +700,7 @@ def test_short_frames_are_served_before_long_ones_which_take_turns() -> None:
             done.set()
         return wire.frame(b"ok")
 
-    listener = Listener("127.0.0.1", "test-listen", {wire.CLIENT: 1 << 20}, serve)
+    listener = Listener("127.0.0.1", "test-listen", {CLIENT: 1 << 20}, serve)
     first, *peers = [wire.connect(listener.address) for _ in range(4)]
     first.sendall(wire.frame(b"the one that all others wait for"))
     long = bytes(BULK_BYTES)

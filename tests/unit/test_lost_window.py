@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from raykv.client.lease import Lease
-from raykv.protocol import LOCATION, NextWindowRequest, Window
+from raykv.protocol.clients import NextWindowRequest, Window
+from raykv.protocol.location import LOCATION
 
 HERE, THERE, BLOCKS = 4, 6, 4
 

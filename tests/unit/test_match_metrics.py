@@ -14,7 +14,8 @@ from raykv.client.match import Match
 from raykv.client.request_record import RequestReport
 from raykv.keys import CacheId, Keys, tenant_of
 from raykv.metrics.exporter import LABELS_MAX, OTHER, Exporter
-from raykv.protocol import LOCATION, Matched
+from raykv.protocol.clients import Matched
+from raykv.protocol.location import LOCATION
 
 HERE, TIER, BLOCKS, SECRET = 4, 3, 4, b"s" * 32
 SALTED = CacheId("m", 16, 4096, b"", tenant_of("acme", SECRET))

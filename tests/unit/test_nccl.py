@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayActorError
 
 from raykv.arena.gpu import cuda
-from raykv.protocol import ALTERED, FAILED, PULLED
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.system.extras import to_install
 from raykv.transports import nccl as transport
 from raykv.transports import nccl_pair

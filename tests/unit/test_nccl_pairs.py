@@ -8,11 +8,11 @@ import pytest
 import ray
 from helpers.nccl_nodes import ELSEWHERE, FROM, PATIENCE_S, TO, ByHand, Node, blocks, eventually, keys, locations, peer
 
-from raykv.actors.gpu_memory import open_gpus
+from raykv.actors.store.gpu_memory import open_gpus
 from raykv.arena.gpu import cuda
 from raykv.arena.superblock import NO_CLUSTER
 from raykv.errors import CapacityError
-from raykv.protocol import PULLED
+from raykv.protocol.transfers import PULLED
 from raykv.transports import nccl_pair
 from raykv.transports.base import PullRequest, Transport
 from raykv.transports.selector import TransportSelector

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 import raykv.transports.nixl
 from raykv.arena.arena import Arena
-from raykv.protocol import ALTERED, COUNTER_BITS, FAILED, LOCATION, PULLED
+from raykv.protocol.location import COUNTER_BITS, LOCATION
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.transports.base import Peer, PullRequest
 from raykv.transports.nixl import Nixl
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from raykv.actors.demoter import fitting
-from raykv.actors.peers import Peers
-from raykv.actors.single_flight import SingleFlight
-from raykv.protocol import ALIGN, FAILED, PULLED
+from raykv.actors.store.demoter import fitting
+from raykv.actors.store.peers import Peers
+from raykv.actors.store.single_flight import SingleFlight
+from raykv.protocol.location import ALIGN
+from raykv.protocol.transfers import FAILED, PULLED
 from raykv.transports.base import Peer
 
 THREADS, ROUNDS = 8, 400

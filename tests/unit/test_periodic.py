@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from helpers.pools import eventually
 
-from raykv.actors import directory_loop
-from raykv.actors.directory_loop import DirectoryLoop
-from raykv.system.periodic import Pause, Periodic
+from raykv.line import directory_loop
+from raykv.line.directory_loop import DirectoryLoop
+from raykv.line.periodic import Pause, Periodic
 
 LONG_S = 1000.0
 

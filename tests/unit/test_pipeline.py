@@ -19,10 +19,10 @@ from helpers.echo_server import PATIENCE_S, Server, expected, open_files, questi
 from helpers.interrupts import Interrupted, interrupted_at
 from helpers.pools import eventually
 
-import raykv.client.pipeline
-from raykv.client.pipeline import Answer, Pipeline, Request
-from raykv.system import tls, wire
-from raykv.system.wire import Address
+import raykv.line.pipeline
+from raykv.line import tls, wire
+from raykv.line.pipeline import Answer, Pipeline, Request
+from raykv.protocol.location import Address
 
 pytestmark = pytest.mark.usefixtures("plain_and_tls")
 
@@ -39,7 +39,7 @@ Ask = Callable[[int, int, float], bytes]
 
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
-    monkeypatch.setattr(raykv.client.pipeline, "SEND_S", PATIENCE_S)  # its listener is alive, however busy the machine
+    monkeypatch.setattr(raykv.line.pipeline, "SEND_S", PATIENCE_S)  # its listener is alive, however busy the machine
     with serving() as listener:
         pipeline = Pipeline(listener.address)
         yield pipeline
@@ -237,7 +237,7 @@ def test_a_signal_at_any_moment_leaves_the_turn_to_others(what: str) -> None:
         while True:
             request = send(pipeline, 1)
             assert select.select([pipeline.socket], [], [], PATIENCE_S)[0]  # there is something to read
-            with interrupted_at(len(moments), raykv.client.pipeline) as at:
+            with interrupted_at(len(moments), raykv.line.pipeline) as at:
                 pipeline.wait(request, PATIENCE_S) if what == "wait" else pipeline.look()
             if not at:
                 break
@@ -424,7 +424,7 @@ def test_a_peer_that_takes_nothing_is_given_up() -> None:
 
 def test_a_request_that_a_signal_cut_short_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of it would be taken out of the next one."""
-    monkeypatch.setattr(raykv.client.pipeline, "SEND_S", PATIENCE_S)
+    monkeypatch.setattr(raykv.line.pipeline, "SEND_S", PATIENCE_S)
     received: list[int] = []
 
     def count(connection: socket.socket) -> None:

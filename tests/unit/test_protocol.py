@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raykv.actors.directory import DirectoryActor
-from raykv.actors.directory_server import CALLS
+from raykv.actors.directory.directory import DirectoryActor
 from raykv.client.directory_client import plain
-from raykv.protocol import Call, Counted, Matched, MatchedParts, MatchRequest, Reserved, packed, unpacked
+from raykv.protocol.calls import CALLS
+from raykv.protocol.clients import Call, Counted, Matched, MatchedParts, MatchRequest, Reserved
+from raykv.protocol.packing import packed, unpacked
 
 fields = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary()
 messages = st.recursive(
@@ -19,8 +20,8 @@ messages = st.recursive(
 )
 
 
-def test_every_call_of_the_socket_is_a_method_of_the_actor() -> None:
-    assert all(callable(getattr(DirectoryActor, name)) for names in CALLS.values() for name in names)
+def test_every_call_is_a_method_of_the_actor() -> None:
+    assert all(callable(getattr(DirectoryActor, name)) for name in CALLS)
 
 
 @given(messages)

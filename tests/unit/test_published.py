@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from raykv.integrations.vllm.published import (
+from raykv.integrations.vllm.events.published import (
     ABSENT_S,
     AGAIN_S,
     OFFERED_S,

@@ -13,14 +13,16 @@ from helpers.arena_worker import PRINT, SLAB
 from helpers.directory_checks import check_invariants
 from helpers.pools import eventually
 
-from raykv import internal_kv
-from raykv.actors import resizer
-from raykv.actors.node_memory import inventory_of
-from raykv.actors.resizer import Resizer, SavedSize
+from raykv.actors.store import resizer
+from raykv.actors.store.node_memory import inventory_of
+from raykv.actors.store.resizer import Resizer, SavedSize
 from raykv.arena.arena import Arena
+from raykv.cluster import internal_kv
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
-from raykv.protocol import LOCATION, ArenaDescription, Call, CommitRequest, ReserveRequest
+from raykv.protocol.clients import Call, CommitRequest, ReserveRequest
+from raykv.protocol.location import LOCATION
+from raykv.protocol.stores import ArenaDescription
 from raykv.system import free_memory
 
 SLABS, LIMIT, SIZE = 12, 6, 64 << 10

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from raykv.actors import succession
-from raykv.actors.succession import SILENT_PINGS, SILENT_RAY_PINGS, Succession
-from raykv.internal_kv import InCharge
-from raykv.system.wire import Address
+from raykv.actors.directory import succession
+from raykv.actors.directory.succession import SILENT_PINGS, SILENT_RAY_PINGS, Succession
+from raykv.cluster.internal_kv import InCharge
+from raykv.protocol.location import Address
 
 FIRST, SECOND = "raykv/p/directory-1", "raykv/p/directory-2"
 THERE = Address("127.0.0.1", 1, b"")  # where nobody listens

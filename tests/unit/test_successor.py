@@ -8,8 +8,8 @@ import pytest
 from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
 from ray.exceptions import RayActorError
 
-from raykv.actors import successor
-from raykv.actors.successor import LOOK_S, MOVE_AFTER_S, START_DEADLINE_S, Successor
+from raykv.actors.directory import successor
+from raykv.actors.directory.successor import LOOK_S, MOVE_AFTER_S, START_DEADLINE_S, Successor
 
 NUMBER, IN_CHARGE = 2, "head"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
 
-from raykv.actors import supervisor
+from raykv.actors.supervisor import supervisor
 
 
 class Watch(supervisor.Supervisor):

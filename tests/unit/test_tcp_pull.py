@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 import raykv.transports.tcp
 import raykv.transports.tcp_pull
 from raykv.arena.arena import Arena
-from raykv.protocol import ALTERED, FAILED, PULLED
-from raykv.system import tls
-from raykv.system.wire import Address
+from raykv.line import tls
+from raykv.protocol.location import Address
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.transports.base import Peer, PullRequest
 from raykv.transports.tcp import FEWEST, MOST, SETTLED_S, Lane, Tcp
 from raykv.transports.tcp_pull import TcpPull

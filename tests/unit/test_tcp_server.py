@@ -13,8 +13,8 @@ from helpers.echo_server import PATIENCE_S, end
 from helpers.pools import eventually
 from numpy.typing import NDArray
 
-from raykv.protocol import LOCATION
-from raykv.system import wire
+from raykv.line import wire
+from raykv.protocol.location import LOCATION
 from raykv.transports.block_server import CLAIM, BlockServer
 
 REQUEST = wire.frame(np.zeros(1, LOCATION).tobytes() + bytes(16))

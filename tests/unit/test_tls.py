@@ -21,9 +21,10 @@ from helpers.certificates import HOST
 from helpers.echo_server import PATIENCE_S, expected, open_files, question, serving
 from helpers.pools import eventually
 
-from raykv.system import tls, wire
-from raykv.system.listener import SHAKE_S, Listener
-from raykv.system.wire import Address, frame
+from raykv.line import tls, wire
+from raykv.line.listener import SHAKE_S, Listener
+from raykv.line.wire import frame
+from raykv.protocol.location import Address
 from raykv.transports import nccl_pair, nixl
 
 ELSEWHERE = "192.0.2.7"

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from raykv.cli.history import LOOKS, History, sparkline
-from raykv.cli.overview import Member, Overview
-from raykv.cli.ray_nodes import RayNode
-from raykv.cli.top import SORTS, screen
+from raykv.cli.status.history import LOOKS, History, sparkline
+from raykv.cli.status.overview import Member, Overview
+from raykv.cli.status.ray_nodes import RayNode
+from raykv.cli.status.top import SORTS, screen
 
 IDS = [f"{number:08}" + 48 * "0" for number in range(30)]
 COUNTS: dict[str, Any] = {"epoch": 1, "lookups": 0, "hits": 0, "evicted": 0, "keys": 0, "clients": 0}

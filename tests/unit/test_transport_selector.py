@@ -14,9 +14,10 @@ from ray.exceptions import RayActorError
 
 import raykv.transports.nixl
 import raykv.transports.selector
-from raykv.actors.readiness import Question, answer
+from raykv.actors.store.readiness import Question, answer
 from raykv.arena.arena import Arena
-from raykv.protocol import ALTERED, FAILED, LOCATION, PULLED
+from raykv.protocol.location import LOCATION
+from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.system.extras import to_install
 from raykv.transports.base import Peer, PullRequest, Transport
 from raykv.transports.selector import RETRY_S, TransportSelector, open_transports

@@ -11,8 +11,8 @@ from helpers.pools import eventually
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from raykv.integrations.vllm.adapters import Adapter, Load, Told, ToldAdapters
-from raykv.integrations.vllm.loads import REST_NS, Loads, digest_of, files_of
+from raykv.integrations.vllm.identity.adapters import Adapter, Load, Told, ToldAdapters
+from raykv.integrations.vllm.worker.loads import REST_NS, Loads, digest_of, files_of
 
 
 def write(folder: Path, weights: str, seconds_ago: int = 60) -> str:
@@ -73,7 +73,7 @@ def test_other_weights_of_a_name_have_another_number_and_the_same_the_same(
 ) -> None:
     """Whatever vLLM's id is: an adapter that is unloaded and loaded gets a new one."""
     now = time.time_ns()
-    monkeypatch.setattr("raykv.integrations.vllm.loads.time.time_ns", lambda: now + 60 * REST_NS)
+    monkeypatch.setattr("raykv.integrations.vllm.worker.loads.time.time_ns", lambda: now + 60 * REST_NS)
     one, other = (files_of(write(tmp_path / name, name)) for name in ("one", "other"))
     loads, numbers = Loads(), []
     for adapter, files in ((7, one), (7, one), (8, one), (8, other), (8, one)):
@@ -93,7 +93,7 @@ def test_only_the_last_load_of_an_adapter_counts() -> None:
 def test_files_at_rest_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = files_of(write(tmp_path, "first"))
     now = time.time_ns()
-    monkeypatch.setattr("raykv.integrations.vllm.loads.time.time_ns", lambda: now + 2 * REST_NS)
+    monkeypatch.setattr("raykv.integrations.vllm.worker.loads.time.time_ns", lambda: now + 2 * REST_NS)
     assert files.at_rest and digest_of(files)
     (tmp_path / "adapter_model.safetensors").unlink()
     assert digest_of(files)

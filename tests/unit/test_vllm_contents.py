@@ -17,8 +17,8 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.request import Request
 
-from raykv.integrations.vllm.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin
-from raykv.integrations.vllm.contents import Contents, mixed
+from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin
+from raykv.integrations.vllm.chunks.contents import Contents, mixed
 
 BLOCK, PER_CHUNK = 4, 2  # tokens of a block, and blocks of a chunk
 CHUNK = BLOCK * PER_CHUNK

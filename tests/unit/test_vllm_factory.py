@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from raykv.bench import timed_connector
+from raykv.bench.engines import timed_connector
 from raykv.integrations.serve import PrefixRouter
 from raykv.integrations.vllm import kv_transfer_config
 from raykv.integrations.vllm.announce import RoutedConnector

@@ -28,9 +28,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
 from raykv.integrations.vllm.connector import _identify, kv_transfer_config
-from raykv.integrations.vllm.identity import _options_digest
-from raykv.integrations.vllm.loads import digest_of, files_of
-from raykv.integrations.vllm.weights import Weights
+from raykv.integrations.vllm.identity.identity import _options_digest
+from raykv.integrations.vllm.identity.weights import Weights
+from raykv.integrations.vllm.worker.loads import digest_of, files_of
 from raykv.keys import rekey, root
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}

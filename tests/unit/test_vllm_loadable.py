@@ -11,10 +11,10 @@ from contract.manager import Manager
 from contract.pool import BLOCK_BYTES, NODE, READY, Content, open_pool
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
-from raykv.integrations.vllm.chain import Chain
-from raykv.integrations.vllm.chunks import Origin
-from raykv.integrations.vllm.groups import Group, loadable
-from raykv.integrations.vllm.ranks import Rank
+from raykv.integrations.vllm.chunks.chain import Chain
+from raykv.integrations.vllm.chunks.chunks import Origin
+from raykv.integrations.vllm.identity.groups import Group, loadable
+from raykv.integrations.vllm.worker.ranks import Rank
 
 FULL, STATE = Group(0, 0, 16, 0), Group(1, 1, 16, 1)
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'raykv[vllm]'")
 
-from raykv.integrations.vllm.ranks import cut
+from raykv.integrations.vllm.worker.ranks import cut
 
 
 def parallel(tensor: int, stages: int = 1) -> Any:

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
-from raykv.integrations.vllm.tail import Tail, as_chunk, tail_of
+from raykv.integrations.vllm.chunks.tail import Tail, as_chunk, tail_of
 
 HASH = get_hash_fn_by_name("sha256")
 BLOCK, CHUNK = 4, 12  # tokens

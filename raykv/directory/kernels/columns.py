@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from raykv.protocol import LOCATION
+from raykv.protocol.location import LOCATION
 
 # States of a row: FREE -> WRITING -> READY -> (evicted) WRITING ...; of a replica FREE -> STAGING -> REPLICA -> ...;
 # in an external tier FREE -> DEMOTING -> EXTERNAL -> (evicted) DEMOTING ...

@@ -10,9 +10,9 @@ import numpy as np
 
 from raykv.directory.kernels.columns import CLOCK, INT, REPLICA, TENANTS, TO_ALL, C
 from raykv.directory.kernels.lists import forget_at, free, list_of, ready_list, size_class_of, unlink
+from raykv.directory.kernels.quotas import ANYBODY, OTHERS, OWN, may_go, tenant_of, whose
 from raykv.directory.kernels.slots import room
 from raykv.directory.kernels.table import alone, delete, prefetch, prefetch_entry, probe, row_at
-from raykv.directory.kernels.tenants import ANYBODY, OTHERS, OWN, may_go, tenant_of, whose
 from raykv.system.jit import kernel
 
 

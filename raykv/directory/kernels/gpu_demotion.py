@@ -11,9 +11,9 @@ from raykv.directory.kernels.demotion import start_demotion
 from raykv.directory.kernels.eviction import evict, near_victim, oldest
 from raykv.directory.kernels.leases import has_primary
 from raykv.directory.kernels.lists import charge, link_old, list_of, listed, suspend, touch, unlink
+from raykv.directory.kernels.quotas import is_full, tenant_of
 from raykv.directory.kernels.slots import room, take
 from raykv.directory.kernels.table import delete, first_of
-from raykv.directory.kernels.tenants import is_full, tenant_of
 from raykv.system.jit import kernel
 
 

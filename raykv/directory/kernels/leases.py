@@ -43,10 +43,10 @@ from raykv.directory.kernels.lists import (
     unhold,
 )
 from raykv.directory.kernels.lookup import best
+from raykv.directory.kernels.quotas import tenant_of
 from raykv.directory.kernels.slabs import locate
 from raykv.directory.kernels.slots import stage, takeable
 from raykv.directory.kernels.table import find, first_of, probe, row_at
-from raykv.directory.kernels.tenants import tenant_of
 from raykv.system.jit import kernel
 
 UNSTAGED = -2  # remote, and without a staging row yet

@@ -30,9 +30,9 @@ from raykv.directory.kernels.columns import (
     WRITING,
     C,
 )
+from raykv.directory.kernels.quotas import tenant_of
 from raykv.directory.kernels.table import alone, close_gap, delete, first_of, insert, probe, row_at
-from raykv.directory.kernels.tenants import tenant_of
-from raykv.protocol import COUNTER_BITS
+from raykv.protocol.location import COUNTER_BITS
 from raykv.system.jit import kernel
 
 

@@ -21,11 +21,11 @@ from raykv.directory.kernels.columns import (
 )
 from raykv.directory.kernels.eviction import evict, evict_surplus, keep_maximum, next_ahead, victim, victim_ahead
 from raykv.directory.kernels.lists import assign, claim, free, grant, hold, present, quarantine, size_class_of, taken
+from raykv.directory.kernels.quotas import is_full
 from raykv.directory.kernels.slabs import locate, row_of
 from raykv.directory.kernels.slots import can_stage, room, stage, take
 from raykv.directory.kernels.table import find, first_of
-from raykv.directory.kernels.tenants import is_full
-from raykv.protocol import NOT_WRITTEN, WRITTEN
+from raykv.protocol.clients import NOT_WRITTEN, WRITTEN
 from raykv.system.jit import kernel
 
 AHEAD = 4  # victims whose rows are prefetched

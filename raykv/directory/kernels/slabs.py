@@ -39,7 +39,7 @@ from raykv.directory.kernels.lists import (
     withdraw,
 )
 from raykv.directory.kernels.table import delete, insert, prefetch, prefetch_entry
-from raykv.protocol import FINISHED, STILL_WRITTEN
+from raykv.protocol.stores import FINISHED, STILL_WRITTEN
 from raykv.system.jit import kernel
 
 AHEAD = 16  # rows that are prefetched: about as many cache misses as a core keeps in flight

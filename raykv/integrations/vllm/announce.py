@@ -5,8 +5,8 @@ from typing import Any
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-from raykv.client import prefix_lookup
-from raykv.integrations.vllm.chain import Chain
+from raykv.integrations import prefix_lookup
+from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.compat import missing
 from raykv.integrations.vllm.connector import RayKVConnector
 

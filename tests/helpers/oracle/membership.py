@@ -6,17 +6,9 @@ from collections import Counter
 from helpers.oracle.intents import Intents
 from helpers.oracle.pins import Pins
 from helpers.oracle.slots import PRESENT, STORED, Client, Lease, Node, SizeClass, Tier, pack, split, unpack
-from raykv.directory import clients
-from raykv.protocol import (
-    ArenaDescription,
-    Call,
-    Counted,
-    Heartbeat,
-    Inventory,
-    Joined,
-    SoleCopies,
-    SweepResult,
-)
+from raykv.directory.state import holds
+from raykv.protocol.clients import Call, Counted
+from raykv.protocol.stores import ArenaDescription, Heartbeat, Inventory, Joined, SoleCopies, SweepResult
 
 SOLE_COPIES_PER_CALL = 6  # of each size
 
@@ -119,7 +111,7 @@ class Membership(Pins):
     def end_unused(self, client: Client, now: float) -> None:
         """Leases by which nothing was asked for a long time. A slot that is staged into may still be written."""
         for i, hold in list(client.holds.items()):
-            if now - hold.used > clients.UNUSED_S and not hold.writes:
+            if now - hold.used > holds.UNUSED_S and not hold.writes:
                 for item in hold.staged:
                     self.abandon(item)
                 self.release(client.holds.pop(i))

@@ -12,7 +12,7 @@ from typing import Any
 from helpers.oracle.readers import Readers
 from helpers.oracle.slots import HOLDS_MAX, IN_TABLE, PRESENT, Lease, Node, Row, pack, split, unpack
 from raykv.directory.directory import PINNED_SHARE
-from raykv.protocol import Call, CommitRequest, Counted, Reserved, ReserveRequest
+from raykv.protocol.clients import Call, CommitRequest, Counted, Reserved, ReserveRequest
 
 COUNTERS = (
     *("lookups", "hits", "remote_hits", "external_hits", "stored", "refused", "corrupt"),

@@ -17,7 +17,7 @@ from helpers.oracle.slots import (
     pack,
     split,
 )
-from raykv.protocol import (
+from raykv.protocol.clients import (
     Call,
     Intent,
     Matched,

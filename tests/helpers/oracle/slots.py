@@ -3,7 +3,7 @@
 import struct
 from dataclasses import dataclass, field
 
-from raykv.protocol import is_tier
+from raykv.protocol.location import is_tier
 
 PRESENT = ("ready", "replica")
 STORED = (*PRESENT, "external")

@@ -8,7 +8,7 @@ from typing import Any
 
 from helpers.oracle.slots import IN_TABLE, PRESENT, Node, Row, SizeClass, Slab, Tier, pack, split, unpack
 from helpers.oracle.tenants import Tenants
-from raykv.protocol import DemotionReport, Demotions, ExistingBlocks, TierReply, TierReport
+from raykv.protocol.tiers import DemotionReport, Demotions, ExistingBlocks, TierReply, TierReport
 
 # In worlds all is small: a tier's slab holds 3, 2 or 1 blocks of `world.SIZES`.
 TIER_SLAB = 6 * 4096

@@ -8,7 +8,7 @@ from helpers.world.documents import SIZE_OF
 from helpers.world.locations import garbled
 from helpers.world.twins import Twins
 from raykv.config import Quota
-from raykv.protocol import Demotions, GpuDemotions
+from raykv.protocol.tiers import Demotions, GpuDemotions
 
 
 @dataclass

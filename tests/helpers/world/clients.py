@@ -11,7 +11,7 @@ from helpers.world.cast import Cast, Held, Worker
 from helpers.world.documents import DEPTH, DOCUMENTS, LONGEST, SIZES
 from helpers.world.locations import split
 from raykv.directory.kernels import columns
-from raykv.protocol import (
+from raykv.protocol.clients import (
     NOT_WRITTEN,
     UNTOUCHED,
     WRITTEN,

@@ -4,7 +4,7 @@ from random import Random
 
 from helpers.oracle.slots import LOCATION, unpack
 from raykv.directory.directory import Directory
-from raykv.protocol import slot_bytes
+from raykv.protocol.location import slot_bytes
 
 
 def split(locations: bytes) -> list[bytes]:

@@ -8,15 +8,9 @@ from helpers.oracle.slots import LOCATION, unpack
 from helpers.world.cast import Cast, Store
 from helpers.world.documents import DEPTH, SIZE_OF
 from helpers.world.locations import garbled, keys_of, slot_size, split
-from raykv.protocol import (
-    ArenaDescription,
-    GpuDemotionReport,
-    GpuDemotions,
-    Inventory,
-    SlabReport,
-    SweepResult,
-    slot_bytes,
-)
+from raykv.protocol.location import slot_bytes
+from raykv.protocol.stores import ArenaDescription, Inventory, SlabReport, SweepResult
+from raykv.protocol.tiers import GpuDemotionReport, GpuDemotions
 
 SLAB = 8 * 4096
 

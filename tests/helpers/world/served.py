@@ -11,38 +11,14 @@ from ray import cloudpickle
 
 from helpers.pools import PATIENCE_S
 from helpers.world.world import World
-from raykv.actors.directory_metrics import DirectoryMetrics
-from raykv.actors.directory_server import CALLS, DirectoryServer
-from raykv.client.directory_line import DirectoryLine
-from raykv.client.pipeline import Pipeline
+from raykv.actors.directory.metrics import DirectoryMetrics
+from raykv.actors.directory.server import DirectoryServer
 from raykv.directory.directory import Directory
-from raykv.protocol import (
-    ArenaDescription,
-    Counted,
-    Demotions,
-    GpuDemotions,
-    Heartbeat,
-    Joined,
-    Matched,
-    MatchedPart,
-    MatchedParts,
-    Reserved,
-    SlabReport,
-    SoleCopies,
-    Stored,
-    TierReply,
-    Window,
-)
+from raykv.line.directory_line import DirectoryLine
+from raykv.line.pipeline import Pipeline
+from raykv.protocol.calls import ADMINISTRATOR, CALLS, CLIENT, STORE
+from raykv.protocol.stores import ArenaDescription, Heartbeat, Joined, SlabReport
 
-ANSWERS: dict[str, Any] = {
-    "heartbeat": Heartbeat,
-    **{"match": Matched, "next_window": Window, "reserve": Reserved, "join": Joined, "tier_heartbeat": TierReply},
-    **dict.fromkeys(("commit", "pin", "unpin", "forget", "preempted", "client_heartbeat"), Counted),
-    **{"stored": Stored, "demote": Demotions, "demote_gpu": GpuDemotions, "sole_copies": SoleCopies},
-}
-ANSWERS["match_parts"] = lambda epoch, parts, pending, short: MatchedParts(
-    epoch, tuple(MatchedPart(*part) for part in parts), pending, short
-)
 LINES = 3  # connections, which take turns
 
 OF_THE_SERVER = ("socket", "connections", "prefixes", "holders")  # in its stats, beside the directory's
@@ -79,7 +55,7 @@ class SocketWay(RayWay):
     def __init__(self, directory: Windowed) -> None:
         super().__init__(directory)
         address = self.server.listen("127.0.0.1")
-        self.lines = {side: [DirectoryLine("p", side) for _ in range(LINES)] for side in CALLS}
+        self.lines = {side: [DirectoryLine("p", side) for _ in range(LINES)] for side in (CLIENT, STORE)}
         for side, lines in self.lines.items():
             for line in lines:
                 line._pipeline = Pipeline(address, side)
@@ -87,10 +63,9 @@ class SocketWay(RayWay):
         self.waits = itertools.cycle((True, False))
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        sides = [side for side, calls in CALLS.items() if method in calls]
-        if not sides:
+        if (side := CALLS[method].by) == ADMINISTRATOR:
             return super().ask(method, *arguments)
-        line = next(self.turns[sides[0]])
+        line = next(self.turns[side])
         if method == "commit" and not next(self.waits):
             answers: list[Any] = []
             line.tell(method, *arguments, deliver=answers.append)
@@ -172,10 +147,11 @@ def _meant(directory: Directory, name: str, answer: Any) -> Any:
     if name == "heartbeat":
         answer, target = answer
         assert target == (0, b"")
-    elif name == "clear":
+        return Heartbeat(*answer)
+    if name == "clear":
         floor, answer = answer
         assert floor == directory.floor
-    return ANSWERS[name](*answer) if name in ANSWERS else answer
+    return CALLS[name].meant(answer)
 
 
 def _plain(argument: Any) -> Any:

@@ -5,7 +5,7 @@ import struct
 from helpers.world.cast import Cast
 from helpers.world.documents import DEPTH, SIZE_OF
 from helpers.world.locations import garbled, keys_of, split
-from raykv.protocol import DemotionReport, Demotions, ExistingBlocks, TierReport
+from raykv.protocol.tiers import DemotionReport, Demotions, ExistingBlocks, TierReport
 
 
 class Tiers(Cast):

@@ -22,8 +22,9 @@ from helpers.oracle.membership import SOLE_COPIES_PER_CALL
 from helpers.oracle.oracle import Oracle
 from helpers.oracle.slots import unpack
 from helpers.oracle.tiers import BATCH_BYTES, KEYS_PER_CALL, TIER_SLAB
-from raykv.directory import demotion_batch, gpu_demotion, intents, membership, tier_catalog
+from raykv.directory.calls import membership
 from raykv.directory.directory import Directory
+from raykv.directory.state import demotion_batch, gpu_demotion, intents, tier_catalog
 
 TTL = 10.0
 

@@ -17,7 +17,9 @@ from helpers.world.tenants import Tenants
 from helpers.world.tiers import Tiers
 from helpers.world.twins import TTL
 from raykv.directory.kernels import columns
-from raykv.protocol import FREED, DemotionReport, GpuDemotionReport, SweepResult, TierReport, host_of
+from raykv.protocol.location import host_of
+from raykv.protocol.stores import FREED, SweepResult
+from raykv.protocol.tiers import DemotionReport, GpuDemotionReport, TierReport
 
 NAMES = ("a", "b", "c", "d")
 Mix = dict[Callable[["World"], None], float]  # how often what happens, beside the rest

@@ -1,0 +1,1 @@
+"""The actor that knows where every block is."""

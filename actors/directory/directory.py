@@ -1,0 +1,134 @@
+"""The directory as an actor: its server, beside Ray's calls, and what Ray keeps of it.
+
+A call through Ray costs this process ten times what the answer does. So clients and node stores keep a connection each,
+which one thread serves; a lock keeps it and Ray's thread apart. Ray's calls are for administrators, and for whoever
+can't reach the socket.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+
+from raykv import cluster
+from raykv.actors.directory.metrics import DirectoryMetrics
+from raykv.actors.directory.server import DirectoryServer, Message
+from raykv.actors.directory.succession import Succession
+from raykv.cluster import internal_kv, named_actors
+from raykv.config import WRITE_SHARES, Quota
+from raykv.directory.directory import Directory
+from raykv.protocol.location import Address, host_of
+from raykv.system import events, free_memory
+from raykv.system.jit import compile_all
+
+log = logging.getLogger("raykv")
+SUCCESSOR_BYTES = 1 << 30  # a successor loads its kernels ahead where so much memory is free
+
+
+class DirectoryActor(DirectoryServer):
+    """Where every block of a pool is."""
+
+    def __init__(self, pool: str, name: str) -> None:
+        """name: this actor's. It serves if that is in charge, else it stands by: see Succession."""
+        super().__init__(pool, DirectoryMetrics(pool, name))
+        events.begin(named_actors.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
+        if internal_kv.settings(pool) is None:  # `start` waits, and shows how far it is
+            compile_all(
+                "raykv.directory", lambda *done: internal_kv.put(pool, "compiled", "{} {}".format(*done).encode())
+            )
+        elif free_memory.free_bytes().free > SUCCESSOR_BYTES:
+            _load_kernels()
+        self._settings = internal_kv.await_settings(pool)
+        self._nodes: set[str] = set()  # of Ray, that were alive when it was asked last
+        self._succession = Succession(pool, name, _load_kernels, self._serve)
+        self._succession.start()
+
+    def __repr__(self) -> str:
+        return f"Directory(pool={self._pool})"
+
+    def node_id(self) -> str:
+        """Of the Ray node that it runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def take_charge(self) -> None:
+        """Serve from now on, whatever directory did so before."""
+        self._succession.take()
+
+    def _serve(self) -> Address | None:
+        """Begin, unless that is done. Returns where it listens."""
+        if self._state is None:
+            self._begin()
+        return self._listener.address if self._listener else None
+
+    def _begin(self) -> None:
+        """Answer from now on, with an empty directory of an epoch of its own."""
+        settings, epoch = self._settings, internal_kv.take_epoch(self._pool)
+        self._nodes = cluster.living()  # later Ray is asked for new ones only: everybody waits meanwhile
+        directory = Directory(
+            epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
+        )
+        for name in internal_kv.names(self._pool, "leaving"):
+            directory.leave(name, time.monotonic())
+        for tenant, quota in internal_kv.quotas(self._pool).items():
+            try:
+                directory.set_quota(tenant, quota, time.monotonic())
+            except ValueError:  # two directories wrote at once
+                log.exception("%r goes on without the quota of %r", self, tenant)
+        directory.resume(self._metrics.saved())
+        self.serve(directory)
+        self._metrics.attach(directory, self._lock)
+        self._metrics.start()
+        with contextlib.suppress(PermissionError):  # Ray runs its workers at nice 15, and everybody waits for this one
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        gc.freeze()  # a collection that walks all of numba would hold up every caller
+        self._open_socket(settings["transport"])
+        events.tell("serve", epoch=epoch, **internal_kv.shown(settings))
+
+    def _open_socket(self, transport: str) -> None:
+        """Where clients may use one."""
+        if transport == "object_store":
+            return
+        try:
+            self.listen(ray.util.get_node_ip_address())
+        except OSError as error:
+            log.warning("pool %s: no socket for the directory, which is called through Ray: %r", self._pool, error)
+
+    def join(self, name: str, arena: Message) -> Message:
+        """As DirectoryServer. ValueError where Ray has no such node: each costs memory, and counts as the pool's."""
+        if host_of(name) not in self._nodes:
+            self._nodes = cluster.living()
+        if host_of(name) not in self._nodes:
+            raise ValueError(f"{name!r} is no node of this Ray cluster: a store joins by the id of its node")
+        joined, is_raised = self._join(name, arena)
+        if is_raised:  # the arena knew of later directories than Ray did
+            internal_kv.take_epoch(self._pool, joined.epoch)
+        events.tell("join", node=events.short(name), index=joined.node, epoch=joined.epoch)
+        return tuple(joined)
+
+    def set_quota(self, tenant: str, minimum: float, maximum: float) -> None:
+        """As DirectoryServer; later directories keep it, too."""
+        super().set_quota(tenant, minimum, maximum)
+        internal_kv.put_quota(self._pool, tenant, Quota(minimum, maximum))
+        events.tell("quota", tenant=tenant, minimum=minimum, maximum=maximum)
+
+    def remove_quota(self, tenant: str) -> bool:
+        """As DirectoryServer."""
+        removed = super().remove_quota(tenant)
+        internal_kv.put_quota(self._pool, tenant, None)
+        events.tell("quota_removed", tenant=tenant)
+        return removed
+
+
+def _load_kernels() -> None:
+    compile_all("raykv.directory")
+
+
+def start_directory(pool: str, number: int, node_id: str) -> Any:
+    """Start a directory on a node, or find it. Returns at once; it answers when its kernels are loaded."""
+    name = named_actors.directory_name(pool, number)
+    options = named_actors.options(name, node_id)
+    return ray.remote(DirectoryActor).options(**options).remote(pool, name)

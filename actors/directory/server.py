@@ -1,0 +1,325 @@
+"""Answers the calls of a pool's clients and node stores, on a socket: adds the time, a lock and counts to a Directory.
+
+It needs no Ray. `raykv.actors.directory.directory` is the server as an actor.
+"""
+
+import functools
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from raykv.actors.directory.followers import Followers
+from raykv.actors.directory.metrics import DirectoryMetrics, timed_every
+from raykv.config import KEYS_PER_CALL, Quota
+from raykv.directory.calls.why_missing import NO_MEMORY
+from raykv.directory.directory import Directory
+from raykv.line import wire
+from raykv.line.listener import Connection, Listener, Unhurried
+from raykv.protocol.calls import CLIENT, STORE, may_ask
+from raykv.protocol.clients import Call, CommitRequest, Intent, MatchRequest, NextWindowRequest, ReserveRequest
+from raykv.protocol.location import KEY_BYTES, LOCATION, Address
+from raykv.protocol.packing import packed, unpacked
+from raykv.protocol.stores import ArenaDescription, Inventory, Joined, SlabReport, SweepResult
+from raykv.protocol.tiers import DemotionReport, ExistingBlocks, GpuDemotionReport, TierReport
+from raykv.system.hints import taker, takers
+
+log = logging.getLogger("raykv")
+
+Message = tuple[Any, ...]  # of raykv.protocol, as a plain tuple: Ray pickles that fastest
+
+# the longest: a client's lists of keys come in steps; of a store's big arena, what its writers left half done
+FRAME_BYTES = {CLIENT: 4 << 20, STORE: 64 << 20}
+PARTS = 1024  # of a match: for each rank, one a KV head and kind of layer
+ERROR_CHARS = 1000  # of what is said about a call that failed
+LOG_EVERY_S = 60.0  # between two lines of the log about failed calls of one name
+PREFIXES, HOLDERS = 20, 3  # that `stats` has
+T = TypeVar("T")
+
+
+def one_at_a_time(method: Callable[..., T]) -> Callable[..., T]:
+    """A method that Ray's thread and the socket's may call: the Directory is a state machine for a single thread.
+
+    It gets what its hints say, of plain values; ValueError for others.
+    """
+    name, clock, take = method.__name__, time.perf_counter, takers(method)
+    every, least = timed_every(name), len(take) - len(method.__defaults__ or ())
+
+    @functools.wraps(method)
+    def locked(self: "DirectoryServer", *args: Any) -> T:
+        if not least <= len(args) <= len(take):
+            raise ValueError(f"{name}: {len(args)} arguments: give {len(take)}")
+        given = [one(arg) for one, arg in zip(take, args, strict=False)]
+        with self._lock:
+            calls = self._metrics.calls
+            calls[name] = number = calls[name] + 1
+            if number % every:
+                return method(self, *given)
+            begin = clock()
+            try:
+                return method(self, *given)
+            finally:
+                self._metrics.called(name, clock() - begin)
+
+    return locked
+
+
+_name, _arena = taker(str), taker(ArenaDescription)
+
+
+class DirectoryServer:
+    """Answers calls in the order they came: those of clients and stores on its socket, any as a method."""
+
+    def __init__(self, pool: str, metrics: DirectoryMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        """It has no directory yet. metrics: count the calls. clock: seconds of any clock that does not go back."""
+        self._pool, self._metrics, self._clock = pool, metrics, clock
+        self._state: Directory | None = None  # while in charge
+        self._listener: Listener | None = None
+        self._lock = threading.Lock()  # guards _state, _followers
+        self._logged: dict[str, float] = {}  # when a failed call of a name was logged
+        self._followers = Followers()
+
+    def serve(self, directory: Directory) -> None:
+        """Answer by this directory from now on."""
+        self._state = directory
+
+    def listen(self, host: str) -> Address:
+        """Answer on a socket, too. Returns where. Raises OSError."""
+        self._listener = Listener(host, "raykv-calls", FRAME_BYTES, self._answer)
+        return self._listener.address
+
+    def close(self) -> None:
+        """End the socket."""
+        if self._listener is not None:
+            self._listener.close()
+
+    @property
+    def _directory(self) -> Directory:
+        if self._state is None:
+            raise RuntimeError(f"the directory of pool {self._pool} stands by: another one is in charge")
+        return self._state
+
+    def _answer(self, connection: Connection, request: bytes) -> bytes:
+        """The answer to a call that came over the socket: (whether it could be answered, the answer or why not)."""
+        unhurried, name = False, ""
+        try:
+            method, *arguments = unpacked(request)
+            if unhurried := method is None:  # see DirectoryLine.tell
+                method, *arguments = arguments
+            if not may_ask(connection.side, method):
+                who = connection.side.decode()
+                raise ValueError(f"there is no such call, or not over the socket, or not of a {who}: {method!r}")
+            name = method
+            answer = packed((True, getattr(self, method)(*arguments)))
+        except Exception as error:  # the caller is confused; the others are to be served
+            answer = packed((False, self._failed(name, error)))
+        return Unhurried(wire.frame(answer)) if unhurried else wire.frame(answer)
+
+    def _failed(self, name: str, error: Exception) -> str:
+        """What to tell the caller. It is logged, of each call once a minute: callers repeat themselves."""
+        text, now = repr(error), time.monotonic()
+        if len(text) > ERROR_CHARS:
+            text = f"{text[:ERROR_CHARS]}... ({len(text)} characters)"
+        if now - self._logged.get(name, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._logged[name] = now
+            where = "".join(traceback.format_tb(error.__traceback__))
+            log.error("pool %s: a call of %r failed: %s\n%s", self._pool, name, text, where)
+        return text
+
+    def ping(self) -> int:
+        return os.getpid()
+
+    @one_at_a_time
+    def match(self, call: Call, request: MatchRequest) -> Message:
+        _few(request.keys)
+        now = self._clock()
+        answer = self._directory.match(call, request, now)
+        if self._followers.there(now):
+            answer = answer._replace(short=self._why_short(request.keys, len(answer.source) // LOCATION.itemsize))
+        return tuple(answer)
+
+    def _why_short(self, keys: bytes, found: int) -> str:
+        next_key = keys[found * KEY_BYTES : (found + 1) * KEY_BYTES]
+        return self._directory.why_missing(next_key) if next_key else ""
+
+    @one_at_a_time
+    def match_parts(self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None) -> Message:
+        if len(requests) > PARTS:
+            raise ValueError(f"{len(requests)} parts in one match: at most {PARTS}")
+        now = self._clock()
+        answer = self._directory.match_parts(call, requests, intent, now)
+        found, short = tuple(map(tuple, answer.parts)), answer.short
+        if self._followers.there(now):
+            short = self._why_parts_short(requests, len(answer.parts[0].source) // LOCATION.itemsize if found else 0)
+        return answer.epoch, found, answer.pending, short
+
+    def _why_parts_short(self, parts: tuple[MatchRequest, ...], found: int) -> str:
+        """Of the part that was missing: the others are there, and would be called out of reach."""
+        reasons = [self._why_short(part.keys, found) for part in parts]
+        return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
+
+    @one_at_a_time
+    def next_window(self, call: Call, request: NextWindowRequest) -> Message:
+        return tuple(self._directory.next_window(call, request, self._clock()))
+
+    @one_at_a_time
+    def locate_prefix(self, keys: bytes) -> dict[str, int]:
+        return self._directory.locate_prefix(keys)
+
+    @one_at_a_time
+    def stored(self, keys: bytes) -> Message:
+        return tuple(self._directory.stored(keys))
+
+    @one_at_a_time
+    def reserve(self, call: Call, request: ReserveRequest) -> Message:
+        _few(request.keys)
+        return tuple(self._directory.reserve(call, request, self._clock()))
+
+    @one_at_a_time
+    def commit(self, call: Call, request: CommitRequest) -> Message:
+        return tuple(self._directory.commit(call, request, self._clock()))
+
+    @one_at_a_time
+    def pin(self, call: Call, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
+        return tuple(self._directory.pin(call, _few(keys), self._clock(), ttl, priority))
+
+    @one_at_a_time
+    def unpin(self, call: Call, keys: bytes) -> Message:
+        return tuple(self._directory.unpin(call, _few(keys), self._clock()))
+
+    @one_at_a_time
+    def forget(self, call: Call, keys: bytes) -> Message:
+        return tuple(self._directory.forget(call, _few(keys), self._clock()))
+
+    @one_at_a_time
+    def preempted(self, call: Call, keys: bytes) -> Message:
+        return tuple(self._directory.preempted(call, _few(keys), self._clock()))
+
+    @one_at_a_time
+    def client_heartbeat(self, call: Call) -> Message:
+        return tuple(self._directory.client_heartbeat(call, self._clock()))
+
+    @one_at_a_time
+    def disconnect(self, client: int) -> None:
+        self._directory.disconnect(client, self._clock())
+
+    @one_at_a_time
+    def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
+        """Requests of a client that are done; see Followers."""
+        self._followers.report(lines, left_out, self._clock())
+
+    @one_at_a_time
+    def follow(self, cursor: tuple[int, int, int]) -> Message:
+        """Have clients report requests for a moment, and answer with a Followed."""
+        now, epoch = self._clock(), self._directory.epoch
+        return tuple(self._followers.follow(cursor, epoch, self._directory.indices(), now))
+
+    def join(self, name: str, arena: Message) -> Message:
+        return tuple(self._join(name, arena)[0])
+
+    def _join(self, name: str, arena: Message) -> tuple[Joined, bool]:
+        """The answer, and whether it raised the epoch: the arena knew of later directories."""
+        with self._lock:
+            before = self._directory.epoch
+            joined = self._directory.join(_name(name), _arena(arena), self._clock())
+        return joined, joined.epoch != before
+
+    @one_at_a_time
+    def adopt(self, name: str, slabs: SlabReport, found: Inventory) -> None:
+        self._directory.set_slab_target(name, slabs, self._clock())
+        self._directory.adopt(name, found, self._clock(), slabs.offered)
+
+    @one_at_a_time
+    def heartbeat(self, name: str, slabs: SlabReport) -> tuple[Message, Message] | None:
+        """A Heartbeat and a SlabTarget; None where the node must `join` again."""
+        target = self._directory.set_slab_target(name, slabs, self._clock())
+        answer = self._directory.heartbeat(name, slabs.offered, self._clock())
+        return None if answer is None else (tuple(answer), tuple(target))
+
+    @one_at_a_time
+    def sweep_result(self, result: SweepResult) -> None:
+        self._directory.sweep_result(result, self._clock())
+
+    @one_at_a_time
+    def leave(self, name: str) -> None:
+        self._directory.leave(name, self._clock())
+
+    @one_at_a_time
+    def stay(self, name: str) -> None:
+        self._directory.stay(name, self._clock())
+
+    @one_at_a_time
+    def sole_copies(self, name: str) -> Message | None:
+        answer = self._directory.sole_copies(name, self._clock())
+        return None if answer is None else tuple(answer)
+
+    @one_at_a_time
+    def remove_node(self, name: str) -> int:
+        return self._directory.remove_node(name, self._clock())
+
+    @one_at_a_time
+    def tier_heartbeat(self, name: str, report: TierReport) -> Message | None:
+        reply = self._directory.tier_heartbeat(name, report, self._clock())
+        return None if reply is None else tuple(reply)
+
+    @one_at_a_time
+    def report_existing(self, name: str, existing: ExistingBlocks) -> None:
+        self._directory.report_existing(name, existing, self._clock())
+
+    @one_at_a_time
+    def demote(self, name: str, report: DemotionReport) -> Message:
+        return tuple(self._directory.demote(name, report, self._clock()))
+
+    @one_at_a_time
+    def demote_gpu(self, name: str, report: GpuDemotionReport) -> Message:
+        return tuple(self._directory.demote_gpu(name, report, self._clock()))
+
+    @one_at_a_time
+    def nodes(self) -> dict[int, str]:
+        """Ray node ids by the index that locations carry, of nodes and of their own tiers."""
+        return self._directory.indices()
+
+    @one_at_a_time
+    def clear(self) -> tuple[int, int]:
+        """(generation up to which all blocks are forgotten, how many keys there were)."""
+        keys = self._directory.clear(self._clock())
+        return self._directory.floor, keys
+
+    @one_at_a_time
+    def set_quota(self, tenant: str, minimum: float, maximum: float) -> None:
+        """See Directory. ValueError for a quota that is not possible."""
+        self._directory.set_quota(tenant, Quota(minimum, maximum), self._clock())
+
+    @one_at_a_time
+    def remove_quota(self, tenant: str) -> bool:
+        """Returns whether the tenant had a quota."""
+        return self._directory.remove_quota(tenant, self._clock())
+
+    @one_at_a_time
+    def quotas(self) -> dict[str, dict[str, Any]]:
+        return self._directory.quotas.stats()
+
+    @one_at_a_time
+    def stats(self) -> dict[str, Any]:
+        """As of Directory; its largest `prefixes`; which clients hold the most blocks, `holders`.
+
+        And where it listens: `socket` or None, and `connections` to it.
+        """
+        listener = self._listener
+        socket = f"{listener.address.host}:{listener.address.port}" if listener else None
+        connections = len(listener.served) if listener else 0
+        now = self._clock()
+        prefixes = self._directory.largest_prefixes(PREFIXES, now)
+        holders = self._directory.clients.largest(HOLDERS, now)
+        more = {"prefixes": prefixes, "holders": holders, "socket": socket, "connections": connections}
+        return {**self._directory.stats(now), **more}
+
+
+def _few(keys: bytes) -> bytes:
+    """The keys of a call, for which all others wait. ValueError where they are too many."""
+    if len(keys) > KEYS_PER_CALL * KEY_BYTES:
+        raise ValueError(f"{len(keys) // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
+    return keys

@@ -1,0 +1,139 @@
+"""Which directory of a pool is in charge: of its two, one is, and the other is ready to take over at once.
+
+Neither needs the supervisor, nor waits for Ray to notice that a node is lost. Who takes charge takes an epoch that no
+directory had, so that two can't be in charge: what the older one says is refused by all who know of the newer.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+
+from raykv.cluster import internal_kv
+from raykv.config import HEARTBEAT_S
+from raykv.line.directory_line import ERRORS, DirectoryLine
+from raykv.line.periodic import Periodic
+from raykv.line.pipeline import Pipeline
+from raykv.line.wire import Stream
+from raykv.protocol.location import Address
+from raykv.system import events
+
+log = logging.getLogger("raykv")
+SILENT_PINGS = 3  # of HEARTBEAT_S each, after which a directory is taken for lost
+ENDING_LOOKS = 50  # whether a process has ended
+ENDING_LOOK_S = 0.02  # between two looks whether a process has ended
+SILENT_RAY_PINGS = 10  # the same through Ray, where a ping waits behind all other calls
+
+
+class Succession:
+    """The thread in which a directory watches the one in charge, or whether it still is itself."""
+
+    def __init__(
+        self, pool: str, name: str, prepare: Callable[[], None], take_charge: Callable[[], Address | None]
+    ) -> None:
+        """name: of this directory's actor. prepare: what may take long before. take_charge: makes it serve.
+
+        take_charge returns where it listens. Called again, after its answer could not be told, it changes nothing.
+        """
+        self._pool, self._name, self._prepare, self._take_charge = pool, name, prepare, take_charge
+        self._line = DirectoryLine(pool)
+        self._pinged, self._silent = 0.0, 0  # when the one in charge was last asked, and how often in vain since
+        self._watched: Address | None = None  # where it was asked
+        self._known: Address | None = None  # where it answered
+        self._serves = False
+        self._taking = threading.Lock()  # the supervisor may ask for it, too
+        self._loop = Periodic("raykv-succession", self._step, self._on_error, self._watched_connection)
+
+    def start(self) -> None:
+        """Take charge now if this directory is named for it; else stand by."""
+        if internal_kv.in_charge(self._pool).name == self._name:
+            self.take()
+        else:
+            events.tell("stand_by")
+        self._loop.start()
+
+    def take(self) -> None:
+        """Take charge, and tell everybody. Given up if another has done so meanwhile."""
+        with self._taking:
+            before = internal_kv.in_charge(self._pool)
+            if self._serves:
+                self._step_down_if_replaced()
+                return
+            self._prepare()
+            if internal_kv.in_charge(self._pool) == before:
+                address, self._known = self._take_charge(), None  # if that can't be told, `_is_lost` finds out
+                internal_kv.put_in_charge(self._pool, self._name, address)
+                self._serves = True
+
+    def _step(self) -> float:
+        if self._serves:
+            self._step_down_if_replaced()
+            return HEARTBEAT_S
+        if self._is_lost() and internal_kv.settings(self._pool) is not None:  # else the pool is being stopped
+            events.tell("takeover", why="the directory before it does not answer")
+            self.take()
+        return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
+
+    def _watched_connection(self) -> Stream | None:
+        """To the directory in charge, while this one stands by: its end says that the process ended."""
+        return None if self._serves else self._line.connection
+
+    def _on_error(self, error: Exception) -> float:
+        if not isinstance(error, (RayError, ValueError)):  # of Ray's KV, or of a pool that is being stopped
+            log.error("pool %s: %s: %r", self._pool, self._name, error, exc_info=error)
+        return HEARTBEAT_S
+
+    def _step_down_if_replaced(self) -> None:
+        """End this process if another directory is in charge: Ray starts it again, as the successor."""
+        if internal_kv.in_charge(self._pool).name != self._name:
+            events.tell("stop", why="another directory is in charge")
+            os._exit(1)
+
+    def _is_lost(self) -> bool:
+        """Whether the directory in charge is gone: its process ended, or it has been silent for too long."""
+        if time.monotonic() >= self._pinged + HEARTBEAT_S:
+            self._pinged = time.monotonic()
+            if not self._known or self._silent:  # while it answers, nobody else is in charge
+                in_charge = internal_kv.in_charge(self._pool)
+                if in_charge.name == self._name:  # that was told, and the answer was lost
+                    return True
+                self._connect(in_charge.address)
+            if self._is_silent():
+                return True
+        known = self._known
+        return known is not None and not self._line.look() and self._has_ended(known)
+
+    def _connect(self, address: Address | None) -> None:
+        """Watch the directory in charge, at that address."""
+        if self._line.address is None or self._line.address != address:
+            self._line.find()
+        if self._line.address != self._watched:  # it was restarted, and listens elsewhere
+            self._watched, self._silent = self._line.address, 0
+
+    def _is_silent(self) -> bool:
+        """Ping the directory in charge. Whether it has not answered for too long."""
+        try:
+            self._line.call("ping", seconds=HEARTBEAT_S)
+            self._silent, self._known = 0, self._line.address
+        except ERRORS:
+            self._silent += 1
+        return self._silent >= (SILENT_PINGS if self._line.way == "socket" else SILENT_RAY_PINGS)
+
+    def _has_ended(self, address: Address) -> bool:
+        """Whether nobody listens where the directory did, though its node is there."""
+        self._known = None  # else: look for it anew
+        self._line.close()
+        for _ in range(ENDING_LOOKS):
+            try:
+                Pipeline(address).close()
+                return False
+            except ConnectionRefusedError:
+                return internal_kv.in_charge(self._pool).address == address
+            except ConnectionError:  # a process that is killed listens a moment longer than it keeps its connections
+                self._loop.sleep(ENDING_LOOK_S)
+            except OSError:
+                return False
+        return False

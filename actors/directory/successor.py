@@ -1,0 +1,92 @@
+"""The successor, a pool's directory that stands by: where it is to be, and when it is started anew."""
+
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
+from ray.exceptions import RayError
+
+from raykv.actors.directory.directory import start_directory
+
+log = logging.getLogger("raykv")
+FIRST_LOOK_S = 10.0  # until the first look: a pool that has just started has better things to do
+LOOK_S = 5.0  # between two looks at the successor
+START_DEADLINE_S = 120.0  # for a successor to start; then another is started
+MOVE_AFTER_S = 30.0  # since the last move: nodes come and go, and a start takes seconds of a core
+
+
+class Successor:
+    """Keeps a pool's successor running. Not thread-safe."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._number = 0  # of the two directories, the one that stands by
+        self.node_id = ""  # where it was at the last answer
+        self._handle: Any = None  # once it was found
+        self._answer: Any = None  # that is due: the node that it is on
+        self._look_at = time.monotonic() + FIRST_LOOK_S
+        self._asked = 0.0  # time.monotonic()
+        self._moved, self._given_up = -MOVE_AFTER_S, 0
+
+    def due(self) -> bool:
+        """Whether to look at it now. It is due again LOOK_S later, whatever comes of this look."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        return True
+
+    def stands_by(self, number: int) -> bool:
+        """Whether it is the pool's directory of that number, and runs."""
+        return self._number == number and self._handle is not None and is_alive(self._handle)
+
+    def look(self, number: int, in_charge: str, others: list[str]) -> Any:
+        """Start it if it does not run. Returns its handle if it is of no use where it is.
+
+        number: its own. in_charge: the node of the directory in charge. others: the other nodes where it may be.
+        """
+        if self._number != number:  # it took over: what is due was asked of another
+            self._number, self._answer, self._handle, self.node_id = number, None, None, ""
+        nodes = others or [in_charge]
+        if self._handle is None or not is_alive(self._handle):
+            self._handle = start_directory(self._pool, number, nodes[self._given_up % len(nodes)])
+        if self._is_bad(nodes):
+            return self._handle
+        if self._answer is None:
+            self._answer, self._asked = self._handle.node_id.remote(), time.monotonic()
+        return None
+
+    def give_up(self, successor: Any, why: str) -> None:
+        """End it: it is started anew, by the next look on the next node. successor: its handle."""
+        log.warning("pool %s: the directory that stands by is started anew: %s", self._pool, why)
+        ray.kill(successor)
+        self._handle, self._answer, self.node_id = None, None, ""
+        self._given_up += 1
+
+    def _is_bad(self, nodes: list[str]) -> bool:
+        """Whether it has not answered for too long, or is on none of these nodes.
+
+        One that was moved less than MOVE_AFTER_S ago is left where it is. An answer is looked at once.
+        """
+        if self._answer is None:
+            return False
+        if not ray.wait([self._answer], timeout=0)[0]:
+            return time.monotonic() > self._asked + START_DEADLINE_S
+        answer, self._answer = self._answer, None
+        try:
+            self.node_id = ray.get(answer)
+        except RayError:  # it is being restarted
+            return False
+        return self.node_id not in nodes and self._may_move()
+
+    def _may_move(self) -> bool:
+        if time.monotonic() < self._moved + MOVE_AFTER_S:
+            return False
+        self._moved = time.monotonic()
+        return True
+
+
+def is_alive(actor: Any) -> bool:
+    """What Ray has told this process of an actor: it costs no question."""
+    return bool(actor._get_local_state() == ActorTableData.ALIVE)

@@ -1,0 +1,1 @@
+"""The actor that owns the tiers of a node."""

@@ -1,0 +1,210 @@
+"""Demotes a node's blocks to its external tier: the part of a node store that tells the directory about the tier.
+
+The directory decides which blocks are demoted and which are deleted. The Demoter asks it for them in a thread of its
+own, which may wait for a slow tier, and reports what became of them.
+"""
+
+import secrets
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from urllib.parse import urlsplit
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from raykv.arena.arena import Arena
+from raykv.cluster import internal_kv
+from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S, slab_bytes
+from raykv.line.directory_line import DirectoryLine
+from raykv.line.directory_loop import DirectoryLoop, is_absence
+from raykv.protocol.location import ALIGN, CONTENT_BYTES, KEY_BYTES, LOCATION, slot_bytes
+from raykv.protocol.tiers import DemotionReport, Demotions, ExistingBlocks, TierReply, TierReport
+from raykv.tiers import open_tier, parse, register_tier
+from raykv.tiers.copier import TierCopier
+from raykv.tiers.guarded import GuardedTier
+
+POLL_S = 0.1  # between looks at a tier that is down; the first pause without blocks is a quarter of it
+IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
+SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier that the directory serves, as each answer to `demote` says
+TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
+REFUSED_S = 1.0  # pause after a batch of which the tier refused some
+EXISTING_PER_CALL = 4096  # blocks
+NOTHING_DONE = DemotionReport(locations=b"", keys=b"", stored=b"", seen=0, whole=False)
+
+
+def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) -> tuple[GuardedTier, int]:
+    """The tier of an `external=` URL, unopened, and its capacity in bytes.
+
+    maker: what `register_tier` got, pickled; None where the pool has no tier of its own.
+    Raises ValueError for a URL that names no tier.
+    """
+    if maker is not None:  # before `parse`: the registered scheme decides which parameters the URL may have
+        register_tier(urlsplit(url).scheme, ray.cloudpickle.loads(maker))
+    parsed = replace(parse(url), pool=pool)
+    return GuardedTier(partial(open_tier, parsed), fingerprint), parsed.capacity
+
+
+def content_seed(pool: str) -> bytes:
+    """The seed, equal in all stores of a pool, from which the content of an empty tier gets its name."""
+    internal_kv.put(pool, "seed", secrets.token_bytes(CONTENT_BYTES), overwrite=False)
+    return internal_kv.get(pool, "seed") or bytes(CONTENT_BYTES)
+
+
+class Demoter:
+    """Asks the directory which blocks to demote, copies them to the tier, and reports which are there."""
+
+    def __init__(self, pool: str, node_id: str, arena: Arena, external: GuardedTier, capacity: int) -> None:
+        """arena: of the node's memory. capacity: of the tier, in bytes."""
+        self.external, self.copier = external, TierCopier(arena, external)
+        self.index = -1  # of the tier, in locations; -1 until the directory has given it one
+        # Guards slots that nobody leased while `demote` reads them: the Resizer takes it before memory goes. A store
+        # that is late reads on after it is released: see GuardedTier.storing.
+        self.read_guard = threading.Lock()
+        self._node_id, self._capacity = node_id, capacity
+        self._report = NOTHING_DONE  # not sent to the directory yet
+        self._lost = False  # the content of the tier is gone, and the directory does not know
+        self._reported_up, self._reported_at = False, 0.0  # the state of the tier that the directory knows, and when
+        self._served = False  # the directory knows the tier, all of it, and every node reaches it
+        self._flushes: set[object] = set()  # callers who want everything demoted
+        self._idle = threading.Event()  # nothing was left to demote
+        self._pause = 0.0
+        self._loop = DirectoryLoop(pool, "raykv-demoter", self._step, self._on_error)
+        self._loop.start()
+
+    def flush(self, seconds: float, lasting: bool = True) -> bool:
+        """Demote everything that is not in the tier yet. Returns whether that was done in time.
+
+        lasting: blocks that are stored later are demoted at once, too.
+        """
+        self._idle.clear()
+        caller = object()
+        self._flushes.add(caller)
+        self._loop.wake()
+        now = time.monotonic()
+        end, last_up = now + seconds, now
+        while not self._idle.wait(POLL_S) and now < min(end, last_up + TIER_RETURNS_S):
+            now = time.monotonic()
+            last_up = now if self.external.writable and self._served else last_up
+        if not lasting:
+            self._flushes.discard(caller)
+        return self._idle.is_set()
+
+    def stop(self) -> None:
+        """Demote nothing more, and close the tier."""
+        self._loop.stop()
+        self.external.close()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _step(self, directory: DirectoryLine) -> float:
+        self._heartbeat(directory)
+        demoted = self.external.writable and self.index >= 0 and self._demote(directory)
+        return self._pause_after(demoted)
+
+    def _on_error(self, error: Exception) -> float:
+        self._served = False
+        if is_absence(error):
+            self._reported_up = False
+        return self._pause_after(False)
+
+    def _pause_after(self, demoted: bool) -> float:
+        self._pause = 0.0 if demoted else min(2 * self._pause + POLL_S / 4, IDLE_POLL_S)
+        return self._pause
+
+    def _heartbeat(self, directory: DirectoryLine) -> None:
+        """Report the tier and its state to the directory; where it asks, also what lies in the tier."""
+        self._lost |= self.external.probe() is False
+        up, now = self.external.up, time.monotonic()
+        if self.external.shared is None:  # it could not be opened yet
+            return
+        due = self._reported_at + (SERVED_HEARTBEAT_S if self._served else HEARTBEAT_S)
+        if up == self._reported_up and not self._lost and now < due:
+            return
+        lost = self.external.content if self._lost else b""
+        report = TierReport(self._capacity, self.external.shared, up, lost)
+        answer = directory.call("tier_heartbeat", self._node_id, tuple(report), seconds=2 * HEARTBEAT_S)
+        if answer is None:  # this node has not joined yet
+            self.index = -1
+            return
+        self._reported_up, self._reported_at, self._lost = up, now, False
+        reply = TierReply(*answer)
+        if reply.tier != self.index:
+            self.index, self._report = reply.tier, NOTHING_DONE  # a new directory learns the rest from the list
+        if reply.list_it:
+            self._report_existing(directory)
+
+    def _report_existing(self, directory: DirectoryLine) -> None:
+        """Tell the directory what lies in the tier from before, and delete what there is no room for."""
+        listed = {key: size for batch in self.external.scan() for key, size in batch}  # redis may name one twice
+        if not self.external.up:  # it is listed anew when it is back
+            return
+        fits = fitting(list(listed.values()), self._capacity)
+        self.external.delete([key for key, fit in zip(listed, fits, strict=True) if not fit])
+        found = [block for block, fit in zip(listed.items(), fits, strict=True) if fit]
+        for first in range(0, max(1, len(found)), EXISTING_PER_CALL):
+            part = found[first : first + EXISTING_PER_CALL]
+            keys, sizes = b"".join(key for key, _ in part), np.array([size for _, size in part], np.int64)
+            blocks = ExistingBlocks(keys, sizes.tobytes(), last=first + EXISTING_PER_CALL >= len(found))
+            directory.call("report_existing", self._node_id, tuple(blocks), seconds=2 * HEARTBEAT_S)
+
+    def _demote(self, directory: DirectoryLine) -> bool:
+        """Demote one batch. Returns whether there was one."""
+        whole = bool(self._flushes)
+        report = tuple(self._report._replace(whole=whole))
+        demotions = Demotions(*directory.call("demote", self._node_id, report, seconds=4 * METADATA_DEADLINE_S))
+        self._report, self._served = NOTHING_DONE._replace(seen=self._report.seen), demotions.number > 0
+        if self._delete(demotions.to_delete):
+            self._report = self._report._replace(seen=demotions.number)
+        if demotions.source:
+            refused = self.external.faults["refused"]
+            stored = self._copy(demotions)
+            if self.external.faults["refused"] > refused:
+                self._rest(whole and not stored.any())
+            elif not stored.any():  # whatever is wrong with them, the directory would ask for them again at once
+                self._loop.sleep(POLL_S)
+        elif whole and self._served and not demotions.to_delete:
+            self._idle.set()
+        return bool(demotions.source or demotions.to_delete)
+
+    def _copy(self, demotions: Demotions) -> NDArray[np.bool_]:
+        keys = np.frombuffer(demotions.keys, np.uint8).reshape(-1, KEY_BYTES)
+        with self.read_guard:
+            stored = self.copier.demote(np.frombuffer(demotions.source, LOCATION), keys)
+        self._report = self._report._replace(
+            locations=demotions.target, keys=demotions.keys, stored=stored.astype(np.uint8).tobytes()
+        )
+        return stored
+
+    def _delete(self, keys: bytes) -> bool:
+        """Whether the tier has deleted them."""
+        return self.external.delete([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
+
+    def _rest(self, give_up: bool) -> None:
+        """Pause after the tier refused blocks. give_up: nothing was stored, so end a flush."""
+        if give_up:
+            self._idle.set()
+        self._loop.sleep(REFUSED_S)
+
+
+def fitting(sizes: list[int], capacity: int) -> list[bool]:
+    """Which blocks of a tier find a slot in `capacity` bytes, the newest first. sizes: block_bytes, oldest first.
+
+    Slots are counted as the directory counts them: what it refuses is what it is told of last, the newest.
+    """
+    slab = slab_bytes(capacity)
+    spare = max(1, capacity // slab)
+    free, left, fits = Counter[int](), capacity, list[bool]()
+    for size in reversed(sizes):
+        stride = slot_bytes(size) + ALIGN
+        if not free[stride] and spare and stride <= min(slab, left):
+            spare -= 1
+            free[stride] += slab // stride
+        fits.append(free[stride] > 0 and stride <= left)
+        if fits[-1]:
+            free[stride] -= 1
+            left -= stride
+    return fits[::-1]

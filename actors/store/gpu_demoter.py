@@ -1,0 +1,69 @@
+"""Demotes the oldest blocks of a GPU to the memory of its node.
+
+The directory decides which blocks are demoted. The GpuDemoter asks it for them in a thread of its own, as the Demoter
+does for the external tier.
+"""
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.actors.store.node_memory import NodeMemory
+from raykv.arena.arena import Arena
+from raykv.arena.gpu_arena import copy_between
+from raykv.config import METADATA_DEADLINE_S
+from raykv.errors import DeviceError
+from raykv.line.directory_line import DirectoryLine
+from raykv.line.directory_loop import DirectoryLoop
+from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.tiers import GpuDemotionReport, GpuDemotions
+from raykv.protocol.transfers import PULLED
+
+log = logging.getLogger("raykv")
+POLL_S = 0.25  # pause after the first answer without blocks to demote
+IDLE_POLL_S = 1.0  # pause after many answers without blocks to demote
+NOTHING_DONE = GpuDemotionReport(locations=b"", stored=b"")
+
+
+class GpuDemoter:
+    """Asks the directory which blocks of a GPU to demote, copies them to the node's memory, and reports the outcome."""
+
+    def __init__(self, pool: str, gpu: NodeMemory, memory: NodeMemory) -> None:
+        self._gpu, self._memory = gpu, memory
+        self._report = NOTHING_DONE  # what became of the last answer
+        self._pause = 0.0
+        self._loop = DirectoryLoop(pool, "raykv-gpu-demoter", self._demote, lambda _: POLL_S)
+        self._loop.start()
+
+    def stop(self) -> None:
+        """Demote nothing more."""
+        self._loop.stop()
+
+    def _demote(self, directory: DirectoryLine) -> float:
+        """Demote one batch. Returns the pause: none while there was something."""
+        report = tuple(self._report)
+        demotions = GpuDemotions(*directory.call("demote_gpu", self._gpu.name, report, seconds=4 * METADATA_DEADLINE_S))
+        source, target = np.frombuffer(demotions.source, LOCATION), np.frombuffer(demotions.target, LOCATION)
+        keys = np.frombuffer(demotions.keys, np.uint8).reshape(-1, KEY_BYTES)
+        stored = _copy(self._gpu, source, keys, self._memory.arena, target)
+        self._report = GpuDemotionReport(demotions.target, stored.astype(np.uint8).tobytes())
+        self._pause = 0.0 if stored.any() else min(max(POLL_S, 2 * self._pause), IDLE_POLL_S)
+        return self._pause
+
+
+def _copy(
+    gpu: NodeMemory, source: NDArray[np.void], keys: NDArray[np.uint8], arena: Arena, target: NDArray[np.void]
+) -> NDArray[np.bool_]:
+    """Copy blocks of a GPU (n LOCATIONs) into slots of an arena (n LOCATIONs). Returns (n,) which of them arrived."""
+    source, target = gpu.arena.with_lengths(source), target.copy()
+    target["bytes"] = source["bytes"]
+    stored = np.zeros(len(source), np.bool_)
+    for size in np.unique(source["bytes"]):
+        same = source["bytes"] == size
+        try:
+            verdicts = copy_between(gpu.arena, source[same], keys[same], arena, target[same], used=False)
+            stored[same] = verdicts == PULLED
+        except DeviceError as error:
+            log.warning("%s: %s", gpu.name, error)
+    return stored

@@ -1,0 +1,127 @@
+"""One memory of a node, its own or a GPU's: what the directory calls a node.
+
+It joins the directory, reports its slabs with every heartbeat, and carries out what the answers ask for. The node
+store owns one for the node and one for each GPU.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena.arena import Arena
+from raykv.config import HEARTBEAT_S
+from raykv.line.directory_line import DirectoryLine
+from raykv.protocol.location import KEY_BYTES, LOCATION
+from raykv.protocol.stores import ArenaDescription, Heartbeat, Inventory, Joined, SlabReport, SlabTarget, SweepResult
+from raykv.system import events
+from raykv.transports.selector import TransportSelector
+
+log = logging.getLogger("raykv")
+JOIN_DEADLINE_S = 30.0  # for the directory to take a node with all of its blocks
+PIECE_BLOCKS = 4096  # of an inventory; a piece takes the directory a millisecond or two
+
+
+class NodeMemory:
+    """An arena, the transports its blocks cross nodes by, and its index in locations."""
+
+    def __init__(
+        self,
+        name: str,
+        arena: Arena,
+        transports: TransportSelector,
+        report: Callable[[], SlabReport],
+        on_directory_reply: Callable[[SlabReport, SlabTarget], None],
+    ) -> None:
+        """name: see `raykv.protocol.host_of`. report: of the arena's slabs. on_directory_reply: takes its answer."""
+        self.name, self.arena, self.transports = name, arena, transports
+        self.index = -1  # in locations; -1 until it has joined
+        self.joined = threading.Event()
+        self._report, self._on_directory_reply = report, on_directory_reply
+        self._had_name = True  # its file, when it was last looked at
+
+    def heartbeat(self, directory: DirectoryLine) -> bool:
+        """Report to the directory, and join one that does not know this memory. Returns whether it joined.
+
+        Raises one of `directory_line.ERRORS` if the directory does not answer, or is not the one in charge.
+        """
+        self._look_at_file()
+        if not self.joined.is_set():  # a restarted store: the directory may know its node, but not this arena
+            self._join(directory)
+        report = self._report()
+        reply = directory.call("heartbeat", self.name, tuple(report), seconds=2 * HEARTBEAT_S)
+        if reply is None:
+            self._join(directory)
+            return True
+        heartbeat, slab_target = Heartbeat(*reply[0]), SlabTarget(*reply[1])
+        if heartbeat.epoch < self.arena.epoch:
+            raise ValueError(f"a directory of epoch {heartbeat.epoch} answered, {self.arena.epoch} is known")
+        self._on_directory_reply(report, slab_target)
+        self.arena.raise_floor(heartbeat.floor)
+        if heartbeat.sweep:
+            self._sweep(directory, np.frombuffer(heartbeat.sweep, LOCATION))
+        return False
+
+    def _look_at_file(self) -> None:
+        """Say so, once, where somebody removed the arena's file. Clients find it by the store's descriptor: `door`."""
+        if self._had_name and not self.arena.has_name:
+            self._had_name = False
+            events.tell("file_removed", memory=events.short(self.name), path=self.arena.path)
+            log.warning(
+                "%s was removed while its node store uses it, as logind does at the end of a user's last session: set "
+                "RemoveIPC=no in logind.conf. It is still read and written on this node; if the store dies, its blocks "
+                "are lost",
+                self.arena.path,
+            )
+
+    def _join(self, directory: DirectoryLine) -> None:
+        arena = self.arena
+        described = ArenaDescription(arena.nonce, arena.slab_bytes, self._report().limit, arena.epoch)
+        joined = Joined(*directory.call("join", self.name, tuple(described), seconds=JOIN_DEADLINE_S))
+        if not arena.raise_epoch(joined.epoch):  # before the inventory: grants of an older directory are void from here
+            raise ValueError(f"a directory of epoch {joined.epoch} answered, {arena.epoch} is known")
+        found = inventory_of(arena, joined.node)
+        for piece in pieces_of(found):
+            directory.call("adopt", self.name, tuple(self._report()), tuple(piece), seconds=JOIN_DEADLINE_S)
+        self.index = joined.node
+        self.joined.set()
+        size, blocks = described.slab_count * arena.slab_bytes, len(found.keys) // KEY_BYTES
+        events.tell(
+            "join", memory=events.short(self.name), index=self.index, epoch=joined.epoch, bytes=size, blocks=blocks
+        )
+
+    def _sweep(self, directory: DirectoryLine, locations: NDArray[np.void]) -> None:
+        """Tell the directory in which quarantined slots (n LOCATIONs) no write lock is held any more."""
+        verdicts = self.arena.sweep(locations)
+        keys, generations = self.arena.identify(locations)
+        result = SweepResult(locations.tobytes(), verdicts.tobytes(), keys.tobytes(), generations.tobytes())
+        directory.tell("sweep_result", tuple(result))
+
+
+def pieces_of(whole: Inventory) -> Iterator[Inventory]:
+    """An inventory in pieces, youngest first, parents first: others call the directory between two of them."""
+    locations, keys = np.frombuffer(whole.locations, LOCATION), np.frombuffer(whole.keys, "V16")
+    positions, stamps = (np.frombuffer(column, np.uint32) for column in (whole.positions, whole.stamps))
+    order = np.lexsort((-positions.astype(np.int64), stamps))
+    for stop in range(max(1, len(order)), 0, -PIECE_BLOCKS):
+        left = max(0, stop - PIECE_BLOCKS)
+        piece = order[left:stop]
+        writing = b"" if left else whole.writing
+        found = (column[piece].tobytes() for column in (locations, keys, positions, stamps))
+        yield Inventory._make((*found, writing, left, whole.node))
+
+
+def inventory_of(arena: Arena, index: int) -> Inventory:
+    """What lies in an arena. index: the node's, in the locations."""
+    found = arena.inventory()
+    found.ready["node"] = found.writing["node"] = index
+    return Inventory(
+        locations=found.ready.tobytes(),
+        keys=found.keys.tobytes(),
+        positions=found.positions.tobytes(),
+        stamps=found.stamps.tobytes(),
+        writing=found.writing.tobytes(),
+        node=index,
+    )

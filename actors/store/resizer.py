@@ -1,0 +1,217 @@
+"""How many slabs of its arena a node store offers: `raykv resize`, and what a restarted store takes up again.
+
+The Resizer offers slabs one by one until there are as many as there are to be. To offer fewer, it reports the new
+limit to the directory, which answers which slabs it no longer uses; their memory goes to the machine once nobody can be
+reading it.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raykv.actors.store.demoter import Demoter
+from raykv.arena.arena import Arena
+from raykv.arena.superblock import layout
+from raykv.cluster import internal_kv
+from raykv.config import capacity_bytes
+from raykv.errors import CapacityError
+from raykv.line.periodic import Pause, Periodic
+from raykv.protocol.stores import SlabReport, SlabTarget
+from raykv.protocol.transfers import data_deadline
+from raykv.system import events, free_memory
+
+log = logging.getLogger("raykv")
+POLL_S = 0.05  # between looks whether the size is reached
+
+
+class SavedSize(NamedTuple):
+    """What a node was resized to, kept in Ray's internal KV: a restarted store of the node is as large again."""
+
+    pool: str
+    node_id: str
+
+    @property
+    def _key(self) -> str:
+        return f"memory/{self.node_id}"
+
+    def load(self, default: float | int) -> float | int:
+        """The `cpu_memory` of the last resize; `default` if there was none."""
+        saved = self.get()
+        size: float | int = json.loads(saved) if saved else default
+        return size
+
+    def save(self, cpu_memory: float | int) -> None:
+        self.restore(json.dumps(cpu_memory).encode())
+
+    def get(self) -> bytes | None:
+        """What `restore` takes."""
+        return internal_kv.get(self.pool, self._key)
+
+    def restore(self, saved: bytes | None) -> None:
+        """Undo a `save`: what `get` returned before it."""
+        if saved is None:
+            internal_kv.drop(self.pool, self._key)
+        else:
+            internal_kv.put(self.pool, self._key, saved)
+
+
+class Resizer:
+    """Offers slabs of an arena, and gives back those that the directory no longer uses, in a thread of its own.
+
+    Three threads meet here: that one changes the arena, the heartbeat calls `report` and `on_directory_reply`, and an
+    actor's call `resize`. What they share are single values and dictionaries that they change in one operation.
+    """
+
+    def __init__(
+        self,
+        saved_size: SavedSize,
+        arena: Arena,
+        limit: int,
+        demoter: Demoter | None,
+        withdraw: Callable[[int], None],
+    ) -> None:
+        """limit: how many slabs there are to be. withdraw: called with a slab whose memory is about to go."""
+        self.limit = limit
+        self._saved_size, self._arena, self._demoter, self._withdraw = saved_size, arena, demoter, withdraw
+        self._known_slabs = 0  # slabs that the directory knows of
+        self._to_give_back: dict[int, int] = {}  # slab -> generation from which the directory no longer uses it
+        self._grace = data_deadline(arena.slab_bytes)  # for the longest read that began before a slab was given back
+        # slab -> when its memory goes. The last owner of an arena may have given back some of these just now.
+        self._to_discard = dict.fromkeys(arena.given_back(), time.monotonic() + self._grace)
+        self._full = ""  # why there can't be more slabs; "" if there can
+        self._resizing = threading.Lock()  # one `resize` at a time: guards the saved size, and the limit's changes
+        self._loop = Periodic("raykv-resizer", self._step, self._on_error)
+        self._loop.start()
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether there are as many slabs as there are to be, or can be, and the directory knows."""
+        return self._known_slabs == self._arena.available == self.limit or bool(self._full)
+
+    @property
+    def _done(self) -> bool:
+        """Whether the limit is reached, and the machine has the memory that was given back."""
+        return self.at_limit and not self._to_give_back and not self._to_discard
+
+    def report(self) -> SlabReport:
+        """The slabs of this memory, as the directory is told with every `heartbeat` and `adopt`."""
+        promised = list(self._to_give_back)  # first: what is given back meanwhile is in both
+        given_back = {*promised, *self._arena.given_back()}
+        return SlabReport(self._arena.offered, self.limit, np.array(sorted(given_back), np.int32).tobytes())
+
+    def on_directory_reply(self, report: SlabReport, target: SlabTarget) -> None:
+        """The directory answered a report with the slabs that are to be given back."""
+        self._known_slabs = report.offered - len(report.given_back) // 4
+        if target.numbers:
+            numbers = np.frombuffer(target.numbers, np.int32).tolist()
+            self._to_give_back.update(dict.fromkeys(numbers, target.generation))
+            self._loop.wake()
+
+    def resize(self, cpu_memory: float | int, seconds: float) -> int:
+        """Offer another size; see KVPool.resize.
+
+        Returns the bytes that are offered after so many seconds, or as soon as the size is reached. Raises
+        CapacityError or ValueError where the node can't have that size; it keeps the size before, then.
+        """
+        end = time.monotonic() + seconds
+        with self._resizing:
+            limit = self._slabs_of(cpu_memory)
+            if limit < self.limit and self._demoter:
+                self._demoter.flush((end - time.monotonic()) / 2, lasting=False)
+            limit_before, saved_before = self.limit, self._saved_size.get()
+            events.tell("resize", cpu_memory=cpu_memory, bytes=limit * self._arena.slab_bytes, deadline=seconds)
+            self._saved_size.save(cpu_memory)
+            self.limit, self._full = limit, ""
+            self._loop.wake()
+            while not self._full and not self._done and time.monotonic() < end:
+                self._loop.sleep(POLL_S)
+            if self._full:
+                self._undo(limit_before, saved_before)
+            size = self._arena.available * self._arena.slab_bytes
+            events.tell("resized", bytes=size)
+            return size
+
+    def stop(self) -> None:
+        """Offer and give back nothing more."""
+        self._loop.stop()
+
+    def _slabs_of(self, cpu_memory: float | int) -> int:
+        """The slabs of a size. Raises CapacityError or ValueError where the node can't have that."""
+        arena, asked = self._arena, capacity_bytes(cpu_memory, free_memory.total_bytes())
+        limit = asked // arena.slab_bytes
+        if not limit:
+            raise ValueError(
+                f"cpu_memory={cpu_memory} is less than a slab of this pool: give {arena.slab_bytes} bytes or more"
+            )
+        if limit > arena.slabs:
+            raise CapacityError(free_memory.refusal(asked, free_memory.free_bytes()))
+        if limit > self.limit:
+            free_memory.check(layout(arena.slab_bytes, limit)[2] - layout(arena.slab_bytes, arena.available)[2])
+        return limit
+
+    def _undo(self, limit: int, saved: bytes | None) -> None:
+        why, self.limit = self._full, limit
+        events.tell("resize_refused", why=why)
+        self._saved_size.restore(saved)
+        self._full = ""
+        self._loop.wake()
+        raise CapacityError(why)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _step(self) -> Pause:
+        return 0.0 if self._offer() or self._give_back() else self._discard()
+
+    def _on_error(self, error: Exception) -> Pause:
+        log.error("%s: resizing it: %r", self._arena.path, error, exc_info=error)
+        return self._grace
+
+    def _offer(self) -> bool:
+        """Offer one slab more. Returns whether that was done."""
+        try:
+            return self._arena.available < self.limit and not self._full and self._arena.offer_next()
+        except (CapacityError, OSError) as error:  # somebody else took the room meanwhile: what is offered stays
+            log.warning("%s: %s", self._arena.path, error)
+            self._full = str(error)
+            return False
+
+    def _give_back(self) -> bool:
+        """Give back one slab. Returns whether there was one; the directory names one again that can't go now."""
+        for slab, generation in list(self._to_give_back.items()):
+            if self._arena.available > self.limit:
+                with self._read_guard():
+                    given_back = self._arena.give_back(slab, generation)
+                if given_back:
+                    self._to_discard[slab] = time.monotonic() + self._grace
+            del self._to_give_back[slab]
+            return True
+        return False
+
+    def _discard(self) -> Pause:
+        """Free the memory of slabs that nobody can be reading any more. Returns the pause until more of it may go.
+
+        A late reader of such a slab, or a client that maps it late, fills it anew: that memory goes, too.
+        """
+        given_back, now = self._arena.given_back(), time.monotonic()
+        for slab in self._to_discard.keys() - set(given_back):  # offered again
+            del self._to_discard[slab]
+        due = [slab for slab, when in self._to_discard.items() if when <= now]
+        with self._read_guard() if due else nullcontext():
+            if not (self._demoter and self._demoter.external.storing):
+                for slab in due:
+                    self._withdraw(slab)
+                    self._arena.discard(slab)
+                    del self._to_discard[slab]
+        if not self._to_discard:
+            self._to_discard.update(dict.fromkeys(self._arena.refilled(), now + self._grace))
+        pause = min(self._to_discard.values()) - now if self._to_discard else self._grace
+        return max(POLL_S, pause) if given_back else None
+
+    def _read_guard(self) -> AbstractContextManager[Any]:
+        return self._demoter.read_guard if self._demoter else nullcontext()

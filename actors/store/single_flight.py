@@ -1,0 +1,58 @@
+"""Concurrent requests for the same work, which is done once. It needs no Ray."""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.protocol.transfers import FAILED
+
+
+class SingleFlight:
+    """Does work on items once for all who ask for it at the same time. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _flights
+        self._flights: dict[Hashable, Future[int]] = {}  # the verdict to come, by item
+
+    def do(
+        self, items: Sequence[Hashable], work: Callable[[list[int]], NDArray[np.uint8]], seconds: float
+    ) -> NDArray[np.uint8]:
+        """Have `work` done on those items that nobody else works on, and wait for the others.
+
+        work: takes indices of `items`, returns a verdict for each.
+        seconds: how long others are waited for, once the own work is done; FAILED where they take longer.
+        Returns (n,) uint8 verdicts. Raises what `work` raises; others who wait for its items get FAILED then.
+        """
+        mine, flights = self._claim(items)
+        verdicts = np.full(len(items), FAILED, np.uint8)
+        try:
+            if mine:
+                verdicts[mine] = work(mine)
+        finally:
+            self._finish(items, mine, verdicts)
+        end = time.monotonic() + seconds
+        for i in set(range(len(items))) - set(mine):
+            try:
+                verdicts[i] = flights[i].result(max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                break
+        return verdicts
+
+    def _claim(self, items: Sequence[Hashable]) -> tuple[list[int], list[Future[int]]]:
+        """(indices of the items that nobody works on yet, the future of every item)."""
+        mine = []
+        with self._lock:
+            for i, item in enumerate(items):
+                if item not in self._flights:
+                    self._flights[item] = Future()
+                    mine.append(i)
+            return mine, [self._flights[item] for item in items]
+
+    def _finish(self, items: Sequence[Hashable], mine: list[int], verdicts: NDArray[np.uint8]) -> None:
+        with self._lock:
+            for i in mine:
+                self._flights.pop(items[i]).set_result(int(verdicts[i]))

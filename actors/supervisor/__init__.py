@@ -1,0 +1,1 @@
+"""The actor that keeps a store on each node."""

@@ -1,0 +1,122 @@
+"""Nodes that only pools keep busy: their stores end, so that Ray's autoscaler may take the nodes away.
+
+To Ray a node with any actor is busy, one of 0 CPUs, too. What a node's store has goes to other nodes first, as with any
+drain. When something else runs on the node again before Ray takes it away, the supervisor starts its store again.
+"""
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+
+import ray
+from ray._private.state import state
+from ray.exceptions import RayError
+
+from raykv import cluster
+from raykv.actors.supervisor.drain import check_others, drain, stay
+from raykv.cluster import internal_kv, named_actors
+from raykv.system import events
+
+log = logging.getLogger("raykv")
+DRAIN_S = 60.0  # of one drain, which is repeated while it moves blocks
+STOP_S = 10.0  # for the store of a node that leaves to stop
+
+
+class IdleNodes:
+    """Finds nodes that have been idle for long, and leaves them. What it notes of each is in Ray's internal KV.
+
+    seconds: for which a node is idle before it is left; 0: none ever is. Ray node ids: without_store, of nodes that
+    were left; being_left, of those that are being emptied; long, of those that were idle for so long at the last look.
+    """
+
+    def __init__(self, pool: str, seconds: float, telling: threading.Lock) -> None:
+        """telling: held while the directory is told who leaves, and who stays."""
+        self._pool, self.seconds, self._telling = pool, seconds, telling
+        self._since: dict[str, float] = {}  # nodes that were idle at the last look, by when they began to be
+        self.long, self.being_left = set[str](), set[str]()
+        self.without_store = internal_kv.left_nodes(pool) if seconds else set()
+        for node_id in self.without_store:
+            self._end_store(node_id)  # the supervisor before this one may have died before it did
+
+    def look(self, living: set[str], served: set[str]) -> set[str]:
+        """Those of the nodes with a store that are to be left now. Nodes that are used again are taken back.
+
+        living: nodes. served: nodes whose store has answered.
+        """
+        used, notes = used_nodes(), internal_kv.idle_nodes(self._pool)
+        self.without_store &= living
+        for node_id in notes.keys() - self.being_left:
+            if node_id not in living:
+                internal_kv.drop(self._pool, f"idle/{node_id}")
+            elif node_id in used or not notes[node_id]:
+                with self._telling:
+                    self.take_back(node_id)
+        drained = set(internal_kv.names(self._pool, "leaving"))  # by somebody else: it has no note here
+        now, idle = time.monotonic(), (served & living) - used - drained - self.being_left - self.without_store
+        self._since = {node_id: self._since.get(node_id, now) for node_id in idle}
+        self.long = {node_id for node_id, since in self._since.items() if now >= since + self.seconds}
+        return self.long
+
+    def leave(self, node_id: str) -> None:
+        """Drain a node and end its store, in a thread; not if something else runs there by then."""
+        self.being_left.add(node_id)
+        threading.Thread(target=self._leave, args=(node_id,), name="raykv-leave", daemon=True).start()
+
+    def take_back(self, node_id: str) -> None:
+        """The node is to have a store, and takes blocks. For a caller that holds `telling`."""
+        stay(self._pool, node_id)
+        internal_kv.drop(self._pool, f"idle/{node_id}")
+        self.without_store.discard(node_id)
+
+    def _leave(self, node_id: str) -> None:
+        try:
+            self._empty_and_end(node_id)
+        except (RayError, ValueError) as error:  # the next look takes the node back
+            log.debug("pool %s: node %s is idle, and could not be left: %r", self._pool, node_id[:8], error)
+        finally:
+            self.being_left.discard(node_id)
+
+    def _empty_and_end(self, node_id: str) -> None:
+        note = secrets.token_bytes(8)
+        with self._telling:  # of two nodes at once, the second finds that the first leaves
+            check_others(self._pool, node_id)
+            internal_kv.put(self._pool, f"idle/{node_id}", note)
+            internal_kv.put(self._pool, f"leaving/{node_id}", b"")
+        left = drain(self._pool, node_id, DRAIN_S)
+        while left and (again := drain(self._pool, node_id, DRAIN_S)) < left:
+            left = again
+        with self._telling:
+            if internal_kv.get(self._pool, f"idle/{node_id}") != note:  # an administrator drains it, or has it stay
+                return
+            if node_id in used_nodes():
+                self.take_back(node_id)
+                return
+            internal_kv.put(self._pool, f"idle/{node_id}", internal_kv.LEFT)
+            self.without_store.add(node_id)
+        events.tell("idle", node=node_id[:8], left=left)
+        self._end_store(node_id)
+
+    def _end_store(self, node_id: str) -> None:
+        with contextlib.suppress(ValueError):
+            store = named_actors.find(named_actors.node_store_name(self._pool, node_id))
+            with contextlib.suppress(RayError):
+                ray.get(store.stop.remote(), timeout=STOP_S)
+            ray.kill(store)
+
+
+def used_nodes() -> set[str]:
+    """Ray node ids of nodes where something runs that is not a pool's: an actor, or what has taken resources.
+
+    The head is one of them: Ray never takes it away.
+    """
+    free = state.available_resources_per_node()
+    taken = {
+        node["NodeID"]
+        for node in ray.nodes()
+        if cluster.is_head(node)
+        or any(free.get(node["NodeID"], {}).get(name, 0.0) < amount for name, amount in node["Resources"].items())
+    }
+    actors = state.actor_table(None, actor_state_name="ALIVE").values()
+    return taken | {actor["Address"]["NodeID"] for actor in actors if not named_actors.is_ours(actor["Name"])}

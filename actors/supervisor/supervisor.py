@@ -1,0 +1,344 @@
+"""The supervisor: keeps one node store on every living node, and one directory that answers.
+
+Ray restarts an actor whose process died. The supervisor does what Ray does not: it starts a store on a node that joins,
+removes what a dead node had, replaces a directory that does not answer, drains nodes that are about to leave, and
+leaves nodes that nobody else uses.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.gcs_pb2 import (  # type: ignore[attr-defined]
+    GcsNodeInfo,
+    NodeSnapshot,
+)
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+
+from raykv.actors.directory.directory import start_directory
+from raykv.actors.directory.successor import START_DEADLINE_S, Successor, is_alive
+from raykv.actors.store.node_store import start_store
+from raykv.actors.store.readiness import why_not_usable
+from raykv.actors.supervisor.drain import check_others, drain
+from raykv.actors.supervisor.idle_nodes import IdleNodes
+from raykv.cluster import internal_kv, named_actors
+from raykv.config import HEARTBEAT_S
+from raykv.errors import reason_of
+from raykv.line.periodic import Periodic
+from raykv.metrics.exporter import EXPORT_S, Exporter
+from raykv.protocol.location import host_of
+from raykv.system import events
+
+log = logging.getLogger("raykv")
+LATE_S = 2.0  # after which a look at the directory is overdue
+REST_S = 4.0  # between close looks while nothing changes
+REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
+SILENT_S = 10.0  # without a word a new store may be one that can't be imported
+RETRY_S = 30.0  # until a store that could not start is started again
+DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
+NOTICE_S = 30.0  # to drain a node whose end Ray does not name
+STOP_DEADLINE_S = 10.0  # for a look that is under way to end
+
+
+class Supervisor:
+    """Watches a pool's nodes once a second, closely where one changed. It has no state that a restart would lose."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        events.begin(named_actors.restarted(), role="supervisor", pool=pool, pid=os.getpid())
+        self._stores: dict[str, Any] = {}  # by Ray node id
+        self._pings: dict[str, Any] = {}  # of every store, the answer that is due
+        self._silent: dict[str, float] = {}  # since when a store has not answered, or when that was last looked into
+        self._living: set[str] = set()  # nodes, at the last look
+        self._served: set[str] = set()  # nodes whose store has answered
+        self._draining: set[str] = set()  # nodes that are being emptied, or were
+        self._telling = threading.Lock()  # held while the directory is told who leaves, and who stays
+        now, failures = time.monotonic(), internal_kv.failures(pool)  # of a supervisor before this one
+        self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # when and why a node has no store
+        self._answered, self._in_charge = now, ""  # when the directory answered, and which was in charge last
+        self._successor = Successor(pool)
+        idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # none: the pool is being stopped
+        self._idle = IdleNodes(pool, idle_node_s, self._telling)
+        self._rests_until = 0.0  # the last close look found all well
+        self._exporter, self._exported, self._started = Exporter(pool), 0.0, time.time()
+        self._loop = Periodic("raykv-supervisor", self._watch, self._on_error)
+        self._loop.start()
+
+    def __repr__(self) -> str:
+        return f"Supervisor(pool={self._pool})"
+
+    def ping(self) -> int:
+        return os.getpid()
+
+    def drain(self, node_id: str, seconds: float, force: bool) -> int:
+        """Empty a node that is about to leave (see `drain`). Returns how many blocks are still only there.
+
+        force: also the last node that takes blocks, for which a ValueError is raised otherwise.
+        """
+        if not force and node_id not in self._idle.without_store:
+            check_others(self._pool, node_id)
+        with self._telling:
+            internal_kv.drop(self._pool, f"idle/{node_id}")  # from here on somebody else's use is no reason to stay
+            if node_id in self._idle.without_store:
+                internal_kv.put(self._pool, f"leaving/{node_id}", b"")
+                return 0
+        self._draining.add(node_id)
+        left = 1
+        try:
+            left = drain(self._pool, node_id, seconds)
+            return left
+        finally:
+            if left:  # a notice, then or later, is a reason to try again
+                self._draining.discard(node_id)
+
+    def cancel_drain(self, node_id: str) -> None:
+        """Have a node stay that was drained, or is being drained. ValueError where Ray says that it leaves."""
+        if node_id in _noticed():
+            raise ValueError(
+                f"Ray says that node {node_id[:8]} is about to leave, which raykv can't take back: see `ray status`, "
+                f"and whoever drained it there"
+            )
+        with self._telling:
+            self._idle.take_back(node_id)
+            self._draining.discard(node_id)
+
+    def stop(self) -> None:
+        """Watch no more. The actor is of no use afterwards."""
+        events.tell("stop")
+        self._loop.stop()
+        self._loop.join(STOP_DEADLINE_S)  # a look that is under way may start a store
+
+    def _watch(self) -> float:
+        try:
+            self._look()
+        finally:  # what could not be looked at is told, too
+            if time.monotonic() > self._exported + EXPORT_S:
+                self._export()
+        return self._pause()
+
+    def _export(self) -> None:
+        """Tell Ray's metrics agent how many nodes there are, and which have a store."""
+        self._exported = time.monotonic()
+        self._exporter.set("start_time_seconds", self._started, role="supervisor")
+        self._exporter.set("ray_nodes", len(self._living))
+        for node_id in self._living - self._idle.without_store:
+            up = node_id in self._served and node_id in self._stores and is_alive(self._stores[node_id])
+            self._exporter.set("store_up", float(up), node=node_id)
+        self._exporter.set("directory_up", float(self._exported - self._answered < REST_S + LATE_S))
+        self._exporter.flush()
+
+    def _on_error(self, error: Exception) -> float:
+        # Ray may have been in the middle of a change: the next look sees it done.
+        log.error("%r: %r", self, error, exc_info=error)
+        return self._pause()
+
+    def _pause(self) -> float:
+        return max(0.1, self._loop.rest_of(HEARTBEAT_S))
+
+    def _look(self) -> None:
+        """Look closely, unless one question to Ray says that all is as it was: that takes seven."""
+        self._living, some_leave = _nodes()
+        if some_leave or self._living - self._idle.without_store != self._stores.keys() or not self._at_rest():
+            self._rests_until = 0.0
+            self._look_closely(self._living)
+
+    def _at_rest(self) -> bool:
+        """Whether the last close look is not long ago, all was well, and Ray has told of no store that died since."""
+        alive = all(is_alive(store) for store in self._stores.values())
+        return alive and self._served >= self._stores.keys() and time.monotonic() < self._rests_until
+
+    def _look_closely(self, living: set[str]) -> None:
+        if internal_kv.settings(self._pool) is None:  # the pool is being stopped
+            return
+        self._drop_failed()
+        wanted = living - self._idle.without_store
+        for node_id in wanted - self._stores.keys():
+            if time.monotonic() - self._failed.get(node_id, (-RETRY_S, ""))[0] >= RETRY_S:
+                events.tell("watch_node", node=node_id[:8])
+                self._stores[node_id] = start_store(self._pool, node_id)
+        directory = self._directory()  # while the stores start, which wait for it
+        ending = living & self._idle.being_left
+        for node_id in self._stores.keys() - wanted - ending:  # a pinned actor never comes back once its node is dead
+            ray.kill(self._stores.pop(node_id))
+            self._pings.pop(node_id, None)
+            self._served.discard(node_id)
+        known = self._known(directory)
+        for node_id in {host_of(name) for name in known.values()} - wanted:
+            ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
+            events.tell("remove_node", node=node_id[:8])
+            if node_id not in living:
+                internal_kv.drop(self._pool, f"memory/{node_id}")
+        for node_id in set(internal_kv.names(self._pool, "failed")) - living:
+            internal_kv.drop(self._pool, f"failed/{node_id}")
+        self._look_for_leaving(directory, living)
+        if self._idle.seconds and self._leave_idle(directory, living):
+            return
+        self._keep_successor(directory, living)
+        self._rests_until = time.monotonic() + REST_S if known else 0.0
+
+    def _look_for_leaving(self, directory: Any, living: set[str]) -> None:
+        with self._telling:
+            for node_id in internal_kv.names(self._pool, "leaving"):
+                if node_id in living:
+                    ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # it may have restarted meanwhile
+                else:
+                    internal_kv.drop(self._pool, f"leaving/{node_id}")
+        for node_id, seconds in _noticed().items():
+            if node_id in self._stores and node_id not in self._draining:
+                self._draining.add(node_id)
+                threading.Thread(target=self._drain, args=(node_id, seconds), name="raykv-drain", daemon=True).start()
+
+    def _leave_idle(self, directory: Any, living: set[str]) -> bool:
+        """Leave nodes that nobody else has used for long. Returns whether another directory is in charge now."""
+        long = self._idle.look(living, self._served)
+        away = long | self._idle.without_store
+        in_charge = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S) if away else ""
+        for node_id in long - {in_charge}:
+            self._idle.leave(node_id)
+        stands_by = self._successor.stands_by(_other(self._in_charge)) and self._successor.node_id in living - away
+        if in_charge in away and stands_by:
+            self._start_directory(self._in_charge, "nobody else uses its node")
+            return True
+        return False
+
+    def _drain(self, node_id: str, seconds: float) -> None:
+        left = 1
+        try:
+            left = drain(self._pool, node_id, seconds)
+        except (RayError, ValueError) as error:
+            log.warning("%r: node %s leaves, and could not be drained yet: %r", self, node_id[:8], error)
+        if left:
+            self._loop.sleep(DRAIN_AGAIN_S)
+            self._draining.discard(node_id)  # the next look tries again
+
+    def _drop_failed(self) -> None:
+        """Forget stores that are dead for good, to start others: at once, or later where the constructor raised."""
+        waiting = list(self._pings.values())
+        done = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else []
+        for node_id, store in list(self._stores.items()):
+            ping = self._pings.get(node_id)
+            try:
+                if ping is None or ping in done:
+                    self._pings[node_id] = store.ping.remote()
+                if ping in done:
+                    ray.get(ping, timeout=HEARTBEAT_S)
+                    self._served.add(node_id)
+                    self._silent.pop(node_id, None)
+                    if self._failed.pop(node_id, None):
+                        internal_kv.drop(self._pool, f"failed/{node_id}")
+            except ActorDiedError as error:
+                del self._stores[node_id], self._pings[node_id]
+                if node_id not in self._served:
+                    self._has_failed(node_id, reason_of(error))
+                self._served.discard(node_id)
+            except RayError as error:
+                log.debug("%r: store of node %s: %r", self, node_id[:8], error)
+            if node_id in self._stores and node_id not in self._served and ping not in done:
+                self._look_at_silent(node_id)
+
+    def _look_at_silent(self, node_id: str) -> None:
+        """Give up a store that can't be imported, which Ray would restart for ever."""
+        since = self._silent.setdefault(node_id, time.monotonic())
+        if time.monotonic() < since + SILENT_S:
+            return
+        self._silent[node_id] = time.monotonic()
+        if why := why_not_usable(node_id, HEARTBEAT_S):
+            ray.kill(self._stores.pop(node_id))
+            self._pings.pop(node_id, None)
+            self._has_failed(node_id, why)
+
+    def _has_failed(self, node_id: str, why: str) -> None:
+        """A node's store could not start: whoever asks for the pool's state, or attaches there, is told why."""
+        self._failed[node_id] = (time.monotonic(), why)
+        internal_kv.put(self._pool, f"failed/{node_id}", why.encode())
+        log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
+
+    def _known(self, directory: Any) -> dict[int, str]:
+        """What the directory has; also the proof that it answers."""
+        try:
+            known: dict[int, str] = ray.get(directory.nodes.remote(), timeout=HEARTBEAT_S)
+            self._answered = time.monotonic()
+            return known
+        except RayError:
+            if time.monotonic() - self._answered > REPLACE_AFTER_S:
+                self._start_directory(self._in_charge)
+            return {}
+
+    def _directory(self) -> Any:
+        self._in_charge = internal_kv.in_charge(self._pool).name
+        try:
+            return named_actors.find(self._in_charge)
+        except ValueError:
+            return self._start_directory(self._in_charge)
+
+    def _start_directory(self, old: str, why: str = "it does not answer") -> Any:
+        """Put another directory in charge than `old`; its epoch makes all refuse that one, should it live."""
+        if internal_kv.settings(self._pool) is None:
+            raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
+        if internal_kv.in_charge(self._pool).name != old:  # the other one took over by itself
+            return named_actors.find_directory(self._pool)
+        directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
+        stood_by = self._successor.stands_by(_other(old))
+        try:
+            ray.get(directory.ping.remote(), timeout=REPLACE_AFTER_S if stood_by else START_DEADLINE_S)
+        except GetTimeoutError:
+            if internal_kv.in_charge(self._pool).name == old:  # else it took over meanwhile
+                self._successor.give_up(directory, "it does not answer either")
+            raise
+        ray.get(directory.take_charge.remote(), timeout=START_DEADLINE_S)
+        self._answered = time.monotonic()
+        if internal_kv.in_charge(self._pool).name != old:
+            events.tell("replace_directory", name=old, why=why)
+            with contextlib.suppress(ValueError):
+                ray.kill(named_actors.find(old))
+        return named_actors.find_directory(self._pool)
+
+    def _keep_successor(self, directory: Any, living: set[str]) -> None:
+        """Have the other directory stand by, on another node where there is one."""
+        if not self._successor.due():
+            return
+        node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
+        bad_places = {node_id, *internal_kv.names(self._pool, "leaving")} | self._idle.long
+        others = sorted((living & self._served) - bad_places)
+        bad = self._successor.look(_other(self._in_charge), node_id, others)
+        if bad is not None and internal_kv.in_charge(self._pool).name == self._in_charge:  # else it took over meanwhile
+            self._successor.give_up(bad, "it is of no use where it is")
+
+
+def _other(name: str) -> int:
+    """The number of a pool's other directory."""
+    return 2 if name.endswith("-1") else 1
+
+
+def _nodes() -> tuple[set[str], bool]:
+    """Ray node ids of the nodes that are alive, and whether one of them is about to leave."""
+    nodes = _gcs(ray.get_runtime_context().gcs_address).get_all_node_info().values()
+    alive = [node for node in nodes if node.state == GcsNodeInfo.ALIVE]
+    leaving = any(node.state_snapshot.state == NodeSnapshot.DRAINING for node in alive)
+    return {node.node_id.hex() for node in alive}, leaving
+
+
+def _noticed() -> dict[str, float]:
+    """Nodes that Ray says are about to leave, and in how many seconds."""
+    client, now = _gcs(ray.get_runtime_context().gcs_address), time.time() * 1000
+    return {
+        node_id: (deadline - now) / 1000 if deadline > now else NOTICE_S
+        for node_id, deadline in client.get_draining_nodes().items()
+    }
+
+
+@functools.cache
+def _gcs(address: str) -> Any:
+    return GcsClient(address=address)
+
+
+def start_supervisor(pool: str) -> None:
+    """Start the supervisor on Ray's head, or find it. Returns at once: from here on Ray sees to it that it runs."""
+    options = named_actors.options(named_actors.supervisor_name(pool), None, threads=4)
+    ray.remote(Supervisor).options(**options).remote(pool)

@@ -1,0 +1,96 @@
+"""What an engine computes of a Mooncake-format trace, and how long requests wait, by the rule that schedules them.
+
+    python -m benchmarks.schedule TRACE [--blocks 5000] [--tokens-per-s 20000] [--slower 1] [--offset 0]
+
+The engine is simulated: it has a prefix cache, and no pool behind it. Rules: `first_come` learns what is cached after
+it has taken blocks and tokens for the whole prompt; `vllm` starts requests in order of arrival too, and counts only
+what has to be computed; `plan` is `raykv.scheduling.plan`.
+"""
+
+import argparse
+import json
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from benchmarks.simulated_engine import Job, Policy, SimulatedEngine, Speed
+from raykv.bench.directory import mooncake
+from raykv.bench.directory.mooncake import BLOCK_TOKENS
+from raykv.scheduling import Budget, Request, Scheduled, plan
+
+PATIENCE_S = 60.0
+
+
+def run(path: str | PathLike[str], blocks: int, tokens_per_s: float, slower: float, offset: int) -> dict[str, Any]:
+    """One row a rule: computed tokens, and seconds to the first token: mean, p50, p99, max.
+
+    blocks: of the engine's cache, of 512 tokens. tokens_per_s: that it computes. slower: how many times as long the
+    trace takes. offset: which request is the first.
+    """
+    jobs = read(path, slower)[offset:]
+    jobs = [job._replace(arrival=job.arrival - jobs[0].arrival) for job in jobs]
+    results = []
+    for name, policy in policies().items():
+        engine = SimulatedEngine(jobs, blocks, BLOCK_TOKENS, policy, Speed(token_s=1 / tokens_per_s))
+        engine.run()
+        p50, p99 = np.quantile(engine.waits, [0.5, 0.99])
+        row = {"mean_s": engine.waits.mean(), "p50_s": p50, "p99_s": p99, "max_s": engine.waits.max()}
+        rounded = {figure: round(float(value), 2) for figure, value in row.items()}
+        results.append({"rule": name, "computed_tokens": engine.computed, **rounded})
+    return {"requests": len(jobs), "prompt_tokens": sum(job.tokens for job in jobs), "results": results}
+
+
+def policies() -> dict[str, Policy]:
+    return {
+        "first_come": first_come,
+        "vllm": partial(plan, patience=0.0),
+        "plan": partial(plan, patience=PATIENCE_S),
+    }
+
+
+def first_come(waiting: list[Request], running: list[Request], budget: Budget, now: float) -> list[Scheduled]:
+    """In order of arrival, as if nothing were cached: tokens and blocks are taken for whole prompts."""
+    scheduled = plan([], running, budget, now, 0.0)
+    tokens, blocks = budget.tokens - sum(each.num_new_tokens for each in scheduled), budget.blocks
+    blocks -= sum(
+        _blocks(request.num_tokens, budget) - _blocks(request.num_computed_tokens, budget) for request in running
+    )
+    for request in sorted(waiting, key=lambda request: request.arrival):
+        blocks -= _blocks(request.num_tokens, budget)
+        if not tokens or blocks < 0:
+            break
+        taken = min(request.num_tokens, tokens)
+        tokens -= taken
+        scheduled.append(Scheduled(request, min(taken, request.num_new_tokens)))
+    return scheduled
+
+
+def read(path: str | PathLike[str], slower: float = 1.0) -> list[Job]:
+    """The requests of a trace. Raises ValueError naming the line that is not one."""
+    jobs = []
+    for line in mooncake.lines(path, "timestamp", "output_length"):
+        blocks, (milliseconds, output) = line.tokens // BLOCK_TOKENS, line.others
+        keys = np.array(line.ids[:blocks], np.uint64).view(np.uint8).reshape(blocks, 8)
+        jobs.append(Job(keys, line.tokens, milliseconds / 1000 * slower, max(1, int(output))))
+    return jobs
+
+
+def _blocks(tokens: int, budget: Budget) -> int:
+    return -(-tokens // budget.block_tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace")
+    parser.add_argument("--blocks", type=int, default=5000, help="of the engine, of 512 tokens")
+    parser.add_argument("--tokens-per-s", type=float, default=20_000.0, help="that the engine computes")
+    parser.add_argument("--slower", type=float, default=1.0, help="how many times as long the trace takes")
+    parser.add_argument("--offset", type=int, default=0, help="the request to begin with")
+    given = parser.parse_args()
+    print(json.dumps(run(given.trace, given.blocks, given.tokens_per_s, given.slower, given.offset), indent=2))
+
+
+if __name__ == "__main__":
+    main()

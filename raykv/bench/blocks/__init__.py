@@ -1,0 +1,1 @@
+"""How fast blocks are stored, read, and moved."""

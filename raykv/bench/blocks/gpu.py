@@ -1,0 +1,236 @@
+"""`raykv bench gpu`: copies of a GPU tier, each beside the same copy by hand: a loop of cudaMemcpyAsync."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena import block_copy
+from raykv.arena.arena import Arena
+from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.files import SHM
+from raykv.arena.gpu import cuda, device, host_copy
+from raykv.arena.gpu_arena import GpuArena, copy_between
+from raykv.config import MIB
+from raykv.protocol.location import COUNTER_BITS, KEY_BYTES, LOCATION
+from raykv.protocol.transfers import PULLED
+from raykv.transports import nccl_pair
+
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64  # 128 MiB a copy
+LAYER_BYTES = 32 << 10
+SLAB, SLABS = 64 * MIB, 4
+WARM, PAIRS = 3, 12
+CONNECT_S = 60.0
+SENT = 7
+FIRST = 1 << COUNTER_BITS | 1
+Locations = NDArray[np.void]
+
+
+def run() -> dict[str, Any]:
+    """GB/s (1e9 bytes), medians; `<what>_of_hand` is what the copy by hand took over what ours took.
+
+    Blocks lie scattered on both sides. What comes to host memory is hashed, by hand too: after its copy. `pages_...`:
+    an engine's pages of LAYER_BYTES, beside the same bytes by hand in whole blocks. ValueError where this process can
+    use no GPU.
+    """
+    gpu = device.device(device.uuid_of(0))
+    fast = GpuArena.open_new("bench-gpu", bytes(16), gpu, SLAB, SLABS)
+    memory = Arena.create(f"{SHM}/raykv-bench-gpu-{os.getpid()}", bytes(16), SLAB, SLABS)
+    try:
+        while memory.offer_next():
+            pass
+        memory.populate(gpu.uuid)
+        figures = _in_process(gpu.uuid, fast, memory)
+        with get_context("spawn").Pool(1) as other:
+            figures |= other.apply(_over_ipc, (fast.path, fast.nonce, gpu.uuid, fast.handle))
+        if not nccl_pair.why_not():
+            figures |= _nccl_to_self(gpu.uuid, fast) | _nccl_between_two(gpu.uuid, fast)
+        return {"gpu": gpu.uuid, **figures, "pairs": float(PAIRS)}
+    finally:
+        fast.close(unlink=True)
+        memory.close(unlink=True)
+
+
+def _in_process(gpu: str, fast: GpuArena, memory: Arena) -> dict[str, float]:
+    rows, turns = _engine(), _Turns()
+    figures = _store_and_load("", gpu, fast, rows, turns)
+    figures |= _store_and_load("memory_", gpu, memory, rows, turns)
+    figures |= _store_and_load("pages_memory_", gpu, memory, _engine(BLOCK_BYTES // LAYER_BYTES), turns)
+
+    def cross(source: Arena, target: Arena) -> Callable[[], None]:
+        at, to = turns.locations(), turns.locations()
+        assert source.write(at, turns.keys, rows).all()
+
+        def move() -> None:
+            to["gen"] += 1
+            assert (copy_between(source, at, turns.keys, target, to) == PULLED).all()
+
+        return move
+
+    def by_hand(source: Arena, target: Arena) -> Callable[[], None]:
+        return lambda: _hand(gpu, _table(target.addresses(turns.locations()), source.addresses(turns.locations())))
+
+    copied = by_hand(fast, memory)
+
+    def down_by_hand() -> None:
+        copied()
+        block_copy.sums(memory.addresses(turns.locations()), BLOCK_BYTES)
+
+    figures |= _pairs("down", cross(fast, memory), down_by_hand)
+    figures |= _pairs("up", cross(memory, fast), by_hand(memory, fast))
+    return figures
+
+
+def _over_ipc(path: str, nonce: bytes, gpu: str, handle: bytes) -> dict[str, float]:
+    """Run in another process, as an engine does."""
+    arena = GpuArena.map(path, nonce, gpu, handle)
+    try:
+        return _store_and_load("ipc_", gpu, arena, _engine(), _Turns(1 << 20))
+    finally:
+        arena.close()
+
+
+def _nccl_to_self(gpu: str, fast: GpuArena) -> dict[str, float]:
+    """One rank, which sends what it receives."""
+    from cupy.cuda import nccl
+
+    turns, stream = _Turns(), cuda.cupy().cuda.Stream(non_blocking=True)
+    one = nccl.NcclCommunicator(1, nccl_pair.new_unique(), 0)
+    of, to = fast.addresses(turns.locations()), fast.addresses(turns.locations(into=1))
+
+    def move() -> None:
+        nccl.groupStart()
+        for source, target in zip(of.tolist(), to.tolist(), strict=True):
+            one.send(source, BLOCK_BYTES, nccl.NCCL_UINT8, 0, stream.ptr)
+            one.recv(target, BLOCK_BYTES, nccl.NCCL_UINT8, 0, stream.ptr)
+        nccl.groupEnd()
+        stream.synchronize()
+
+    return _pairs("nccl_self", move, lambda: _hand(gpu, _table(to, of)))
+
+
+def _nccl_between_two(gpu: str, fast: GpuArena) -> dict[str, float]:
+    """Two processes on one GPU, which NCCL takes for two hosts and joins by sockets: whether it works, not how fast."""
+    os.environ.update(NCCL_HOSTID="reader", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    turns, unique, context = _Turns(), nccl_pair.new_unique(), get_context("spawn")
+    pipe, theirs = context.Pipe()
+    sender = context.Process(target=_send, args=(theirs, unique), daemon=True)
+    sender.start()
+    try:
+        reader, to = nccl_pair.Pair(0, unique, nccl_pair.READER), fast.addresses(turns.locations(into=1))
+        reader.ready.result(CONNECT_S)
+
+        def move() -> None:
+            pipe.send("send")
+            reader.do(partial(reader.move, to, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
+
+        figures = _pairs("nccl_two", move, lambda: _hand(gpu, _table(to, fast.addresses(turns.locations()))))
+        move()  # after the last copy by hand
+        got = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+        host_copy.copy(gpu, block_copy.copies(rows_of([got]), to, out=True), registered=False, to_gpu=False)
+        assert (got == SENT).all(), "bytes are not what was sent"
+        return {"nccl_two_gbps": figures["nccl_two_gbps"]}
+    finally:
+        sender.kill()
+        sender.join()
+
+
+def _send(pipe: Connection, unique: bytes) -> None:
+    os.environ["NCCL_HOSTID"] = "sender"
+    pages = cuda.cupy().asarray(np.full((BLOCKS, BLOCK_BYTES), SENT, np.uint8))
+    of, sender = rows_of([pages]).addresses[:, 0], nccl_pair.Pair(0, unique, nccl_pair.SENDER)
+    while pipe.recv():
+        sender.do(partial(sender.move, of, BLOCK_BYTES, time.monotonic() + CONNECT_S)).result(CONNECT_S)
+
+
+def _store_and_load(name: str, gpu: str, arena: Arena, rows: Rows, turns: "_Turns") -> dict[str, float]:
+    at = turns.locations()
+    slots, keys = arena.addresses(at), turns.keys
+
+    def store() -> None:
+        at["gen"] += 1
+        assert arena.write(at, keys, rows).all()
+
+    def load() -> None:
+        assert arena.read(at, keys, rows).all()
+
+    blocks = _engine()
+    into = _table(slots, blocks.addresses[:, 0])
+
+    def by_hand() -> None:
+        _hand(gpu, into)
+        if not isinstance(arena, GpuArena):  # nothing hashes on a GPU
+            block_copy.sums(slots, BLOCK_BYTES)
+
+    return {
+        **_pairs(f"{name}store", store, by_hand),
+        **_pairs(f"{name}load", load, lambda: _hand(gpu, into[:, [1, 0, 2]])),
+    }
+
+
+class _Turns:
+    """Locations of the same scattered slots, of a newer generation each time."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._gen = FIRST + first
+        self.keys = np.arange(BLOCKS * KEY_BYTES, dtype=np.int64).astype(np.uint8).reshape(BLOCKS, KEY_BYTES)
+        self._order = np.random.default_rng(0).permutation(2 * BLOCKS).reshape(2, BLOCKS)
+
+    def locations(self, into: int = 0) -> Locations:
+        """into: 1 for the slots that those of 0 leave free."""
+        self._gen += 1 << 10
+        at = np.zeros(BLOCKS, LOCATION)
+        at["slab"], at["slot"] = np.divmod(self._order[into], SLAB // BLOCK_BYTES)
+        at["bytes"], at["slab_gen"], at["gen"] = BLOCK_BYTES, FIRST, self._gen
+        return at
+
+
+def _engine(layers: int = 1) -> Rows:
+    """Scattered pages of a GPU, by layer."""
+    cupy = cuda.cupy()
+    pages = [cupy.zeros((2 * BLOCKS, BLOCK_BYTES // layers), cupy.uint8) for _ in range(layers)]
+    return rows_of(pages)[np.random.default_rng(1).permutation(2 * BLOCKS)[:BLOCKS]]
+
+
+def _table(to: NDArray[np.int64], of: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.stack([to, of, np.full_like(of, BLOCK_BYTES)], axis=1)
+
+
+def _hand(gpu: str, table: NDArray[np.int64]) -> None:
+    """The same copies by cudaMemcpyAsync, one by one, on a stream."""
+    cupy = cuda.cupy()
+    runtime = cupy.cuda.runtime
+    stream = _streams.setdefault(gpu, cupy.cuda.Stream(non_blocking=True))
+    for to, of, length in table.reshape(-1, 3).tolist():
+        runtime.memcpyAsync(to, of, length, runtime.memcpyDefault, stream.ptr)
+    stream.synchronize()
+
+
+_streams: dict[str, Any] = {}
+
+
+def _pairs(name: str, ours: Callable[[], None], by_hand: Callable[[], None]) -> dict[str, float]:
+    seconds: list[tuple[float, float]] = []
+    for turn in range(WARM + PAIRS):
+        both = _timed(ours), _timed(by_hand)
+        if turn >= WARM:
+            seconds.append(both)
+    mine, floor = (statistics.median(column) for column in zip(*seconds, strict=True))
+    return {
+        f"{name}_gbps": BLOCKS * BLOCK_BYTES / mine / 1e9,
+        f"{name}_hand_gbps": BLOCKS * BLOCK_BYTES / floor / 1e9,
+        f"{name}_of_hand": statistics.median(hand / own for own, hand in seconds),
+    }
+
+
+def _timed(function: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin

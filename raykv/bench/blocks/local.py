@@ -1,0 +1,194 @@
+"""`raykv bench local`: blocks between two processes of one node, beside memcpy, an empty actor call and a socket."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena import block_copy
+from raykv.bench.blocks import block_sizes, match_rate
+from raykv.bench.blocks.block_sizes import Shape
+from raykv.bench.blocks.echo import Echo, RoundTrip
+from raykv.bench.blocks.memcpy import Memcpy
+from raykv.bench.blocks.store_all import LATE_S
+from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.config import MIB
+from raykv.keys import Keys
+from raykv.protocol.location import LOCATION
+from raykv.protocol.packing import packed
+
+POOL = "bench-local"
+BLOCK_BYTES, BATCH = 2 * MIB, 16
+BATCHES = 24  # 768 MiB: far more than a processor's caches hold
+ROUNDS = 3  # of which the first warms up
+MATCH_KEYS, MATCH_CALLS, MATCH_TURN = 512, 400, 5
+
+Times = tuple[float, float, float]  # of a batch: its copies, all of the call, the floor's copies
+
+
+class Worker:
+    """One process, with so many buffers that a buffer has left the CPU caches when it is used again."""
+
+    def __init__(self, pool: str = POOL) -> None:
+        import raykv
+
+        self.pool = raykv.attach(pool)
+        self.cache = self.pool.cache(
+            model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=BLOCK_BYTES
+        )
+        assert self.pool.session.local is not None
+        self.arena = self.pool.session.local.arena
+        block = np.random.default_rng(0).integers(0, 255, BLOCK_BYTES, np.uint8)
+        self.buffers = [np.tile(block, (BATCH, 1)) for _ in range(8)]  # all alike: the floor may write over any block
+        self.floor = Memcpy(block_copy.THREADS)
+
+    def keys(self, batch: int) -> Keys:
+        return self.cache.keys(np.arange(BATCH * 16) + batch * BATCH * 16)
+
+    def memcpy(self, to: list[NDArray[np.uint8]], of: list[NDArray[np.uint8]]) -> float:
+        """Seconds to copy rows with as many threads as the arena uses."""
+        return self.floor.seconds(to, of)
+
+    def slots(self, batch: int) -> list[NDArray[np.uint8]]:
+        """Addresses of a batch's blocks in the arena."""
+        with self.cache.match(self.keys(batch)) as match:
+            runs = [run for lease in match._leases for run in self.arena.views(lease.source)]
+        return [block for run in runs for block in run.reshape(-1, BLOCK_BYTES)]
+
+    def store(self, batch: int) -> tuple[float, float]:
+        """Store a batch. Returns seconds of its copies alone, and of the whole call."""
+        copying = _timed(self.arena, "write")
+        begin = time.perf_counter()
+        stored = self.cache.store(self.keys(batch), self.buffers[batch % 8])
+        total = time.perf_counter() - begin
+        assert stored == BATCH, f"{stored} of {BATCH} blocks stored"
+        return copying(), total
+
+    def read(self, batch: int, verify: bool) -> tuple[float, float]:
+        copying = _timed(self.arena, "read")
+        keys = self.keys(batch)
+        begin = time.perf_counter()
+        with self.cache.match(keys) as match:
+            count = match.read(self.buffers[batch % 8], verify=verify)
+        total = time.perf_counter() - begin
+        assert count == BATCH, f"{count} of {BATCH} blocks read"
+        return copying(), total
+
+    def stores(self, first: int) -> list[Times]:
+        rows = []
+        for batch in range(first, first + BATCHES):
+            other = self.slots(first - BATCHES // 2 + batch - first) if first >= BATCHES else None
+            source = list(self.buffers[(batch + 4) % 8])
+            floor = self.memcpy(other, source) if other else 0.0
+            rows.append((*self.store(batch), floor))
+        return rows
+
+    def reads(self, first: int, verify: bool) -> list[Times]:
+        rows = []
+        for i in range(BATCHES):
+            other = self.slots(first + (i + BATCHES // 2) % BATCHES)
+            floor = self.memcpy(list(self.buffers[(i + 4) % 8]), other)
+            rows.append((*self.read(first + i, verify), floor))
+        return rows
+
+    def matches(self, echo: Any) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of matching MATCH_KEYS keys, of an empty actor call with the same bytes, and of a socket, in turn."""
+        import ray
+
+        cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+        keys = match_rate.stored_keys(cache, MATCH_KEYS)
+        message = (1, 2, b"", b"", b""), (3, self.pool.node_id, keys.tobytes(), 4096)
+        socket = RoundTrip(*ray.get(echo.listen.remote(len(packed(message)))))
+        ours, floor, bare = [], [], []
+        for _ in range(MATCH_CALLS // MATCH_TURN):  # in turns, of which the first call warms up who answers
+            floor += [_seconds(lambda: ray.get(echo.call.remote(*message), timeout=60)) for _ in range(MATCH_TURN)][1:]
+            bare += [socket.seconds() for _ in range(MATCH_TURN)][1:]
+            matched = [self._match_s(cache, keys) for _ in range(MATCH_TURN)][1:]
+            ours += [seconds for seconds in matched if seconds]
+        return ours, floor, bare
+
+    def _match_s(self, cache: Any, keys: Keys) -> float:
+        """Seconds of a match; 0.0 where an answer was late: the machine is busy with something else."""
+        begin = time.perf_counter()
+        with cache.match(keys) as match:
+            seconds = time.perf_counter() - begin
+        if match.num_blocks == MATCH_KEYS:
+            return seconds
+        time.sleep(LATE_S)
+        return 0.0
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def run(shapes: list[Shape] | None = None) -> dict[str, Any]:
+    """GB/s (1e9 bytes), microseconds and keys/s, medians. shapes: of which `results` is a table."""
+    import ray
+
+    with local_cluster(1) as (node,):
+        with local_pool(POOL, 1024 * MIB):
+            writer, reader = on_node(Worker, node), on_node(Worker, node)
+            stores: list[Times] = []
+            reads: list[Times] = []
+            verified: list[Times] = []
+            for turn in range(ROUNDS):
+                first = turn * BATCHES
+                new_stores = ray.get(writer.stores.remote(first))
+                new_reads = ray.get(reader.reads.remote(first, False))
+                new_verified = ray.get(reader.reads.remote(first, True))
+                if turn:
+                    stores, reads, verified = stores + new_stores, reads + new_reads, verified + new_verified
+            answer_bytes = MATCH_KEYS * LOCATION.itemsize
+            ours, floor, bare = ray.get(reader.matches.remote(on_node(Echo, node, answer_bytes)))
+            by_socket, by_ray = match_rate.run(POOL, node, MATCH_KEYS)
+            for worker in (writer, reader):
+                ray.kill(worker)
+        results = {"results": block_sizes.table(node, shapes)} if shapes else {}
+    return {
+        **results,
+        "memcpy_gbps": _gbps([floor for _, _, floor in reads]),
+        "read_gbps": _gbps([copies for copies, _, _ in reads]),
+        "read_e2e_gbps": _gbps([total for _, total, _ in reads]),
+        "verified_memcpy_gbps": _gbps([floor for _, _, floor in verified]),
+        "verified_read_gbps": _gbps([copies for copies, _, _ in verified]),
+        "store_memcpy_gbps": _gbps([floor for _, _, floor in stores]),
+        "store_gbps": _gbps([copies for copies, _, _ in stores]),
+        "store_e2e_gbps": _gbps([total for _, total, _ in stores]),
+        "actor_call_us_p50": statistics.median(floor[20:]) * 1e6,
+        "socket_us_p50": statistics.median(bare[20:]) * 1e6,
+        "match_us_p50": statistics.median(ours[20:]) * 1e6,
+        "actor_match_keys_per_s": by_ray,
+        "match_keys_per_s": by_socket,
+        "pairs": float(len(reads)),
+    }
+
+
+def _gbps(seconds: list[float]) -> float:
+    return BATCH * BLOCK_BYTES / statistics.median(seconds) / 1e9
+
+
+def _timed(arena: Any, method: str) -> Any:
+    """Time a method of the arena from now until the returned function is called, which gives the seconds."""
+    spent = 0.0
+    plain = getattr(type(arena), method)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal spent
+        begin = time.perf_counter()
+        try:
+            return plain(arena, *args, **kwargs)
+        finally:
+            spent += time.perf_counter() - begin
+
+    def stop() -> float:
+        del arena.__dict__[method]
+        return spent
+
+    setattr(arena, method, timed)
+    return stop

@@ -1,0 +1,81 @@
+"""Keys a second that one directory finds for several clients, over its socket and through Ray, in turn."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from raykv.bench.blocks.store_all import store_all
+from raykv.bench.testbed import on_node
+from raykv.client.cache import KVCache
+from raykv.keys import Keys
+from raykv.line.directory_line import DirectoryLine
+
+CLIENTS, PHASES, PHASE_S = 4, 8, 0.4
+
+
+class Asker:
+    """A client in a process of its own."""
+
+    def __init__(self, pool: str, count: int) -> None:
+        """count: keys of a match."""
+        import raykv
+
+        self.pool = raykv.attach(pool)
+        self.cache = self.pool.cache(model="bench", dtype="uint8", layout="rows", block_tokens=16, block_bytes=4096)
+        self.keys = stored_keys(self.cache, count)
+
+    def socket_rate(self) -> float:
+        assert self.pool.session.directory.line.way == "socket"
+        return self._rate()
+
+    def ray_rate(self) -> float:
+        with _without_socket(self.pool.session.directory.line):
+            return self._rate()
+
+    def _rate(self) -> float:
+        """Keys a second, for PHASE_S seconds. A late answer is a miss, and counts for none."""
+        begin, found = time.perf_counter(), 0
+        while (passed := time.perf_counter() - begin) < PHASE_S:
+            with self.cache.match(self.keys) as match:
+                found += match.num_blocks
+            if not match.num_blocks:
+                time.sleep(0.01)  # until the directory is found again
+        return found / passed
+
+
+def run(pool: str, node: str, count: int) -> tuple[float, float]:
+    """Keys a second of all clients together, over the socket and through Ray: medians."""
+    import ray
+
+    askers = [on_node(Asker, node, pool, count) for _ in range(CLIENTS)]
+    rates: dict[str, list[float]] = {"socket_rate": [], "ray_rate": []}
+    for _ in range(1 + PHASES):  # the first warms up
+        for way, found in rates.items():
+            found.append(sum(ray.get([getattr(asker, way).remote() for asker in askers])))
+    for asker in askers:
+        ray.kill(asker)
+    by_socket, by_ray = (statistics.median(found[1:]) for found in rates.values())
+    return by_socket, by_ray
+
+
+def stored_keys(cache: KVCache, count: int) -> Keys:
+    """Keys of so many blocks, which are stored."""
+    keys = cache.keys(np.arange(count * cache.block_tokens))
+    store_all(cache, keys, np.zeros((count, cache.block_bytes), np.uint8))
+    return keys
+
+
+@contextlib.contextmanager
+def _without_socket(line: DirectoryLine) -> Iterator[None]:
+    """The same line, whose calls go through Ray as where nobody can connect; its connection is kept for later."""
+    pipeline, line._pipeline = line._pipeline, None
+    line.find = lambda: True  # type: ignore[method-assign]  # else it would connect again after a late answer
+    try:
+        yield
+        assert line.way == "ray"
+    finally:
+        del line.__dict__["find"]
+        line._pipeline = pipeline

@@ -1,0 +1,252 @@
+"""`raykv bench tiers`: blocks on their way to external tiers and back, beside bare direct I/O and bare redis-py."""
+
+import mmap
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.arena.arena import Arena
+from raykv.arena.files import SHM
+from raykv.config import MIB, fingerprint
+from raykv.directory.state.tier_catalog import BATCH_BYTES
+from raykv.protocol.location import CONTENT_BYTES, COUNTER_BITS, KEY_BYTES, LOCATION
+from raykv.protocol.transfers import PULLED
+from raykv.system.extras import to_install
+from raykv.tiers import open_tier, parse
+from raykv.tiers.copier import TierCopier
+from raykv.tiers.file import IN_FLIGHT
+from raykv.tiers.guarded import GuardedTier
+
+BLOCK_BYTES, BLOCKS = 2 * MIB, 64
+CAPACITY = "1GiB"
+WARM, PAIRS = 2, 10
+START_S = 10.0  # for a redis server
+Keys = NDArray[np.uint8]
+
+
+class Floor(Protocol):
+    """The same bytes, moved by the library beneath the tier alone."""
+
+    def store(self, blocks: list[memoryview]) -> None: ...
+
+    def load(self) -> None:
+        """Load what was stored last."""
+
+    def delete(self) -> None:
+        """Delete what was stored last, where the tier's next store too would be of new blocks."""
+
+    def close(self) -> None: ...
+
+
+class Node(TierCopier):
+    """The copies that a node store makes: the source is one slab of an arena, the other takes what is loaded."""
+
+    def __init__(self, url: str) -> None:
+        path = f"{SHM}/raykv-bench-tiers-{os.getpid()}"
+        arena = Arena.create(path, fingerprint("bench", b"bench"), BLOCKS * BLOCK_BYTES, 2)
+        super().__init__(arena, GuardedTier(lambda: open_tier(parse(url)), fingerprint("bench", b"bench")))
+        try:
+            self.external.check()
+            self.external.open(bytes(CONTENT_BYTES))
+            while self._arena.offer_next():
+                pass
+        except BaseException:
+            self.stop()
+            raise
+        self._blocks = np.random.default_rng(0).integers(0, 255, (BLOCKS, BLOCK_BYTES), np.uint8)
+
+    def stop(self) -> None:
+        self.external.close()
+        self._arena.close(unlink=True)
+
+    def fill(self, turn: int) -> tuple[Keys, list[memoryview]]:
+        """New keys for every turn, and their blocks in the arena."""
+        keys = np.random.default_rng(turn).integers(0, 255, (BLOCKS, KEY_BYTES), np.uint8)
+        assert self._arena.write(_locations(0, turn), keys, self._blocks).all()
+        return keys, [self._arena.views(location)[0].data for location in np.split(_locations(0, turn), BLOCKS)]
+
+    def store(self, keys: Keys, turn: int) -> None:
+        batch = BATCH_BYTES // BLOCK_BYTES
+        for at in range(0, BLOCKS, batch):
+            stored = self.demote(_locations(0, turn)[at : at + batch], keys[at : at + batch])
+            assert stored.all(), f"blocks were not stored: {self.external.faults}"
+
+    def fetch(self, keys: Keys, turn: int) -> None:
+        assert (self.load(keys, self._arena, _locations(1, turn)) == PULLED).all(), (
+            f"blocks were not loaded: {self.external.faults}"
+        )
+
+    def delete(self, keys: Keys) -> None:
+        self.external.delete([key.tobytes() for key in keys])
+
+
+class DirectIo:
+    """One preallocated file, with as many requests in flight as the tier has."""
+
+    def __init__(self, folder: str) -> None:
+        self._fd = os.open(os.path.join(folder, "floor"), os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, BLOCKS * BLOCK_BYTES)
+        self._rows = np.frombuffer(mmap.mmap(-1, BLOCKS * BLOCK_BYTES), np.uint8).reshape(BLOCKS, BLOCK_BYTES)
+        self._threads = ThreadPoolExecutor(IN_FLIGHT)
+
+    def store(self, blocks: list[memoryview]) -> None:
+        offsets = range(0, BLOCKS * BLOCK_BYTES, BLOCK_BYTES)
+        done = sum(self._threads.map(lambda block, at: os.pwrite(self._fd, block, at), blocks, offsets))
+        assert done == BLOCKS * BLOCK_BYTES
+
+    def load(self) -> None:
+        offsets = range(0, BLOCKS * BLOCK_BYTES, BLOCK_BYTES)
+        done = sum(self._threads.map(lambda row, at: os.preadv(self._fd, [row], at), self._rows, offsets))
+        assert done == BLOCKS * BLOCK_BYTES
+
+    def delete(self) -> None:
+        """Nothing to do: the tier too overwrites what was deleted."""
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._fd)
+
+
+class RedisPy:
+    """SET and GET, as many in a pipeline as the tier has."""
+
+    def __init__(self, port: int) -> None:
+        import redis
+
+        from raykv.tiers.redis import PIECE_BYTES, READ_BYTES
+
+        self._batch = PIECE_BYTES // BLOCK_BYTES
+        self._client = redis.Redis("127.0.0.1", port, socket_read_size=READ_BYTES)
+
+    def store(self, blocks: list[memoryview]) -> None:
+        for at in range(0, BLOCKS, self._batch):
+            with self._client.pipeline(transaction=False) as pipe:
+                for i in range(at, at + self._batch):
+                    pipe.set(b"floor:%d" % i, blocks[i])
+                pipe.execute()
+
+    def load(self) -> None:
+        for at in range(0, BLOCKS, self._batch):
+            with self._client.pipeline(transaction=False) as pipe:
+                for i in range(at, at + self._batch):
+                    pipe.get(b"floor:%d" % i)
+                assert sum(map(len, pipe.execute())) == self._batch * BLOCK_BYTES
+
+    def delete(self) -> None:
+        self._client.unlink(*(b"floor:%d" % i for i in range(BLOCKS)))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def run(directory: str) -> dict[str, Any]:
+    """GB/s (1e9 bytes) and ratios of a floor, medians. directory: on the disk that is measured."""
+    with _folder(directory) as folder:
+        figures: dict[str, Any] = _figures("file", f"file://{folder}/tier?capacity={CAPACITY}", DirectIo(folder))
+    missing = _missing()
+    if missing:
+        return {**figures, "redis": f"left out: {missing}", "pairs": PAIRS}
+    with _redis_server() as port:
+        figures |= _figures("redis", f"redis://127.0.0.1:{port}?capacity={CAPACITY}", RedisPy(port))
+    return {**figures, "pairs": PAIRS}
+
+
+def _figures(name: str, url: str, floor: Floor) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {"store": [], "load": [], "floor_store": [], "floor_load": []}
+    node = Node(url)
+    try:
+        for turn in range(1, WARM + PAIRS + 1):
+            keys, blocks = node.fill(turn)
+            calls: dict[str, Callable[[], None]] = {
+                "store": lambda keys=keys, turn=turn: node.store(keys, turn),  # type: ignore[misc]
+                "floor_store": lambda blocks=blocks: floor.store(blocks),  # type: ignore[misc]
+                "load": lambda keys=keys, turn=turn: node.fetch(keys, turn),  # type: ignore[misc]
+                "floor_load": floor.load,
+            }
+            for what, call in calls.items():
+                begin = time.perf_counter()
+                call()
+                if turn > WARM:
+                    seconds[what].append(time.perf_counter() - begin)
+            node.delete(keys)
+            floor.delete()
+    finally:
+        node.stop()
+        floor.close()
+    figures = {f"{name}_{what}_gbps": _gbps(values) for what, values in seconds.items()}
+    return figures | {f"{name}_{what}_ratio": _ratio(seconds, what) for what in ("store", "load")}
+
+
+def _gbps(seconds: list[float]) -> float:
+    return BLOCKS * BLOCK_BYTES / statistics.median(seconds) / 1e9
+
+
+def _ratio(seconds: dict[str, list[float]], what: str) -> float:
+    pairs = zip(seconds[f"floor_{what}"], seconds[what], strict=True)
+    return statistics.median(floor / ours for floor, ours in pairs)
+
+
+def _locations(slab: int, turn: int) -> NDArray[np.void]:
+    """All slots of a slab, granted anew every turn."""
+    locations = np.zeros(BLOCKS, LOCATION)
+    locations["slab"], locations["slot"], locations["bytes"] = slab, np.arange(BLOCKS), BLOCK_BYTES
+    locations["slab_gen"], locations["gen"] = 1 << COUNTER_BITS, (1 << COUNTER_BITS) + turn
+    return locations
+
+
+@contextmanager
+def _folder(directory: str) -> Iterator[str]:
+    """ValueError where the file system there does no direct I/O."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix="raykv-bench-") as folder:
+        try:
+            os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+        except OSError as error:
+            raise ValueError(f"{directory}: no direct I/O there ({error.strerror}): name a folder on a disk") from None
+        yield folder
+
+
+def _missing() -> str | None:
+    """What is missing here to measure redis."""
+    try:
+        import redis  # noqa: F401
+    except ModuleNotFoundError:
+        return to_install("redis")
+    return None if shutil.which("redis-server") else "there is no redis-server on PATH"
+
+
+@contextmanager
+def _redis_server() -> Iterator[int]:
+    """A server that keeps nothing on disk, on the port that this yields."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        try:
+            _await(port, process)
+            yield port
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _await(port: int, server: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + START_S
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError:
+            time.sleep(0.01)
+    raise ValueError("redis-server does not start")

@@ -1,0 +1,105 @@
+"""What metrics cost the directory: of every call, and of every export to Ray's metrics agent."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raykv.actors.directory.metrics import DirectoryMetrics
+from raykv.actors.directory.server import DirectoryServer, Message
+from raykv.bench.testbed import local_cluster
+from raykv.cluster import internal_kv
+from raykv.directory.directory import Directory
+from raykv.line.listener import Connection
+from raykv.line.pipeline import Pipeline, Request
+from raykv.metrics.exporter import EXPORT_S
+from raykv.protocol.packing import packed
+
+POOL = "bench-directory"
+TURNS, CALLS = 300, 100  # turns of each side, which alternate; calls of a turn
+EXPORTS = 6
+PATIENCE_S = 10.0
+
+
+class _Timed(DirectoryServer):
+    """A server, and a connection to it. Its thread's processor time at the first call, and at the last.
+
+    One thread answers calls that are counted and calls that are not: two would differ by their processors.
+    """
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__(POOL, DirectoryMetrics(POOL, ""))
+        self.serve(directory)
+        self._began = self._ended = 0.0
+        self._pipeline = Pipeline(self.listen("127.0.0.1"))
+
+    def _answer(self, connection: Connection, request: bytes) -> bytes:
+        self._ended = time.thread_time()
+        self._began = self._began or self._ended
+        return super()._answer(connection, request)
+
+    def seconds(self, requests: list[bytes]) -> float:
+        """Of the directory's thread, for one of these calls: with the socket."""
+        self._began = 0.0
+        for body in requests:
+            request = Request()
+            self._pipeline.send(body, request.deliver)
+            self._pipeline.wait(request, PATIENCE_S)
+        return (self._ended - self._began) / (len(requests) - 1)
+
+    def close(self) -> None:
+        self._pipeline.close()
+        super().close()
+
+    def count(self, counts: bool) -> None:
+        """Whether matches are counted from now on."""
+        vars(self).pop("match", None)
+        if not counts:
+            vars(self)["match"] = self._match
+
+    def _match(self, *args: Any) -> Message:
+        with self._lock:
+            answer: Message = DirectoryServer.match.__wrapped__(self, *args)  # type: ignore[attr-defined]
+            return answer
+
+
+def cost(directory: Directory, request: Callable[[int], Message]) -> dict[str, Any]:
+    """Figures of a directory that does nothing but match.
+
+    request: by number, the arguments of a match. plain_us: processor time of its thread for a call that comes over its
+    socket. with_metrics_us: the same where calls are counted. Both are first quartiles of turns. calls_percent: the
+    difference. export_ms: processor time of this process for an export, every 5 s, of which every other one looks at
+    every slot: the mean. percent: of the directory's time at full load, of both. Starts a Ray node.
+    """
+    server = _Timed(directory)
+    sides: tuple[list[float], list[float]] = ([], [])
+    for turn in range(2 * TURNS):
+        side = (turn + turn // 2) % 2  # plain, counted, counted, plain, ...
+        server.count(side == 1)
+        sides[side].append(server.seconds([packed(("match", *request(turn * CALLS + i))) for i in range(CALLS)]))
+    server.close()
+    plain, counted = (statistics.quantiles(times)[0] for times in sides)  # what else the machine does only adds
+    calls = 100 * (counted / plain - 1)
+    export = _export_s(directory, server._metrics)
+    return {
+        "plain_us": plain * 1e6,
+        "with_metrics_us": counted * 1e6,
+        "calls_percent": calls,
+        "export_ms": export * 1e3,
+        "percent": calls + 100 * export / EXPORT_S,
+    }
+
+
+def _export_s(directory: Directory, metrics: DirectoryMetrics) -> float:
+    """Mean of EXPORTS, after two that make Ray's metrics."""
+    with local_cluster(1):
+        internal_kv.put_in_charge(POOL, "", None)
+        metrics.saved()
+        metrics.attach(directory, threading.Lock())
+        for _ in range(2):
+            metrics.export()
+        begin = time.process_time()
+        for _ in range(EXPORTS):
+            metrics.export()
+        return (time.process_time() - begin) / EXPORTS

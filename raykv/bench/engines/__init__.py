@@ -1,0 +1,1 @@
+"""How soon an engine answers."""

@@ -1,0 +1,64 @@
+"""What bringing a prompt's KV takes without an engine: by Ray, by the pool's lane, by memcpy."""
+
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.bench.blocks.memcpy import Memcpy
+from raykv.config import MIB
+from raykv.keys import Keys
+
+BLOCK_BYTES = 2 * MIB  # 64 KiB a token: 16 layers of 4 heads of 128, keys and values, in float32
+
+
+class Bytes:
+    """As many bytes as a prompt's KV, on one node: how long does Ray take to bring them to another?"""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.random.default_rng(0).integers(0, 255, size, np.uint8)
+
+    def array(self) -> NDArray[np.uint8]:
+        return self.bytes
+
+    def seconds(self, other: Any) -> float:
+        import ray
+
+        begin = time.perf_counter()
+        array = ray.get(other.array.remote())
+        assert array.nbytes == self.bytes.nbytes
+        return time.perf_counter() - begin
+
+    def memcpy_seconds(self) -> float:
+        """One thread's, into memory that was written before."""
+        return Memcpy(1).seconds([np.zeros_like(self.bytes)], [self.bytes])
+
+
+class Lane:
+    """As many bytes in blocks of a pool: how long does that take to bring them to another node?"""
+
+    def __init__(self, pool: str, size: int) -> None:
+        import raykv
+
+        self.cache = raykv.attach(pool).cache(
+            model="floor", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES
+        )
+        self.blocks = np.zeros((-(-size // BLOCK_BYTES), BLOCK_BYTES), np.uint8)
+        self.share = size / self.blocks.nbytes  # of the blocks, which the last byte need not fill
+
+    def store(self, turn: int) -> None:
+        count = self.cache.store(self._keys(turn), self.blocks, wait=True)
+        assert count == len(self.blocks), f"{count} of {len(self.blocks)} blocks stored"
+
+    def seconds(self, turn: int) -> float:
+        """Of blocks that another node stored."""
+        begin = time.perf_counter()
+        with self.cache.match(self._keys(turn)) as match:
+            count = match.fetch()
+        seconds = time.perf_counter() - begin
+        assert count == len(self.blocks), f"{count} of {len(self.blocks)} blocks came"
+        return seconds * self.share
+
+    def _keys(self, turn: int) -> Keys:
+        return self.cache.keys(np.arange(len(self.blocks)) + turn * len(self.blocks))

@@ -1,0 +1,125 @@
+"""`raykv bench pd`: one engine prefills a prompt, another decodes it. How soon is the first token of the second?"""
+
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raykv.bench.engines import ttft
+from raykv.bench.engines.floors import BLOCK_BYTES, Bytes
+from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.config import MIB
+
+POOL = "bench-pd"
+PROMPT_TOKENS = 1537
+BYTES = PROMPT_TOKENS * BLOCK_BYTES // ttft.BLOCK_TOKENS
+ARENA_BYTES = 2048 * MIB
+DELAYS_MS = (0, 10, 30, 100, 500)  # from the prefill's answer to the request of its decode
+TOKENS = 8
+FLOOR_FACTOR = 1.3
+WARM, ROUNDS = 1, 8
+
+
+class Said(NamedTuple):
+    """ms: until the first token. computed: tokens of the prompt. tokens: what was generated."""
+
+    ms: float
+    computed: int
+    tokens: list[int]
+
+
+class Engine(ttft.Engine):
+    """vLLM with random weights, in one of the two roles."""
+
+    def ask(self, seed: int, tokens: int = TOKENS) -> Said:
+        from vllm import SamplingParams
+
+        prompt = np.random.default_rng(seed).integers(3, ttft.SIZES["vocab_size"], PROMPT_TOKENS).tolist()
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        output = self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
+        return Said(
+            ms=output.metrics.first_token_latency * 1e3,
+            computed=PROMPT_TOKENS - min(output.num_cached_tokens or 0, PROMPT_TOKENS - 1),
+            tokens=list(output.outputs[0].token_ids),
+        )
+
+
+def run() -> dict[str, Any]:
+    """Milliseconds until the decode engine's first token, medians, by the delay of its request.
+
+    The floor is its own prefix hit, and 1.3 times what Ray takes to bring as many bytes from the other node.
+    """
+    import ray
+
+    ttft.require_vllm()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_cluster(2, 512 * MIB) as (here, there),
+        local_pool(POOL, ARENA_BYTES) as pool,
+    ):
+        model = ttft.save_model(folder)
+        prefill, decode = _engine(there, model, folder, "kv_producer"), _engine(here, model, folder, "kv_consumer")
+        far, near = on_node(Bytes, there, BYTES), on_node(Bytes, here, BYTES)
+        columns: dict[str, list[float]] = defaultdict(list)
+        try:
+            for turn in range(WARM + ROUNDS):
+                figures = _round(turn, pool, prefill, decode)
+                figures["transfer"] = ray.get(near.seconds.remote(far)) * 1e3
+                for name, value in figures.items() if turn >= WARM else ():
+                    columns[name].append(value)
+        finally:
+            ray.get([engine.close.remote() for engine in (prefill, decode)])
+        lanes: Counter[str] = Counter()
+        for way in pool.stats()["transports"]:
+            lanes.update(way["bytes"])
+    return _figures(columns) | {"bytes_by_transport": dict(lanes)}
+
+
+def _round(turn: int, pool: Any, prefill: Any, decode: Any) -> dict[str, float]:
+    import ray
+
+    pool.clear()
+    seeds = iter(range(100 * turn, 100 * turn + 100))
+    figures = {"cold": ray.get(decode.ask.remote(next(seeds))).ms, "unequal": 0.0}
+    own = []
+    for delay in DELAYS_MS if turn % 2 else DELAYS_MS[::-1]:
+        seed = next(seeds)
+        ray.get(prefill.ask.remote(seed, 1))
+        time.sleep(delay / 1e3)
+        said, again = ray.get(decode.ask.remote(seed)), ray.get(decode.ask.remote(seed))
+        figures[f"{delay}"], figures[f"{delay} computed"] = said.ms, said.computed
+        figures["unequal"] += said.tokens != again.tokens
+        own.append(again.ms)
+    return figures | {"own": statistics.median(own)}
+
+
+def _figures(columns: dict[str, list[float]]) -> dict[str, Any]:
+    medians = {name: statistics.median(values) for name, values in columns.items()}
+    floor = medians["own"] + FLOOR_FACTOR * medians["transfer"]
+    return {
+        "results": [
+            {
+                "sent_after_ms": delay,
+                "first_token_ms": medians[f"{delay}"],
+                "of_floor": medians[f"{delay}"] / floor,
+                "computed_tokens_most": int(max(columns[f"{delay} computed"])),
+            }
+            for delay in DELAYS_MS
+        ],
+        "cold_ms": medians["cold"],
+        "own_hit_ms": medians["own"],
+        "transfer_ms": medians["transfer"],
+        "floor_ms": floor,
+        "unequal_answers": int(sum(columns["unequal"])),
+        "prompt_tokens": PROMPT_TOKENS,
+        "kv_bytes": BYTES,
+        "rounds": ROUNDS,
+    }
+
+
+def _engine(node_id: str, model: str, folder: str, role: str) -> Any:
+    own = tempfile.mkdtemp(dir=folder)
+    return on_node(Engine, node_id, model, own, POOL, role, runtime_env={"env_vars": ttft.ENVIRONMENT})

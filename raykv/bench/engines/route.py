@@ -1,0 +1,130 @@
+"""`raykv bench route`: what PrefixRouter adds to a request's way to a replica, beside an empty actor call."""
+
+import asyncio
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from raykv.system.extras import to_install
+
+try:
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+except ImportError as error:
+    raise ImportError(f"this needs Ray Serve: {to_install('serve')}") from error
+
+import raykv
+from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.config import MIB
+from raykv.integrations.serve import ASKED, PrefixRouter, announce
+from raykv.protocol.location import KEY_BYTES
+
+POOL, MODEL = "bench-route", "bench"
+BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 187, 16, 4096  # a prompt of 3,000 tokens
+WARM, ROUNDS = 50, 400
+
+
+@serve.deployment(num_replicas=2, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0})
+class Replica:
+    """Answers at once. It stores the prompt on its node, unless another replica has."""
+
+    def __init__(self) -> None:
+        cache = raykv.attach(POOL).cache(
+            model=MODEL, dtype="uint8", layout="rows", block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES
+        )
+        announce(cache, MODEL)
+        cache.store(cache.keys(_prompt(0)), np.zeros((BLOCKS, BLOCK_BYTES), np.uint8))
+
+    def __call__(self, **request: Any) -> None:
+        pass
+
+
+class Echo:
+    """Answers what the directory answers to a router, without looking anything up."""
+
+    def call(self, keys: bytes) -> dict[str, int]:
+        return {"0" * 56: len(keys)}
+
+
+class Loop:
+    """An event loop in a thread, as routers run in."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def seconds(self, actor: Any) -> float:
+        return asyncio.run_coroutine_threadsafe(self._call(actor), self.loop).result()
+
+    async def _call(self, actor: Any) -> float:
+        begin = time.perf_counter()
+        await actor.call.remote(bytes(ASKED * KEY_BYTES))
+        return time.perf_counter() - begin
+
+
+def run() -> dict[str, Any]:
+    """Milliseconds and counts: medians over rounds in which every kind of request is sent once, one after another."""
+    with local_cluster(2) as (here, _), local_pool(POOL, 64 * MIB):
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+        try:
+            return _figures(_times(on_node(Echo, here)))
+        finally:
+            serve.shutdown()
+
+
+def _times(echo: Any) -> dict[str, list[float]]:
+    """Seconds of every kind of call, by round."""
+    names = {"pool": POOL, "model": MODEL}
+    router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=names)
+    plain, routed = _deploy("plain"), _deploy("routed", request_router_config=router)
+    known, unknown, loop = _prompt(0), _prompt(1), Loop()
+
+    def request(handle: Any, **prompt: Any) -> Callable[[], float]:
+        return lambda: _seconds(handle, prompt)
+
+    calls: dict[str, Callable[[], float]] = {
+        "empty": lambda: loop.seconds(echo),
+        "plain": request(plain, token_ids=known),
+        "known": request(routed, token_ids=known),
+        "unknown": request(routed, token_ids=unknown),
+        "plain_without": request(plain),
+        "without": request(routed),
+    }
+    rounds = [{name: call() for name, call in calls.items()} for _ in range(WARM + ROUNDS)][WARM:]
+    return {name: [seconds[name] for seconds in rounds] for name in calls}
+
+
+def _seconds(handle: Any, prompt: dict[str, Any]) -> float:
+    begin = time.perf_counter()
+    handle.remote(**prompt).result()
+    return time.perf_counter() - begin
+
+
+def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
+    empty = statistics.median(times["empty"])
+
+    def added(name: str, without: str) -> float:
+        return statistics.median(a - b for a, b in zip(times[name], times[without], strict=True))
+
+    return {
+        "empty_call_ms": empty * 1e3,  # of the same bytes, awaited on an event loop as routers do
+        "request_ms": statistics.median(times["plain"]) * 1e3,
+        "added_ms": added("known", "plain") * 1e3,
+        "added_calls": added("known", "plain") / empty,
+        "added_calls_unknown_prompt": added("unknown", "plain") / empty,
+        "added_calls_no_prompt": added("without", "plain_without") / empty,
+        "prompt_tokens": BLOCKS * BLOCK_TOKENS,
+        "rounds": ROUNDS,
+    }
+
+
+def _deploy(name: str, **options: Any) -> Any:
+    return serve.run(Replica.options(name=name, **options).bind(), name=name, route_prefix=None)  # type: ignore[attr-defined]
+
+
+def _prompt(seed: int) -> list[int]:
+    return (np.arange(BLOCKS * BLOCK_TOKENS) + 100_000 * seed).tolist()

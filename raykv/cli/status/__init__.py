@@ -1,0 +1,1 @@
+"""What a pool is doing, as text: once, or again and again."""

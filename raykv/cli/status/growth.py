@@ -1,0 +1,29 @@
+"""A pool's memory as it is prepared, slab by slab, after a start."""
+
+import contextlib
+import time
+
+from raykv.cli.spinner import spinner
+from raykv.cli.status.overview import ANSWER_S
+from raykv.cli.status.status import growth, size_text
+from raykv.client.administration import directory_stats
+
+LOOK_S = 0.2  # between looks whether the size is reached
+STANDSTILL_S = 30.0  # without a new slab a growth has failed: ten times what a slab of 1 GiB takes
+
+
+def grow(pool: str) -> None:
+    """Wait on a terminal until all nodes offer their memory, or have offered no more of it for a while."""
+    before, since = -1, time.monotonic()
+    text = f"preparing the memory of pool {pool}"
+    with contextlib.suppress(KeyboardInterrupt), spinner(text) as progress:  # its nodes go on with it
+        while time.monotonic() < since + STANDSTILL_S:
+            if counts := directory_stats(pool, ANSWER_S):
+                offered, planned = growth(counts)
+                if offered == planned:
+                    return
+                if offered != before:
+                    before, since = offered, time.monotonic()
+                what = f"{text}, {size_text(offered)} of {size_text(planned)}"
+                progress.update(progress.task_ids[0], description=what, completed=offered, total=planned)
+            time.sleep(LOOK_S)

@@ -1,0 +1,194 @@
+"""A pool at one moment: what the directory counts, and every living Ray node with its part in the pool."""
+
+import contextlib
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raykv.cli.status.actors import Actor, look_up
+from raykv.cli.status.ray_nodes import RayNode, living_nodes
+from raykv.client.administration import ADMIN_DEADLINE_S, directory_stats, store_stats, transports_among
+from raykv.cluster import internal_kv, named_actors
+
+ANSWER_S = 1.0  # for the directory, its successor and the supervisor to answer
+UPKEEP = ("directory", "successor", "supervisor")  # a pool has one of each, on some node
+
+
+@dataclass(frozen=True)
+class Member:
+    """A living Ray node, and its part in the pool.
+
+    roles: of "head" (Ray's), UPKEEP and "store". state: see `state_of`. why: it is not alive; "" where it is.
+    uptime_s: of its store; None where that does not run. restarts: of its store by Ray; None where it has none.
+    pulled: blocks that its store copied from other nodes or a tier since it started; None where it does not answer.
+    faults: counted by its store since it started, by kind. refusal: why its external tier can't be written; "" where it
+    can, or there is none.
+    """
+
+    host: str
+    address: str
+    roles: tuple[str, ...]
+    state: str
+    why: str
+    uptime_s: float | None
+    restarts: int | None
+    pulled: int | None
+    faults: dict[str, int]
+    refusal: str
+
+
+@dataclass(frozen=True)
+class Overview:
+    """counts: as Directory.stats; empty while the directory does not answer. failed: why nodes have no store.
+
+    members: by Ray node id. upkeep: what is wrong with each of UPKEEP; "" where it is well.
+    """
+
+    pool: str
+    nodes: tuple[RayNode, ...]
+    counts: dict[str, Any]
+    failed: dict[str, str]
+    transports: list[dict[str, Any]]
+    members: dict[str, Member]
+    upkeep: dict[str, str]
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Of the whole pool, by kind, as far as directory and stores know them."""
+        total = Counter({"corrupt": int(self.counts.get("corrupt", 0))})
+        for member in self.members.values():
+            total.update(member.faults)
+        for route in self.transports:
+            total.update({f"transport_{name}": count for name, count in route["failed"].items()})
+        return {kind: count for kind, count in total.items() if count}
+
+    def as_json(self) -> dict[str, Any]:
+        """What `raykv status --json` prints; see docs/cli-json.md."""
+        return {
+            **self.counts,
+            "failed": self.failed,
+            "transports": self.transports,
+            "faults": self.faults,
+            "pool": self.pool,
+            "ray_nodes": {node_id: asdict(member) for node_id, member in self.members.items()},
+            "upkeep": self.upkeep,
+        }
+
+
+def look(pool: str) -> Overview:
+    """Ask Ray, the directory and the stores. Whoever does not answer in time is shown as such."""
+    nodes = living_nodes()
+    upkeep = _upkeep_actors(pool)
+    wrong = _what_is_wrong(upkeep)
+    stores = {node.node_id: look_up(named_actors.node_store_name(pool, node.node_id)) for node in nodes}
+    counts = directory_stats(pool, ANSWER_S if wrong["directory"] else ADMIN_DEADLINE_S)
+    if not counts:
+        wrong["directory"] = wrong["directory"] or "does not answer"
+    answers = store_stats(pool, {node_id for node_id, store in stores.items() if store and store.is_alive})
+    failed, idle = internal_kv.failures(pool), internal_kv.left_nodes(pool)
+    members = {}
+    for node in nodes:
+        store, answer = stores[node.node_id], answers.get(node.node_id)
+        roles = [role for role, actor in upkeep.items() if actor and actor.is_alive and actor.node_id == node.node_id]
+        seen = Seen(store, answer is not None, counts.get("nodes", {}).get(node.node_id), bool(counts))
+        state = state_of(seen, failed.get(node.node_id), wrong["supervisor"], node.node_id in idle)
+        members[node.node_id] = _member(node, roles, store, answer, *state)
+    transports = transports_among(list(counts.get("nodes", ())), answers)
+    return Overview(pool, tuple(nodes), counts, failed, transports, members, wrong)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A node's store. actor: as Ray knows it. counts: the directory's of the node's memory, if it has any.
+
+    directory_answers: else nothing is known by it.
+    """
+
+    actor: Actor | None
+    answers: bool
+    counts: dict[str, Any] | None
+    directory_answers: bool
+
+
+def state_of(store: Seen, failed: str | None, supervisor: str, idle: bool = False) -> tuple[str, str]:
+    """(state of a node, why it is not alive). failed: why its store could not start. supervisor: what is wrong with it.
+    idle: nothing but the pool ran there; see PoolConfig.idle_node_s.
+
+    alive; joining: it is being taken up; leaving: it is drained; starting: its first process is; restarting: it died,
+    and another is starting; silent: it does not answer; idle: the store ended, since nothing else runs there; no store:
+    nothing runs there, and `why` says what to expect.
+    """
+    actor, counts = store.actor, store.counts
+    if failed is not None:
+        return "no store", f"{failed} (it is tried again every 30 s)"
+    if actor is None and supervisor:
+        return "no store", f"the supervisor, which starts stores, {supervisor}"
+    if actor is None and idle:
+        return "idle", "nothing else runs there, so its store ended; it starts again when something does"
+    if actor is None:
+        return "no store", "the supervisor is about to start it"
+    if actor.state == "RESTARTING":
+        return "restarting", "its process died, and Ray is starting another"
+    if not actor.is_alive:
+        return "starting", "its process is starting"
+    if not store.answers:
+        return "silent", "its process does not answer: it is stopped, hung, or out of reach"
+    if counts is None:
+        return ("joining", "the directory does not know it yet") if store.directory_answers else ("alive", "")
+    return counts["state"] if counts["state"] != "suspect" else "silent", {
+        "joining": "it tells the directory what lies in its memory",
+        "leaving": "it is being drained: readers are served, and nothing new is stored there",
+        "suspect": f"the directory has not heard of it for {counts['idle_s']:.0f} s",
+    }.get(counts["state"], "")
+
+
+def _member(
+    node: RayNode, roles: list[str], actor: Actor | None, answer: dict[str, Any] | None, state: str, why: str
+) -> Member:
+    counted = answer or {}
+    mine = [*(["head"] if node.is_head else []), *roles, *(["store"] if actor else [])]
+    faults = {kind: count for kind, count in counted.items() if kind.startswith("tier_")}
+    faults["corrupt_on_arrival"] = counted.get("corrupt", 0)
+    return Member(
+        host=node.host,
+        address=node.address,
+        roles=tuple(mine),
+        state=state,
+        why=why,
+        uptime_s=round(actor.uptime_s, 1) if actor and actor.uptime_s is not None else None,
+        restarts=actor.restarts if actor else None,
+        pulled=counted.get("pulled"),
+        faults={kind: count for kind, count in faults.items() if count},
+        refusal=counted.get("refusal", ""),
+    )
+
+
+def _upkeep_actors(pool: str) -> dict[str, Actor | None]:
+    """Those of UPKEEP, as Ray knows them."""
+    names = [named_actors.directory_name(pool, number) for number in (1, 2)]
+    with contextlib.suppress(ValueError):  # no directory is in charge
+        names.sort(key=lambda name: name != internal_kv.in_charge(pool).name)
+    return dict(zip(UPKEEP, map(look_up, (*names, named_actors.supervisor_name(pool))), strict=True))
+
+
+def _what_is_wrong(upkeep: dict[str, Actor | None]) -> dict[str, str]:
+    """By role, "" where all is well."""
+    asked = {role: actor.handle.ping.remote() for role, actor in upkeep.items() if actor and actor.is_alive}
+    answers = list(asked.values())
+    done = set(ray.wait(answers, num_returns=len(answers), timeout=ANSWER_S)[0]) if answers else set()
+    return {role: _what(actor, asked.get(role), done) for role, actor in upkeep.items()}
+
+
+def _what(actor: Actor | None, answer: Any, done: set[Any]) -> str:
+    if actor is None:
+        return "is not there"
+    if not actor.is_alive:
+        return "is being restarted" if actor.state == "RESTARTING" else "is starting"
+    with contextlib.suppress(RayError):
+        if answer in done:
+            ray.get(answer)
+            return ""
+    return "does not answer"

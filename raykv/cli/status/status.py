@@ -1,0 +1,309 @@
+"""`raykv status`: a pool as text. Nothing is cut off: what is too wide for a terminal is written below each other."""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from raykv.cli.status.overview import ANSWER_S, Member, Overview
+from raykv.cli.status.ray_nodes import short_ids
+from raykv.client.administration import directory_stats
+from raykv.config import MIB, parse_size
+from raykv.protocol.location import host_of
+
+GIB = 1 << 30
+COLORS = {"alive": "green", "silent": "red", "no store": "red"}  # of other states: yellow
+TIERS = {"cpu": "memory", "gpu": "gpu"}
+FAULTS = {
+    "corrupt": "blocks dropped that were not what was stored",
+    "corrupt_on_arrival": "blocks altered on their way",
+    "tier_refused": "blocks refused by the external tier",
+    "tier_missing": "blocks missing from the external tier",
+    "tier_strangers": "foreign files or keys in the external tier, left alone",
+    "tier_down": "calls given up while the external tier was down",
+}
+Row = dict[str, str]  # cells by column
+
+
+def show(overview: Overview) -> None:
+    """Print it. Raises ClickException afterwards where the directory does not answer."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    click.echo("\n".join(lines(overview, width)))
+    if not overview.counts:
+        raise click.ClickException(
+            f"pool {overview.pool!r}: its directory {overview.upkeep['directory']}, so there are no counts; "
+            f"another takes over: try again in a few seconds"
+        )
+
+
+def lines(overview: Overview, width: int | None) -> list[str]:
+    """The whole status. width: of the terminal; None: lines may be as long as they get."""
+    found = [f"pool {overview.pool}", "", *node_lines(overview, node_rows(overview), width), ""]
+    for text in (*_upkeep(overview), *_tiers(overview), *_routes(overview)):
+        found += wrapped(text, width)
+    if overview.counts:
+        counts = overview.counts
+        for text in (*_growing(counts), _blocks(counts), hit_rate(counts), *_tenants(counts)):
+            found += wrapped(text, width)
+    return [*found, *wrapped(_faults(overview), width)]
+
+
+# ---------------------------------------------------------------------- nodes
+
+
+def node_rows(overview: Overview) -> dict[str, Row]:
+    """A row of cells for every living Ray node, by its id."""
+    shown = short_ids(overview.nodes)
+    return {
+        node_id: {
+            "node": shown[node_id],
+            "host": member.host,
+            "state": member.state,
+            "up": duration(member.uptime_s),
+            "restarts": "-" if member.restarts is None else str(member.restarts),
+            **fills(overview.counts, node_id),
+            "roles": ", ".join(member.roles),
+        }
+        for node_id, member in overview.members.items()
+    }
+
+
+def tier_bytes(counts: dict[str, Any], node_id: str) -> dict[str, tuple[int, int]]:
+    """(bytes used, bytes) by tier of a node, of those that some node has; (0, 0) of one that it has not itself."""
+    sizes: dict[str, tuple[int, int]] = {"memory": (0, 0)}
+
+    def add(tier: str, used: int, size: int, mine: bool) -> None:
+        before = sizes.get(tier, (0, 0))
+        sizes[tier] = (before[0] + used * mine, before[1] + size * mine)
+
+    for name, memory in counts.get("nodes", {}).items():
+        size = (memory["slabs"] + memory["spare_slabs"]) * memory["slab_bytes"]
+        add(TIERS[memory["tier"]], memory["bytes_used"], size, host_of(name) == node_id)
+    for name, tier in counts.get("tiers", {}).items():
+        if name:
+            add("external", tier["bytes_used"], tier["capacity"], name == node_id)
+    return sizes
+
+
+def fills(counts: dict[str, Any], node_id: str) -> Row:
+    """How full each tier of a node is: "61% of 20.00 GiB" by the tier, of those that some node has."""
+    return {tier: fill(*of) for tier, of in tier_bytes(counts, node_id).items()}
+
+
+def node_lines(overview: Overview, rows: dict[str, Row], width: int | None) -> list[str]:
+    """As a table if that fits, else as paragraphs; below it why nodes are not alive."""
+    found = table(list(rows.values()))
+    if width is not None and max(map(len, found)) > width:
+        return [line for node_id, row in rows.items() for line in _paragraph(row, overview.members[node_id], width)]
+    members = list(overview.members.values())
+    shown = [found[0], *(colored(line, member) for line, member in zip(found[1:], members, strict=True))]
+    whys = [f"{row['node']}: {overview.members[node_id].why}" for node_id, row in rows.items()]
+    reasons = [text for text, member in zip(whys, members, strict=True) if member.why]
+    return [*shown, *(line for text in reasons for line in wrapped(text, width))]
+
+
+def _paragraph(row: Row, member: Member, width: int) -> Iterator[str]:
+    """A node in a narrow terminal."""
+    up = f" for {row['up']}" if member.uptime_s is not None else ""
+    yield from (colored(line, member) for line in wrapped(f"{row['node']}  {row['host']}  {row['state']}{up}", width))
+    known = set(row) - {"node", "host", "state", "up", "restarts", "roles"}
+    parts = [f"{tier} {row[tier]}" for tier in row if tier in known and row[tier] != "-"]
+    if member.restarts is not None:
+        parts.insert(0, f"{row['restarts']} restarts")
+    for text in (row["roles"], ", ".join(parts), member.why):
+        yield from wrapped(f"    {text}", width) if text else ()
+
+
+def colored(line: str, member: Member) -> str:
+    """With its state in a colour. click leaves that out where the output is no terminal."""
+    before, state, after = line.partition(f"  {member.state}")
+    return before + click.style(state, fg=COLORS.get(member.state, "yellow")) + after
+
+
+# ---------------------------------------------------------------------- the pool
+
+
+def _growing(counts: dict[str, Any]) -> Iterator[str]:
+    """What is still to come of the memory, which nodes prepare slab by slab."""
+    offered, planned = growth(counts)
+    if offered < planned:
+        yield f"{size_text(offered)} of {size_text(planned)} of memory are there: the nodes are preparing the rest"
+
+
+def _upkeep(overview: Overview) -> Iterator[str]:
+    """Where the directory, its successor and the supervisor are, or what is wrong with them."""
+    shown = short_ids(overview.nodes)
+    for role, wrong in overview.upkeep.items():
+        there = [node_id for node_id, member in overview.members.items() if role in member.roles]
+        where = f" on {shown[there[0]]}" if there else ""
+        yield f"{role}{where} {wrong}".rstrip() + (_listens(overview.counts) if role == "directory" else "")
+
+
+def _listens(counts: dict[str, Any]) -> str:
+    if not counts:
+        return ""
+    if counts["socket"] is None:
+        return ", called through Ray"
+    return f", listens at {counts['socket']}, {counts['connections']} connections"
+
+
+def _tiers(overview: Overview) -> Iterator[str]:
+    """External tiers: what the table has no column for."""
+    shown = short_ids(overview.nodes)
+    for name, tier in overview.counts.get("tiers", {}).items():
+        whose = f"of {shown.get(name, name)}" if name else "of all nodes"
+        state = {"up": "answers", "down": "does not answer", "listing": "is being listed"}[tier["state"]]
+        owners = [overview.members[name]] if name in overview.members else overview.members.values()
+        why = next((member.refusal for member in owners if member.refusal), "")
+        refuses = f", but can't be written: {why}" if why and tier["state"] != "down" else ""
+        used = fill(tier["bytes_used"], tier["capacity"])
+        yield f"external tier {whose} {state}: {used}, {tier['blocks']} blocks{refuses}"
+
+
+def _routes(overview: Overview) -> Iterator[str]:
+    """How memories read from each other."""
+    shown = short_ids(overview.nodes)
+    for route in overview.transports:
+        reader, source = (node_memory(route[end], shown) for end in ("reader", "from"))
+        failed = "".join(f", {name} failed {count} times" for name, count in route["failed"].items())
+        yield f"{reader} reads from {source} by {route['transport']}, {route['gbps']:.2f} GB/s{failed}"
+
+
+def node_memory(name: str, shown: dict[str, str]) -> str:
+    """A node's memory, or a GPU's by the end of its UUID, which tells a node's GPUs apart."""
+    node_id, _, gpu = name.partition("/")
+    return shown.get(node_id, node_id) + (f" (gpu {gpu[-8:]})" if gpu else "")
+
+
+def _blocks(counts: dict[str, Any]) -> str:
+    copies = sum(node["replica"] for node in counts["nodes"].values())
+    writing = sum(node["writing"] for node in counts["nodes"].values())
+    return (
+        f"{counts['keys']} blocks and {copies} copies, {writing} being written, {counts['pinned']} pinned, "
+        f"{counts['leases']} leases, {counts['reservations']} reservations, {counts['evicted']} evicted, "
+        f"{counts['clients']} clients"
+    )
+
+
+def hit_sources(counts: dict[str, Any]) -> dict[str, int]:
+    """Blocks found, by where they were, seen from who asked."""
+    elsewhere = counts["remote_hits"] + counts["external_hits"] + counts["gpu_hits"]
+    return {
+        "this node": counts["hits"] - elsewhere,
+        "other nodes": counts["remote_hits"],
+        "gpu": counts["gpu_hits"],
+        "external tier": counts["external_hits"],
+    }
+
+
+def hit_rate(counts: dict[str, Any]) -> str:
+    """In all, and by source."""
+    asked = counts["lookups"]
+    if not asked:
+        return "hit rate: no block was asked for yet"
+    sources = ", ".join(f"{source} {found / asked:.1%}" for source, found in hit_sources(counts).items())
+    return f"hit rate {counts['hits'] / asked:.1%} of {asked} blocks asked for: {sources}"
+
+
+def _tenants(counts: dict[str, Any]) -> Iterator[str]:
+    """What each has, where any has a quota."""
+    for row in quota_rows(counts["tenants"]) if len(counts.get("tenants", ())) > 1 else ():
+        yield (
+            f"tenant {row['tenant']}: {row['used']} used, minimum {row['minimum']}, maximum {row['maximum']}, "
+            f"{row['evicted']} evicted"
+        )
+
+
+def quota_rows(tenants: dict[str, dict[str, Any]]) -> list[Row]:
+    """A row of cells for every tenant, those without a quota last."""
+    return [
+        {
+            "tenant": tenant or "(others)",
+            "used": size_text(record["used"]),
+            "minimum": f"{record['minimum']:.1%} ({size_text(record['minimum_bytes'])})",
+            "maximum": f"{record['maximum']:.1%} ({size_text(record['maximum_bytes'])})",
+            "evicted": str(record["evicted"]),
+        }
+        for tenant, record in sorted(tenants.items(), key=lambda item: (not item[0], item[0]))
+    ]
+
+
+def _faults(overview: Overview) -> str:
+    found = [f"{count} {_fault(kind)}" for kind, count in overview.faults.items()]
+    return "faults: " + (", ".join(found) or "none known")
+
+
+def _fault(kind: str) -> str:
+    by, _, what = kind.partition("_")
+    if by == "transport":
+        return f"transfers failed by {what}"
+    return FAULTS.get(kind, f"calls of the external tier failed ({what})")
+
+
+# ---------------------------------------------------------------------- text
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Rows of equal columns as lines, the header first. Cells are as wide as the widest of their column."""
+    header = {name: name.upper() for name in rows[0]}
+    widths = {name: max(len(row[name]) for row in (header, *rows)) for name in header}
+    return ["  ".join(f"{row[name]:<{width}}" for name, width in widths.items()).rstrip() for row in (header, *rows)]
+
+
+def wrapped(text: str, width: int | None) -> list[str]:
+    """Lines of whole words, the later ones indented. A word that is too long keeps its line."""
+    if width is None or len(text) <= width:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip()) + 4)
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def fill(used: int, size: int) -> str:
+    """As "61% of 20.00 GiB"; "-" of nothing."""
+    return f"{used / size:.0%} of {size_text(size)}" if size else "-"
+
+
+def size_text(size: int) -> str:
+    """As "20.00 GiB" or "64 MiB"."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
+
+
+def resized(asked: str, got: int) -> str:
+    """What `raykv resize` says. asked: as it was given. got: bytes that the node offers now."""
+    wanted, now = parse_size("cpu_memory", asked), f"the node has {size_text(got)} now"
+    if isinstance(wanted, float) or wanted == got:
+        return now
+    if got < wanted:
+        return f"{now}, not {size_text(wanted)}: it gives memory in whole slabs, and one more would be above that"
+    return f"{now}, not {size_text(wanted)}: blocks in the rest are held, and it gives that back as they are released"
+
+
+def held_by(pool: str) -> str:
+    """What a pool has, in words; "" where its directory does not answer."""
+    counts = directory_stats(pool, ANSWER_S)
+    if not counts:
+        return ""
+    offered, _ = growth(counts)
+    hosts = {host_of(name) for name in counts["nodes"]}
+    return f"{counts['keys']} blocks in {size_text(offered)} of memory on {len(hosts)} nodes"
+
+
+def growth(counts: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of memory that all nodes offer by now, and that they are to offer."""
+    nodes = counts["nodes"].values()
+    offered = sum((node["slabs"] + node["spare_slabs"]) * node["slab_bytes"] for node in nodes)
+    return offered, sum(node["limit"] * node["slab_bytes"] for node in nodes)
+
+
+def duration(seconds: float | None) -> str:
+    """As 12s, 3m04s, 5h07m, 12d03h; "-" for None."""
+    if seconds is None:
+        return "-"
+    whole = int(seconds)
+    for unit, smaller, size, part in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part:02}{smaller}"
+    return f"{whole}s"

@@ -1,0 +1,207 @@
+"""`raykv top`: what `raykv status` shows, live."""
+
+import os
+import select
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from raykv.cli.status.history import LOOKS, History, Rates, sparkline
+from raykv.cli.status.overview import Overview, look
+from raykv.cli.status.status import colored, hit_rate, node_rows, table, wrapped
+from raykv.client.session import settings_of
+from raykv.errors import PoolNotFound, RayKVError
+
+LOOK_S = 1.0  # between two looks
+STALE_S = 3.0  # without news: the terminal says so
+GIVE_UP_S = 20.0  # without news: it ends, before Ray ends it (60 s) and leaves the terminal as it is
+STOP_S = 2.0  # to wait for a look that is under way
+SORTS = ("node", "state", "memory", "pulled")
+DROPPED = ("roles", "restarts", "up", "host")  # columns, in this order, where the terminal is too narrow for all
+LABEL = 21  # characters before a sparkline
+
+
+class Watch:
+    """A thread that looks at a pool once a second, so that keys are not held up by what does not answer."""
+
+    def __init__(self, pool: str) -> None:
+        self.history = History()
+        self._pool = pool
+        self._overview = look(pool)
+        self._seen = time.monotonic()
+        self._error: Exception | None = None
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="raykv-top", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self.history.add(self._overview, self._seen)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join(STOP_S)
+
+    def latest(self) -> tuple[Overview, str]:
+        """(what was seen last, what is wrong if that is long ago).
+
+        Raises RayKVError where the pool has ended, or nothing was seen for GIVE_UP_S.
+        """
+        if isinstance(self._error, RayKVError):
+            raise self._error
+        age = time.monotonic() - self._seen
+        why = f": {self._error}" if self._error else ", something does not answer"
+        if age > GIVE_UP_S:
+            raise RayKVError(
+                f"nothing of pool {self._pool!r} was seen for {age:.0f} s{why}. See `ray status`: a cluster that ended "
+                f"is started by `ray start`, the pool then by `raykv start --name {self._pool}`; else try again"
+            )
+        return self._overview, f"this was {age:.0f} s ago{why}" if age > STALE_S else ""
+
+    def _look_on(self) -> None:
+        while not self._ends.wait(LOOK_S) and not isinstance(self._error, RayKVError):
+            try:
+                self._look_once()
+                self._error = None
+            except Exception as error:  # Ray's, of a cluster that changes or is gone: shown until a look succeeds
+                self._error = error
+
+    def _look_once(self) -> None:
+        try:
+            settings_of(self._pool)
+        except PoolNotFound as error:
+            raise PoolNotFound(
+                f"pool {self._pool!r} was stopped while it was watched: "
+                f"start it with `raykv start --name {self._pool}`, or watch another with --name"
+            ) from error
+        overview, now = look(self._pool), time.monotonic()
+        self.history.add(overview, now)
+        self._overview, self._seen = overview, now
+
+
+def run(pool: str) -> None:
+    """Show a pool until the user presses q or Ctrl-C.
+
+    Raises ClickException where there is no terminal, and PoolNotFound when the pool has ended.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.ClickException("raykv top needs a terminal; `raykv status` writes into pipes and files")
+    console = Console()
+    sort = 0
+    try:
+        with Watch(pool) as watch, _keys_at_once(), Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                overview, trouble = watch.latest()
+                found = screen(overview, watch.history, SORTS[sort], trouble, *console.size)
+                live.update(Text.from_ansi("\n".join(found), no_wrap=True, overflow="crop"), refresh=True)
+                key = _key(LOOK_S / 2)
+                if key == "q":
+                    return
+                sort = (sort + (key == "s")) % len(SORTS)
+    except KeyboardInterrupt:
+        return
+
+
+@contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """The terminal hands out keys as they are pressed, and does not show them."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)
+
+
+def _key(seconds: float) -> str:
+    """A key that is pressed in so many seconds. "" where none is; "q" where the terminal is gone."""
+    if not select.select([sys.stdin], [], [], seconds)[0]:
+        return ""
+    return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+def screen(overview: Overview, history: History, sort: str, trouble: str, width: int, height: int) -> list[str]:
+    """At most `height` lines of `width` characters. trouble: what is wrong with the news, if anything is."""
+    head = [*wrapped(_title(overview), width), *wrapped(trouble, width), *_rates(history, width)]
+    if overview.counts:
+        head += wrapped(hit_rate(overview.counts), width)
+    foot = wrapped(f"q quits, s sorts by {SORTS[(SORTS.index(sort) + 1) % len(SORTS)]} (now by {sort})", width)
+    room = height - len(head) - len(foot) - 2
+    return [*[*head, "", *_nodes(overview, history, sort, width, room), ""][: height - len(foot)], *foot]
+
+
+def _title(overview: Overview) -> str:
+    counts, members = overview.counts, overview.members.values()
+    alive = sum(member.state == "alive" for member in members)
+    what = f"{counts['keys']} blocks, {counts['clients']} clients" if counts else "no counts"
+    wrong = "".join(f", {role} {why}" for role, why in overview.upkeep.items() if why)
+    return f"pool {overview.pool}: {alive} of {len(members)} nodes alive, {what}{wrong}"
+
+
+def _rates(history: History, width: int) -> Iterator[str]:
+    bars = max(1, min(LOOKS, width - LABEL))
+    for what, rates, top in (
+        ("found", history.hit_rate, 1.0),
+        ("pulled", history.pulled, 0.0),
+        ("evicted", history.evicted, 0.0),
+    ):
+        yield f"{what:<8}{_latest(what, rates):>11}  {sparkline(rates, bars, top)}".rstrip()
+
+
+def _latest(what: str, rates: Rates) -> str:
+    if not rates or rates[-1] is None:
+        return "-"
+    return f"{rates[-1]:.1%}" if what == "found" else f"{rates[-1]:.0f}/s"
+
+
+def _nodes(overview: Overview, history: History, sort: str, width: int, room: int) -> list[str]:
+    """The table of nodes, in so many lines; below it, where there is room, why some are not alive."""
+    order = sorted(overview.members, key=lambda node_id: _rank(overview, history, sort, node_id))  # stable
+    cells = node_rows(overview)
+    rows = [{**cells[node_id], "pulled/s": _per_second(history, node_id)} for node_id in order]
+    lines = _fitting(rows, width)
+    members = [overview.members[node_id] for node_id in order]
+    shown = [lines[0], *(colored(line, member) for line, member in zip(lines[1:], members, strict=True))]
+    reasons = [f"{cells[node_id]['node']}: {overview.members[node_id].why}" for node_id in order]
+    for member, reason in zip(members, reasons, strict=True):
+        shown += wrapped(reason, width) if member.why else []
+    if len(shown) <= room:
+        return shown
+    return [*shown[: max(1, room - 1)], "... more in a taller terminal"]
+
+
+def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
+    """As `table`, without the columns that there is no room for."""
+    for count in range(len(DROPPED) + 1):
+        kept = [{name: row[name] for name in row if name not in DROPPED[:count]} for row in rows]
+        lines = table(kept)
+        if max(map(len, lines)) <= width:
+            break
+    return lines
+
+
+def _rank(overview: Overview, history: History, sort: str, node_id: str) -> Any:
+    """Smaller is further up."""
+    if sort == "state":
+        return overview.members[node_id].state == "alive"
+    if sort == "memory":
+        memory = overview.counts.get("nodes", {}).get(node_id)
+        return -memory["bytes_used"] / max(1, memory["limit"] * memory["slab_bytes"]) if memory else 1.0
+    return -history.pulled_by.get(node_id, -1.0) if sort == "pulled" else 0
+
+
+def _per_second(history: History, node_id: str) -> str:
+    return f"{history.pulled_by[node_id]:.0f}" if node_id in history.pulled_by else "-"

@@ -1,0 +1,222 @@
+"""What a pool keeps in Ray's internal KV, which every process of the cluster may read."""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import ray
+from ray._private.state import jobs
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
+
+from raykv.config import NAMESPACE, Quota
+from raykv.errors import ProtocolMismatch
+from raykv.protocol.calls import VERSION
+from raykv.protocol.location import Address
+from raykv.system.fork import refuse_forked
+
+# What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the secret
+# and the protocol's version), `<pool>/directory` (JSON: name of the directory in charge; its host, port and token),
+# `<pool>/epoch/<n>` (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON:
+# the cpu_memory that it was resized to), `<pool>/idle/<node>` (whether its store has ended for that),
+# `<pool>/quota/<tenant>` (JSON: its minimum and maximum), `<pool>/tier` (what was given to `register_tier`, pickled),
+# `<pool>/model/<name>` (JSON: how prompts become keys, for routers), `<pool>/failed/<node>` (why a node has no store),
+# `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled` (kernels that the
+# directory has compiled, and all), `<pool>/lock` (who starts or stops it), `<pool>/last_epoch` (kept by a pool that
+# was stopped), `<pool>/seed` (names an empty tier's content), `<pool>/totals` (JSON: counters that outlive a
+# directory), `<pool>/rank/<engine>/<n>` (JSON: where a worker of an engine is), `<pool>/other_tokens/<node>/<client>`
+# (chunks that held what their keys are not of).
+
+LOCK = "lock"  # held by the Ray job that starts or stops the pool
+LAST_EPOCH = "last_epoch"
+LEFT = b"left"  # the note of an idle node whose store has ended
+AWAIT_S = 120.0  # for a pool that is being started to have its settings
+AWAIT_LOOK_S = 0.02  # between two looks for a pool's settings
+
+
+def get(pool: str, key: str) -> bytes | None:
+    """A value of the pool in Ray's internal KV."""
+    refuse_forked()
+    value: bytes | None = _internal_kv_get(f"{pool}/{key}", namespace=NAMESPACE.encode())
+    return value
+
+
+def put(pool: str, key: str, value: bytes, overwrite: bool = True) -> bool:
+    """Set it; False if it was there and may not be overwritten."""
+    refuse_forked()
+    existed: bool = _internal_kv_put(f"{pool}/{key}", value, overwrite=overwrite, namespace=NAMESPACE.encode())
+    return overwrite or not existed
+
+
+def drop(pool: str, key: str) -> None:
+    """Remove a value of the pool from Ray's internal KV."""
+    _internal_kv_del(f"{pool}/{key}", namespace=NAMESPACE.encode())
+
+
+def forget(pool: str) -> None:
+    """Remove all that is known of a pool, but its last epoch: clients that stay attached tell the next pool by that."""
+    kept = [f"{pool}/{key}".encode() for key in (LOCK, LAST_EPOCH)]
+    for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
+        if key not in kept:
+            _internal_kv_del(key, namespace=NAMESPACE.encode())
+
+
+def names(pool: str, folder: str) -> list[str]:
+    """What follows `<pool>/<folder>/` in Ray's internal KV."""
+    prefix = f"{pool}/{folder}/"
+    found = _internal_kv_list(prefix, namespace=NAMESPACE.encode())
+    return [key.decode().removeprefix(prefix) for key in found]
+
+
+class InCharge(NamedTuple):
+    """The directory in charge. address: where it listens; None: it does not, or not yet."""
+
+    name: str
+    address: Address | None
+
+
+def in_charge(pool: str) -> InCharge:
+    """The directory in charge. ValueError where there is none."""
+    value = get(pool, "directory")
+    if not value:
+        raise ValueError(f"pool {pool!r} has no directory")
+    name, address = json.loads(value)
+    return InCharge(name, Address(address[0], address[1], bytes.fromhex(address[2])) if address else None)
+
+
+def put_in_charge(pool: str, name: str, address: Address | None) -> None:
+    """Tell everybody which directory is in charge."""
+    listens = [address.host, address.port, address.token.hex()] if address else None
+    put(pool, "directory", json.dumps([name, listens]).encode())
+
+
+def settings(pool: str) -> dict[str, Any] | None:
+    """What a pool was started with: `secret` (hex), `protocol` (a version) and all else of PoolConfig.
+
+    None if there is no such pool. Raises ProtocolMismatch if it was started by a raykv that this one can't talk to.
+    """
+    value = get(pool, "settings")
+    if not value:
+        return None
+    settings: dict[str, Any] = json.loads(value)
+    theirs = settings.get("protocol", "before 2")
+    if theirs != VERSION:
+        raise ProtocolMismatch(
+            f"pool {pool!r} was started by a raykv of protocol version {theirs}, this process has version {VERSION}: "
+            f"install one raykv everywhere, or end the pool with the raykv that started it and start it anew"
+        )
+    return settings
+
+
+def await_settings(pool: str) -> dict[str, Any]:
+    """The settings, of an actor that is there before them: `start` puts them when every node can take its part."""
+    end = time.monotonic() + AWAIT_S
+    while (found := settings(pool)) is None:
+        if time.monotonic() > end:
+            raise RuntimeError(f"pool {pool!r} has no settings in Ray's internal KV: its start was given up")
+        time.sleep(AWAIT_LOOK_S)
+    return found
+
+
+def shown(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a log may have of them: neither the secret nor a tier's URL, which may hold a password."""
+    names = ("cpu_memory", "gpu_memory", "locality", "transport", "write", "min_hits", "deadline", "idle_node_s")
+    return {name: settings[name] for name in names}
+
+
+def idle_nodes(pool: str) -> dict[str, bool]:
+    """Nodes that the supervisor leaves since nobody else uses them, by Ray node id: whether their store has ended."""
+    return {node_id: get(pool, f"idle/{node_id}") == LEFT for node_id in names(pool, "idle")}
+
+
+def left_nodes(pool: str) -> set[str]:
+    """Those of `idle_nodes` whose store has ended."""
+    return {node_id for node_id, left in idle_nodes(pool).items() if left}
+
+
+def failures(pool: str) -> dict[str, str]:
+    """Why nodes have no store, by Ray node id."""
+    found = {node_id: get(pool, f"failed/{node_id}") for node_id in names(pool, "failed")}
+    return {node_id: why.decode() for node_id, why in found.items() if why is not None}
+
+
+def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
+    """So many chunks that a client on a node read held other tokens than their keys stand for."""
+    put(pool, f"other_tokens/{node_id}/{client}", str(chunks).encode())
+
+
+def other_tokens(pool: str) -> dict[str, int]:
+    """How many such chunks were read since the last `clear`, by node."""
+    found: dict[str, int] = {}
+    for name in names(pool, "other_tokens"):
+        node_id = name.partition("/")[0]
+        found[node_id] = found.get(node_id, 0) + int(get(pool, f"other_tokens/{name}") or 0)
+    return found
+
+
+def drop_other_tokens(pool: str) -> None:
+    """Count from 0 again."""
+    for name in names(pool, "other_tokens"):
+        drop(pool, f"other_tokens/{name}")
+
+
+def quotas(pool: str) -> dict[str, Quota]:
+    """By tenant, what was set while the pool runs."""
+    found = {tenant: get(pool, f"quota/{tenant}") for tenant in names(pool, "quota")}
+    return {tenant: Quota(*json.loads(value)) for tenant, value in found.items() if value is not None}
+
+
+def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
+    """Keep it for the next directory; None: it was removed."""
+    if quota is None:
+        drop(pool, f"quota/{tenant}")
+    else:
+        put(pool, f"quota/{tenant}", json.dumps([quota.minimum, quota.maximum]).encode())
+
+
+@contextlib.contextmanager
+def exclusive(pool: str, seconds: float) -> Iterator[None]:
+    """Only one process at a time starts or stops a pool. Waits while another does, and its Ray job lives.
+
+    Raises TimeoutError after so many seconds.
+    """
+    job, end = ray.get_runtime_context().get_job_id(), time.monotonic() + seconds
+    mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()
+    try:  # before the first `put`: a signal's handler may raise behind it
+        while not put(pool, LOCK, mine, overwrite=False):
+            holder = get(pool, LOCK) or b""
+            if holder == mine:  # a signal's handler raised where it was to be given up
+                break
+            if holder and holder.decode().partition("/")[0] not in _living_jobs():
+                drop(pool, LOCK)  # it was killed
+            elif time.monotonic() > end:
+                raise TimeoutError(
+                    f"another process has been starting or stopping pool {pool!r} for {seconds:.0f} s: end that "
+                    f"process, or try again"
+                )
+            time.sleep(AWAIT_LOOK_S)
+        yield
+    finally:
+        if get(pool, LOCK) == mine:
+            drop(pool, LOCK)
+
+
+def _living_jobs() -> set[str]:
+    return {job["JobID"] for job in jobs() if not job["IsDead"]}
+
+
+def take_epoch(pool: str, at_least: int = 1) -> int:
+    """An epoch that no directory of the pool has had."""
+    epoch = max(at_least, int(get(pool, LAST_EPOCH) or 0) + 1)
+    while not put(pool, f"epoch/{epoch}", b"", overwrite=False):
+        epoch += 1
+    put(pool, LAST_EPOCH, str(epoch).encode())
+    return epoch

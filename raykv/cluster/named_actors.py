@@ -1,0 +1,86 @@
+"""The actors of a pool: detached, and named in Ray's namespace `raykv`."""
+
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raykv import cluster
+from raykv.cluster import internal_kv
+from raykv.config import NAMESPACE
+from raykv.system.fork import refuse_forked
+
+PREFIX = "raykv/"
+
+
+def directory_name(pool: str, number: int) -> str:
+    """A pool has two directories, 1 and 2: one is in charge, the other is its successor."""
+    return f"{_actors(pool)}directory-{number}"
+
+
+def supervisor_name(pool: str) -> str:
+    """What the pool's supervisor is called in Ray."""
+    return f"{_actors(pool)}supervisor"
+
+
+def node_store_name(pool: str, node_id: str) -> str:
+    """What the node's store is called in Ray. node_id: Ray's."""
+    return f"{_actors(pool)}node-{node_id[:16]}"
+
+
+def page_name(pool: str) -> str:
+    """What the actor that serves `raykv ui` is called in Ray."""
+    return f"{_actors(pool)}ui"
+
+
+def is_ours(name: str) -> bool:
+    """Whether an actor of that name belongs to a pool."""
+    return name.startswith(PREFIX)
+
+
+def _actors(pool: str) -> str:
+    """How the names of its actors begin: on Ray's dashboard, which shows no namespace, they are told from others."""
+    return f"{PREFIX}{pool}/"
+
+
+def names(pool: str) -> list[str]:
+    """Names of all actors of a pool that Ray knows."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    ours = (actor["name"] for actor in named if actor["namespace"] == NAMESPACE)
+    return sorted(name for name in ours if name.startswith(_actors(pool)))
+
+
+def find(name: str) -> Any:
+    """A handle of one of our actors. ValueError where there is none."""
+    refuse_forked()
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def find_directory(pool: str) -> Any:
+    """A handle of the directory that is in charge. ValueError where there is none."""
+    return find(internal_kv.in_charge(pool).name)
+
+
+def options(name: str, node_id: str | None, threads: int = 1) -> dict[str, Any]:
+    """Options of a detached actor that stays on `node_id`, or on Ray's head if None. threads: calls at a time.
+
+    An actor with a soft affinity and no CPU would be anywhere: Ray asks any raylet for it first, which takes it.
+    """
+    head = {"resources": {cluster.HEAD: 0.001}}  # also one that replaces this head, as Serve's controller
+    place = head if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+    return {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "enable_task_events": False,  # calls that come every second are nothing to list on the dashboard
+        "max_concurrency": threads,
+        **place,
+    }
+
+
+def restarted() -> bool:
+    """Whether Ray has started the actor that this process is again, after it had died."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -1,0 +1,1 @@
+"""What is asked of a directory, and how it is answered."""

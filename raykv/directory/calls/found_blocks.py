@@ -1,0 +1,54 @@
+"""What a node store found in its arena, as arrays. It is checked: anybody may have altered the headers."""
+
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.directory.state.arrays import KeyArray, LocationArray, key_array
+from raykv.protocol.location import GENERATIONS, LOCATION
+from raykv.protocol.stores import Inventory
+
+BLOCKS_MAX = 1 << 40  # of a node: more than any has
+
+
+class FoundBlocks(NamedTuple):
+    """An Inventory as arrays, of which the first four have one length. left: as of Inventory."""
+
+    locations: LocationArray
+    keys: KeyArray
+    positions: NDArray[np.uint32]
+    stamps: NDArray[np.uint32]
+    writing: LocationArray
+    left: int
+
+    @classmethod
+    def of(cls, found: Inventory) -> Self:
+        """ValueError unless the lengths are equal, and `left` is a number of blocks."""
+        locations, keys = np.frombuffer(found.locations, LOCATION), key_array(found.keys)
+        positions, stamps = np.frombuffer(found.positions, np.uint32), np.frombuffer(found.stamps, np.uint32)
+        if not len(locations) == len(keys) == len(positions) == len(stamps):
+            lengths = f"{len(locations)} locations, {len(keys)} keys, {len(positions)} positions, {len(stamps)} stamps"
+            raise ValueError(f"an inventory of {lengths}: give one of each")
+        if not 0 <= found.left < BLOCKS_MAX:
+            raise ValueError(f"an inventory of which {found.left} blocks are to follow")
+        return cls(locations, keys, positions, stamps, np.frombuffer(found.writing, LOCATION), found.left)
+
+    def in_arena(self, node: int, slabs: int) -> "FoundBlocks":
+        """Without locations that the arena of a node with so many slabs can't have."""
+        there, writing = _in_arena(self.locations, node, slabs), _in_arena(self.writing, node, slabs)
+        return FoundBlocks(
+            self.locations[there],
+            self.keys[there],
+            self.positions[there],
+            self.stamps[there],
+            self.writing[writing],
+            self.left,
+        )
+
+
+def _in_arena(locations: LocationArray, node: int, slabs: int) -> NDArray[np.bool_]:
+    there = (locations["node"] == node) & (locations["slab"] < slabs)
+    slab_gens, gens = locations["slab_gen"], locations["gen"]
+    sound: NDArray[np.bool_] = there & (slab_gens > 0) & (slab_gens < GENERATIONS) & (gens < GENERATIONS)
+    return sound

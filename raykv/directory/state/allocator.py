@@ -1,0 +1,368 @@
+"""The memory of all nodes, in slabs: which slab serves which block size, and which are given back.
+
+A node's memory is cut into slabs, and each slab into slots of one size. Of each size, some slots are the staging
+window, into which readers of that node pull blocks of others. A size that needs room gets spare slabs first, then slabs
+of other sizes whose newest block is older than its own oldest.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from raykv.config import MIB
+from raykv.directory.kernels import columns, eviction, leases, slabs
+from raykv.directory.state.arrays import LocationArray, RowArray
+from raykv.directory.state.size_classes import SizeClasses
+from raykv.protocol.location import LOCATION, host_of, slot_bytes
+
+QUARANTINED_PER_HEARTBEAT = 4096
+CLOSED_PER_CALL = 8  # slabs
+NOBODY = -1  # in the place of a tenant: no writer's
+SLOTS_MAX = 1 << 22  # of a slab: 16 times what one of 1 GiB has
+
+
+@dataclass
+class Node:
+    """The memory of a node, or of one of its GPUs, as the directory knows it."""
+
+    name: str
+    index: int
+    nonce: bytes
+    slab_bytes: int
+    window_bytes: int
+    last_heartbeat: float
+    limit: int  # slabs that it is to have
+    state: str = "joining"  # then alive <-> suspect
+    leaving: bool = False
+    floor: int = -1  # tick before that of the oldest block of its inventory, once a piece of that is here
+    offered: int = 0  # slabs that were allocated
+    withdrawn: set[int] = field(default_factory=set)  # of them, those that were, or are to be, given back
+    closing: set[int] = field(default_factory=set)  # slabs to withdraw, in which somebody still holds a slot
+    spare: list[int] = field(default_factory=list)  # slabs that serve no size; the last is taken first
+    size_classes: dict[int, int] = field(default_factory=dict)  # by slot size
+    slabs: dict[int, int] = field(default_factory=dict)  # slab record by slab number
+    checked: dict[int, int] = field(default_factory=dict)  # by size class, evictions at the last `_oldest_slab`
+
+    @cached_property
+    def host(self) -> str:
+        """Name of the node, or of the node whose GPU this is."""
+        return host_of(self.name)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        return self.name != self.host
+
+    @property
+    def is_half_adopted(self) -> bool:
+        """Whether some pieces of its inventory are here, but not the last."""
+        return self.state == "joining" and self.floor >= 0
+
+    @property
+    def offered_to(self) -> int:
+        """Who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
+        if self.state != "alive":
+            return columns.NOT_OFFERED
+        if self.leaving:
+            return columns.TO_READERS
+        return columns.TO_OWN if self.on_gpu else columns.TO_ALL
+
+
+def staging_window(capacity: int) -> int:
+    """Bytes of a node's staging window: 2% of its arena, at least 256 MiB, at most an eighth of it."""
+    return min(max(capacity // 50, 256 * MIB), capacity // 8)
+
+
+class Allocator:
+    """The slabs of all nodes."""
+
+    def __init__(self, size_classes: SizeClasses) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.may_have_spare: set[str] = set()  # names of all nodes that have spare slabs, and maybe of others
+        self.lacking: dict[int, int] = {}  # by size class, slots that its window lacks until holds on blocks end
+        self._size_classes = size_classes
+
+    @property
+    def _c(self) -> columns.Columns:
+        return self._size_classes.c
+
+    def offer(self, node: Node, offered: int) -> None:
+        """A node has allocated so many slabs."""
+        known = {*node.spare, *node.slabs, *node.withdrawn}
+        node.spare[:0] = [n for n in reversed(range(node.offered, offered)) if n not in known]
+        node.offered = max(node.offered, offered)
+        self.may_have_spare.add(node.name)
+
+    def open_slabs_of(self, node: Node, locations: LocationArray) -> None:
+        """Open the slabs of an arena in which blocks were found."""
+        numbers, firsts = np.unique(locations["slab"], return_index=True)
+        for number, first in zip(numbers.tolist(), locations[firsts], strict=True):
+            if number in node.withdrawn or number in node.slabs:
+                continue
+            stride = slot_bytes(int(first["bytes"]))
+            size_class = self.size_class(node, stride)
+            if size_class >= 0:
+                self._open_slab(node, number, size_class, stride, int(first["slab_gen"]))
+
+    def empty_windows(self, node: Node) -> None:
+        """Make room for the staging windows of an arena that was found full of blocks."""
+        lacking = np.zeros(len(self._c.size_classes), np.int64)
+        for stride, slots in self.slots(node).items():
+            size_class = node.size_classes[stride]
+            window = int(self._c.size_classes[size_class]["window"])
+            lacking[size_class] = max(0, min(window, slots - window))  # a size of few slots has no window
+        self.restore_windows(lacking)
+
+    def restore_windows(self, lacking: RowArray) -> None:
+        """Primaries took so many slots of staging windows, by size class: spare slabs or evictions make up for them."""
+        for size_class in np.flatnonzero(lacking).tolist():
+            self.lacking[size_class] = self.lacking.get(size_class, 0) + int(lacking[size_class])
+        self.restore_lacking()
+
+    def restore_lacking(self) -> None:
+        """Restore windows as far as blocks may be evicted now; the rest waits until holds end."""
+        for size_class, slots in list(self.lacking.items()):
+            node = next(node for node in self.nodes.values() if size_class in node.size_classes.values())
+            stride = next(stride for stride, known in node.size_classes.items() if known == size_class)
+            self._open_spare(node, size_class, stride, 0)
+            left = int(eviction.restore_window(self._c, size_class, slots))
+            if left and self.slots(node)[stride] > self._c.size_classes[size_class]["window"]:
+                self.lacking[size_class] = left
+            else:  # else a size of few slots would evict the block that was just promoted
+                del self.lacking[size_class]
+
+    def promote_replicas(self, node: Node) -> None:
+        """Where a replica of a node's block is on a node that stays, make it the primary."""
+        promoted = np.zeros(len(self._c.size_classes), np.int64)
+        for record in node.slabs.values():
+            leases.promote_replicas(self._c, *self._size_classes.span(record), promoted)
+        self.restore_windows(promoted)
+
+    def withdraw(self, node: Node, pinned: RowArray) -> list[int]:
+        """Numbers of slabs that a node has too many: they are no longer in use."""
+        excess = min(CLOSED_PER_CALL, node.offered - len(node.withdrawn) - node.limit)
+        numbers = node.spare[: max(0, excess)]
+        closing = self._slabs_to_close(node, excess - len(numbers), pinned)
+        for number in node.closing & node.slabs.keys() - closing:
+            slabs.reopen(self._c, *self._size_classes.span(node.slabs[number]))
+        for number in closing:
+            if slabs.retire(self._c, *self._size_classes.span(node.slabs[number])) == 0:
+                numbers.append(self._size_classes.close(node.index, node.slabs.pop(number)))
+        node.closing = closing & node.slabs.keys()
+        node.spare = [number for number in node.spare if number not in numbers]
+        node.withdrawn.update(numbers)
+        for size_class in node.size_classes.values() if closing else ():  # the free slots were retired first
+            eviction.restore_window(self._c, size_class, self._c.size_classes[size_class]["window"])
+        return numbers
+
+    def _slabs_to_close(self, node: Node, count: int, pinned: RowArray) -> set[int]:
+        """The slabs that were used longest ago, those first in which nobody holds a slot; none with a pinned block.
+
+        Of those with held slots, slabs that are being emptied already come first: others would lose their blocks too.
+        Then those without which every tenant has its minimum.
+        """
+        if count <= 0:
+            return set()
+        kept = set(self._c.pages[pinned >> columns.PAGE_BITS].tolist())
+        order = []
+        for number, record in node.slabs.items():
+            if record not in kept:
+                slab = self._size_classes.census(record)
+                lacking = bool(self._lacking_without(record))
+                order.append((slab.held, number not in node.closing, lacking, slab.newest, number))
+        return {entry[-1] for entry in sorted(order)[:count]}
+
+    def size_class(self, node: Node, stride: int) -> int:
+        """The node's size class for slots of `stride` bytes; -1 where a slab has none of them, or too many."""
+        if not 0 < stride <= node.slab_bytes <= stride * SLOTS_MAX:
+            return -1
+        if stride not in node.size_classes:
+            window = max(1, node.window_bytes // stride)
+            node.size_classes[stride] = self._size_classes.add(
+                node.index, stride, window, node.offered_to, charge=0 if node.on_gpu else stride
+            )
+        return node.size_classes[stride]
+
+    def provision(self, writer: Node, size_class: int, stride: int, need: int, tenant: int) -> bool:
+        """Give a size slabs until `need` more blocks fit: spare ones, the writer's first, then slabs of other sizes.
+
+        No more than the writer's tenant may have. Returns whether it took any slab of another size.
+        """
+        with_spare = self._nodes_with_spare(writer)
+        if not with_spare and not writer.spare and len(writer.size_classes) == 1:  # nobody has any to give
+            return False
+        # without one slot it can't stage for other nodes either
+        took = self.provide_slots(writer, size_class, stride, 1, tenant)
+        if charge := int(self._c.size_classes[size_class]["charge"]):
+            need = min(need, self._left(tenant, charge))
+        for node in (writer, *sorted(with_spare, key=lambda other: other.name != writer.host)):
+            its_class = self.size_class(node, stride)
+            need -= max(0, self._open_spare(node, its_class, stride, need)) if its_class >= 0 else 0
+            if need <= 0:
+                return took
+        need += max(0, self._size_classes.room(size_class))
+        return self._reclaim(writer, size_class, stride, self._size_classes.room, need, tenant) or took
+
+    def _left(self, tenant: int, stride: int) -> int:
+        """How many blocks more a tenant may have before its own must go."""
+        quota = self._c.quotas[tenant]
+        return max(0, int(quota["maximum"] - quota["used"]) // stride)
+
+    def _nodes_with_spare(self, writer: Node) -> list[Node]:
+        """Nodes that take any writer's blocks and have spare slabs, but for the writer's."""
+        self.may_have_spare = {name for name in self.may_have_spare if name in self.nodes and self.nodes[name].spare}
+        found = [self.nodes[name] for name in self.may_have_spare]
+        wanted = [node for node in found if node is not writer and node.offered_to == columns.TO_ALL]
+        return sorted(wanted, key=lambda node: node.index)
+
+    def make_room(self, node: Node, size_class: int, stride: int, need: int) -> None:
+        """As `provision`, on this node only."""
+        if self._open_spare(node, size_class, stride, need) < need:
+            self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
+
+    def staging_class(self, reader: Node | None, stride: int) -> int:
+        """The size class that blocks are pulled into for a reader; -1 where there is none, or no store that pulls."""
+        size_class = self.size_class(reader, stride) if reader else -1
+        return size_class if reader and reader.state == "alive" else -1
+
+    def _open_spare(self, node: Node, size_class: int, stride: int, need: int) -> int:
+        """Give a size spare slabs until `need` more blocks fit. Returns how many do."""
+        while node.spare and self._size_classes.room(size_class) < need:
+            self._open_slab(node, node.spare[-1], size_class, stride)
+        return self._size_classes.room(size_class)
+
+    def provide_slots(self, node: Node, size_class: int, stride: int, need: int, tenant: int = NOBODY) -> bool:
+        """Give a size slots on a node that cost no primary of that size: `need` of spare slabs, or one at least.
+
+        Returns as `provision`.
+        """
+        while self._size_classes.takeable(size_class) < need and node.spare:
+            self._open_slab(node, node.spare[-1], size_class, stride)
+        return self._reclaim(node, size_class, stride, self._size_classes.takeable, 1, tenant)
+
+    def _reclaim(
+        self, node: Node, size_class: int, stride: int, measure: Callable[[int], int], need: int, tenant: int
+    ) -> bool:
+        """Take slabs of other sizes until `measure(size_class)` is `need`.
+
+        Any slab will do while this size has nothing to evict for the tenant, else only one whose newest block is older
+        than the oldest that may go. To find it costs a look at all rows, so that is done once in a slab's worth of
+        evictions. Returns whether it took any.
+        """
+        took = False
+        while len(node.size_classes) > 1 and measure(size_class) < need:
+            if tenant == NOBODY:
+                tick = self._size_classes.oldest_tick(size_class)
+            else:
+                tick = self._size_classes.oldest_tick_for(size_class, tenant)
+            evicted = int(self._c.size_classes[size_class]["evicted"])
+            if tick >= 0 and evicted - node.checked.get(size_class, 0) < node.slab_bytes // stride:
+                break
+            node.checked[size_class] = evicted
+            newest, number = self._oldest_slab(node, size_class, tenant)
+            if number < 0 or 0 <= tick <= newest:
+                break
+            node.spare.append(self._size_classes.close(node.index, node.slabs.pop(number)))
+            self._open_slab(node, number, size_class, stride)
+            took = True
+        return took
+
+    def _oldest_slab(self, node: Node, size_class: int, tenant: int) -> tuple[int, int]:
+        """(tick of its newest block, number) of the other sizes' slab that was used longest ago; number -1: none.
+
+        None without which another tenant would lack some of its minimum. Those without blocks of the tenant come first
+        while it lacks some itself.
+        """
+        found = []
+        for number, record in node.slabs.items():
+            if self._c.slabs[record]["size_class"] != size_class:
+                slab, lacking = self._size_classes.census(record), self._lacking_without(record)
+                if not slab.held and not lacking - {tenant}:
+                    found.append((tenant in lacking, slab.newest, number))
+        return min(found, key=lambda entry: entry[:2])[1:] if found else (0, -1)
+
+    def _lacking_without(self, record: int) -> set[int]:
+        """Tenants that would have less than their minimum without a slab that has blocks of theirs."""
+        if self._size_classes.tenants == 1:
+            return set()
+        used = self._size_classes.used_by_tenant(record)
+        quotas = self._c.quotas
+        return set(np.flatnonzero((used > 0) & (quotas["used"] - used < quotas["minimum"])).tolist())
+
+    def _open_slab(self, node: Node, number: int, size_class: int, stride: int, gen: int | None = None) -> None:
+        """gen: the format's, where the slab was found formatted."""
+        if number in node.spare:
+            node.spare.remove(number)
+        gen = self._size_classes.next_gen() if gen is None else gen
+        node.slabs[number] = self._size_classes.open(node.index, number, size_class, node.slab_bytes // stride, gen)
+
+    def held_primaries(self, node: Node, min_uses: int) -> RowArray:
+        """Primaries that somebody holds, and that were matched at least `min_uses` times."""
+        held = [np.zeros(0, np.int64)]
+        for record in node.slabs.values():
+            base, slots = self._size_classes.span(record)
+            rows = self._c.rows[base : base + slots]
+            wanted = (rows["state"] == columns.READY) & (rows["holds"] > 0) & (rows["uses"] >= min_uses)
+            held.append(base + np.flatnonzero(wanted))
+        return np.concatenate(held)
+
+    def slots(self, node: Node) -> dict[int, int]:
+        """A node's slots by their size."""
+        slots = dict.fromkeys(node.size_classes, 0)
+        strides = {size_class: stride for stride, size_class in node.size_classes.items()}
+        for record in node.slabs.values():
+            slots[strides[int(self._c.slabs[record]["size_class"])]] += self._size_classes.span(record)[1]
+        return slots
+
+    def memory_bytes(self) -> int:
+        """What all nodes are to have, without their GPUs."""
+        return sum(node.limit * node.slab_bytes for node in self.nodes.values() if not node.on_gpu)
+
+    def quarantined(self, node: Node) -> LocationArray:
+        """Slots of the node to be swept, at most QUARANTINED_PER_HEARTBEAT of each size."""
+        locations = [np.zeros(0, LOCATION)]
+        for stride, size_class in node.size_classes.items():
+            if not self._c.size_classes[size_class]["quarantined"]:
+                continue
+            rows, n = np.empty(QUARANTINED_PER_HEARTBEAT, np.int64), 0
+            for record in node.slabs.values():
+                if self._c.slabs[record]["size_class"] == size_class:
+                    n = slabs.in_state(self._c, *self._size_classes.span(record), columns.QUARANTINED, rows, n)
+            locations.append(self._size_classes.describe(rows[:n], stride)[1])
+        return np.concatenate(locations)
+
+    def stats(self, node: Node, now: float) -> dict[str, Any]:
+        """Slots of a node by state, and bytes."""
+        return next(filter(None, self.stats_in_steps(node, now, sys.maxsize)))
+
+    def stats_in_steps(self, node: Node, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
+        """As `stats`, after a None for every so many slots that were looked at: between two, anything may change."""
+        total = np.zeros(len(columns.STATES) + 1, np.int64)
+        used = seen = 0
+        for number in list(node.slabs):
+            if seen >= slots_a_step:
+                seen = 0
+                yield None
+            if (record := node.slabs.get(number)) is None:
+                continue
+            counts = self._size_classes.census(record).counts
+            total += counts
+            slots = int(counts.sum())
+            seen += slots
+            used += (slots - int(counts[columns.FREE] + counts[columns.CLOSED])) * (node.slab_bytes // max(1, slots))
+        yield {
+            "index": node.index,
+            "tier": "gpu" if node.on_gpu else "cpu",
+            "state": "leaving" if node.leaving and node.state == "alive" else node.state,
+            "idle_s": now - node.last_heartbeat,
+            "slabs": len(node.slabs),
+            "spare_slabs": len(node.spare),
+            "limit": node.limit,
+            "slab_bytes": node.slab_bytes,
+            "bytes_used": used,
+            "slots": int(total[: columns.CLOSED].sum()),
+            **{state: int(total[i]) for i, state in enumerate(columns.STATES)},
+        }

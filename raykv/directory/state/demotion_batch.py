@@ -1,0 +1,39 @@
+"""The blocks that one answer demotes, and how many these are: from memory to a tier, or from a GPU to memory."""
+
+import numpy as np
+
+from raykv.config import KEYS_PER_CALL
+from raykv.directory.state.arrays import RowArray
+from raykv.directory.state.size_classes import SizeClasses
+
+
+def blocks_per_call(stride: int, left: int, budget: int) -> int:
+    """Blocks of `stride` bytes that one answer may demote: as many as fit in what is `left` of its budget of bytes.
+
+    At least one while nothing of the budget is used, however large it is.
+    """
+    return min(max(left // stride, int(left == budget)), KEYS_PER_CALL)
+
+
+class Batch:
+    """The blocks of one answer: where each is copied from, its key, and where it is copied to."""
+
+    def __init__(self, size_classes: SizeClasses) -> None:
+        self._size_classes = size_classes
+        self._source: list[bytes] = []
+        self._target = [np.zeros(0, np.int64)]
+
+    def add(self, stride: int, source: RowArray, target: RowArray) -> None:
+        """Blocks in slots of `stride` bytes."""
+        self._source.append(self._size_classes.describe(source, stride)[1].tobytes())
+        self._target.append(target)
+
+    @property
+    def target(self) -> RowArray:
+        return np.concatenate(self._target)
+
+    def fields(self) -> tuple[bytes, bytes, bytes]:
+        """(source, keys, target) of a message."""
+        rows = self.target
+        locations = self._size_classes.describe(rows, 0)[1]
+        return b"".join(self._source), self._size_classes.keys_of(rows), locations.tobytes()

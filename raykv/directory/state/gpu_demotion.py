@@ -1,0 +1,63 @@
+"""Which blocks go from a GPU to the memory of its node.
+
+A demotion keeps a share of a memory's slots free, or such that their loss costs no block. What goes to an external tier
+is chosen in tier_catalog.py.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.config import MIB
+from raykv.directory.kernels import demotion, gpu_demotion
+from raykv.directory.state.allocator import Allocator, Node
+from raykv.directory.state.arrays import LocationArray, RowArray
+from raykv.directory.state.demotion_batch import Batch, blocks_per_call
+from raykv.directory.state.size_classes import SizeClasses
+from raykv.protocol.location import LOCATION
+from raykv.protocol.tiers import GpuDemotions
+
+SHARE = 0.25  # of a GPU's slots
+BYTES_PER_CALL = 64 * MIB  # from a GPU, of each slot size
+
+
+class GpuDemotion:
+    """Demotion from every GPU to the memory of its node. Only the last answer to each GPU counts."""
+
+    def __init__(self, size_classes: SizeClasses, allocator: Allocator) -> None:
+        self._size_classes, self._allocator = size_classes, allocator
+        self._under_way: dict[str, RowArray] = {}  # DEMOTING rows by the GPU's name; -1 where the slab was closed
+
+    def next(self, node: Node, host: Node) -> GpuDemotions:
+        """Choose blocks of a GPU, oldest first, and slots for them in its node's memory."""
+        batch = Batch(self._size_classes)
+        slots = self._allocator.slots(node)
+        for stride, size_class in node.size_classes.items():
+            short = int(demotion.shortfall(self._size_classes.c, size_class, slots[stride], SHARE))
+            want = min(short, blocks_per_call(stride, BYTES_PER_CALL, BYTES_PER_CALL))
+            if node.spare or want <= 0 or (host_class := self._allocator.size_class(host, stride)) < 0:
+                continue
+            self._allocator.make_room(host, host_class, stride, want)
+            source, target = np.empty(want, np.int64), np.empty(want, np.int64)
+            n = gpu_demotion.demote_gpu(self._size_classes.c, size_class, host_class, want, source, target)
+            batch.add(stride, source[:n], target[:n])
+        self._under_way[node.name] = batch.target
+        return GpuDemotions(*batch.fields())
+
+    def demoted(self, name: str, locations: LocationArray, stored: NDArray[np.uint8]) -> int:
+        """Finish the last answer: its blocks that the report does not call stored were not. Returns how many were.
+
+        A report of an earlier answer counts for nothing: those rows are quarantined by now, or hold something else.
+        """
+        c, (rows, gens) = self._size_classes.c, self._size_classes.rows_of(locations[stored > 0])
+        done = rows[c.rows["gen"][rows] == gens]
+        under_way = self._under_way.pop(name, np.zeros(0, np.int64))
+        return int(gpu_demotion.gpu_demoted(c, under_way, np.isin(under_way, done)))
+
+    def cancel(self, name: str) -> None:
+        """A GPU is gone: nothing of its last answer was stored."""
+        self.demoted(name, np.zeros(0, LOCATION), np.zeros(0, np.uint8))
+
+    def invalidate(self) -> None:
+        """Slabs were closed: nothing is demoted to rows there."""
+        for rows in self._under_way.values():
+            self._size_classes.invalidate(rows, rows)

@@ -1,0 +1,151 @@
+"""Clients of a pool: the leases and reservations of each, and what becomes of them when it leaves."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from raykv.directory.kernels import leases
+from raykv.directory.state.arrays import KeyArray, RowArray
+from raykv.directory.state.size_classes import SizeClasses
+from raykv.protocol.clients import Call
+
+UNUSED_S = 600.0  # without a question by a lease: its reader has most likely forgotten it
+ROWS = ("keys", "source", "gens", "staged", "staged_gens")  # of a Hold, of one length
+
+
+@dataclass(slots=True)
+class Hold:
+    """Rows held for a client, in the order of its keys: a lease, or a reservation (`writes`)."""
+
+    seq: int  # of the call that asked for it
+    node: int  # index of the client's node, -1 if it has none
+    size_class: int  # on that node
+    keys: KeyArray
+    source: RowArray
+    gens: RowArray
+    staged: RowArray
+    staged_gens: RowArray
+    writes: bool
+    group: int  # id of the first of those that were asked for together, whose blocks of one number belong together
+    since: float  # seconds, of the caller's clock
+    used: float  # the same: when it was asked for, or slots to stage more of it were
+    held_up: float | None = None  # the same: since when others hold all slots that it could stage into
+
+    def cut(self, n: int) -> "Hold":
+        """What it holds from block n on; it does not any more."""
+        rest = replace(self, **{name: getattr(self, name)[n:] for name in ROWS})
+        for name in ROWS:
+            setattr(self, name, getattr(self, name)[:n].copy())  # a view would keep the rest
+        return rest
+
+
+@dataclass(slots=True)
+class Client:
+    last_seen: float
+    holds: dict[int, Hold] = field(default_factory=dict)  # by the id that the client has chosen
+    swapped: dict[bytes, None] = field(default_factory=dict)  # keys that are pinned while it is there
+
+
+class Clients(dict[int, Client]):
+    """By their ids."""
+
+    def __init__(self, size_classes: SizeClasses, ttl: float) -> None:
+        """ttl: seconds without a call after which a client is gone."""
+        self._size_classes, self._ttl = size_classes, ttl
+
+    def seen(self, client: int, now: float) -> Client:
+        """A client calls, maybe for the first time."""
+        known = self.get(client)
+        if known is None:
+            known = self[client] = Client(now)
+        known.last_seen = now
+        return known
+
+    def end(self, client: Client, hold: int) -> None:
+        """End a lease or reservation, if the client has it."""
+        if hold in client.holds:
+            self.release([client.holds.pop(hold)])
+
+    def end_all(self, client: Client, holds: Iterable[int]) -> None:
+        """End leases and reservations, as far as the client has them."""
+        self.release([client.holds.pop(hold) for hold in holds if hold in client.holds])
+
+    def end_unlisted(self, client: Client, call: Call) -> None:
+        """End what a call no longer lists, unless it was sent before that was asked for."""
+        if client.holds:
+            held = set(memoryview(call.held).cast("Q"))
+            self.end_all(client, [i for i, hold in client.holds.items() if i not in held and hold.seq < call.seq])
+
+    def disconnect(self, client: int) -> Client | None:
+        """A client leaves in order: it writes nothing any more."""
+        gone = self.pop(client, None)
+        if gone:
+            self.release(gone.holds.values())
+        return gone
+
+    def expire(self, client: int) -> Client:
+        """A client has vanished: slots that it may still write are quarantined."""
+        gone, c = self.pop(client), self._size_classes.c
+        for hold in gone.holds.values():
+            leases.abandon(c, hold.source, hold.gens)
+            leases.abandon(c, hold.staged, hold.staged_gens)
+            self.release([hold])
+        return gone
+
+    def end_unused(self, now: float) -> None:
+        """Leases by which nothing was asked for UNUSED_S hold no blocks any more; a late reader sees it by the headers.
+
+        Slots that it may still write are quarantined.
+        """
+        for client in self.values():
+            unused = [i for i, hold in client.holds.items() if now - hold.used > UNUSED_S and not hold.writes]
+            for hold in map(client.holds.pop, unused):
+                leases.abandon(self._size_classes.c, hold.staged, hold.staged_gens)
+                self.release([hold])
+
+    def largest(self, n: int, now: float) -> list[dict[str, Any]]:
+        """The clients that hold the most blocks, of these the first `n`."""
+        found = [
+            {
+                "client": f"{client:016x}",
+                "blocks": sum(len(hold.keys) for hold in it.holds.values()) + len(it.swapped),
+                "leases": sum(not hold.writes for hold in it.holds.values()),
+                "reservations": sum(hold.writes for hold in it.holds.values()),
+                "oldest_s": now - min((hold.since for hold in it.holds.values()), default=now),
+            }
+            for client, it in self.items()
+        ]
+        return sorted(filter(itemgetter("blocks"), found), key=itemgetter("blocks"), reverse=True)[:n]
+
+    def expired(self, now: float) -> list[int]:
+        return [i for i, client in self.items() if now - client.last_seen > self._ttl]
+
+    def invalidate(self) -> None:
+        """Slabs were closed: nobody holds rows there."""
+        for client in self.values():
+            for hold in client.holds.values():
+                self._size_classes.invalidate(hold.source, hold.gens)
+                self._size_classes.invalidate(hold.staged, hold.staged_gens)
+
+    def release(self, ended: Iterable[Hold]) -> None:
+        """What these held is free of them: of what was asked for together block after block, the last one first."""
+        groups: dict[int, list[Hold]] = {}
+        for hold in ended:
+            groups.setdefault(hold.group, []).append(hold)
+        for holds in groups.values():
+            first, *others = holds
+            rows = [first.source, first.gens, first.staged, first.staged_gens]
+            if others:
+                rows = [_woven([getattr(hold, name) for hold in holds]) for name in ROWS[1:]]
+            leases.release(self._size_classes.c, *rows)
+
+
+def _woven(parts: list[RowArray]) -> RowArray:
+    """The first row of each part, then the second of each, and so on; -1 where one has no more."""
+    woven = np.full((max(map(len, parts)), len(parts)), -1, np.int64)
+    for i, part in enumerate(parts):
+        woven[: len(part), i] = part
+    return woven.ravel()

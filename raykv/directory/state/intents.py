@@ -1,0 +1,75 @@
+"""What clients are about to compute, so that others can wait for it instead of computing it too."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from raykv.protocol.clients import Call
+
+KEYS_MAX = 1 << 18  # in all: what is beyond is computed by all who ask for it
+TTL_S = 60.0  # after so long nobody waits for an intent, whatever its client says
+
+
+@dataclass(slots=True)
+class Intended:
+    """keys: those that nobody else was about to compute."""
+
+    seq: int  # of the call that it came with
+    since: float
+    keys: list[bytes]
+
+
+class Intents:
+    """By client and by the id that it has chosen. A key is the first client's that says so.
+
+    Nobody waits for one of its own: vLLM computes a prefix once by itself in one engine.
+    """
+
+    def __init__(self) -> None:
+        self._clients: dict[int, dict[int, Intended]] = {}
+        self._owners: dict[bytes, int] = {}  # clients by key, oldest intent first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._clients.values()))
+
+    def add(self, call: Call, intent: int, keys: list[bytes], now: float) -> None:
+        """A client computes these from now on. intent: an id that is not in use."""
+        free = list(dict.fromkeys(key for key in keys if key not in self._owners))
+        mine = free[: max(0, KEYS_MAX - len(self._owners))]
+        if mine:
+            self._clients.setdefault(call.client, {})[intent] = Intended(call.seq, now, mine)
+            self._owners.update(dict.fromkeys(mine, call.client))
+
+    def leading(self, client: int, keys: list[bytes]) -> int:
+        """How many leading keys other clients are about to compute."""
+        n = 0
+        while n < len(keys) and self._owners.get(keys[n], client) != client:
+            n += 1
+        return n
+
+    def end(self, client: int, intent: int) -> None:
+        """A client does not compute any more what it meant to."""
+        self._end(client, [intent])
+
+    def end_unlisted(self, call: Call) -> None:
+        """End what a call no longer lists, unless it was sent before."""
+        if mine := self._clients.get(call.client):
+            held = set(memoryview(call.held).cast("Q"))
+            self._end(call.client, [i for i, it in mine.items() if i not in held and it.seq < call.seq])
+
+    def end_all(self, client: int) -> None:
+        """A client is gone."""
+        self._end(client, list(self._clients.get(client, ())))
+
+    def expire(self, now: float) -> None:
+        """End those that are too old."""
+        for client, theirs in list(self._clients.items()):
+            self._end(client, [i for i, it in theirs.items() if now - it.since > TTL_S])
+
+    def _end(self, client: int, intents: Iterable[int]) -> None:
+        mine = self._clients.get(client, {})
+        for intent in intents:
+            if it := mine.pop(intent, None):
+                for key in it.keys:
+                    del self._owners[key]
+        if not mine:
+            self._clients.pop(client, None)

@@ -1,0 +1,158 @@
+"""Blocks that stay until somebody unpins them, or for a time, in memory or in an external tier.
+
+A pin with a priority is given up where a writer would be refused for it: the lowest first, then the oldest.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.directory.kernels import columns, leases, table
+from raykv.directory.state.arrays import RowArray, key_array
+from raykv.directory.state.size_classes import SizeClasses
+
+
+class Pins(dict[bytes, tuple[int, int]]):
+    """By key, the row that is held for it, and the row's generation: the copy in an external tier, else the primary."""
+
+    def __init__(self, size_classes: SizeClasses) -> None:
+        self._size_classes = size_classes
+        self._ends: dict[bytes, float] = {}  # when pins end that do so by themselves
+        self._next_end = inf  # not after the first of them
+        self._priorities: dict[bytes, int] = {}  # of pins that may be given up
+        self._by_priority: dict[int, dict[bytes, None]] = {}  # the same, the oldest first
+        self._lasting: dict[bytes, int] = {}  # the others, with their bytes in the memory of a node
+        self._lasting_bytes = 0  # of all these
+
+    def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None, limit: int | None = None) -> int:
+        """Pin the keys that are stored until `end`, and have them give way by `priority`: None: not at all.
+
+        Also those that were pinned in another way. limit: bytes of nodes' memory that all may have which do not give
+        way; the last of `keys` that would have more stay as they were.
+        Returns how many of `keys` are pinned so now.
+        """
+        before = {key for key in keys if key in self}
+        self._hold(keys)
+        over = self._beyond(limit, keys) if limit is not None else set()
+        self.unpin([key for key in over if key not in before])
+        pinned = [key for key in keys if key in self and key not in over]
+        self._forget_terms(pinned)
+        if end < inf:
+            self._ends.update(dict.fromkeys(pinned, end))
+            self._next_end = min(self._next_end, end)
+        if priority is not None:
+            self._priorities.update(dict.fromkeys(pinned, priority))
+            self._by_priority.setdefault(priority, {}).update(dict.fromkeys(pinned))
+        else:
+            self._let_last(pinned)
+        return len(pinned)
+
+    def _beyond(self, limit: int, keys: list[bytes]) -> set[bytes]:
+        """The last of these pins with which those that do not give way would have more bytes than that."""
+        sizes = self._memory_bytes([key for key in dict.fromkeys(keys) if key in self and key not in self._lasting])
+        over, beyond = self._lasting_bytes + sum(sizes.values()) - limit, set[bytes]()
+        for key, size in reversed(sizes.items() if over > 0 else ()):
+            if over > 0 and size:
+                beyond.add(key)
+                over -= size
+        return beyond
+
+    def _let_last(self, keys: list[bytes]) -> None:
+        """These do not give way, whether they did before or not."""
+        sizes = self._memory_bytes(keys)
+        self._lasting_bytes += sum(sizes.values()) - sum(self._lasting.get(key, 0) for key in sizes)
+        self._lasting.update(sizes)
+
+    def _memory_bytes(self, keys: list[bytes]) -> dict[bytes, int]:
+        """What each pinned key has in the memory of a node; 0 on a GPU and in an external tier."""
+        c, rows = self._size_classes.c, np.array([self[key][0] for key in keys], np.int64)
+        sizes: NDArray[np.int64] = c.size_classes["charge"][c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]]]
+        return dict(zip(keys, sizes.tolist(), strict=True))
+
+    def give_up(self, size_class: int, count: int, may_go: Callable[[int, int], bool]) -> bool:
+        """Unpin blocks of a size class that nothing else holds, `count` at most. Returns whether there were any.
+
+        may_go: whether one more block of a tenant, by its number, may be evicted after so many others of it.
+        """
+        given_up, of_tenant = list[bytes](), Counter[int]()
+        for key in self._held_alone(size_class):
+            if len(given_up) == count:
+                break
+            tenant = self._size_classes.tenant_of_row(self[key][0])
+            if may_go(tenant, of_tenant[tenant]):
+                given_up.append(key)
+                of_tenant[tenant] += 1
+        self.unpin(given_up)
+        return bool(given_up)
+
+    def _held_alone(self, size_class: int) -> Iterator[bytes]:
+        """Keys that may be given up, of rows of a size class that could be evicted without their pins; in order."""
+        c = self._size_classes.c
+        for _, pinned in sorted(self._by_priority.items()):
+            keys = list(pinned)
+            rows, gens = np.fromiter(chain.from_iterable(map(self.__getitem__, keys)), np.int64).reshape(-1, 2).T
+            held = c.rows[rows]
+            alone = (held["gen"] == gens) & (held["state"] == columns.READY) & (held["holds"] == 1)
+            alone &= c.slabs["size_class"][c.pages[rows >> columns.PAGE_BITS]] == size_class
+            yield from (keys[i] for i in np.flatnonzero(alone))
+
+    def _forget_terms(self, keys: list[bytes]) -> None:
+        self._lasting_bytes -= sum(self._lasting.pop(key, 0) for key in keys)
+        for key in keys if self._ends else ():
+            self._ends.pop(key, None)
+        for key in keys if self._priorities else ():
+            if (priority := self._priorities.pop(key, None)) is not None:
+                del self._by_priority[priority][key]
+                if not self._by_priority[priority]:
+                    del self._by_priority[priority]
+
+    def expire(self, now: float) -> None:
+        """End those whose time is over."""
+        if now >= self._next_end:
+            self.unpin([key for key in self if self._ends.get(key, inf) <= now])
+            self._next_end = min(self._ends.values(), default=inf)
+
+    def _hold(self, keys: list[bytes]) -> None:
+        new = list(dict.fromkeys(key for key in keys if key not in self))
+        firsts, rows, gens = (np.empty(len(new), np.int64) for _ in range(3))
+        table.find(self._size_classes.c, key_array(b"".join(new)), firsts)
+        leases.hold_lasting(self._size_classes.c, firsts, rows, gens)
+        self.update(
+            (key, (row, gen)) for key, row, gen in zip(new, rows.tolist(), gens.tolist(), strict=True) if row >= 0
+        )
+
+    def unpin(self, keys: list[bytes]) -> int:
+        """Returns how many of the keys were pinned."""
+        held = [self.pop(key) for key in keys if key in self]
+        self._forget_terms(keys)
+        self._release(held)
+        return len(held)
+
+    def renew(self, keys: list[bytes]) -> None:
+        """Hold the copies that are to stay now: once a key is in an external tier, its copy in memory may go."""
+        before = {key: self.pop(key) for key in keys if key in self}
+        self._hold(list(before))
+        self._forget_terms([key for key in before if key not in self])
+        self._let_last([key for key in before if key in self._lasting])
+        self._release(list(before.values()))
+
+    def repair(self) -> None:
+        """Pin another copy of each key whose pinned one was dropped, went with its node or is no longer the primary."""
+        rows, gens = self.rows(), np.array([gen for _, gen in self.values()], np.int64)
+        held = self._size_classes.c.rows[rows]
+        stale = (held["gen"] != gens) | (held["state"] == columns.DROPPED) | (held["state"] == columns.REPLICA)
+        if stale.any():
+            keys = list(self)
+            self.renew([keys[i] for i in np.flatnonzero(stale)])
+
+    def rows(self) -> RowArray:
+        return np.array([row for row, _ in self.values()], np.int64)
+
+    def _release(self, held: list[tuple[int, int]]) -> None:
+        columns: NDArray[np.int64] = np.array(held, np.int64).reshape(-1, 2)
+        rows, gens = np.ascontiguousarray(columns.T)
+        leases.release(self._size_classes.c, rows, gens, rows[:0], gens[:0])

@@ -1,0 +1,46 @@
+"""Which prefixes look-ups end with, and how often: the most used ones, in little time and memory."""
+
+from dataclasses import dataclass
+
+from raykv.protocol.location import KEY_BYTES
+
+KEPT = 256  # prefixes that outlast a clearing out
+SEEN = 1024  # that are counted before one: a prefix is forgotten that was not among the KEPT largest until then
+
+
+@dataclass(slots=True)
+class Prefix:
+    """key: of its last block. blocks: its length. hits: look-ups that ended there, the last one at `last`."""
+
+    key: bytes
+    blocks: int
+    block_bytes: int
+    hits: int
+    last: float
+
+    @property
+    def found(self) -> int:
+        """Blocks that those look-ups found."""
+        return self.hits * self.blocks
+
+
+class Prefixes:
+    """Counts, by the last block that was found. Of a look-up in several calls each call counts by itself."""
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, Prefix] = {}
+
+    def count(self, keys: bytes, blocks: int, block_bytes: int, now: float) -> None:
+        """A look-up of `keys` has found the first `blocks` of them, at least one."""
+        key = keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
+        prefix = self._seen.get(key)
+        if prefix is not None:
+            prefix.hits, prefix.last = prefix.hits + 1, now
+            return
+        if len(self._seen) >= SEEN:
+            self._seen = {prefix.key: prefix for prefix in self.largest(KEPT)}
+        self._seen[key] = Prefix(key, blocks, block_bytes, 1, now)
+
+    def largest(self, n: int) -> list[Prefix]:
+        """At most `n`, that of the most blocks found first."""
+        return sorted(self._seen.values(), key=lambda prefix: prefix.found, reverse=True)[:n]

@@ -1,0 +1,282 @@
+"""Slabs, and the rows in them. A size class is the slots of one size on one node, or in one external tier.
+
+SizeClasses owns the columns that the kernels work on. It grows them, gives rows to slabs that are opened, and turns
+locations of messages into rows and back. The Allocator and the TierCatalog decide which slab serves which size.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.directory.kernels import columns, eviction, lists, slabs, table
+from raykv.directory.kernels import slots as free_slots
+from raykv.directory.kernels.columns import COUNTER, EPOCH, LISTS_PER_CLASS, NODE_MASK, PAGE_BITS, TENANTS
+from raykv.directory.state.arrays import LocationArray, RowArray
+from raykv.protocol.location import COUNTER_BITS, LOCATION
+from raykv.system import reserved
+
+
+class Census(NamedTuple):
+    """The rows of a slab."""
+
+    counts: NDArray[np.int64]  # by state
+    newest: int  # tick of the last use of its newest block, -1 if there is none
+    held: bool  # whether somebody holds, or may still write to, one of its slots
+
+
+RESERVED_ROWS = 1 << 28  # whose addresses are reserved: 16 GiB of them
+
+
+def _grown(array: NDArray[Any], length: int) -> NDArray[Any]:
+    if length <= len(array):
+        return array
+    grown = np.zeros(max(length, len(array) + len(array) // 8), array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+def _pages(slots: int) -> int:
+    return -(-slots // (1 << PAGE_BITS))
+
+
+class SizeClasses:
+    """All size classes of a pool, by number."""
+
+    def __init__(self, epoch: int) -> None:
+        self._reserved = reserved.zeros(RESERVED_ROWS, 64, columns.ROW)  # a copy of all rows would hold up callers
+        self._tenants = reserved.zeros(RESERVED_ROWS, 64, np.uint8)
+        self.c = columns.Columns(
+            rows=self._reserved[:64],
+            tenants=self._tenants[:64],
+            table=np.zeros(128, np.int64),
+            lists=np.zeros(0, columns.LIST),
+            size_classes=np.zeros(0, columns.SIZE_CLASS),
+            slabs=np.zeros(0, columns.SLAB),
+            pages=np.zeros(1, np.int32),
+            grid=np.full((1, 1), -1, np.int32),
+            quotas=np.zeros(columns.TENANTS_MAX, columns.TENANT),
+            state=np.zeros(5, np.int64),
+        )
+        self.c.quotas["maximum"] = columns.NO_LIMIT
+        self.c.state[EPOCH], self.c.state[TENANTS] = epoch, 1
+        self.sizes: dict[int, list[int]] = {}  # size classes by slot size
+        self.classes: dict[int, RowArray] = {}  # the same as arrays
+        self.heaps: dict[int, NDArray[np.void]] = {}  # of `eviction.coldest`, one a tenant, by slot size
+        self._class_count = 0
+        self._slab_count = 0
+        self._page_count = 0
+        self._free_slabs: list[int] = []  # records of slabs that were closed
+        self._free_pages: list[tuple[int, int]] = []  # runs of pages of such slabs: first, length
+
+    def next_gen(self) -> int:
+        """A generation above all that were given before."""
+        self.c.state[COUNTER] += 1
+        return self.last_gen
+
+    @property
+    def last_gen(self) -> int:
+        return int(self.c.state[EPOCH]) << COUNTER_BITS | int(self.c.state[COUNTER])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns that are in use."""
+        unused = self.c.tenants.nbytes if self.tenants == 1 else 0
+        return sum(array.nbytes for array in self.c) - unused
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants are told apart, with tenant 0."""
+        return int(self.c.state[TENANTS])
+
+    # ------------------------------------------------------------------ size classes
+
+    def add(self, node: int, stride: int, window: int, offered: int, charge: int) -> int:
+        """Make a size class for slots of `stride` bytes, of which `window` may be staging. Returns its number.
+
+        charge: bytes for which a primary's tenant is charged.
+        """
+        size_class = self._add(node, window, offered, charge)
+        self.sizes.setdefault(stride, []).append(size_class)
+        self._reset_heap(stride)
+        return size_class
+
+    def add_tier(self, tier: int, offered: int) -> int:
+        """Make a size class of an external tier, where no writer's blocks go, so that none evicts there."""
+        return self._add(tier, 0, offered, 0)
+
+    def _add(self, node: int, window: int, offered: int, charge: int) -> int:
+        size_class = self._class_count
+        self._class_count += 1
+        lists = _grown(self.c.lists, self._class_count * LISTS_PER_CLASS)
+        lists[size_class * LISTS_PER_CLASS :][:LISTS_PER_CLASS] = (-1, -1, 0, -1, 0)
+        size_classes = _grown(self.c.size_classes, self._class_count)
+        size_classes[size_class] = (node, offered, window, 0, 0, 0, charge)
+        self.c = self.c._replace(lists=lists, size_classes=size_classes)
+        return size_class
+
+    def offer(self, size_class: int, stride: int, offered: int) -> None:
+        """Set who is sent there: NOT_OFFERED, TO_READERS, TO_OWN or TO_ALL."""
+        self.c.size_classes[size_class]["offered"] = offered
+        self._reset_heap(stride)
+
+    def resize_window(self, size_class: int, window: int) -> None:
+        """Set how many slots may be staging; those that are now stay so."""
+        record = self.c.size_classes[size_class]
+        record["window"] = max(window, record["staging"])
+
+    def remove(self, size_class: int, stride: int) -> None:
+        """Its node is gone, and all its slabs are closed."""
+        self.sizes[stride].remove(size_class)
+        self._reset_heap(stride)
+
+    def _reset_heap(self, stride: int) -> None:
+        heaps = np.zeros((self.tenants, len(self.sizes[stride])), columns.HEAP)
+        self.classes[stride] = np.array(self.sizes[stride], np.int64)
+        heaps["size_class"] = self.sizes[stride]  # valid heaps: ticks of 0 are a lower bound of all
+        self.heaps[stride] = heaps
+
+    # ------------------------------------------------------------------ tenants
+
+    def set_tenants(self, count: int) -> None:
+        """Tell so many tenants apart. Those that are no longer must have no rows."""
+        self.c.state[TENANTS] = count
+        for stride in self.sizes:
+            self._reset_heap(stride)
+
+    def give_up(self, tenant: int) -> None:
+        """Charge tenant 0 for everything that this one has."""
+        for size_classes in self.sizes.values():
+            for size_class in size_classes:
+                lists.give_up_list(self.c, size_class, tenant)
+        self.c.tenants[self.c.tenants == tenant] = 0
+        for name in ("used", "evicted"):
+            self.c.quotas[0][name] += self.c.quotas[tenant][name]
+        self.c.quotas[tenant] = (0, 0, columns.NO_LIMIT, 0)
+
+    def room(self, size_class: int) -> int:
+        """Slots that writers may take without evicting; negative where the staging window lacks some."""
+        return int(free_slots.room(self.c, size_class))
+
+    def takeable(self, size_class: int) -> int:
+        """Slots that are free, or hold a replica that nobody reads."""
+        return int(free_slots.takeable(self.c, size_class))
+
+    def oldest_tick(self, size_class: int) -> int:
+        """Tick of the last use of the size class's oldest victim; -1 where it has none."""
+        row = int(eviction.oldest(self.c, size_class))
+        return int(self.c.rows[row]["last"]) if row >= 0 else -1
+
+    def oldest_tick_for(self, size_class: int, tenant: int) -> int:
+        """As `oldest_tick`, of the blocks that a tenant's may evict: not its own while it is within its minimum."""
+        row = int(eviction.oldest_candidate(self.c, size_class, tenant))
+        return int(self.c.rows[row]["last"]) if row >= 0 else -1
+
+    # ------------------------------------------------------------------ slabs
+
+    def open(self, node: int, number: int, size_class: int, slots: int, gen: int) -> int:
+        """Have slab `number` of a node serve a size class. Returns the slab's record."""
+        pages = _pages(slots)
+        first = self._take_pages(pages)
+        record = self._free_slabs.pop() if self._free_slabs else self._slab_count
+        self._slab_count = max(self._slab_count, record + 1)
+        records = _grown(self.c.slabs, self._slab_count)
+        records[record] = (first << PAGE_BITS, slots, size_class, number, gen)
+        self._grow_grid(node & NODE_MASK, number)
+        self.c = self.c._replace(slabs=records)
+        self.c.pages[first : first + pages] = record
+        self.c.grid[node & NODE_MASK, number] = record
+        slabs.open_rows(self.c, first << PAGE_BITS, slots)
+        return record
+
+    def close(self, node: int, record: int) -> int:
+        """Forget a slab and all blocks in it, held or not. Returns its number on the node."""
+        base, slots = self.span(record)
+        slabs.close_rows(self.c, base, slots)
+        number = int(self.c.slabs[record]["number"])
+        self.c.grid[node & NODE_MASK, number] = -1
+        self._free_pages.append((base >> PAGE_BITS, _pages(slots)))
+        self._free_slabs.append(record)
+        return number
+
+    def invalidate(self, rows: RowArray, gens: RowArray) -> None:
+        """Set rows of closed slabs, and their generations, to -1 in arrays of what somebody holds."""
+        closed = (rows >= 0) & (self.c.rows["state"][rows] == columns.CLOSED)
+        rows[closed] = gens[closed] = -1
+
+    def span(self, record: int) -> tuple[int, int]:
+        """(first row, slots) of a slab."""
+        return int(self.c.slabs[record]["base"]), int(self.c.slabs[record]["slots"])
+
+    def census(self, record: int) -> Census:
+        counts = np.zeros(len(columns.STATES) + 1, np.int64)
+        newest, held = slabs.census(self.c, *self.span(record), counts)
+        return Census(counts, int(newest), bool(held))
+
+    def tenant_of_row(self, row: int) -> int:
+        """Who is charged for a row's key."""
+        return int(self.c.tenants[row]) if self.tenants > 1 else 0
+
+    def used_by_tenant(self, record: int) -> NDArray[np.int64]:
+        """Bytes of a slab's primaries that each tenant is charged for, but for those that are being written."""
+        base, slots = self.span(record)
+        ready = self.c.rows["state"][base : base + slots] == columns.READY
+        counts = np.bincount(self.c.tenants[base : base + slots][ready], minlength=columns.TENANTS_MAX)
+        return counts * int(self.c.size_classes[self.c.slabs[record]["size_class"]]["charge"])
+
+    def _take_pages(self, pages: int) -> int:
+        """Returns the first of a run of row pages: one of a closed slab of the same size, else new ones."""
+        for i, (first, length) in enumerate(self._free_pages):
+            if length == pages:
+                del self._free_pages[i]
+                return first
+        first = self._page_count
+        self._page_count += pages
+        rows = self._grown_rows(self._page_count << PAGE_BITS)
+        tenants = self._tenants[: len(rows)]
+        old = entries = self.c.table
+        length = len(old)
+        while self._page_count << PAGE_BITS > length * 3 // 4:
+            length *= 2
+        if length > len(old):
+            entries = reserved.zeros(length, length, np.int64)  # in huge pages: probes go all over it
+        pages_now = _grown(self.c.pages, self._page_count)
+        self.c = self.c._replace(rows=rows, tenants=tenants, pages=pages_now, table=entries)
+        if entries is not old:
+            table.rehash(self.c, old)
+        return first
+
+    def _grown_rows(self, length: int) -> NDArray[np.void]:
+        rows = self.c.rows
+        if length <= len(rows):
+            return rows
+        if length > len(self._reserved):
+            self._reserved = reserved.zeros(8 * length, length, columns.ROW)
+            self._reserved[: len(rows)] = rows
+            self._tenants = reserved.zeros(8 * length, length, np.uint8)
+            self._tenants[: len(rows)] = self.c.tenants
+        return self._reserved[: max(length, len(rows) + len(rows) // 8)]
+
+    def _grow_grid(self, node: int, number: int) -> None:
+        shape = self.c.grid.shape
+        if node >= shape[0] or number >= shape[1]:
+            grid = np.full((max(node + 1, shape[0]), max(number + 1, shape[1])), -1, np.int32)
+            grid[: shape[0], : shape[1]] = self.c.grid
+            self.c = self.c._replace(grid=grid)
+
+    # ------------------------------------------------------------------ locations
+
+    def describe(self, rows: RowArray, block_bytes: int) -> tuple[RowArray, LocationArray]:
+        """(generations, locations) of rows; zeros where a row is negative."""
+        gens, out = np.empty(len(rows), np.int64), np.zeros(len(rows), LOCATION)
+        slabs.describe(self.c, rows, block_bytes, gens, out)
+        return gens, out
+
+    def rows_of(self, locations: LocationArray) -> tuple[RowArray, RowArray]:
+        """(rows, generations) of locations; row -1 where the slab is gone or was formatted anew."""
+        rows = np.empty(len(locations), np.int64)
+        slabs.rows_of(self.c, locations, rows)
+        return rows, locations["gen"].astype(np.int64)
+
+    def keys_of(self, rows: RowArray) -> bytes:
+        return np.stack([self.c.rows["k0"][rows], self.c.rows["k1"][rows]], axis=1).tobytes()

@@ -1,0 +1,108 @@
+"""Where a prompt's blocks are, for routers: asked of the directory without being a client of the pool."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.cluster import internal_kv
+from raykv.config import HEARTBEAT_S
+from raykv.errors import RayKVError
+from raykv.line.directory_line import ERRORS, DirectoryLine
+from raykv.system import sha256
+
+log = logging.getLogger("raykv")
+
+SHARE = 0.2  # of the pool's deadline: a request is not held up for longer
+
+
+class PrefixLookup:
+    """Asks a pool's directory from an event loop, and knows what was announced of a model.
+
+    While the directory does not answer in time nobody waits for it: it is looked for in the background, once a second.
+    Not thread-safe.
+    """
+
+    def __init__(self, pool: str, model: str) -> None:
+        """model: as it was announced."""
+        self.announced: dict[str, Any] | None = None  # how prompts become keys; None while that is unknown
+        self._pool, self._model = pool, model
+        self._others: dict[str, dict[str, Any]] = {}  # announced, by name
+        self._wanted: set[str] = set()  # names that were asked for since the last look
+        self._line = DirectoryLine(pool)
+        self._deadline = 0.0  # of a question, in seconds: known with the pool's settings, before the first one
+        self._answers = False  # the directory answered the last question in time
+        self._search: asyncio.Task[None] | None = None
+
+    def announced_of(self, other: str) -> dict[str, Any] | None:
+        """What was announced of another name, such as a LoRA adapter's. None while that is unknown: it is looked
+        for."""
+        found = self._others.get(other)
+        if found is None:
+            self._wanted.add(other)
+            self.look()
+        return found
+
+    def look(self) -> None:
+        """Look for the directory and the announcement anew, in the background. What is known is used until then."""
+        if self._search is None or self._search.done():
+            self._search = asyncio.get_running_loop().create_task(self._look())
+
+    async def locate_prefix(self, keys: NDArray[np.uint8]) -> dict[str, int]:
+        """By Ray node id, how many blocks of the longest ready prefix of `keys` lie there.
+
+        keys: (n, 16) uint8, at most KEYS_PER_CALL. Empty where the directory does not answer in time.
+        """
+        if self._answers:
+            try:
+                found: dict[str, int] = await self._line.acall("locate_prefix", keys.tobytes(), seconds=self._deadline)
+                return found
+            except ERRORS as error:
+                log.info("pool %s: the directory did not answer a router: %r", self._pool, error)
+                self._answers, self.announced = False, None
+        self.look()
+        return {}
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                wanted, self._wanted = {*self._others, *self._wanted}, set()
+                announced, others = await asyncio.to_thread(self._find, wanted)
+                await self._line.acall("locate_prefix", b"", seconds=self._deadline)
+            except (*ERRORS, RayKVError):
+                await asyncio.sleep(HEARTBEAT_S)
+            else:
+                self._answers, self.announced, self._others = True, announced, others
+                return
+
+    def _find(self, others: set[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Find the directory. Returns what was announced of the model, and of other names, where it was.
+
+        Raises ValueError where the pool, its directory or the model's announcement is missing.
+        """
+        settings = internal_kv.settings(self._pool)
+        if settings is None:
+            raise ValueError(f"there is no pool {self._pool!r}")
+        self._deadline = SHARE * settings["deadline"]
+        sha256.load()  # in this thread: keys are made on the event loop
+        announced = self._announced(self._model)
+        if announced is None:
+            raise ValueError(f"nobody has announced {self._model!r} in pool {self._pool!r}")
+        if not self._line.find():
+            raise ValueError(f"pool {self._pool!r} has no directory")
+        return announced, {name: found for name in others if (found := self._announced(name)) is not None}
+
+    def _announced(self, model: str) -> dict[str, Any] | None:
+        value = internal_kv.get(self._pool, f"model/{model}")
+        return None if value is None else dict(json.loads(value))
+
+
+def announce(pool: str, model: str, **fields: Any) -> None:
+    """Announce in a pool how prompts of a model become keys, for a PrefixLookup. The last announcement counts.
+
+    fields: JSON values.
+    """
+    internal_kv.put(pool, f"model/{model}", json.dumps(fields).encode())

@@ -1,0 +1,237 @@
+"""What the blocks of an engine hold, and what a request's chunks must hold: the guard of `verify_tokens`.
+
+Keys say what a chunk should be. This follows, step by step, what vLLM's scheduler has computed into which block, and
+gives each chunk that is stored a digest of that. A reader compares it with a digest of its own tokens. Where a fault
+puts a chunk under another one's key, the two digests differ, and the chunk is a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raykv.integrations.vllm.chunks.chunks import ChunksToStore
+
+DIGEST_BYTES = 8
+
+
+@dataclass
+class Table:
+    """A request's blocks, by group. told: tokens whose blocks are known. last: by group, how many blocks are known, and
+    the digest of the last."""
+
+    blocks: dict[int, list[int]]
+    told: int
+    last: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+
+
+class Contents:
+    """For the scheduler's side. A digest of a block is of its tokens, and of all before them."""
+
+    def __init__(self, tokens: dict[int, int], per_chunk: int, request_of: Callable[[str], Any]) -> None:
+        """tokens: of a block, by group, in vLLM's order. per_chunk: blocks of a chunk. request_of: vLLM's, by id."""
+        self._tokens, self._per_chunk, self._request_of = tokens, per_chunk, request_of
+        self._held: dict[int, bytes] = {}  # by block
+        self._tables: dict[str, Table] = {}
+        self._left: dict[str, dict[int, bytes]] = {}  # what finished requests held, until their last jobs are made
+        self._asked: dict[str, int] = {}  # by request that waits, tokens that vLLM's own cache has
+        self._loaded: set[str] = set()  # requests whose prefix was loaded here, not by another connector
+
+    def ask(self, request: str, computed: int) -> None:
+        """A request is about to begin, or to begin again. computed: its tokens in vLLM's own cache."""
+        self._asked[request] = computed
+
+    def follow(self, output: Any) -> None:
+        """vLLM has scheduled a step. output: what it tells its workers."""
+        begin = {}
+        for preempted in getattr(output, "preempted_req_ids", None) or ():
+            self._tables.pop(preempted, None)
+        for new in output.scheduled_new_reqs:
+            self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
+            begin[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self._go_on(request, blocks, computed, request in cached.resumed_req_ids)
+            begin[request] = computed
+        for copy in getattr(output, "kv_cache_block_copies", None) or ():
+            self._hold(copy.dst_block_id, self._held.get(copy.src_block_id))
+        for request, count in output.num_scheduled_tokens.items():
+            self._write(request, begin[request], begin[request] + count)
+
+    def finish(self, request: Any) -> None:
+        """A request is done, and vLLM is about to free its blocks. Its last chunks are stored in the next step."""
+        self._asked.pop(request.request_id, None)
+        self._loaded.discard(request.request_id)
+        table = self._tables.get(request.request_id)
+        if table is None:
+            return
+        self._write(request.request_id, table.told, min(request.num_computed_tokens, request.num_tokens))
+        del self._tables[request.request_id]
+        blocks = [block for of_group in table.blocks.values() for block in of_group]
+        self._left[request.request_id] = {block: self._held[block] for block in blocks if block in self._held}
+
+    def note(self, meta: Any) -> None:
+        """Give the jobs of a step their digests."""
+        for job in meta.store_jobs.values():
+            self._note_stored(job, self._left.get(job.req_id, self._held))
+        for job in meta.load_jobs.values():
+            self._note_loaded(job)
+        self._left.clear()
+
+    # ------------------------------------------------------------------ what blocks hold
+
+    def _go_on(self, request: str, blocks: Any, computed: int, resumed: bool) -> None:
+        """blocks: by group, those that a request got; all that it has if it was `resumed`."""
+        if resumed:
+            self._begin(request, blocks, computed)
+            return
+        for group, of_group in self._tables[request].blocks.items():
+            of_group += blocks[group] if blocks else ()
+
+    def _begin(self, request: str, blocks: Any, computed: int) -> None:
+        """blocks: all that a request has, by group. What another connector brought of its prefix is not known."""
+        self._tables[request] = Table({group: list(blocks[group]) for group in self._tokens}, computed)
+        known = self._asked.pop(request, computed)
+        if request in self._loaded:
+            self._loaded.discard(request)
+            return
+        for group, tokens in self._tokens.items():
+            for block in blocks[group][known // tokens : -(-computed // tokens)]:
+                self._held.pop(block, None)
+
+    def _write(self, name: str, start: int, stop: int) -> None:
+        """A step computes these tokens of a request. Those at the end may be guesses, which a later step tells."""
+        table, request = self._tables[name], self._request_of(name)
+        known, start = min(stop, request.num_tokens), min(start, table.told)
+        for group, tokens in self._tokens.items():
+            blocks, first = table.blocks[group], start // tokens
+            for block in blocks[first : -(-stop // tokens)]:
+                self._held.pop(block, None)
+            number, digest = table.last.get(group, (0, b""))
+            if number != first or not digest:
+                digest = self._up_to(request, group, blocks, first)
+            for number in range(first, known // tokens):
+                digest = digest and _next(digest, request, number * tokens, (number + 1) * tokens)
+                self._hold(blocks[number], digest)
+            table.last[group] = known // tokens, digest
+        table.told = known
+
+    def _up_to(self, request: Any, group: int, blocks: list[int], count: int) -> bytes:
+        """Of a request's first blocks. Where vLLM has let go of the last one nobody reads that: its tokens count."""
+        if count and blocks[count - 1]:
+            return self._held.get(blocks[count - 1], b"")
+        *_, digest = self._chain(request, group, count * self._tokens[group])
+        return digest
+
+    def _chain(self, request: Any, group: int, stop: int) -> Iterator[bytes]:
+        """By a request's tokens before `stop`: what stands before its blocks, then a digest of each."""
+        digest, tokens = _seed(request, group), self._tokens[group]
+        yield digest
+        for first in range(0, stop, tokens):
+            yield (digest := _next(digest, request, first, min(stop, first + tokens)))
+
+    def _hold(self, block: int, digest: bytes | None) -> None:
+        if block and digest:  # 0 is nobody's
+            self._held[block] = digest
+        else:
+            self._held.pop(block, None)
+
+    # ------------------------------------------------------------------ jobs
+
+    def _note_stored(self, job: Any, held: Mapping[int, bytes]) -> None:
+        """What the job's blocks hold. Nothing for a group with a block of which that is not known."""
+        chunks: ChunksToStore = job.dst_spec
+        for place, (group, first, blocks) in enumerate(self._runs(job.src_spec)):
+            offered = chunks.groups.get(place)
+            if offered is None:
+                continue
+            found = [held.get(block, b"") for block in blocks]
+            if offered.tail:
+                found[-1] = self._end_of_prompt(job.req_id, group, found)
+            before = -first % self._per_chunk  # blocks of a chunk that begins before them, which is left out
+            if found[before:] and all(found[before:]):
+                left_out = bytes(DIGEST_BYTES) if before else b""
+                chunks.digests[place] = left_out + _of_chunks(found[before:], self._per_chunk)
+
+    def _end_of_prompt(self, name: str, group: int, found: list[bytes]) -> bytes:
+        """Of the block that a prompt ends in. found: of the blocks up to it."""
+        tokens, request = self._tokens[group], self._request_of(name)
+        stop = request.num_prompt_tokens
+        number = stop // tokens
+        if stop % tokens == 0:
+            return found[-1]
+        before = found[-2] if len(found) > 1 else self._up_to(request, group, self._tables[name].blocks[group], number)
+        return before and _next(before, request, number * tokens, stop)
+
+    def _note_loaded(self, job: Any) -> None:
+        """What the request expects. Its blocks hold that when the job is done, or are computed."""
+        chunks, request = job.src_spec, self._request_of(job.req_id)
+        self._loaded.add(job.req_id)
+        for place, (group, first, blocks) in enumerate(self._runs(job.dst_spec)):
+            if not blocks:
+                continue
+            tokens, per_chunk = self._tokens[group], self._per_chunk
+            stop = -(-(first + len(blocks)) // per_chunk) * per_chunk * tokens
+            if stop > request.num_tokens:  # the tail of a prompt
+                stop = request.num_prompt_tokens
+            _, *digests = self._chain(request, group, stop)
+            for number, block in enumerate(blocks, first):
+                self._hold(block, digests[number] if (number + 1) * tokens <= stop else None)
+            chunks.digests[place] = _of_chunks(digests[first // per_chunk * per_chunk :], per_chunk)
+
+    def _runs(self, spec: Any) -> list[tuple[int, int, list[int]]]:
+        """Of each group, in vLLM's order: what keys call it, the number of its first block, and its blocks."""
+        ids, found, begin = spec.block_ids.tolist(), [], 0
+        for group, size, first in zip(self._tokens, spec.group_sizes, spec.block_indices, strict=True):
+            found.append((group, first, ids[begin : begin + size]))
+            begin += size
+        return found
+
+
+def _of_chunks(blocks: list[bytes], per_chunk: int) -> bytes:
+    """Digests of chunks, of which the last may not be full, by those of their blocks."""
+    return b"".join(_digest(*blocks[first : first + per_chunk]) for first in range(0, len(blocks), per_chunk))
+
+
+def _seed(request: Any, group: int) -> bytes:
+    """What stands before a request's tokens."""
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    return _digest(b"%d" % group, (request.cache_salt or "").encode(), adapter.encode())
+
+
+def _next(before: bytes, request: Any, first: int, stop: int) -> bytes:
+    """Of tokens [first, stop) of a request, after what was before."""
+    images = [
+        f"{image.identifier}@{image.mm_position.offset}"
+        for image in request.mm_features or ()
+        if image.mm_position.offset < stop and image.mm_position.offset + image.mm_position.length > first
+    ]
+    tokens = array("q", request.all_token_ids[first:stop]).tobytes()
+    embeds = b"" if request.prompt_embeds is None else _bytes_of(request.prompt_embeds[first:stop])
+    return _digest(before, tokens, "\0".join(images).encode(), embeds)
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    found: bytes = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def mixed(digests: bytes, weights: bytes) -> bytes:
+    """The digests, of chunks that an adapter of these weights has computed."""
+    if not weights:
+        return digests
+    return b"".join(_digest(digests[at : at + DIGEST_BYTES], weights) for at in range(0, len(digests), DIGEST_BYTES))
+
+
+def _digest(*parts: bytes) -> bytes:
+    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.digest()

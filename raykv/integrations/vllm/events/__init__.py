@@ -1,0 +1,1 @@
+"""What routers are told of the chunks in the pool."""

@@ -1,0 +1,258 @@
+"""vLLM's KV events for what the pool holds: routers learn from an engine which prefixes it can read instead of compute.
+
+An engine publishes the chunks that it stored, or read, once the directory says that the pool has them, and removes them
+when it says that they are gone. A thread asks it; the scheduler's loop only takes what is ready. vLLM's own tracker of
+such events stays off: it keeps every chunk's tokens as Python objects, and tells no chunk again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import msgpack
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import get_offload_block_hash, get_offload_group_idx
+
+from raykv.client.cache import KVCache
+from raykv.integrations.vllm.compat import event_extra_keys
+from raykv.integrations.vllm.events.published import AGAIN_S, Change, Published
+from raykv.line.bell import Bell
+from raykv.protocol.clients import Stored
+
+log = logging.getLogger("raykv")
+
+BLOCKS_PER_S = 10_000  # engine blocks that are told to be stored or removed, at most; what is over waits
+BURST_BLOCKS = 1000  # in one step
+READY_BLOCKS = 4 * BURST_BLOCKS  # that wait as events, about; what is over waits in Published, which is smaller
+CHANGES = 256  # that are made events at a time
+REMOVED_AT_ONCE = 512  # blocks of one event, about
+KEYS_ASKED = 4096  # of the directory at a time, of all parts: it answers in about 0.1 ms
+ASK_S = 1.0  # between two questions for chunks that are only to be there still, while the engine steps
+UNANSWERED_S = 1.0  # after a question that the directory did not answer
+KEEP_AWAKE_S = 0.5  # for an engine with nothing to compute to step on, and tell what it stored last
+REFRESH_S = 600.0  # after which a chunk is told again
+
+
+class Prompt(NamedTuple):
+    """A request, whose tokens and hashes its chunks' events are made of. What is computed of both stays."""
+
+    request: Any
+
+
+class Sizes(NamedTuple):
+    """In tokens: a chunk of the pool, a block of the engine, and what vLLM hashes at a time. kind: of attention."""
+
+    chunk: int
+    block: int
+    hash: int
+    kind: str
+
+
+class Offer(NamedTuple):
+    """Chunks of a request that the pool was given, or had: vLLM's keys, and their numbers in the request."""
+
+    keys: list[bytes]
+    numbers: list[int | None]
+    prompt: Prompt
+
+
+class Ready(NamedTuple):
+    """Events of one step, how many blocks they tell of, and whether they are no repetition."""
+
+    events: tuple[Any, ...]
+    blocks: int
+    news: bool
+
+
+class KVEvents:
+    """What routers are told of an engine's part in a pool. One thread asks the directory, and makes events.
+
+    `offer`, `reset`, `take` and `pending` are for the scheduler's loop, and wait for nothing.
+    """
+
+    def __init__(self, caches: Callable[[], Mapping[int, KVCache]], sizes: Sizes, refresh_steps: int) -> None:
+        """caches: by part, those in use now. refresh_steps: after so many steps of the engine a chunk is told again."""
+        self._caches, self._sizes = caches, sizes
+        self._offers: SimpleQueue[Offer | None] = SimpleQueue()  # None: a reset
+        self._published = Published(REFRESH_S, refresh_steps)  # the thread's
+        self._ready: deque[Ready] = deque()
+        self._made = self._made_news = 0  # blocks, and events that are no repetition; the thread counts
+        self._taken = self._taken_news = 0  # of them, the loop's
+        self._works = self._full = False
+        self._answers = True
+        self._steps, self._allowed = 0, 0.0
+        self._taken_at = self._ring_at = self._awake_until = 0.0
+        self._ask_at = 0.0
+        self._bell, self._closed = Bell(), threading.Event()
+        threading.Thread(target=self._run, name="raykv-events", daemon=True).start()
+
+    # ------------------------------------------------------------------ the scheduler's
+
+    def offer(self, keys: list[bytes], numbers: list[int | None], prompt: Prompt) -> None:
+        """Routers are to know of these chunks once the pool has them. numbers: None: no chunk of it."""
+        self._awake_until = time.monotonic() + KEEP_AWAKE_S
+        self._offers.put(Offer(keys, numbers, prompt))
+        self._bell.ring()
+
+    def reset(self) -> None:
+        """Nothing of what was told is to be had from now on."""
+        self._offers.put(None)
+        self._bell.ring()
+
+    def take(self) -> list[Any]:
+        """vLLM's events of this step. Called once a step."""
+        now = time.monotonic()
+        self._steps += 1
+        events = self._take(now) if self._ready else []
+        if now >= self._ring_at or (self._full and self._made - self._taken < READY_BLOCKS // 2):
+            self._ring_at, self._full = now + ASK_S, False
+            self._bell.ring()
+        return events
+
+    def _take(self, now: float) -> list[Any]:
+        self._allowed = min(BURST_BLOCKS, self._allowed + (now - self._taken_at) * BLOCKS_PER_S)
+        self._taken_at = now
+        events: list[Any] = []
+        while self._ready and self._allowed > 0:
+            together, blocks, news = self._ready.popleft()
+            self._allowed -= blocks
+            self._taken += blocks
+            self._taken_news += news
+            events += together
+        return events
+
+    @property
+    def pending(self) -> bool:
+        """Whether an engine that has nothing to compute is to step on: events are taken in steps."""
+        if self._made_news > self._taken_news:
+            return True
+        waits = self._works or self._published.waits or not self._offers.empty()
+        return waits and self._answers and time.monotonic() < self._awake_until
+
+    def close(self) -> None:
+        self._closed.set()
+        self._bell.ring()
+
+    # ------------------------------------------------------------------ the thread's
+
+    def _run(self) -> None:
+        pause: float | None = None
+        while True:
+            self._bell.wait(pause)
+            if self._closed.is_set():
+                return
+            self._works = True
+            try:
+                pause = self._work(time.monotonic())
+            except Exception:  # routers know less: no reason to end an engine
+                log.exception("no KV events of the pool")
+                pause = None
+            self._works = False
+
+    def _work(self, now: float) -> float | None:
+        """Returns the seconds until there is more to do; None: until a step rings."""
+        self._read_offers(now)
+        if self._made - self._taken >= READY_BLOCKS:
+            self._full = True
+            return None
+        published, due = self._published, now >= self._ask_at
+        self._tell(published.withdrawn(CHANGES))
+        asked = published.to_ask(max(1, KEYS_ASKED // max(1, len(self._caches()))), due, now)
+        if asked:
+            answer = self._ask(asked)
+            self._answers = answer is not None
+            if answer is None:
+                return UNANSWERED_S if published.waits else None
+            self._tell(published.answered(asked, answer.found, answer.epoch, self._steps, now))
+        if due:
+            self._ask_at = now + ASK_S
+            self._tell(published.refresh(CHANGES, self._steps, now), news=False)
+        if published.leaves:
+            return 0.0
+        return AGAIN_S if published.waits else None
+
+    def _read_offers(self, now: float) -> None:
+        while not self._offers.empty():
+            offer = self._offers.get()
+            if offer is None:
+                self._published.withdraw_all()
+                continue
+            for key, number in zip(offer.keys, offer.numbers, strict=True):
+                if number is not None and not self._published.knows(key):
+                    event = stored_event(offer.prompt.request, number, self._sizes, get_offload_group_idx(key))
+                    self._published.offer(key, msgpack.encode(event), now)
+
+    def _ask(self, chunks: Sequence[bytes]) -> Stored | None:
+        """Which chunks the pool has, all parts of them. None where that can't be said now."""
+        hashes, found = [get_offload_block_hash(chunk) for chunk in chunks], np.ones(len(chunks), np.uint8)
+        epochs = set()
+        for cache in self._caches().values():
+            answer = cache.session.directory.stored(cache.rekey(hashes).tobytes())
+            if answer is None or len(answer.found) != len(chunks):
+                return None
+            epochs.add(answer.epoch)
+            found &= np.frombuffer(answer.found, np.uint8)
+        return Stored(epochs.pop(), found.tobytes()) if len(epochs) == 1 else None
+
+    def _tell(self, changes: Sequence[Change], news: bool = True) -> None:
+        for events in events_of(changes):
+            blocks = sum(len(event.block_hashes) for event in events)
+            self._made += blocks
+            self._made_news += news
+            self._ready.append(Ready(events, blocks, news))
+
+
+def stored_event(request: Any, number: int, sizes: Sizes, group: int) -> BlockStored:
+    """Of a chunk of a request: as vLLM publishes blocks of its own memory, but for the medium."""
+    start, stop = number * sizes.chunk, (number + 1) * sizes.chunk
+    first, last, a_block = start // sizes.hash, stop // sizes.hash, sizes.block // sizes.hash
+    extra = [
+        generate_block_hash_extra_keys(request, at, at + sizes.block, 0)[0] for at in range(start, stop, sizes.block)
+    ]
+    lora = request.lora_request
+    return BlockStored(
+        block_hashes=[*map(maybe_convert_block_hash, request.block_hashes[first + a_block - 1 : last : a_block])],
+        parent_block_hash=maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None,
+        token_ids=list(request.all_token_ids[start:stop]),
+        block_size=sizes.block,
+        lora_id=lora.adapter_id if lora else None,
+        medium=MEDIUM_CPU,
+        lora_name=lora.name if lora else None,
+        extra_keys=event_extra_keys(extra) if any(extra) else None,
+        group_idx=group,
+        kv_cache_spec_kind=sizes.kind,
+    )
+
+
+def events_of(changes: Sequence[Change]) -> Iterator[tuple[Any, ...]]:
+    """vLLM's events of changes, in their order: each tuple's in one step. Removals in a row are one."""
+    removed: dict[int | None, list[Any]] = {}
+    for change in changes:
+        stored = msgpack.decode(change.event, type=BlockStored)
+        blocks = stored.block_hashes * change.removed
+        if change.stored:  # who does not count forgets it in between
+            yield from _removals(removed)
+            yield (*(_removal(blocks, stored.group_idx) for _ in blocks[:1]), stored)
+        else:
+            removed.setdefault(stored.group_idx, []).extend(blocks)
+            if len(removed[stored.group_idx]) >= REMOVED_AT_ONCE:
+                yield from _removals(removed)
+    yield from _removals(removed)
+
+
+def _removals(removed: dict[int | None, list[Any]]) -> Iterator[tuple[Any, ...]]:
+    for group, blocks in removed.items():
+        yield (_removal(blocks, group),)
+    removed.clear()
+
+
+def _removal(blocks: list[Any], group: int | None) -> Any:
+    return BlockRemoved(block_hashes=blocks, medium=MEDIUM_CPU, group_idx=group)

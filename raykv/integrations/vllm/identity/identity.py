@@ -1,0 +1,89 @@
+"""What an engine's caches in the pool are called: all that changes the bytes of KV, but for the tokens.
+
+What a request brings (adapter, images, salt, prompt embeddings) is in vLLM's hashes of blocks, and in `adapters`; what
+makes a block of the pool (its tokens and bytes, parts, groups) is in `KVPool.cache`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from typing import Any
+
+import torch
+import vllm
+from vllm.platforms import current_platform
+
+from raykv.integrations.vllm.identity.groups import names
+
+# options of vLLM that change what is computed, or how it is written down, where hf_config does not say it
+OPTIONS = {
+    "model_config": ("quantization_config", "code_revision", "model_impl", "model_class_overrides"),
+    "cache_config": ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+    "load_config": ("model_loader_extra_config",),  # some loaders find the weights, or an adapter, by it
+}
+OF_IMAGES = ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method")
+
+
+def identity(vllm_config: Any, kv_cache_config: Any, parallel: str) -> dict[str, str]:
+    """What engines must have in common to share blocks: arguments of `KVPool.cache`. parallel: how they cut them."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    algorithm = cache.prefix_caching_hash_algo
+    groups = kv_cache_config.kv_cache_groups
+    return {
+        "model": model.model,
+        "revision": f"{model.revision or ''}/{vllm_config.load_config.load_format}/"
+        f"{_config_digest(model.hf_config)}/{_options_digest(vllm_config)}",
+        "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}".replace("torch.", ""),
+        "layout": "/".join(
+            (
+                f"vllm-{vllm.__version__}",
+                _processor(),
+                str(vllm_config.attention_config.backend),
+                str(cache.kv_cache_layout),
+                # `sha256` pickles what it hashes: other versions of Python give other bytes
+                algorithm if algorithm == "sha256_cbor" else f"{algorithm}-{platform.python_version()}",
+                str(cache.block_size),
+                names(groups) if len(groups) > 1 else "",
+            )
+        ),
+        "parallel": parallel,
+    }
+
+
+def _config_digest(hf_config: Any) -> str:
+    """Of a model's whole configuration: overrides of it may change its KV."""
+    fields = json.loads(hf_config.to_json_string(use_diff=False))
+    counted = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
+    return _digest(json.dumps(counted, sort_keys=True))
+
+
+def _options_digest(vllm_config: Any) -> str:
+    """Of what else changes KV. Versions of vLLM that lack an option have None for it."""
+    found = {
+        f"{part}.{name}": getattr(getattr(vllm_config, part), name, None)
+        for part, of_part in OPTIONS.items()
+        for name in of_part
+    }
+    if images := vllm_config.model_config.multimodal_config:
+        found |= {name: getattr(images, name, None) for name in OF_IMAGES}
+    return _digest(repr(sorted(found.items())) + _longest(vllm_config.model_config))
+
+
+def _longest(model: Any) -> str:
+    """An engine's longest sequence, where all positions are computed otherwise by it (LongRoPE, Llama 4); else ""."""
+    depends = "longrope" in model.hf_config.to_json_string() or model.hf_text_config.model_type.startswith("llama4")
+    return str(model.max_model_len) if depends else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What vLLM chooses attention kernels by, and so the order of the bytes in a page."""
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    amx = "amx" if torch.cpu._is_amx_tile_supported() else ""
+    return f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{amx}"

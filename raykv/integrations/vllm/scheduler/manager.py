@@ -1,0 +1,459 @@
+"""The scheduler's side of vLLM on a pool: which chunks of a request are there, and where. Never waits for Ray."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingCounterMetadata,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+
+from raykv.client.cache import KVCache
+from raykv.client.joint_match import JointMatch, Part
+from raykv.client.pool import KVPool
+from raykv.integrations.vllm.chunks.chain import Chain
+from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.events.kv_events import KVEvents, Prompt
+from raykv.integrations.vllm.identity.groups import Group, pool_part
+from raykv.integrations.vllm.identity.weights import Weights
+from raykv.integrations.vllm.scheduler.waiting import PATIENCE, UNMEASURED, Wait
+from raykv.integrations.vllm.worker.ranks import Rank
+from raykv.keys import Keys
+from raykv.metrics.span import under
+from raykv.protocol.location import LOCATION
+
+log = logging.getLogger("raykv")
+
+THREADS = 16  # requests that ask, or wait for a pull, at a time
+ASKED, HITS, FAILED = "vllm:raykv_asked_chunks", "vllm:raykv_hit_chunks", "vllm:raykv_failed_loads"
+WAITED = "vllm:raykv_waits"
+METRICS = {
+    ASKED: OffloadingCounterMetadata("Chunks that requests asked the raykv pool for."),
+    HITS: OffloadingCounterMetadata("Of them, chunks that were leased in the memory of any node."),
+    FAILED: OffloadingCounterMetadata("Requests that were computed because a load from the raykv pool failed."),
+    WAITED: OffloadingCounterMetadata("Requests that waited for chunks which another engine computed or stored."),
+}
+
+
+class Found(NamedTuple):
+    """What the pool has of a request in memory. chunks: by group, the numbers of those that are leased."""
+
+    match: JointMatch
+    chunks: dict[int, range]
+
+
+@dataclass
+class Ask:
+    """A request's question to the pool. first: the number of the first chunk that it asked for, by group.
+
+    computes: others may wait for what it misses. wait: for others, which compute some of them.
+    """
+
+    keys: dict[int, list[bytes]]
+    first: dict[int, int]
+    origin: Origin
+    computes: bool
+    answer: Future[Found]
+    wait: Wait | None = None
+    loading: bool = False
+    counted: bool = False
+
+    def has(self, key: bytes, number: int | None) -> bool:
+        """Whether a chunk is leased. number: in its group."""
+        group, found = get_offload_group_idx(key), self.answer.result()
+        if number not in found.chunks.get(group, ()):
+            return False
+        return self.keys[group][(number or 0) - self.first[group]] == key
+
+
+@dataclass
+class Computing:
+    """What a request has to compute, and since when: chunks of the first group that the pool does not have.
+
+    answer: of the question by which others wait for them. missed: those that were not offered yet. offered:
+    `complete_store` will tell. measured: whether it tells nothing (more) of how fast this engine computes, as where
+    another request of this engine computes them.
+    """
+
+    since: float
+    answer: Future[Found]
+    missed: set[bytes]
+    offered: set[bytes] = field(default_factory=set)
+    measured: bool = False
+
+
+class RayKVManager(OffloadingManager):  # type: ignore[misc]
+    """Asks the directory once a request, in threads beside the scheduler's loop. Its methods are vLLM's to call.
+
+    caches: by group, and part of a chunk; none before `set_ranks`. events: what routers are told; None where nothing
+    is. weights: what they are called. resets: how often they may have become others.
+    """
+
+    def __init__(
+        self, pool: KVPool, arguments: dict[str, Any], stores: bool = True, patience: float = PATIENCE
+    ) -> None:
+        """arguments: of `KVPool.cache`, less what groups and ranks tell: part, block_tokens and block_bytes.
+
+        stores: the workers offer what they compute, so others may wait for it. patience: see Wait.
+        """
+        self._pool, self._arguments, self._stores, self._patience = pool, arguments, stores, patience
+        self._ranks: list[Rank] = []
+        self._groups: list[Group] = []
+        self.caches: dict[int, dict[int, KVCache]] = {}
+        self.events: KVEvents | None = None
+        self.weights, self.resets = Weights(None), 0
+        self._asks: dict[str, Ask] = {}
+        self._failed: set[str] = set()  # requests whose load failed: they are computed, not looked up again
+        self._counts: Counter[str] = Counter()
+        self._computing: dict[str, Computing] = {}
+        self._rate = 0.0  # tokens a second that requests got computed, lately
+        self._held_until = 0.0
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raykv-ask")
+
+    def set_ranks(self, ranks: list[Rank], groups: list[Group]) -> None:
+        """Where the ranks are, and what they have of each group. Until then nothing is looked up, nor stored."""
+        self._ranks, self._groups = ranks, groups
+        self.caches = self._make_caches()
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """RETRY while the request's look-up runs, or it waits for others; HIT for a chunk that is leased; else MISS.
+
+        Called by the scheduler: it never waits for Ray. key: vLLM's hash of a chunk.
+        """
+        request = req_context.req_id
+        if request in self._failed or not self.caches or time.monotonic() < self._held_until:
+            return LookupResult.MISS
+        ask, chain = self._asks.get(request), req_context.get_state(Chain)
+        if not chain.is_named:
+            return LookupResult.MISS
+        number = chain.number(key)
+        if ask is None:
+            if number is None:  # of states vLLM also asks for ends within a chunk, which are not stored
+                return LookupResult.MISS
+            ask = self._asks[request] = self._ask(get_offload_group_idx(key), number, chain, request)
+        if not ask.answer.done():
+            return LookupResult.RETRY
+        found = ask.answer.result()
+        if found.match.pending:
+            self._wait(ask, found.match.pending)
+            return LookupResult.RETRY
+        if not ask.counted:
+            self._count(request, ask, found)
+        return LookupResult.HIT if ask.has(key, number) else LookupResult.MISS
+
+    def _count(self, request: str, ask: Ask, found: Found) -> None:
+        """Of an answer that is used: its hits, and what the request is to compute."""
+        group = self._groups[0].group_idx
+        hits = found.chunks[group].stop - ask.first[group] if found.chunks else 0
+        ask.counted = True
+        self._counts[HITS] += hits
+        self._computing[request] = Computing(time.monotonic(), ask.answer, set(ask.keys[group][hits:]))
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> ChunksToLoad:
+        """What the workers need to read chunks that `lookup` found: a run a group, leased until `complete_load`."""
+        ask, chain = self._asks[req_context.req_id], req_context.get_state(Chain)
+        ask.loading = True
+        groups, match = _by_group(keys), ask.answer.result().match
+        wanted = {index: _run(chain, of_group) for index, of_group in groups.items()}
+        first = groups.get(self._groups[0].group_idx, [])
+        match.count_saved(sum(not chain.is_tail(key) for key in first) * self._groups[0].tokens)
+        ranks, part = [], itertools.count()  # in the order of `_parts`
+        for rank in self._ranks:
+            ranks.append(
+                [
+                    _part(group, number, match, next(part), wanted.get(group.group_idx, range(0)), ask)
+                    for group in self._groups
+                    for number in range(len(rank.parts))
+                ]
+            )
+        return ChunksToLoad([[part for part in parts if part.leased] for parts in ranks], chain.origin)
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Release the leases of the request."""
+        self._forget(req_context.req_id)
+        self._publish(keys, req_context)
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
+        """Hand all keys to the workers, which leave out what is stored already: asking here would hold up the loop."""
+        chain: Chain = req_context.get_state(Chain)
+        wanted = self.caches and chain.resets == self.resets and chain.is_named
+        keys = [key for key in keys if chain.number(key) is not None] if wanted else []
+        if computing := self._computing.get(req_context.req_id):
+            stored = computing.missed.intersection(keys)
+            computing.missed -= stored
+            computing.offered |= stored
+        offered, groups = _by_group(keys), {}
+        for group in self._groups:
+            if of_group := offered.get(group.group_idx):
+                rows = _keys(self.caches[group.group_idx], of_group, chain.origin)
+                parts = {part: of_part.tobytes() for part, of_part in rows.items()}
+                groups[group.place] = ChunksOfGroup(parts, _run(chain, of_group).start)
+        return PrepareStoreOutput(keys, ChunksToStore(groups, chain.origin.salt, chain.origin.adapter), [])
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """Measure how fast this engine computes, which says how long it waits for others, and for an external tier."""
+        self._publish(keys, req_context)
+        computing = self._computing.get(req_context.req_id)
+        if computing is None or not (offered := computing.offered.intersection(keys)):
+            return
+        computing.offered -= offered
+        chain = req_context.get_state(Chain)
+        chunks = sum(not chain.is_tail(key) for key in offered)
+        if chunks and not computing.measured:
+            computing.measured = True
+            self._measure(chunks, computing.since)
+        self._end_if_done(req_context.req_id)
+
+    def _publish(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Routers are told of chunks that the pool was given, or had, once it has them."""
+        if self.events is not None:  # of the layers that read all chunks: routers count those
+            chain, group = req_context.get_state(Chain), self._groups[0].group_idx
+            keys = [key for key in _by_group(keys).get(group, []) if not chain.is_tail(key)]
+            names = [make_offload_key(get_offload_block_hash(key) + chain.origin.weights, group) for key in keys]
+            self.events.offer(names, [chain.number(key) for key in keys], req_context.get_state(Prompt))
+
+    def has_pending_work(self) -> bool:
+        """Whether an engine that has nothing to compute is to step on: there are events to publish."""
+        return self.events is not None and self.events.pending
+
+    def _measure(self, chunks: int, since: float) -> None:
+        rate = chunks * self._groups[0].tokens / max(1e-3, time.monotonic() - since)
+        self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
+        for parts in self.caches.values():
+            for cache in parts.values():
+                cache.recompute_tokens_per_s = self._rate
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget the request, and release what it holds."""
+        self._failed.discard(req_context.req_id)
+        self.release_unused(req_context.req_id)
+        if computing := self._computing.get(req_context.req_id):
+            computing.missed.clear()  # nothing more will be offered
+            self._end_if_done(req_context.req_id)
+
+    def _end_if_done(self, request: str) -> None:
+        """Others need not wait for a request that has stored what it was to compute, or will not."""
+        computing = self._computing[request]
+        if not computing.missed and not computing.offered:
+            _end_intent(self._computing.pop(request).answer)
+
+    def release_unused(self, request: str) -> None:
+        """The request has its blocks, or is done: release the leases of what it found and does not load."""
+        ask = self._asks.get(request)
+        if ask is None or ask.loading:
+            return
+        if not ask.counted:  # its chunks are another's of this engine, for whom others may wait by this one's intent
+            missed = set(ask.keys[self._groups[0].group_idx])
+            self._computing[request] = Computing(time.monotonic(), ask.answer, missed, measured=True)
+        self._forget(request)
+
+    def on_load_failed(self, request: str) -> None:
+        """The request is to be computed from now on."""
+        self._failed.add(request)
+        self._counts[FAILED] += 1
+
+    def hold(self, seconds: float) -> None:
+        """Find nothing for so long: vLLM can't reset its cache while a request loads."""
+        self._held_until = time.monotonic() + seconds
+
+    def give_up(self) -> None:
+        """Look nothing up, and store nothing, from now on."""
+        self._ranks, self.caches = [], {}
+
+    def reset_cache(self) -> None:
+        """The weights may be others now: use the cache of what they are called, which nobody else has without a name.
+
+        Leases of loads under way are released too: nobody will report those, and a reader sees an overwritten block.
+        """
+        self.weights.reset()
+        self.resets += 1
+        self.caches = self._make_caches()
+        for computing in self._computing.values():
+            _end_intent(computing.answer)
+        self._computing.clear()
+        for request, ask in list(self._asks.items()):
+            _end_intent(ask.answer)
+            self._forget(request)
+        if self.events is not None:
+            self.events.reset()
+
+    def in_background(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call it in a thread, beside the scheduler's loop. What it raises is logged."""
+        self._threads.submit(function, *arguments).add_done_callback(_log_failure)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What was counted since the last call, for vLLM's metrics; None if nothing was."""
+        if not self._counts:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, count in self._counts.items():
+            stats.increase_counter(name, count)
+        self._counts.clear()
+        return stats
+
+    def shutdown(self) -> None:
+        if self.events is not None:
+            self.events.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+
+    @property
+    def first_cache(self) -> KVCache | None:
+        """Of the first part of the group of which all chunks are read, if there is one. None before `set_ranks`."""
+        return _first(self.caches) if self.caches else None
+
+    def _make_caches(self) -> dict[int, dict[int, KVCache]]:
+        if not self._ranks:
+            return {}
+        arguments = {**self._arguments, "revision": self._arguments.get("revision", "") + self.weights.name}
+        ranks = [rank.parts for rank in self._ranks]
+        return {
+            group.group_idx: {
+                part: self._pool.cache(
+                    **arguments,
+                    block_tokens=group.tokens,
+                    block_bytes=rank.part_bytes[group.place],
+                    part=pool_part(group.place, part, ranks),
+                )
+                for rank in self._ranks
+                for part in rank.parts
+            }
+            for group in self._groups
+        }
+
+    def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:
+        """Ask for the request's chunks from one of a group on, and for those of the other groups that begin with it.
+
+        Where all groups have windows, for all: vLLM looks for the last chunk first, and goes on with those before.
+        """
+        tokens = {group.group_idx: group.tokens for group in self._groups}
+        start = 0 if self._groups[0].window else number * tokens[group]
+        step = lcm(*tokens.values())
+        begin = {index: start // step * step // of_chunk for index, of_chunk in tokens.items()}
+        keys = {index: chain.since(index, begin[index], of_chunk) for index, of_chunk in tokens.items()}
+        self._counts[ASKED] += len(keys[self._groups[0].group_idx])
+        if computing := self._computing.pop(request, None):  # preempted: who waits has no intent
+            _end_intent(computing.answer)
+        computes = self._stores and chain.resets == self.resets and not chain.limited
+        asked = keys, begin, chain.origin, computes
+        return Ask(*asked, self._submit(*asked, wait=self._patience > 0))
+
+    def _submit(
+        self, keys: dict[int, list[bytes]], first: dict[int, int], origin: Origin, computes: bool, wait: bool
+    ) -> Future[Found]:
+        return self._threads.submit(self._find, dict(self.caches), keys, first, origin, computes, wait)
+
+    def _find(
+        self,
+        caches: dict[int, dict[int, KVCache]],
+        keys: dict[int, list[bytes]],
+        first: dict[int, int],
+        origin: Origin,
+        computes: bool,
+        wait: bool,
+    ) -> Found:
+        """Lease what all ranks have of the keys, and bring what only an external tier has. An error is a miss.
+
+        computes: see Ask. wait: lease nothing where others compute the next chunks.
+        """
+        cache, tokens = _first(caches), 0
+        match = JointMatch(cache.session, self._parts(caches, keys, origin), cache.recompute_tokens_per_s, origin.id)
+        try:
+            with under(origin.headers):
+                tokens = match.ask(computes=computes, wait=wait).fetch_external()
+        except Exception:
+            log.exception("a look-up failed")
+            match.end_intent()
+        if not tokens:
+            match.release()
+            return Found(match, {})
+        found = {}
+        for number, group in enumerate(self._groups):
+            start, part = first[group.group_idx], number * len(self._ranks[0].parts)  # one of its parts in `_parts`
+            found[group.group_idx] = range(start + match.first(part), start + tokens // group.tokens)
+        return Found(match, found)
+
+    def _parts(self, caches: dict[int, dict[int, KVCache]], keys: dict[int, list[bytes]], origin: Origin) -> list[Part]:
+        """What is asked for: of each rank and group the parts that it has, in this order."""
+        by_group = {index: _keys(caches[index], of_group, origin) for index, of_group in keys.items()}
+        return [
+            Part(rank.memory, by_group[group.group_idx][part], group.window)
+            for rank in self._ranks
+            for group in self._groups
+            for part in rank.parts
+        ]
+
+    def _wait(self, ask: Ask, pending: int) -> None:
+        """Others compute so many chunks that the request asked for: ask again after a while."""
+        if ask.wait is None:
+            ask.wait = Wait(pending * self._groups[0].tokens / (self._rate or UNMEASURED), self._patience)
+            self._counts[WAITED] += 1
+        if ask.wait.is_due():
+            ask.answer = self._submit(ask.keys, ask.first, ask.origin, ask.computes, wait=not ask.wait.is_over)
+
+    def _forget(self, request: str) -> None:
+        ask = self._asks.pop(request, None)
+        if ask is not None and not ask.answer.cancel():
+            ask.answer.add_done_callback(lambda answer: answer.result().match.release())
+
+
+def _end_intent(answer: Future[Found]) -> None:
+    if not answer.cancel():
+        answer.add_done_callback(lambda answer: answer.result().match.end_intent())
+
+
+def _log_failure(done: Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()):
+        log.warning("a call in the background failed: %r", error)
+
+
+def _part(group: Group, number: int, match: JointMatch, part: int, chunks: range, ask: Ask) -> PartToLoad:
+    """Of a run of chunks. part: which of the match's."""
+    first = ask.first[group.group_idx]
+    leased = match.leased(part, chunks.start - first, chunks.stop - first) if chunks else []
+    away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.node).any() for piece in leased)
+    return PartToLoad(group.place, number, away, leased)
+
+
+def _run(chain: Chain, keys: list[bytes]) -> range:
+    """Their numbers."""
+    first = chain.number(keys[0])
+    assert first is not None
+    return range(first, first + len(keys))
+
+
+def _by_group(keys: Collection[bytes]) -> dict[int, list[bytes]]:
+    groups: dict[int, list[bytes]] = {}
+    for key in keys:
+        groups.setdefault(get_offload_group_idx(key), []).append(key)
+    return groups
+
+
+def _first(caches: dict[int, dict[int, KVCache]]) -> KVCache:
+    return next(iter(next(iter(caches.values())).values()))
+
+
+def _keys(caches: dict[int, KVCache], keys: list[bytes], origin: Origin) -> dict[int, Keys]:
+    """By part, of one group. vLLM's hashes have the salt already: here it names the tenant."""
+    hashes = [get_offload_block_hash(key) + origin.weights for key in keys]
+    return {part: Keys(cache.rekey(hashes), cache.id_for(origin.salt)) for part, cache in caches.items()}

@@ -1,0 +1,168 @@
+"""Which LoRA adapters a worker of vLLM has loaded, and from which files. See `adapters`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from vllm.lora.utils import get_adapter_absolute_path
+from vllm.lora.worker_manager import WorkerLoRAManager
+
+from raykv.integrations.vllm.identity.adapters import Adapter, Load, Told
+
+log = logging.getLogger("raykv")
+
+REST_NS = 2_000_000_000  # coarser than a file system's clock
+
+
+class Files(NamedTuple):
+    """An adapter's, at one moment. stats: of each file what changes when it is written."""
+
+    path: str
+    stats: tuple[tuple[str, int, int, int, int], ...]
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether they were written so long ago that another write would show in `stats`."""
+        return all(changed_ns < time.time_ns() - REST_NS for *_, changed_ns in self.stats)
+
+
+class Loads:
+    """What vLLM's manager of a worker's adapters has loaded."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Load] = {}
+        self._last: dict[str, Load] = {}  # by name
+        self._count = 0
+        self._mutex = threading.Lock()
+
+    def note(self, adapter: int, name: str, files: Files, before: bytes | None) -> None:
+        """It has loaded an adapter. files, before: of just before, and their digest: both must be so now, too.
+
+        Hashes files that were written just now again in a thread: hundreds of MB would hold up the engine's step.
+        """
+        agree = bool(before) and files.at_rest and files_of(files.path) == files
+        load = self._begin(adapter, name, before or b"", agree)
+        if not agree:
+            arguments = (adapter, load, before, files.path)
+            threading.Thread(target=self._check, args=arguments, name="raykv-adapter", daemon=True).start()
+
+    def known(self, ids: set[int]) -> dict[int, Load]:
+        with self._mutex:
+            return {number: load for number, load in self._by_id.items() if number in ids}
+
+    def _begin(self, adapter: int, name: str, weights: bytes, agree: bool) -> Load:
+        """The weights of the name's last load again have its number."""
+        with self._mutex:
+            last = self._last.get(name)
+            again = last is not None and last.weights == weights != b""
+            self._count += not again
+            number = last.number if last is not None and again else self._count
+            load = self._by_id[adapter] = self._last[name] = Load(name, number, weights if agree else b"")
+            return load
+
+    def _check(self, adapter: int, load: Load, before: bytes | None, path: str) -> None:
+        if before is None or digest_of(files_of(path)) != before:
+            log.warning("the LoRA adapter in %s can't be read, or changes: its KV is shared with no other engine", path)
+            return
+        with self._mutex:
+            if self._by_id[adapter] is load:
+                self._by_id[adapter] = self._last[load.name] = load._replace(weights=before)
+
+
+_loads: WeakKeyDictionary[WorkerLoRAManager, Loads] = WeakKeyDictionary()
+
+
+class LoadedAdapters:
+    """What this worker has loaded, for the scheduler's side. For the engine's thread."""
+
+    def __init__(self, config: Any, rank: int) -> None:
+        """config: vLLM's of LoRA, of this engine. Has vLLM's manager say what it loads, from now on."""
+        self._config, self._rank = config, rank
+        self._last: Told | None = None
+        if not hasattr(WorkerLoRAManager._load_adapter, "noted"):
+            WorkerLoRAManager._load_adapter = _noting(WorkerLoRAManager._load_adapter)
+
+    def has(self, adapter: Adapter | None) -> bool:
+        """Whether the adapter has the weights that a request's keys name. None: of a request for the model alone."""
+        if adapter is None:
+            return True
+        load = self._now().get(adapter.id)
+        return load is not None and (load.weights, load.number) == (adapter.weights, adapter.numbers[self._rank])
+
+    def weights_of(self, adapter: int) -> bytes:
+        """Of an adapter by vLLM's id, as it is loaded now; empty where that is not known."""
+        load = self._now().get(adapter)
+        return load.weights if load else b""
+
+    def news(self, question: int) -> dict[int, Told]:
+        """By rank, what the scheduler's side does not know yet. question: its last."""
+        told = Told(question, self._now())
+        if told == self._last:
+            return {}
+        self._last = told
+        return {self._rank: told}
+
+    def _now(self) -> dict[int, Load]:
+        for manager in reversed(list(_loads)):
+            if manager.lora_config is self._config:
+                return _loads[manager].known(manager.list_adapters())
+        return {}
+
+
+def _noting(load: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's method that loads an adapter, which tells nobody. Here it notes the load, and raises what it did."""
+
+    @functools.wraps(load)
+    def noted(manager: WorkerLoRAManager, request: Any) -> Any:
+        files, before = Files(request.lora_path, ()), None
+        with suppress(Exception):  # vLLM says what is wrong with the path
+            files = files_of(get_adapter_absolute_path(request.lora_path))
+            before = digest_of(files)
+        model = load(manager, request)
+        _loads.setdefault(manager, Loads()).note(request.lora_int_id, request.lora_name, files, before)
+        return model
+
+    noted.noted = True  # type: ignore[attr-defined]
+    return noted
+
+
+def files_of(path: str) -> Files:
+    """An adapter's files in a local folder; none if they can't be read. Opens each: NFS then asks its server."""
+    stats = []
+    with suppress(OSError):
+        for file in sorted(Path(path).glob("adapter_*")):
+            with file.open("rb") as opened:
+                it = os.fstat(opened.fileno())
+                stats.append((file.name, it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns))
+        return Files(path, tuple(stats))
+    return Files(path, ())
+
+
+def digest_of(files: Files) -> bytes | None:
+    """Of an adapter's files: 32 bytes. None if they can't be read, or there are no weights among them."""
+    return _known_digest(files) if files.at_rest else _digest(files)
+
+
+def _digest(files: Files) -> bytes | None:
+    if not any(name.startswith("adapter_model") for name, *_ in files.stats):
+        return None
+    total = hashlib.sha256()
+    with suppress(OSError):
+        for name, *_ in files.stats:
+            with Path(files.path, name).open("rb") as opened:
+                total.update(name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
+        return total.digest()
+    return None
+
+
+_known_digest = functools.lru_cache(1024)(_digest)

@@ -1,0 +1,106 @@
+"""The ranks of an engine: on which nodes they are, and which parts of a chunk each of them has.
+
+A part is what the pool has as one block. Where ranks have nothing in common, each has a part of its own. Where all have
+the same bytes (the latent of MLA models), these are one part that all read and one stores. And where pages lie head by
+head, groups of heads are the parts (`canonical_layout`), so that engines of other tensor-parallel sizes have the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from raykv.cluster import internal_kv
+
+HEADS = "heads"
+GROUPS = 8  # of heads, at most: every part is a key of its own in the pool
+
+
+class Rank(NamedTuple):
+    """What a worker tells the scheduler's side.
+
+    memory: what the directory calls the memory that it reads and writes, on the node that it runs on. parts: of a
+    chunk, those that it has. part_bytes: of one of them, by KV cache group.
+    """
+
+    memory: str
+    parts: tuple[int, ...]
+    part_bytes: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """How chunks are cut. name: what engines must have in common. parts, stores: by rank, see `Rank`."""
+
+    name: str
+    parts: list[list[int]]
+    stores: list[bool]
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether parts are groups of heads."""
+        return self.name.startswith(HEADS)
+
+
+def cut(parallel: Any, heads: int, replicated: bool) -> Cut:
+    """The parts of a chunk that the ranks of an engine have.
+
+    parallel: vLLM's parallel_config. heads: KV heads of the model, where engines of other tensor-parallel sizes are to
+    have the same parts; else 0. replicated: every tensor-parallel rank has the same bytes.
+    """
+    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    groups = max((n for n in range(1, GROUPS + 1) if heads and heads % n == 0), default=0)
+    if replicated:
+        name, of_stage, readers = "replicated", 1, tensor
+    elif groups and groups % tensor == 0:
+        name, of_stage, readers = f"{HEADS}{groups}", groups, 1
+    elif groups == heads > 0 and tensor % heads == 0:
+        name, of_stage, readers = f"{HEADS}{groups}", groups, tensor // heads
+    else:
+        name, of_stage, readers = f"tp{tensor}", tensor, 1
+    each = max(1, of_stage // tensor)
+    parts, stores = [], []
+    for stage in range(stages):
+        for rank in range(tensor):
+            first = stage * of_stage + rank // readers * each
+            parts.append(list(range(first, first + each)))
+            stores.append(rank % readers == 0)
+    return Cut(name if stages == 1 else f"{name}pp{stages}", parts, stores)
+
+
+def check_heads(kv_caches: Mapping[str, torch.Tensor], heads: int) -> None:
+    """ValueError unless every page lies head by head, so that its equal pieces are groups of heads.
+
+    kv_caches: by layer, of blocks that have so many heads.
+    """
+    for layer, tensor in kv_caches.items():
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if len(shape) != 4 or shape[1] != heads or strides[1] * heads != strides[0] or strides[3] != 1:
+            raise ValueError(
+                f"canonical_layout needs KV pages that lie head by head, but those of {layer} have shape {shape} and "
+                f"strides {strides}: leave canonical_layout out"
+            )
+
+
+def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
+    """A worker tells the scheduler's side where it is. engine: a name of this start of the engine.
+
+    Not by vLLM's handshake: inside of its MultiConnector that is the first connector's.
+    """
+    internal_kv.put(pool, f"rank/{engine}/{number}", json.dumps(rank).encode())
+
+
+def told(pool: str, engine: str, count: int) -> list[Rank]:
+    """What the workers told, which is forgotten then. RuntimeError unless all of `count` have."""
+    names = [f"rank/{engine}/{number}" for number in range(count)]
+    found = [json.loads(value) for name in names if (value := internal_kv.get(pool, name))]
+    if len(found) != count:
+        raise RuntimeError(
+            f"{len(found)} of {count} workers told where they run, so raykv can't know which nodes' memory they read: "
+            f"leave kv_transfer_config out"
+        )
+    for name in names:
+        internal_kv.drop(pool, name)
+    return [Rank(memory, tuple(parts), tuple(part_bytes)) for memory, parts, part_bytes in found]

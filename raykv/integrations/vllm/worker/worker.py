@@ -1,0 +1,441 @@
+"""The worker's side of vLLM on a pool: one copy between the engine's KV tensors and an arena of the node.
+
+Chunks of other nodes stream through the arena's staging window, by the lease that the scheduler's process has.
+
+On a GPU all pages of a job are one batched copy, which waits for what the engine's stream was given before the job was
+submitted. vLLM is told when the copy is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+from raykv.arena.buffers import Rows, rows_of
+from raykv.arena.gpu import cuda
+from raykv.client.cache import KVCache
+from raykv.client.hits import found_tokens
+from raykv.client.lease import Lease
+from raykv.client.pool import KVPool
+from raykv.client.request_record import RequestRecord, lease_name
+from raykv.client.reservation import Reservation
+from raykv.cluster import internal_kv
+from raykv.integrations.vllm.chunks.chunks import ChunksToLoad, ChunksToStore, Origin, PartToLoad
+from raykv.integrations.vllm.chunks.contents import DIGEST_BYTES, mixed
+from raykv.integrations.vllm.identity.adapters import Adapter
+from raykv.integrations.vllm.worker.loads import LoadedAdapters
+from raykv.integrations.vllm.worker.ranks import Rank
+from raykv.keys import Keys
+from raykv.metrics.span import under
+from raykv.protocol.location import KEY_BYTES
+
+log = logging.getLogger("raykv")
+
+STREAMS = 4  # loads from other nodes at a time; those from this node wait for none of them
+PAUSES_S = (0.0005, 0.005)  # of an engine that has nothing to compute: the first, and the longest
+GRACE_S = 0.02  # that others than producers wait for the directory when vLLM wants a block that is still to be stored
+
+
+@dataclass
+class Job:
+    """A transfer. state: "queued" -> "copying" -> "done"; a job that is done before it copies must not copy at all.
+
+    blocks: the engine's. adapter: whose KV it loads. weights: of the adapter that it is for, as they are loaded here.
+    """
+
+    id: int
+    state: str
+    blocks: NDArray[np.integer[Any]]
+    after: tuple[Any, ...] = ()  # CUDA events, after which its pages may be touched
+    begin: float = field(default_factory=time.perf_counter)
+    future: Future[None] | None = None
+    adapter: Adapter | None = None
+    weights: bytes = b""
+
+
+class Run(NamedTuple):
+    """The engine's blocks of one group, of a job. skipped: blocks of the first chunk that come before them."""
+
+    group: int
+    ids: NDArray[np.int64]
+    skipped: int
+    per_chunk: int
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks they fill, or begin."""
+        return -(-(self.skipped + len(self.ids)) // self.per_chunk)
+
+    def whole(self) -> Run:
+        """Without the blocks of a chunk that begins before them."""
+        return self._replace(ids=self.ids[self.per_chunk - self.skipped :], skipped=0)
+
+
+class Offer(NamedTuple):
+    """Slots for a part of chunks. number: of the part, among those that the rank has. digests: of the chunks."""
+
+    run: Run
+    number: int
+    reservation: Reservation
+    digests: torch.Tensor | None
+
+
+def pages_of(kv_caches: Any) -> list[Rows]:
+    """Of each group the engine's blocks: row i has the pages of block i in all of the group's layers.
+
+    kv_caches: vLLM's canonical KV caches. Groups may have the same memory. ImportError where it is on a GPU and CuPy is
+    not installed.
+    """
+    tensors = [piece.tensor.view(torch.uint8) for piece in kv_caches.tensors]
+    return [
+        replace(
+            rows_of([tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]), after=()
+        )  # each job's own
+        for refs in kv_caches.group_data_refs
+    ]
+
+
+class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
+    """Loads and stores chunks in threads of its own. Reports success of every job: `take_failed` names the others.
+
+    rank: where this is, for the scheduler's side. adapters: what this engine has loaded, if it loads any.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        caches: list[dict[int, KVCache]],
+        rank: int,
+        pages: list[Rows],
+        blocks_per_chunk: int,
+        stores: bool = True,
+        verifies: bool = False,
+        produces: bool = False,
+    ) -> None:
+        """pages: of each group the engine's blocks, see `pages_of`. caches: of each group those of the parts of a chunk
+        that this rank has: equal pieces of every page, in order.
+
+        stores: this rank offers what it has; without it another does, which has the same bytes. verifies: a digest of
+        what it holds ends each chunk (see `contents`). produces: it is a `kv_producer`, whose chunks others wait for.
+        It waits for slots as long as for any answer: the pool's deadline.
+        """
+        self._pool, self._caches, self._number, self._per_chunk = pool, caches, rank, blocks_per_chunk
+        self._pages, self._writes, self._device = pages, stores, pages[0].device
+        self._verifies, self._other_tokens = verifies, 0
+        self._grace_s = pool.session.directory.deadline if produces else GRACE_S
+        self.adapters: LoadedAdapters | None = None
+        self._ordinal = cuda.ordinal_at(int(pages[0].addresses[0, 0])) if self._device else -1  # of the GPU
+        sizes = tuple(next(iter(parts.values())).block_bytes for parts in caches)
+        self.rank = Rank(pool.session.memory_name, tuple(caches[0]), sizes)
+        self._spare = _spare(pages)
+        self._nothing = torch.zeros_like(self._spare)  # where a prompt's tail has no tokens
+        self._loads = ThreadPoolExecutor(1, thread_name_prefix="raykv-load")
+        self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="raykv-stream")
+        self._stores = ThreadPoolExecutor(1, thread_name_prefix="raykv-store")
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="raykv-commit")
+        if pool.session.local is not None:  # loads do not wait for all of it: seconds, for hundreds of GiB
+            populate, about = pool.session.local.arena.populate, (self._device,)
+            threading.Thread(target=populate, args=about, name="raykv-populate", daemon=True).start()
+        self._jobs: dict[int, Job] = {}
+        self._mutex = threading.Lock()  # guards the state of every job
+        self._done: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
+        self._some_done = threading.Event()
+        self._pause_s = PAUSES_S[0]
+        self._failed: set[int] = set()
+        self._reported: dict[int, set[int]] = {}
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: ChunksToStore) -> bool:
+        job = self._jobs[job_id] = Job(job_id, "queued", src_spec.block_ids, self._mark())
+        if not self._writes or not self._has(dst_spec.adapter):
+            self._finish(job, "queued", 0)
+            return True
+        job.weights = self._weights_of(dst_spec.adapter)
+        job.future = self._stores.submit(self._store, job, src_spec, dst_spec)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: ChunksToLoad, dst_spec: Any, expedited: bool = False) -> bool:
+        job = self._jobs[job_id] = Job(job_id, "copying", dst_spec.block_ids, self._mark())
+        job.adapter = src_spec.origin.adapter
+        job.weights = src_spec.origin.weights
+        away = any(part.away for part in src_spec.ranks[self._number])
+        threads = self._streams if away else self._loads
+        job.future = threads.submit(self._load, job, src_spec, dst_spec)
+        self._pause_s = PAUSES_S[1]  # it ends when the load does
+        return True
+
+    def _has(self, adapter: Adapter | None) -> bool:
+        """Whether the adapter's weights are still those that a request's keys name."""
+        return self.adapters is None or self.adapters.has(adapter)
+
+    def _weights_of(self, adapter: Adapter | None) -> bytes:
+        return self.adapters.weights_of(adapter.id) if self.adapters and adapter else b""
+
+    def pause(self) -> None:
+        """Wait a moment, in steps that compute nothing: scheduler and worker that poll would take the copy's cores.
+
+        Short at first: most look-ups are answered by the next step.
+        """
+        self._some_done.wait(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
+
+    def computes(self) -> None:
+        """The engine has something to compute: when it has nothing again, the first pause is short."""
+        self._pause_s = PAUSES_S[0]
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        self._some_done.clear()
+        while not self._done.empty():
+            result = self._done.get_nowait()
+            job = self._jobs.pop(result.job_id)
+            if job.id in self._failed or not self._has(job.adapter):
+                self._failed.discard(job.id)
+                self._reported[job.id] = set(job.blocks.tolist())
+            results.append(result)
+        return results
+
+    def take_failed(self) -> dict[int, set[int]]:
+        """By job, the engine's blocks that did not arrive, of loads that `get_finished` gave since the last call."""
+        failed, self._reported = self._reported, {}
+        return failed
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until none of these jobs touches the engine's blocks. A store that has no slots in time is given up."""
+        jobs = [self._jobs[job] for job in job_ids if job in self._jobs]
+        wait([job.future for job in jobs if job.future], timeout=self._grace_s)
+        for job in jobs:
+            self._finish(job, "queued", 0)
+        wait([job.future for job in jobs if job.future and job.state == "copying"])
+
+    def shutdown(self) -> None:
+        for threads in (self._loads, self._streams, self._stores, self._commits):
+            threads.shutdown(cancel_futures=True)
+        self._pool.close()
+
+    def _store(self, job: Job, source: Any, target: ChunksToStore) -> None:
+        """Copy chunks into slots. They are committed after vLLM has its blocks back."""
+        size, offers = 0, list[Offer]()
+        if job.state == "done":
+            return
+        try:
+            for run in self._runs(source):
+                offers += self._offers(run, target, job.weights)
+            if any(len(offer.reservation) for offer in offers) and self._begin(job):
+                while offers:
+                    size += self._copy(offers[0], job)
+                    offers.pop(0)
+        except Exception:  # the engine goes on: its blocks are not in the pool, that is all
+            log.exception("pool %s: a store failed", self._pool.name)
+        for offer in offers:
+            offer.reservation.release()
+        self._finish(job, job.state, size)
+
+    def _copy(self, offer: Offer, job: Job) -> int:
+        """Copy a part of chunks into its slots, and have it committed. Returns the bytes."""
+        if not len(offer.reservation):
+            return 0
+        rows = self._rows(offer.run, offer.run.chunks, offer.number, self._nothing, job.after, offer.digests)
+        offer.reservation.copy_in(rows)
+        self._commits.submit(self._commit, offer.reservation)
+        return len(offer.reservation) * self.rank.part_bytes[offer.run.group]
+
+    def _runs(self, spec: Any) -> list[Run]:
+        """The engine's blocks of a job, by group."""
+        ids, ends = spec.block_ids.astype(np.int64), np.cumsum(spec.group_sizes)
+        return [
+            Run(group, ids[end - size : end], first % self._per_chunk, self._per_chunk)
+            for group, (end, size, first) in enumerate(
+                zip(ends.tolist(), spec.group_sizes, spec.block_indices, strict=True)
+            )
+            if size
+        ]
+
+    def _offers(self, run: Run, target: ChunksToStore, weights: bytes) -> list[Offer]:
+        """Slots for the parts of a group's chunks, on this node where it has room. None for a group with a gap.
+
+        A window has let go of the blocks before it: a chunk that begins with such blocks is left out.
+        """
+        chunks = target.groups[run.group]
+        keys, position, left_out = chunks.keys, chunks.position, 0
+        if run.skipped:
+            run, left_out = run.whole(), 1
+        if not len(run.ids):
+            return []
+        blocks = chunks.tail or run.chunks * run.per_chunk
+        if blocks != len(run.ids) or run.chunks + left_out != _count(keys):
+            return []
+        if self._verifies and run.group not in target.digests:
+            return []
+        digests = self._digests(target.digests.get(run.group, b"")[left_out * DIGEST_BYTES :], weights)
+        caches = self._caches[run.group]
+        left = {part: _rows_of_keys(keys[part])[left_out:] for part in caches}
+        reserved = [
+            cache.reserve(Keys(left[part], cache.id_for(target.salt)), position + left_out)
+            for part, cache in caches.items()
+        ]
+        return [Offer(run, number, reservation, digests) for number, reservation in enumerate(reserved)]
+
+    def _commit(self, reservation: Reservation) -> None:
+        try:
+            reservation.commit()
+        except Exception:
+            log.exception("pool %s: a commit failed", self._pool.name)
+            reservation.release()
+
+    def _load(self, job: Job, source: ChunksToLoad, target: Any) -> None:
+        """Copy chunks into the engine's blocks. If one does not come the request is computed."""
+        size = 0
+        try:
+            with under(source.origin.headers):
+                size = self._read(source, target, job)
+        except Exception:
+            log.exception("pool %s: a load failed", self._pool.name)
+        if not size:
+            self._failed.add(job.id)
+        self._finish(job, "copying", size)
+
+    def _read(self, source: ChunksToLoad, target: Any, job: Job) -> int:
+        """Bytes read: of all chunks, or 0 if one of them does not come."""
+        size, runs = 0, {run.group: run for run in self._runs(target)}
+        for part in source.ranks[self._number]:
+            expected = mixed(source.digests.get(part.group, b""), job.weights)
+            read = self._read_part(part, runs[part.group], source.origin, job.after, expected)
+            if not read:
+                return 0
+            size += read
+        return size
+
+    def _read_part(self, part: PartToLoad, run: Run, origin: Origin, after: tuple[Any, ...], expected: bytes) -> int:
+        """The same, of one part. expected: digests of its chunks."""
+        session, done, leased = self._pool.session, 0, part.leased
+        chunks = sum(len(blocks.keys) // KEY_BYTES for blocks in leased)
+        digests = self._digests(bytes(chunks * DIGEST_BYTES), b"")
+        rows = self._rows(run, chunks, part.number, self._spare, after, digests)
+        # not by index: a new directory has others
+        if session.local is None or any(session.local.arena.nonce != blocks.nonce for blocks in leased):
+            session.refresh()
+            session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
+            return 0
+        leases = [Lease.borrowed(session, self.rank.part_bytes[part.group], blocks) for blocks in leased]
+        record = self._record(part, leases, origin)
+        for lease in leases:
+            lease.record = record
+            count = lease.read(rows[done : done + len(lease)], verify=False)
+            done += count
+            if count < len(lease):
+                break
+            if lease is not leases[-1]:
+                lease.give_back()
+        if record is not None:
+            record.read = done * record.cache.block_tokens
+            session.directory.report(record.line(session.node_id))
+        if done < len(rows) or (digests is not None and not self._are(digests, expected, leases)):
+            return 0
+        return rows.bytes * done
+
+    def _digests(self, digests: bytes, weights: bytes) -> torch.Tensor | None:
+        """Where chunks have their digests beside the engine's pages; None where nothing is verified."""
+        if not self._verifies:
+            return None
+        found = torch.frombuffer(bytearray(mixed(digests, weights)), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
+        return found.to(self._spare.device)
+
+    def _are(self, digests: torch.Tensor, expected: bytes, leases: list[Lease]) -> bool:
+        """Whether chunks that were read hold what their keys stand for. Those that do not are dropped, and counted."""
+        other = np.frombuffer(digests.cpu().numpy().tobytes(), "V8") != np.frombuffer(expected, "V8")
+        if not other.any():
+            return True
+        directory, first = self._pool.session.directory, 0
+        directory.fault("tokens", f"{int(other.sum())} chunks hold other tokens than their keys stand for")
+        for lease in leases:
+            directory.forget_later(lease.keys[other[first : first + len(lease)]].tobytes())  # replicas, too
+            first += len(lease)
+        self._commits.submit(self._count_other_tokens, int(other.sum()))  # Ray may take its time
+        return False
+
+    def _count_other_tokens(self, chunks: int) -> None:
+        """Chunks, or parts of them, that this process found."""
+        session, self._other_tokens = self._pool.session, self._other_tokens + chunks
+        internal_kv.put_other_tokens(self._pool.name, session.node_id, session.directory.client, self._other_tokens)
+
+    def _record(self, part: PartToLoad, leases: list[Lease], origin: Origin) -> RequestRecord | None:
+        """Of a read, if somebody follows requests."""
+        if not any(blocks.followed for blocks in part.leased):
+            return None
+        cache = next(iter(self._caches[part.group].values())).id_for(origin.salt)
+        found = found_tokens(leases, cache)
+        name = lease_name(part.leased[0].owner, part.leased[0].lease)
+        return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
+
+    def _rows(
+        self,
+        run: Run,
+        chunks: int,
+        number: int,
+        other: torch.Tensor,
+        after: tuple[Any, ...],
+        digests: torch.Tensor | None,
+    ) -> Rows:
+        """The engine's blocks as rows of a part of chunks, which the CUDA events `after` are to precede.
+
+        other: a page for what is no block of the engine's: a load may want only a part of the first and last chunk, and
+        the tail of a prompt does not fill one. digests: (chunks, 8) uint8, which end the chunks; None: nothing does.
+        """
+        pages, per_chunk = self._pages[run.group], self._per_chunk
+        lengths = pages.lengths // len(self._caches[run.group])
+        wanted = np.full((chunks * per_chunk, pages.addresses.shape[1]), other.data_ptr())
+        wanted[run.skipped : run.skipped + len(run.ids)] = pages.addresses[run.ids] + number * lengths
+        addresses, lengths = wanted.reshape(chunks, -1), np.tile(lengths, per_chunk)
+        if digests is not None:
+            ends = digests.data_ptr() + DIGEST_BYTES * np.arange(chunks)
+            addresses, lengths = np.column_stack([addresses, ends]), np.append(lengths, DIGEST_BYTES)
+        return Rows(addresses, lengths, (pages, other, digests), writable=True, device=self._device, after=after)
+
+    def _mark(self) -> tuple[Any, ...]:
+        """CUDA events after the work that this thread's stream has now: it may be on a job's pages."""
+        if self._device is None:
+            return ()
+        tensors: Any = self._pages[0].memory
+        return cuda.events_after(self._ordinal, {cuda.stream_of(tensors[0])})
+
+    def _begin(self, job: Job) -> bool:
+        """Whether a store may copy: the engine has not taken its blocks back. It is "copying" then."""
+        with self._mutex:
+            if job.state == "queued":
+                job.state = "copying"
+            return job.state == "copying"
+
+    def _finish(self, job: Job, state: str, size: int) -> None:
+        """Report a job to vLLM, once, if it is in this state."""
+        with self._mutex:
+            if job.state != state or state == "done":
+                return
+            job.state = "done"
+        self._done.put(TransferResult(job.id, True, size, time.perf_counter() - job.begin))
+        self._some_done.set()
+
+
+def _rows_of_keys(data: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _count(keys: dict[int, bytes]) -> int:
+    """How many chunks these are keys of, by part."""
+    return len(next(iter(keys.values()))) // KEY_BYTES
+
+
+def _spare(pages: list[Rows]) -> torch.Tensor:
+    """Memory for the longest page, where what is not wanted goes."""
+    length = max(int(of_group.lengths.max()) for of_group in pages)
+    tensors: Any = pages[0].memory
+    return torch.empty(length, dtype=torch.uint8, device=tensors[0].device)

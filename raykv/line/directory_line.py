@@ -1,0 +1,185 @@
+"""The way to the directory in charge: its socket, or calls through Ray where the socket can't be."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from raykv.cluster import internal_kv, named_actors
+from raykv.line.pipeline import Pipeline, Request
+from raykv.line.wire import Stream
+from raykv.protocol.calls import CLIENT
+from raykv.protocol.location import Address
+from raykv.protocol.packing import packed, unpacked
+
+log = logging.getLogger("raykv")
+SUCCESSION_S = 1.0  # for a directory whose process ended to be replaced: until then Ray is not asked for it
+SOCKET_AGAIN_S = 5.0  # until a socket is tried again, after it failed and Ray's calls were used
+
+ERRORS = (RayError, ConnectionError, TimeoutError, ValueError)  # what a call raises where the directory does not answer
+
+
+class Sent(NamedTuple):
+    """A call that was sent. ref: Ray's, where it went through Ray. request, pipeline: where it went over the socket."""
+
+    method: str
+    ref: Any = None
+    request: Request | None = None
+    pipeline: Pipeline | None = None
+
+
+class DirectoryLine:
+    """Calls methods of the directory (`raykv.actors.directory.directory.DirectoryActor`). Thread-safe but for `find`.
+
+    Every argument and answer is of None, bool, int, str, bytes, and tuples and dicts of them.
+    actor: its handle; None if none was found. way: "socket" or "ray", as of the last `find`.
+    """
+
+    def __init__(self, pool: str, side: bytes = CLIENT) -> None:
+        """Finds nothing yet. side: whose calls these are; see `raykv.actors.directory.server.CALLS`."""
+        self._pool, self._side = pool, side
+        self.actor: Any = None
+        self._pipeline: Pipeline | None = None
+        self._socket_at = 0.0  # time.monotonic() from which the socket is tried again
+        self._last: Address | None = None  # where it was connected last
+        self._ended_at = 0.0  # time.monotonic() when nobody listened there any more; 0: they did
+
+    @property
+    def way(self) -> str:
+        return "socket" if self._pipeline is not None else "ray"
+
+    @property
+    def address(self) -> Address | None:
+        """Of the directory's socket; None while calls go through Ray."""
+        pipeline = self._pipeline
+        return None if pipeline is None else pipeline.address
+
+    @property
+    def connection(self) -> Stream | None:
+        """To the directory; None where it has failed, and while calls go through Ray."""
+        pipeline = self._pipeline
+        return pipeline.socket if pipeline is not None and pipeline.alive else None
+
+    def find(self) -> bool:
+        """Find the directory in charge, and connect; a connection to it is kept. Returns whether there is one.
+
+        Whether it answers shows a call. Waits for Ray's internal KV, and a little for the directory's socket.
+        """
+        try:
+            name, address = internal_kv.in_charge(self._pool)
+            self.actor = named_actors.find(name)
+        except (ValueError, RayError):
+            return False
+        pipeline = self._pipeline
+        if pipeline is None or not pipeline.alive or pipeline.address != address:
+            self.close()
+            self._pipeline = self._connected(address)
+            if self._is_being_replaced():
+                return False
+            self._socket_at = time.monotonic() + SOCKET_AGAIN_S
+        return True
+
+    def _connected(self, address: Address | None) -> Pipeline | None:
+        self._ended_at, before = 0.0, self._ended_at
+        try:
+            pipeline = None if address is None else Pipeline(address, self._side)
+            self._last = address
+            return pipeline
+        except OSError as error:
+            if isinstance(error, ConnectionError) and address == self._last:  # refused, or reset while it ends
+                self._ended_at = before or time.monotonic()
+            log.debug("pool %s: the directory is called through Ray: %r", self._pool, error)
+            return None
+
+    def _is_being_replaced(self) -> bool:
+        """Whether its process has just ended: a call through Ray would wait for one that is about to be replaced."""
+        return bool(self._ended_at) and time.monotonic() < self._ended_at + SUCCESSION_S
+
+    def look(self) -> bool:
+        """For the thread that tends the line: deliver answers that nobody waits for, and try the socket again in time.
+
+        Returns whether the connection, if there is one, has not failed.
+        """
+        pipeline = self._pipeline
+        if pipeline is None:
+            if time.monotonic() > self._socket_at:
+                self.find()
+            return True
+        pipeline.look()
+        return pipeline.alive
+
+    def send(self, method: str, *arguments: Any) -> Sent:
+        """Call a method. Raises ConnectionError where that is known to fail."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return Sent(method, getattr(self._found(), method).remote(*arguments))
+        request = Request()
+        pipeline.send(packed((method, *arguments)), request.deliver)
+        return Sent(method, None, request, pipeline)
+
+    def wait(self, sent: Sent, seconds: float) -> Any:
+        """The answer. Raises one of ERRORS where there is none, which a ValueError says of a call that failed there."""
+        if sent.pipeline is None or sent.request is None:
+            return _ray_get(sent.ref, seconds)
+        return _result(sent.method, sent.pipeline.wait(sent.request, seconds))
+
+    def call(self, method: str, *arguments: Any, seconds: float) -> Any:
+        """The answer to a call. Raises one of ERRORS."""
+        return self.wait(self.send(method, *arguments), seconds)
+
+    async def acall(self, method: str, *arguments: Any, seconds: float) -> Any:
+        """As `call`, for event loops."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            async with asyncio.timeout(seconds):
+                return await getattr(self._found(), method).remote(*arguments)
+        return _result(method, await pipeline.answer(packed((method, *arguments)), seconds))
+
+    def tell(self, method: str, *arguments: Any, deliver: Callable[[Any], None] | None = None) -> None:
+        """Call a method, and go on. Raises ConnectionError where that is known to fail.
+
+        deliver: called with the answer, by whatever thread reads it; with None if the call failed. The directory sends
+        the answer with that of the next call.
+        """
+        pipeline = self._pipeline
+        if pipeline is None:
+            ref = getattr(self._found(), method).remote(*arguments)
+            if deliver is not None:
+                ref.future().add_done_callback(lambda done: deliver(None if done.exception() else done.result()))
+            return
+
+        def on_answer(answer: bytes | ConnectionError) -> None:
+            if deliver is not None:
+                done, result = (False, None) if isinstance(answer, ConnectionError) else unpacked(answer)
+                deliver(result if done else None)
+
+        pipeline.send(packed((None, method, *arguments)), on_answer)
+
+    def close(self) -> None:
+        """End the connection. Calls that wait fail."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
+
+    def _found(self) -> Any:
+        if self.actor is None:
+            raise ConnectionError(f"pool {self._pool!r} has no directory")
+        return self.actor
+
+
+def _ray_get(ref: Any, seconds: float) -> Any:
+    try:
+        return ray.get(ref, timeout=seconds)
+    except SystemError as error:  # what Ray makes of what a signal's handler raises, but for Ctrl-C
+        raise error.__cause__ or error from None
+
+
+def _result(method: str, answer: bytes) -> Any:
+    done, result = unpacked(answer)
+    if not done:
+        raise ValueError(f"the directory could not answer {method!r}: {result}")
+    return result

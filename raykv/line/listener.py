@@ -1,0 +1,362 @@
+"""A listener: one thread that accepts connections, has each prove the token, and hands over the frames that come in.
+
+What has not shown the token is bounded in number, time and bytes, and costs no thread. No error ends the loop.
+"""
+
+import contextlib
+import hmac
+import logging
+import resource
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+
+from raykv.line import tls, wire
+from raykv.line.tls import TlsSocket
+from raykv.line.wire import CHALLENGE_BYTES, PROOF_BYTES, TOKEN_BYTES
+from raykv.protocol.location import Address
+
+log = logging.getLogger("raykv")
+
+UNPROVEN = 1024  # connections that have not proved the token, of at most an eighth of the files that may be open
+ACCEPTS = 16  # connections accepted at a time, between two rounds of answers
+ACCEPT_AGAIN_S = 0.1  # until the next try to accept, after the system could not, for want of file descriptors, say
+RECEIVE_BYTES = 256 << 10  # at a time
+UNHURRIED_BYTES = 16 << 10  # of answers of a connection that wait for the next one, at most
+SHAKE_S = 0.005  # of steps of TLS at a time, between two rounds of answers
+BULK_BYTES = 128 << 10  # a frame as long is served alone, between two rounds of shorter ones
+
+
+class Unhurried(bytes):
+    """An answer that nobody waits for: it is sent with the next one, which saves a call of the system."""
+
+
+class Connection:
+    """A connection that was accepted. Only the listener's thread uses it, but for one that was lent.
+
+    outbox: of one answer at most. events: that the listener waits for; 0 while it is lent. side: what the peer proved
+    to be. frame_bytes: of the longest frame that is taken of it. greeted: it has taken a step of TLS.
+    """
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.socket: wire.Stream = peer
+        self.inbox, self.outbox = bytearray(), bytearray()
+        self.unhurried = b""  # answers that go with the next one
+        self.challenge = self.side = b""
+        self.frame_bytes = 0
+        self.prove_until = time.monotonic() + wire.HANDSHAKE_S
+        self.proven, self.greeted, self.events = False, False, selectors.EVENT_READ
+        self.gone: OSError | None = None  # the peer: what it said before it left is served all the same
+
+    def send(self, data: bytes) -> None:
+        """Send without waiting; what the socket does not take now is sent later, and nothing to a peer that is gone."""
+        if self.gone:
+            return
+        try:
+            if not self.outbox:
+                data = data[self.socket.send(data) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.gone = error
+            return
+        self.outbox += data
+
+
+class Listener:
+    """Serves connections of one port. A server gives it `serve`, which is called with every frame, in its thread.
+
+    address: what whoever wants to connect must know. served: connections that have proved the token. unproven: those
+    that have not, oldest first. most_unproven: how many of these may be; one more ends the oldest.
+    """
+
+    def __init__(
+        self, host: str, name: str, frame_bytes: dict[bytes, int], serve: Callable[[Connection, bytes], bytes | None]
+    ) -> None:
+        """host: an address of this node. name: the thread's. frame_bytes: of the longest frame that is taken, by the
+        sides that may connect.
+
+        serve: returns the bytes to answer with. None: it has lent the connection to another thread, and the loop leaves
+        it alone until `give_back` or `drop`. What it raises ends the connection.
+        OSError where it is not possible to listen at `host`, or Ray uses TLS and has no certificate for it.
+        """
+        if tls.used():
+            tls.check(host)
+        self._serve, self._frame_bytes = serve, frame_bytes
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.most_unproven = min(UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._socket = socket.create_server((host, 0), family=family, backlog=UNPROVEN)
+        self._socket.setblocking(False)
+        host, port = self._socket.getsockname()[:2]
+        self.address = Address(host, port, secrets.token_bytes(TOKEN_BYTES))
+        self.unproven: OrderedDict[Connection, None] = OrderedDict()
+        self.served: set[Connection] = set()
+        self._returned: deque[Connection] = deque()  # by `give_back`
+        self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
+        self._shaking: deque[Connection] = deque()  # whose step of TLS does: it takes a millisecond, also a stranger's
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._closed = False
+        self._accept_at = 0.0  # time.monotonic() from which connections are accepted again; 0: they are
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._selector.register(self._socket, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections, and accept no more. From any thread."""
+        self._closed = True
+        self._notify()
+
+    def give_back(self, connection: Connection) -> None:
+        """Listen to a connection again that was lent. From any thread."""
+        self._returned.append(connection)
+        self._notify()
+        if self._closed:
+            self.drop(connection)
+
+    def next_frame(self, connection: Connection) -> bytes | None:
+        """What came in on a connection that is lent; None while nothing whole did. From the thread that has it.
+
+        Raises OSError where the peer is gone, or sends more than a frame may have.
+        """
+        body = wire.take_frame(connection.inbox, connection.frame_bytes)
+        if body is None:
+            with contextlib.suppress(BlockingIOError):
+                connection.inbox += connection.socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+                body = wire.take_frame(connection.inbox, connection.frame_bytes)
+        return body
+
+    def drop(self, connection: Connection) -> None:
+        """End a connection that was lent. From any thread."""
+        self.served.discard(connection)
+        connection.socket.close()
+
+    def _notify(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread wakes up anyway; or closed
+            self._waker.send(b"\0")
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._round()
+            except Exception as error:  # a loop that ends would refuse everybody for good
+                log.error("a listener goes on after %r", error, exc_info=error)
+                time.sleep(ACCEPT_AGAIN_S)
+        for connection in [*self.unproven, *self.served.copy()]:
+            self._hang_up(connection)
+        for connection in [*self._shaking, *(connection for connection, _ in self._bulk)]:
+            connection.socket.close()
+        self.served.clear()
+        for each in (self._socket, self._wake, self._waker, self._selector):
+            each.close()
+
+    def _round(self) -> None:
+        for key, _ in self._selector.select(self._pause()):
+            if key.fileobj is self._socket:
+                self._accept()
+            elif key.fileobj is self._wake:
+                self._take_back()
+            else:
+                self._attempt(self._attend, key.data)
+        if self._bulk:
+            connection, body = self._bulk.popleft()
+            self._attempt(partial(self._answer_bulk, body), connection)
+        until = time.monotonic() + SHAKE_S
+        while self._shaking and time.monotonic() < until:
+            self._attempt(self._shake, self._shaking.popleft())
+        self._expire()
+
+    def _pause(self) -> float | None:
+        """Seconds until something is due that no peer says."""
+        if self._bulk or self._shaking:
+            return 0.0
+        due = [self._accept_at] if self._accept_at else []
+        due += [connection.prove_until for connection in list(self.unproven)[:1]]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if self._accept_at and now >= self._accept_at:
+            self._selector.register(self._socket, selectors.EVENT_READ, None)
+            self._accept_at = 0.0
+        while self.unproven and (oldest := next(iter(self.unproven))).prove_until <= now:
+            self._end(oldest)
+
+    # ------------------------------------------------------------------ connections
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                peer, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # that of a peer that is gone already, or no file descriptor was left
+                log.debug("a connection could not be accepted: %r", error)
+                self._selector.unregister(self._socket)
+                self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
+                return
+            self._attempt(partial(self._greet, peer), Connection(peer))
+
+    def _greet(self, peer: socket.socket, connection: Connection) -> None:
+        self.unproven[connection] = None
+        if len(self.unproven) > self.most_unproven:
+            oldest = next((each for each in self.unproven if each.events), connection)  # the others wait for us
+            if oldest.challenge:
+                self._attempt(self._attend, oldest)  # its proof may have come meanwhile
+            if oldest in self.unproven:
+                self._end(oldest)
+        wire.prepare(peer)
+        peer.setblocking(False)
+        if tls.used():
+            connection.socket = TlsSocket(peer)
+            self._watch(connection)  # the peer speaks first
+        else:
+            self._watch(connection)
+            self._challenge(connection)
+
+    def _challenge(self, connection: Connection) -> None:
+        connection.challenge = wire.challenge()
+        connection.send(connection.challenge)
+
+    def _shake(self, connection: Connection) -> None:
+        """Go on with TLS, at its turn, and begin as soon as all is encrypted."""
+        if connection in self.unproven and isinstance(connection.socket, TlsSocket):  # it has not ended meanwhile
+            self._watch(connection)
+            connection.greeted = True
+            if connection.socket.shake():
+                self._challenge(connection)
+
+    def _attend(self, connection: Connection) -> None:
+        """Read what a peer sent, or send it what waits. While answers wait, no more questions are read."""
+        if not connection.challenge:
+            self._leave_alone(connection)
+            add = self._shaking.appendleft if connection.greeted else self._shaking.append  # who has begun goes first
+            add(connection)
+            return
+        if connection.outbox:
+            del connection.outbox[: connection.socket.send(connection.outbox)]
+        else:
+            got = connection.socket.recv_into(self._buffer)
+            if not got:
+                raise ConnectionError("the peer closed the connection")
+            connection.inbox += self._buffer[:got]
+        self._work(connection)
+
+    def _work(self, connection: Connection) -> None:
+        """Serve what is whole in the inbox, up to a long frame."""
+        if not connection.proven:
+            self._prove(connection)
+        while connection.proven and not connection.outbox:
+            body = wire.take_frame(connection.inbox, connection.frame_bytes)
+            if body is None:
+                break
+            if len(body) >= BULK_BYTES:
+                self._leave_alone(connection)
+                self._bulk.append((connection, body))
+                return
+            if not self._answer(connection, body):
+                return
+        if connection.gone:
+            raise connection.gone
+        self._listen_to(connection)
+
+    def _answer_bulk(self, body: bytes, connection: Connection) -> None:
+        """Serve a long frame, at its turn, and go on with the connection."""
+        self._watch(connection)
+        if self._answer(connection, body):
+            self._work(connection)
+
+    def _answer(self, connection: Connection, body: bytes) -> bool:
+        """Serve a frame. Returns whether the connection was not lent."""
+        answer = self._serve(connection, body)
+        if answer is None:
+            self._leave_alone(connection)
+            return False
+        if isinstance(answer, Unhurried) and len(connection.unhurried) < UNHURRIED_BYTES:
+            connection.unhurried += answer
+        else:
+            connection.send(connection.unhurried + answer)
+            connection.unhurried = b""
+        return True
+
+    def _watch(self, connection: Connection) -> None:
+        """Wait for what a peer sends, until `_leave_alone`."""
+        connection.events = selectors.EVENT_READ
+        self._selector.register(connection.socket, connection.events, connection)
+
+    def _leave_alone(self, connection: Connection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.events = 0
+
+    def _listen_to(self, connection: Connection) -> None:
+        events = selectors.EVENT_WRITE if connection.outbox else selectors.EVENT_READ
+        if events != connection.events:
+            connection.events = events
+            self._selector.modify(connection.socket, events, connection)
+
+    def _attempt(self, step: Callable[[Connection], None], connection: Connection) -> None:
+        """Take a step with a connection. What goes wrong ends that connection only."""
+        try:
+            step(connection)
+        except BlockingIOError:  # a socket that seemed ready
+            pass
+        except (OSError, ValueError) as error:
+            log.debug("a connection ends: %r", error)
+            self._end(connection)
+        except Exception as error:  # a bug of ours, not of the peer's
+            log.error("a connection ends: %r", error, exc_info=error)
+            self._end(connection)
+
+    def _prove(self, connection: Connection) -> None:
+        """End a connection whose peer does not know the token, and show the others that we know it."""
+        if len(connection.inbox) < CHALLENGE_BYTES + PROOF_BYTES:
+            return
+        shown = bytes(connection.inbox[: CHALLENGE_BYTES + PROOF_BYTES])
+        theirs, given = shown[:CHALLENGE_BYTES], shown[CHALLENGE_BYTES:]
+        del connection.inbox[: len(shown)]
+        token, both = self.address.token, connection.challenge + theirs
+        for side, frame_bytes in self._frame_bytes.items():
+            if hmac.compare_digest(given, wire.proof(token, side, both)):
+                connection.side, connection.frame_bytes = side, frame_bytes
+                break
+        else:
+            raise ConnectionError("the peer does not know the token")
+        connection.send(wire.proof(token, wire.LISTENER, both))
+        connection.proven = True
+        del self.unproven[connection]
+        self.served.add(connection)
+
+    def _take_back(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(1024, socket.MSG_DONTWAIT)
+        while self._returned:
+            self._attempt(self._resume, self._returned.popleft())
+
+    def _resume(self, connection: Connection) -> None:
+        connection.socket.setblocking(False)
+        self._watch(connection)
+        self._work(connection)  # what came before it was lent
+
+    def _end(self, connection: Connection) -> None:
+        self.unproven.pop(connection, None)
+        self.served.discard(connection)
+        with contextlib.suppress(KeyError, ValueError):  # not registered any more
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+    def _hang_up(self, connection: Connection) -> None:
+        """End a connection that may be lent: who has it is using the descriptor, and closes it."""
+        with contextlib.suppress(OSError):  # it ended already
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        if connection.events:
+            connection.socket.close()

@@ -1,0 +1,67 @@
+"""A daemon thread that repeats one step: heartbeats, demotion, resizing, watching."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from raykv.line.bell import Bell
+from raykv.line.wire import Stream
+
+Pause = float | None  # seconds; None: until `wake`
+
+
+class Periodic:
+    """Takes a step, pauses, and takes the next one until `stop`. An error in a step does not end it.
+
+    One thread takes the steps; every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], Pause],
+        on_error: Callable[[Exception], Pause],
+        connection: Callable[[], Stream | None] = lambda: None,
+    ) -> None:
+        """name: the thread's. step: returns the pause after it. on_error: the same, of what a step raised.
+
+        connection: returns one whose end ends the pause, if there is one.
+        """
+        self._step, self._on_error, self._connection = step, on_error, connection
+        self._began = 0.0
+        self._bell, self._stopped = Bell(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Take the first step at once."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Take the next step now, or as soon as the present one ends."""
+        self._bell.ring()
+
+    def stop(self) -> None:
+        """Take no further step. The present one goes on; `join` waits for it."""
+        self._stopped.set()
+        self._bell.ring()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the last step has ended, at most so many seconds."""
+        self._thread.join(seconds)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so many seconds, or until `stop`."""
+        self._stopped.wait(seconds)
+
+    def rest_of(self, period: float) -> float:
+        """Seconds left of a period that began with the present step: the pause that keeps steps so far apart."""
+        return max(0.0, period - (time.monotonic() - self._began))
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._began = time.monotonic()
+            try:
+                pause = self._step()
+            except Exception as error:
+                pause = self._on_error(error)
+            self._bell.wait(pause, self._connection())

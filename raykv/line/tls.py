@@ -1,0 +1,233 @@
+"""TLS around the sockets of a pool, where Ray uses it: with Ray's certificates, which both sides verify.
+
+RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT are settings of Ray's.
+"""
+
+import functools
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import inf
+from typing import Any, Self
+
+FILES = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"
+TURNS = 3  # of each side, in which a handshake is done
+ADDRESS_MISMATCH = 64  # X509_V_ERR_IP_ADDRESS_MISMATCH, of OpenSSL
+RECEIVE_BYTES, SEND_BYTES = 128 << 10, 128 << 10  # that a call of the system moves
+HELLO_BYTES = 32 << 10  # of a handshake, from one side, and of answers that TLS itself wants to give
+WORN_BYTES = 1 << 38  # that a key may protect, below the 2^24.5 records of RFC 8446, 5.5: nobody here renews keys
+
+
+def used() -> bool:
+    """Whether Ray uses TLS: all that crosses nodes must be encrypted then."""
+    return os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
+
+
+@functools.cache
+def context(purpose: ssl.Purpose) -> ssl.SSLContext:
+    """For connections to listeners (SERVER_AUTH) or of clients (CLIENT_AUTH). OSError where Ray's files are no good."""
+    missing = [name for name in FILES if not os.environ.get(name)]
+    if missing:
+        raise FileNotFoundError(f"RAY_USE_TLS is set, and {' and '.join(missing)} not: set them as for Ray")
+    certificate, key, authority = (os.environ[name] for name in FILES)
+    for name in FILES:
+        if not os.access(os.environ[name], os.R_OK):
+            raise PermissionError(f"{name} {os.environ[name]} can't be read by this user: Ray's processes must")
+    made = ssl.create_default_context(purpose, cafile=authority)
+    made.verify_mode = ssl.CERT_REQUIRED
+    # as Ray's gRPC verifies: an authority need not be a root, and Python 3.13 is stricter
+    made.verify_flags = (made.verify_flags | ssl.VERIFY_X509_PARTIAL_CHAIN) & ~ssl.VERIFY_X509_STRICT
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    if purpose is ssl.Purpose.CLIENT_AUTH:
+        made.num_tickets = 0  # nobody resumes a session
+    made.load_cert_chain(certificate, key)
+    return made
+
+
+def check(host: str) -> None:
+    """OSError unless other processes take this one's certificate for that of the address `host`."""
+    ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        client = context(ssl.Purpose.SERVER_AUTH).wrap_bio(ours, theirs, server_hostname=host)
+        listener = context(ssl.Purpose.CLIENT_AUTH).wrap_bio(theirs, ours, server_side=True)
+        for side in TURNS * (client, listener):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLError as error:
+        wrong = f"other nodes refuse {os.environ[FILES[0]]}: {error}"
+        if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == ADDRESS_MISMATCH:
+            wrong += f": have it made anew with subjectAltName = IP:{host}"
+        raise OSError(wrong) from error
+    except ValueError as error:
+        raise OSError(f"{host!r} can't be in a certificate: {error}") from error
+
+
+class TlsSocket:
+    """A connection in TLS, with the calls and flags of a plain socket that raykv uses.
+
+    One thread may send while another receives. Nothing is ever sent in clear. plain: the socket, which waits as its
+    timeout and limits say.
+    """
+
+    def __init__(self, plain: socket.socket, host: str = "") -> None:
+        """host: where the other side listens; "" where this side does. OSError where Ray's files are no good."""
+        self.plain = plain
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        made = context(ssl.Purpose.SERVER_AUTH if host else ssl.Purpose.CLIENT_AUTH)
+        self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
+        self._mutex = threading.RLock()  # held while OpenSSL works; a signal's handler may use the connection, too
+        self._records, self._owed = memoryview(b""), 0  # what is not sent yet, and of how many bytes of plain text
+        self._limit = plain.gettimeout()  # seconds that a call may wait
+        self._said = self._received = 0  # bytes of the peer's part of the handshake, and of plain text
+        self._ended = False  # the peer has said that it sends no more
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        return self.plain.fileno()
+
+    def close(self) -> None:
+        self.plain.close()
+
+    def shutdown(self, how: int) -> None:
+        self.plain.shutdown(how)
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._limit = seconds
+        self.plain.settimeout(seconds)
+
+    def limit(self, seconds: float) -> None:
+        """What `raykv.line.wire.set_limits` has set for the plain socket."""
+        self._limit = seconds
+
+    def setblocking(self, flag: bool) -> None:
+        self.settimeout(None if flag else 0.0)
+
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
+        self.plain.setsockopt(level, option, value)
+
+    @property
+    def worn(self) -> bool:
+        """Whether its keys have protected as much as they should."""
+        return self._received > WORN_BYTES
+
+    def agree(self, end: float) -> None:
+        """Do the handshake, as who has connected. TimeoutError at `end` (time.monotonic()). Raises as `shake`."""
+        done = self._shaken()
+        while not done:
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError("TLS was not agreed on in time")
+            self.settimeout(left)
+            done = self.shake()
+
+    def shake(self) -> bool:
+        """Go on with the handshake, by what has come. Returns whether it is done.
+
+        Raises as a socket, and ConnectionError where a side refuses the other, or says too much.
+        """
+        received = self.plain.recv(HELLO_BYTES)
+        self._said += len(received)
+        if not received or self._said > HELLO_BYTES:
+            raise ConnectionError(f"the peer said {self._said} bytes, and TLS is not agreed on")
+        self._incoming.write(received)
+        return self._shaken()
+
+    def _shaken(self) -> bool:
+        """Take a step, and say to the peer what follows. Returns whether the handshake is done."""
+        try:
+            self._tls.do_handshake()
+            return True
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLError as error:
+            raise ConnectionError(f"TLS: {error}") from error
+        finally:
+            if said := self._outgoing.read():  # it fits into a socket that has sent nothing else
+                with suppress(OSError):  # the next step finds out
+                    self.plain.send(said)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """As a socket's. After BlockingIOError or 0 the next call must begin with the same bytes."""
+        return self.sendmsg([memoryview(data)], (), flags)
+
+    def sendall(self, data: Any) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self.send(view) :]
+
+    def sendmsg(self, views: Iterable[memoryview], ancillary: Iterable[Any] = (), flags: int = 0) -> int:
+        """As a socket's, with the rule of `send`. 0 where it is to be called again."""
+        if not self._records:
+            with self._mutex:
+                self._owed = self._encrypt(views)
+                self._records = memoryview(self._outgoing.read())
+        if self._records:
+            self._records = self._records[self.plain.send(self._records, flags) :]
+        return 0 if self._records else self._owed
+
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        data = bytearray(count)
+        return bytes(data[: self.recv_into(data, 0, flags)])
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As a socket's. With a buffer below RECEIVE_BYTES some may be left here, which no poll sees."""
+        view = memoryview(buffer)
+        view = view[: nbytes or len(view)]
+        limit = 0.0 if flags & socket.MSG_DONTWAIT else self._limit
+        end = inf if limit is None else time.monotonic() + limit
+        got = self._decrypt(view)
+        while not got and len(view) and not self._ended:
+            records = self.plain.recv(RECEIVE_BYTES, flags)
+            if not records:
+                return 0
+            with self._mutex:
+                self._incoming.write(records)
+            got = self._decrypt(view)
+            if not got and time.monotonic() >= end:  # a part of a record came, or one without bytes for us
+                raise TimeoutError("no record came in time") if self.plain.gettimeout() else BlockingIOError
+        return got
+
+    def recvmsg_into(
+        self, views: Sequence[memoryview], ancillary: int = 0, flags: int = 0
+    ) -> tuple[int, Any, int, Any]:
+        """As a socket's, but for the first of the views alone. With MSG_WAITALL, too, it waits until something came."""
+        view = views[0]
+        done = got = self.recv_into(view)
+        with suppress(BlockingIOError, TimeoutError):
+            while got and done < len(view):
+                done += (got := self.recv_into(view[done:], flags=socket.MSG_DONTWAIT))
+        return done, [], 0, None
+
+    def _encrypt(self, views: Iterable[memoryview]) -> int:
+        """Make records of these, up to SEND_BYTES. Returns of how many bytes."""
+        done = 0
+        for view in views:
+            while view and done < SEND_BYTES:
+                taken = self._tls.write(view[: SEND_BYTES - done])
+                done, view = done + taken, view[taken:]
+        return done
+
+    def _decrypt(self, view: memoryview) -> int:
+        """Fill it from the records that came. Returns with how many bytes."""
+        done = 0
+        with self._mutex:
+            try:
+                while done < len(view) and not self._ended:
+                    got = int(self._tls.read(len(view) - done, view[done:]))
+                    done, self._ended = done + got, not got
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                raise ConnectionError(f"TLS: {error}") from error
+            if self._outgoing.pending > HELLO_BYTES:  # only `sendmsg` takes them
+                raise ConnectionError("the peer wants too many answers of TLS itself")
+        self._received += done
+        return done

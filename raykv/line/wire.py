@@ -1,0 +1,169 @@
+"""Sockets between the processes of a pool: who may connect, and how messages are framed.
+
+A listener begins a connection with a challenge of 32 random bytes. The connecting side answers with a challenge of its
+own and its proof: the HMAC-SHA256 of the side's name and both challenges, keyed by the listener's token, which it got
+through Ray. The listener answers with its proof. A side ends a connection where the other's proof is wrong. From then
+on each side sends frames: a length (uint32, little-endian) and so many bytes. Where Ray uses TLS, all of it is in TLS.
+"""
+
+import hmac
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from raykv.line import tls
+from raykv.line.tls import TlsSocket
+from raykv.protocol.calls import CLIENT
+from raykv.protocol.location import Address
+
+Stream = socket.socket | TlsSocket
+LENGTH = struct.Struct("<I")
+TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
+CHALLENGE_BYTES = PROOF_BYTES = 32
+TOKEN_BYTES = 32
+LISTENER = b"listener"  # the side beside CLIENT and STORE: sides are in a proof, so that none can be sent back
+HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
+KEEPALIVE_IDLE_S = 5  # until TCP probes an idle peer
+KEEPALIVE_S = 2  # between TCP's probes of a peer that does not answer
+KEEPALIVE_PROBES = 3
+VIEWS = 64  # of memory that one call of the system sends or receives
+GONE_S = KEEPALIVE_IDLE_S + KEEPALIVE_PROBES * KEEPALIVE_S  # after so long a peer is gone that says or takes nothing
+
+
+def connect(address: Address, side: bytes = CLIENT) -> Stream:
+    """A connection whose sides have both proved the token; it blocks.
+
+    side: what this process is there: a CLIENT, or a STORE.
+    Raises ConnectionError, also where nobody answers in time, or somebody without the token does; OSError where Ray
+    uses TLS, and its files are no good.
+    """
+    host, port, token = address
+    try:
+        peer = socket.create_connection((host, port), HANDSHAKE_S)
+    except TimeoutError as error:
+        raise ConnectionError(f"{host}:{port} does not answer") from error
+    try:
+        prepare(peer)
+        end = time.monotonic() + HANDSHAKE_S
+        stream: Stream = peer
+        if tls.used():
+            stream = encrypted = TlsSocket(peer, host)
+            encrypted.agree(end)
+        mine = challenge()
+        both = receive(stream, CHALLENGE_BYTES, end) + mine
+        stream.sendall(mine + proof(token, side, both))
+        if not hmac.compare_digest(receive(stream, PROOF_BYTES, end), proof(token, LISTENER, both)):
+            raise ConnectionError(f"who listens at {host}:{port} is not of the pool: it does not know the token")
+        peer.settimeout(None)
+    except TimeoutError as error:
+        peer.close()
+        raise ConnectionError(f"{host}:{port} says nothing") from error
+    except BaseException:
+        peer.close()
+        raise
+    return stream
+
+
+def challenge() -> bytes:
+    """32 random bytes for the other side."""
+    return os.urandom(CHALLENGE_BYTES)
+
+
+def proof(token: bytes, side: bytes, challenges: bytes) -> bytes:
+    """Shows that a side knows the token. challenges: the listener's, then the other side's."""
+    return hmac.digest(token, side + challenges, "sha256")
+
+
+def prepare(peer: socket.socket) -> None:
+    """Send small messages at once, and notice a peer that vanishes, or does not take what is sent."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, int(GONE_S * 1e3)),
+    ):
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def frame(body: bytes) -> bytes:
+    """A message as it is sent."""
+    return LENGTH.pack(len(body)) + body
+
+
+def take_frame(inbox: bytearray, longest: int) -> bytes | None:
+    """The first message of what came in, which is taken from it; None while it is not whole.
+
+    ConnectionError if it is longer than so many bytes.
+    """
+    if len(inbox) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack_from(inbox)
+    if length > longest:
+        raise ConnectionError(f"a frame of {length} bytes, of at most {longest}")
+    stop = LENGTH.size + length
+    if len(inbox) < stop:
+        return None
+    with memoryview(inbox) as view:
+        body = bytes(view[LENGTH.size : stop])
+    del inbox[:stop]
+    return body
+
+
+def receive(peer: Stream, count: int, end: float | None = None) -> bytes:
+    """Exactly `count` bytes. Raises as `receive_into`."""
+    data = bytearray(count)
+    receive_into(peer, memoryview(data), end)
+    return bytes(data)
+
+
+def receive_into(peer: Stream, view: memoryview, end: float | None) -> None:
+    """Fill `view`. TimeoutError at `end` (time.monotonic()); ConnectionError if the peer closes before."""
+    while len(view):
+        peer.settimeout(None if end is None else max(0.001, end - time.monotonic()))
+        view = view[receive_some(peer, [view]) :]
+
+
+def set_limits(peer: Stream, seconds: float) -> None:
+    """Have it block, but each call of the system only for so long: in one such call it moves many bytes.
+
+    A call in which nothing moved raises BlockingIOError.
+    """
+    peer.settimeout(None)
+    if isinstance(peer, TlsSocket):
+        peer.limit(seconds)
+    limit = TIMEVAL.pack(*divmod(max(1, int(seconds * 1e6)), 10**6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
+    """Fill the first of these, as far as bytes come in time. Returns how many. ConnectionError if the peer closed."""
+    got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
+    if not got:
+        raise ConnectionError("the peer closed the connection")
+    return got
+
+
+def send_all(peer: Stream, views: Sequence[memoryview], end: float) -> None:
+    """Send these one after the other. BlockingIOError where `set_limits` says so; TimeoutError after `end`.
+
+    end: time.monotonic(). A peer that takes a little now and then would keep the thread for ever.
+    """
+    left = list(views)
+    while left:
+        left = after(left, peer.sendmsg(left[:VIEWS]))
+        if left and time.monotonic() > end:
+            raise TimeoutError(f"a peer has not taken {sum(view.nbytes for view in left)} bytes in time")
+
+
+def after(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of views whose first `done` bytes were sent or received."""
+    for i, view in enumerate(views):
+        if done < len(view):
+            return [view[done:], *views[i + 1 :]]
+        done -= len(view)
+    return []
