@@ -4,13 +4,13 @@
     python benchmarks/models.py [MODEL ...] [--verify-tokens] [--json]
 
 Small models of random weights by their real configuration classes (`raykv/bench/engines/shapes.py`). Of each two
-engines on two raylets share a pool. The first computes prompts of lengths around the ends of chunks and windows, and a conversation of
-three turns; then both are asked for what goes on from them, the second from the pool, the first from vLLM's own prefix
-cache, and the first again without any. hits: tokens that the second read, of those in chunks that the first filled;
-own: that the first found in its own cache, in whole chunks. tokens: answers with the same tokens as the computed ones.
-exact: of those answers for which the first engine had as much in its own cache, those with bit-equal logprobs.
-logprobs: the greatest difference to the computed ones. bytes a token: what the pool has of a prompt of 3,000 tokens,
-beside what vLLM keeps of it in all layers.
+engines on two raylets share a pool. The first computes prompts of lengths around the ends of chunks and windows, and a
+conversation of three turns; then both are asked for what goes on from them, the second from the pool, the first from
+vLLM's own prefix cache, and the first again without any. hits: tokens that the second read, of those in chunks that the
+first filled; own: that the first found in its own cache, in whole chunks. tokens: answers with the same tokens as the
+computed ones. exact: of those answers for which the first engine had as much in its own cache, those with bit-equal
+logprobs. logprobs: the greatest difference to the computed ones. bytes a token: what the pool has of a prompt of 3,000
+tokens, beside what vLLM keeps of it in all layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The directory: where every block of a pool is, and which blocks stay. No Ray, no clock, no I/O.
 
-Directory answers the calls of protocol.py: those of clients here, most of those of node stores in membership.py. Which
-slot a block gets is in kernels/placement.py, which block is evicted in kernels/eviction.py. What serves a Directory is
+Directory answers the calls of `raykv.protocol.calls`: those of clients here, most of those of node stores in
+membership.py. Which slot a block gets is in kernels/placement.py, which block is evicted in kernels/eviction.py. What serves a Directory is
 raykv.actors.directory.server.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from raykv.config import CLIENT_TTL_S, Quota
 from raykv.directory.calls.membership import COUNTERS
 from raykv.directory.calls.readers import Readers
-from raykv.directory.kernels import columns, demotion, placement, slabs, table
+from raykv.directory.kernels import columns, demotion, placement, quotas, slabs, table
 from raykv.directory.kernels.columns import ENTRIES
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import KeyArray, RowArray, key_array, split_keys

@@ -37,7 +37,7 @@ def protocol() -> int:
     """The version of raykv's messages. ImportError where raykv can't be used."""
     for what in ("raykv.actors.store.node_store", "raykv.doctor.facts"):
         importlib.import_module(what)
-    return int(importlib.import_module("raykv.protocol").VERSION)
+    return int(importlib.import_module("raykv.protocol.calls").VERSION)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -107,8 +107,8 @@ def test_a_node_without_raykv_is_named(
 def test_a_node_whose_raykv_speaks_another_version_is_named(
     name: str, third_node: Callable[[], Any], cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = Path(shutil.copytree(ROOT / "raykv", tmp_path / "raykv")) / "protocol.py"
-    theirs.write_text(theirs.read_text().replace(f"\nVERSION = {VERSION} ", "\nVERSION = 1 "))
+    theirs = Path(shutil.copytree(ROOT / "raykv", tmp_path / "raykv")) / "protocol" / "calls.py"
+    theirs.write_text(theirs.read_text().replace(f"\nVERSION = {VERSION}\n", "\nVERSION = 1\n"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     node = third_node()
     monkeypatch.undo()

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from raykv.directory.state import holds
+
 SEEDS = (1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4, 5)))
 STEPS = 42_000  # by each seed, at least: 210,000 in all
 SERVED_STEPS = 5_000  # on each way to the directory

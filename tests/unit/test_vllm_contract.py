@@ -28,10 +28,10 @@ CLASSES = [
     ("compat.ByRequest", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
     ("compat.ByBlock", f"{CONNECTORS}.offloading_connector.OffloadingConnector", True),
     ("spec.RayKVOffloadingSpec", f"{OFFLOAD}.base.OffloadingSpec", True),
-    ("manager.RayKVManager", f"{OFFLOAD}.base.OffloadingManager", False),
-    ("worker.RayKVWorker", f"{OFFLOAD}.base.OffloadingWorker", False),
-    ("ranks.Rank", f"{CONNECTORS}.base.KVConnectorHandshakeMetadata", False),
-    ("chunks.ChunksToLoad", f"{OFFLOAD}.base.LoadStoreSpec", False),
+    ("scheduler.manager.RayKVManager", f"{OFFLOAD}.base.OffloadingManager", False),
+    ("worker.worker.RayKVWorker", f"{OFFLOAD}.base.OffloadingWorker", False),
+    ("worker.ranks.Rank", f"{CONNECTORS}.base.KVConnectorHandshakeMetadata", False),
+    ("chunks.chunks.ChunksToLoad", f"{OFFLOAD}.base.LoadStoreSpec", False),
 ]
 # what we read of theirs
 READ = {
@@ -142,8 +142,8 @@ def test_our_classes_take_what_vllm_gives_them(vllm: Package, ours: str, theirs:
 def imports() -> list[tuple[str, str, str]]:
     """(file, module, name) of all that we import of vLLM."""
     return [
-        (file.name, str(node.module), alias.name)
-        for file in sorted(INTEGRATION.glob("*.py"))
+        (str(file.relative_to(INTEGRATION)), str(node.module), alias.name)
+        for file in sorted(INTEGRATION.rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm"
         for alias in node.names
@@ -186,5 +186,7 @@ class OffloadingWorker(ABC):
         folder = tmp_path / str(len(wrong)) / "vllm" / "v1" / "kv_offload"
         folder.mkdir(parents=True)
         (folder / "base.py").write_text(text)
-        found = breaches(Package(folder.parents[2]), "worker.RayKVWorker", f"{OFFLOAD}.base.OffloadingWorker", False)
-        assert found == [f"worker.RayKVWorker{'.' if 'lacks' not in one else ' '}{one}" for one in wrong]
+        found = breaches(
+            Package(folder.parents[2]), "worker.worker.RayKVWorker", f"{OFFLOAD}.base.OffloadingWorker", False
+        )
+        assert found == [f"worker.worker.RayKVWorker{'.' if 'lacks' not in one else ' '}{one}" for one in wrong]
