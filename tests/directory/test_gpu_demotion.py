@@ -105,7 +105,7 @@ def test_demoted_blocks_are_evicted_from_the_gpu_first_oldest_first() -> None:
 
 def nodes_with(pool: Pool, key: bytes) -> set[int]:
     """Indices of the nodes that have a copy."""
-    c = pool.directory._size_classes.c
+    c = pool.directory.c
     return {
         int(c.size_classes[c.slabs[c.pages[row >> 6]]["size_class"]]["node"]) for row in chain_of(pool.directory, key)
     }
@@ -151,7 +151,7 @@ def test_a_demoted_block_keeps_its_count_of_matches() -> None:
     for _ in range(2):
         pool.read(GPU, KEYS[:7])
     pool.demote_gpu(GPU, pool.demote_gpu(GPU))
-    rows = pool.directory._size_classes.c.rows
+    rows = pool.directory.c.rows
     assert [int(rows[row]["uses"]) for row in chain_of(pool.directory, KEYS[6])] == [2, 2]
 
 
@@ -263,7 +263,7 @@ def test_a_pin_moves_from_a_gpu_to_the_copy_in_memory() -> None:
     pool.directory.pin(pool.call(GPU), KEYS[0], pool.now)
     pool.replicate("b", KEYS[:1])
     assert primary(pool, KEYS[0]) == "b" and pool.count("replica", GPU) == 1
-    rows = pool.directory._size_classes.c.rows
+    rows = pool.directory.c.rows
     assert {int(rows[row]["holds"]) for row in pool.directory.pins.rows()} == {1}
     check_invariants(pool.directory)
 

@@ -13,7 +13,7 @@ from helpers.apart import apart
 from helpers.directory_checks import check_invariants
 from helpers.directory_pool import EMPTY, KEYS, PAGE, Pool, blocks
 
-from raykv.directory.calls.membership import EPOCHS_AHEAD, GPUS
+from raykv.directory.calls.nodes import EPOCHS_AHEAD, GPUS
 from raykv.directory.kernels import columns
 from raykv.protocol.location import EPOCHS, LOCATION
 from raykv.protocol.stores import ArenaDescription, Inventory, SlabReport, SweepResult
@@ -33,7 +33,7 @@ def unharmed(pool: Pool) -> None:
     """All five are hit, can be evicted afterwards, and the state makes sense."""
     assert pool.read("a", KEYS[:5]) == 5
     check_invariants(pool.directory)
-    rows = pool.directory._size_classes.c.rows
+    rows = pool.directory.c.rows
     assert not rows["holds"].any(), "blocks are held by nobody"
 
 
@@ -51,7 +51,7 @@ def adopt(change: dict[str, int], offered: int) -> None:
     pool = full()
     pool.adopt("c", inventory(pool.join("c", slabs=2).node, **change), offered)
     assert not pool.has(KEYS[50:51])[0] and pool.count("quarantined", "c") == 0
-    assert pool.directory._size_classes.c.grid.size < 1000
+    assert pool.directory.c.grid.size < 1000
     unharmed(pool)
     assert pool.directory.heartbeat("c", 2, 0.0) is not None
 
@@ -165,7 +165,7 @@ def test_an_inventory_whose_parts_have_different_lengths_can_be_sent_again(field
 
 def test_an_inventory_vetoes_nothing_of_other_nodes() -> None:
     pool = full()
-    rows = pool.directory._size_classes.c.rows
+    rows = pool.directory.c.rows
     pool.adopt("b", inventory(pool.directory.nodes["a"].index, gen=int(rows["gen"].max()) + 1))
     unharmed(pool)
 
@@ -218,5 +218,5 @@ def test_a_location_without_a_slab_names_no_row() -> None:
     nothing["node"] = pool.directory.nodes["a"].index
     pool.heartbeat("a", corrupt=nothing.tobytes(), pulled=nothing.tobytes())
     assert pool.directory.counters["corrupt"] == 0
-    assert (pool.directory._size_classes.c.rows["state"] == columns.READY).sum() == 5
+    assert (pool.directory.c.rows["state"] == columns.READY).sum() == 5
     unharmed(pool)

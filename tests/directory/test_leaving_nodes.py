@@ -16,7 +16,7 @@ from helpers.pools import eventually
 from raykv import cluster
 from raykv.actors.supervisor import drain, supervisor
 from raykv.cluster import internal_kv, named_actors
-from raykv.directory.calls import membership
+from raykv.directory.calls import nodes
 from raykv.line.periodic import Periodic
 from raykv.protocol.stores import Inventory
 
@@ -68,7 +68,7 @@ def test_sole_copies_of_a_node_that_leaves_are_listed_youngest_first() -> None:
 
 
 def test_sole_copies_are_listed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "SOLE_COPIES_PER_CALL", 2)
+    monkeypatch.setattr(nodes, "SOLE_COPIES_PER_CALL", 2)
     pool = Pool(nodes="ab", window=2)
     pool.store("a", KEYS[:5])
     leave(pool, "a")

@@ -106,7 +106,7 @@ def test_a_reader_without_memory_reads_nothing_and_so_nobody_does() -> None:
     pool.store("a", SECOND)
     assert pool.match_parts("a", [("a", FIRST), ("elsewhere", SECOND)])[1].parts == ()
     assert pool.directory.stats(pool.now)["leases"] == 0
-    assert not pool.directory._size_classes.c.rows["holds"].any()
+    assert not pool.directory.c.rows["holds"].any()
 
 
 def test_leases_of_one_question_are_released_one_by_one_too() -> None:

@@ -135,7 +135,7 @@ def test_a_lease_from_before_a_store_came_back_holds_nothing() -> None:
     pool.adopt("a", Inventory(found, b"".join(KEYS[:3]), bytes(12), bytes(12), b""))
     pool.release("a", lease)
     check_invariants(pool.directory)
-    assert not pool.directory._size_classes.c.rows["holds"].any()
+    assert not pool.directory.c.rows["holds"].any()
 
 
 def test_a_directory_takes_an_epoch_above_every_other_that_an_arena_has_heard_of() -> None:

@@ -114,7 +114,7 @@ def test_pins_without_a_priority_take_half_of_memory() -> None:
 
 
 def test_a_pin_with_a_priority_gives_way_to_a_writer_who_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raykv.directory.directory.PINNED_SHARE", 1.0)
+    monkeypatch.setattr("raykv.directory.calls.clients.PINNED_SHARE", 1.0)
     pool = Pool()
     pool.store("a", KEYS[:7])
     for key, priority in zip(KEYS, (2, None, 1, 1, 0, None, None), strict=False):
@@ -261,7 +261,7 @@ def test_a_block_that_is_already_in_the_tier_is_pinned_there() -> None:
 
 
 def test_blocks_can_be_pulled_from_a_tier_while_all_others_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raykv.directory.directory.PINNED_SHARE", 1.0)
+    monkeypatch.setattr("raykv.directory.calls.clients.PINNED_SHARE", 1.0)
     pool = tiered(slots=8, slabs=4, window=2)
     only_in_tier(pool, KEYS[:4])
     for key in KEYS[900:907]:

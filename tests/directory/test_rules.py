@@ -465,7 +465,7 @@ def test_an_id_that_is_used_again_ends_its_hold() -> None:
     assert pool.count("writing") == 2
     pool.directory.disconnect(ord("a"), pool.now)
     assert [pool.count(state) for state in ("ready", "free")] == [2, 6]
-    assert not pool.directory._size_classes.c.rows["holds"].any()
+    assert not pool.directory.c.rows["holds"].any()
 
 
 def test_a_client_that_leaves_in_order_leaves_free_slots() -> None:

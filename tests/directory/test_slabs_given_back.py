@@ -258,7 +258,7 @@ def test_the_staging_window_follows_the_number_of_slabs() -> None:
     size_class = pool.directory.nodes["a"].size_classes[PAGE]
 
     def window() -> int:
-        return int(pool.directory._size_classes.c.size_classes[size_class]["window"])
+        return int(pool.directory.c.size_classes[size_class]["window"])
 
     set_slab_target(pool, 32, [])
     assert window() == staging_window(32 * SLOTS * PAGE) // PAGE == 32
@@ -266,7 +266,7 @@ def test_the_staging_window_follows_the_number_of_slabs() -> None:
     assert window() == 64
     pool.store("a", KEYS[:1], size=2 * PAGE)
     other = pool.directory.nodes["a"].size_classes[2 * PAGE]
-    assert int(pool.directory._size_classes.c.size_classes[other]["window"]) == 32, "also of a size that was used later"
+    assert int(pool.directory.c.size_classes[other]["window"]) == 32, "also of a size that was used later"
 
 
 def test_staging_under_way_outlives_a_smaller_window() -> None:
@@ -279,7 +279,7 @@ def test_staging_under_way_outlives_a_smaller_window() -> None:
     pool.release("b", lease)
     gone = set_slab_target(pool, 1, [], node="b")
     size_class = pool.directory.nodes["b"].size_classes[PAGE]
-    assert int(pool.directory._size_classes.c.size_classes[size_class]["window"]) == 1
+    assert int(pool.directory.c.size_classes[size_class]["window"]) == 1
     assert set_slab_target(pool, 1, gone, node="b") == [] or sizes(pool, "b")[0] == 1
 
 
@@ -342,11 +342,11 @@ def test_another_size_takes_over_a_slab_that_is_closing() -> None:
     for hold in holds:
         pool.release("a", hold)
     pool.store("a", KEYS[400:401], size=4 * PAGE)
-    c = pool.directory._size_classes.c
+    c = pool.directory.c
     check_invariants(pool.directory)
     set_slab_target(pool, 2, [])
     set_slab_target(pool, 3, [])
     assert all(
         (c.rows["state"][slice(first, first + n)] != columns.CLOSED).all()
-        for first, n in map(pool.directory._size_classes.span, pool.directory.nodes["a"].slabs.values())
+        for first, n in map(pool.directory.size_classes.span, pool.directory.nodes["a"].slabs.values())
     ), closing

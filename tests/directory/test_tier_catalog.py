@@ -35,7 +35,7 @@ def test_a_lease_on_blocks_that_a_tier_lost_holds_nothing() -> None:
     check_invariants(pool.directory)
     assert blocks(pool.next_window("a", lease, 0)) == 0
     pool.release("a", lease)
-    assert not pool.directory._size_classes.c.rows["holds"].any()
+    assert not pool.directory.c.rows["holds"].any()
 
 
 def test_blocks_and_demotions_of_a_tier_are_gone_with_its_owner() -> None:
@@ -136,7 +136,7 @@ def test_the_directory_knows_exactly_what_is_in_a_tier(seed: int) -> None:
                 pool.tick(4.0)
         known = {key for key in every if in_external_tier(pool, [key])[0]}
         on_their_way = {key for key in every if in_external_tier(pool, [key], columns.DEMOTING)[0]}
-        there = pool.directory._tier_catalog.tiers["a"]
+        there = pool.directory.tier_catalog.tiers["a"]
         deleting = {key for _, keys in there.deleting.values() for key in keys}  # once that answer is there
         assert known <= content <= known | on_their_way | there.to_delete.keys() | deleting
     check_invariants(pool.directory)

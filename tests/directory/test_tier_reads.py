@@ -147,10 +147,10 @@ def test_demoting_everything_examines_every_row(monkeypatch: pytest.MonkeyPatch)
     pool = tiered(share=1.0)
     pool.store("a", KEYS[:6])
     assert pool.demote_all("a", whole=True) == KEYS[5::-1]
-    pool.directory._tier_catalog.refresh(pool.directory.nodes["a"].size_classes.values())
+    pool.directory.tier_catalog.refresh(pool.directory.nodes["a"].size_classes.values())
     pool.store("a", KEYS[6:7])
     assert split(pool.demote("a").keys) == [], "the oldest two are clean"
-    pool.directory._tier_catalog.refresh(pool.directory.nodes["a"].size_classes.values())
+    pool.directory.tier_catalog.refresh(pool.directory.nodes["a"].size_classes.values())
     assert split(pool.demote("a", whole=True).keys) == KEYS[6:7]
 
 

@@ -16,17 +16,17 @@ from raykv.protocol.location import KEY_BYTES, host_of
 
 def _all(directory: Directory) -> list[Any]:
     """What has slabs."""
-    return [*directory.nodes.values(), *directory._tier_catalog.tiers.values()]
+    return [*directory.nodes.values(), *directory.tier_catalog.tiers.values()]
 
 
 def rows_of_directory(directory: Directory) -> dict[tuple[int, int, int], tuple[Any, ...]]:
     """State of every slot by (node, slab, slot), and the age by which it is evicted."""
     out = {}
-    c = directory._size_classes.c
+    c = directory.c
     names = {number: name for name, number in directory.quotas._numbers.items()} | {0: ""}
     for there in _all(directory):
         for number, record in there.slabs.items():
-            base, slots = directory._size_classes.span(record)
+            base, slots = directory.size_classes.span(record)
             slab_gen, tenants = int(c.slabs[record]["gen"]), c.tenants[base : base + slots].tolist()
             for slot, row in enumerate(c.rows[base : base + slots].tolist()):
                 k0, k1, gen, last, _, _, _, holds, number_of_state, uses = row
@@ -65,14 +65,14 @@ def _row(
 
 def slots_of(directory: Directory, rows: Sequence[int]) -> list[tuple[int, int, int]]:
     """(node, slab, slot) of each row."""
-    c, at = directory._size_classes.c, np.array(rows, np.int64)
+    c, at = directory.c, np.array(rows, np.int64)
     slab = c.slabs[c.pages[at >> columns.PAGE_BITS]]
     nodes = c.size_classes["node"][slab["size_class"]]
     return list(zip(nodes.tolist(), slab["number"].tolist(), (at - slab["base"]).tolist(), strict=True))
 
 
 def chain_of(directory: Directory, key: bytes) -> list[int]:
-    return _chain(int(directory._find(key)[1][0]), directory._size_classes.c.rows["same"])
+    return _chain(int(directory.find(key)[1][0]), directory.c.rows["same"])
 
 
 def _chain(row: int, same: Any) -> list[int]:
@@ -89,10 +89,10 @@ Chains = dict[bytes, list[int]]  # rows of every key
 
 def chains_of(directory: Directory) -> Chains:
     """Rows of every key, as the table has them."""
-    c = directory._size_classes.c
+    c = directory.c
     heads = (c.table[c.table != 0] & 0xFFFFFFFF) - 1
     keys = np.stack((c.rows["k0"][heads], c.rows["k1"][heads]), axis=1).tobytes()
-    assert (directory._find(keys)[1] == heads).all(), "an entry that a probe does not find"
+    assert (directory.find(keys)[1] == heads).all(), "an entry that a probe does not find"
     same = c.rows["same"].tolist()
     return {keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]: _chain(row, same) for i, row in enumerate(heads.tolist())}
 
@@ -108,8 +108,8 @@ def pins_of_oracle(oracle: Oracle) -> list[Any]:
 
 def check_invariants(directory: Directory) -> Chains:
     """Returns what its table has."""
-    c = directory._size_classes.c
-    spans = [directory._size_classes.span(record) for there in _all(directory) for record in there.slabs.values()]
+    c = directory.c
+    spans = [directory.size_classes.span(record) for there in _all(directory) for record in there.slabs.values()]
     live = np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)])
     rows = c.rows
     state, is_live = rows["state"], np.zeros(len(rows), bool)
@@ -118,7 +118,7 @@ def check_invariants(directory: Directory) -> Chains:
     assert not rows["holds"][~is_live].any()
     closing = [node.slabs[n] for node in directory.nodes.values() for n in node.closing & node.slabs.keys()]
     half = np.concatenate(
-        [np.arange(first, first + n) for first, n in map(directory._size_classes.span, closing)] or [np.zeros(0, int)]
+        [np.arange(first, first + n) for first, n in map(directory.size_classes.span, closing)] or [np.zeros(0, int)]
     )
     is_live[half] = False
     assert (state[is_live] < columns.CLOSED).all()
@@ -138,7 +138,7 @@ def check_invariants(directory: Directory) -> Chains:
 
 
 def _check_lists(directory: Directory, live: Any) -> None:
-    c = directory._size_classes.c
+    c = directory.c
     rows, lists = c.rows.tolist(), c.lists.tolist()
     of_rows = c.slabs["size_class"][c.pages[live >> columns.PAGE_BITS]]
     class_of = dict(zip(live.tolist(), of_rows.tolist(), strict=True))
@@ -147,7 +147,7 @@ def _check_lists(directory: Directory, live: Any) -> None:
     }
     size_classes |= {
         size_class: columns.EXTERNAL
-        for tier in directory._tier_catalog.tiers.values()
+        for tier in directory.tier_catalog.tiers.values()
         for size_class in tier.size_classes.values()
     }
     seen = set()
@@ -188,7 +188,7 @@ def _check_lists(directory: Directory, live: Any) -> None:
 
 def _check_tenants(directory: Directory, live: Any, chains: Chains) -> None:
     """Each is charged for its primaries in memory, all copies of a key are charged to one, and it has one list."""
-    c, count = directory._size_classes.c, directory._size_classes.tenants
+    c, count = directory.c, directory.size_classes.tenants
     assert count == max(directory.quotas._numbers.values(), default=0) + 1
     charge = c.size_classes["charge"][c.slabs["size_class"][c.pages[live >> columns.PAGE_BITS]]]
     state = c.rows["state"][live]
@@ -198,7 +198,7 @@ def _check_tenants(directory: Directory, live: Any, chains: Chains) -> None:
     tenants, after = c.tenants.tolist(), c.rows["next"].tolist()
     for chain in chains.values() if count > 1 else ():
         assert len({tenants[row] for row in chain}) == 1, "a key of two tenants"
-    charges = c.size_classes["charge"][: directory._size_classes._class_count].tolist()
+    charges = c.size_classes["charge"][: directory.size_classes._class_count].tolist()
     heads = c.lists["head"].tolist()
     for size_class, its_charge in enumerate(charges):
         for tenant in range(columns.TENANTS_MAX):
@@ -209,7 +209,7 @@ def _check_tenants(directory: Directory, live: Any, chains: Chains) -> None:
 
 
 def _check_table(directory: Directory, live: Any, chains: Chains) -> None:
-    c = directory._size_classes.c
+    c = directory.c
     assert len(chains) == c.state[columns.ENTRIES]
     rows = c.rows.tolist()
     in_table = [(key, row) for key, chain in chains.items() for row in chain]
@@ -224,7 +224,7 @@ def _check_table(directory: Directory, live: Any, chains: Chains) -> None:
 
 def _check_holds(directory: Directory, chains: Chains) -> None:
     """A row is held by leases, reservations, pins and GPU demotions, and by nothing else."""
-    rows = directory._size_classes.c.rows
+    rows = directory.c.rows
     holds = np.zeros(len(rows), int)
     for client in directory.clients.values():
         for hold in client.holds.values():
@@ -236,17 +236,17 @@ def _check_holds(directory: Directory, chains: Chains) -> None:
         holds[row] += 1
         assert row in chains.get(key, ()) and rows["gen"][row] == gen, "a pin of what is gone"
         assert columns.STATES[rows["state"][row]] in ("ready", "external"), "a copy that is evicted first is pinned"
-    for target in directory._gpu_demotion._under_way.values():
+    for target in directory.gpu_demotion._under_way.values():
         np.add.at(holds, target[target >= 0], 1)
     assert (holds == rows["holds"]).all(), "a count that is not that of the holds"
 
 
 def _check_tiers(directory: Directory, stats: dict[str, Any]) -> None:
     """A key is in a tier once, and no key that is there is to be deleted."""
-    rows = directory._size_classes.c.rows
+    rows = directory.c.rows
     for node in directory.nodes.values():
         assert not (rows["state"][_rows_in(directory, node)] == columns.EXTERNAL).any()
-    for tier in directory._tier_catalog.tiers.values():
+    for tier in directory.tier_catalog.tiers.values():
         mine = _rows_in(directory, tier)
         states = rows["state"][mine]
         assert {*states.tolist()} <= {columns.FREE, columns.DEMOTING, columns.EXTERNAL, columns.DROPPED}
@@ -270,8 +270,8 @@ def _check_tiers(directory: Directory, stats: dict[str, Any]) -> None:
 
 def _check_gpu_demotion(directory: Directory) -> None:
     """What is being demoted to memory is of the last answer to one GPU, and in the memory of that GPU's node."""
-    rows, demoting = directory._size_classes.c.rows, set()
-    for name, target in directory._gpu_demotion._under_way.items():
+    rows, demoting = directory.c.rows, set()
+    for name, target in directory.gpu_demotion._under_way.items():
         mine = target[target >= 0].tolist()
         for row, (index, _, _) in zip(mine, slots_of(directory, mine), strict=True):
             assert row not in demoting and rows[row]["state"] in (columns.DEMOTING, columns.DROPPED)
@@ -288,5 +288,5 @@ def _check_gpu_demotion(directory: Directory) -> None:
 
 
 def _rows_in(directory: Directory, there: Any) -> Any:
-    spans = [directory._size_classes.span(record) for record in there.slabs.values()]
+    spans = [directory.size_classes.span(record) for record in there.slabs.values()]
     return np.sort(np.concatenate([np.arange(base, base + slots) for base, slots in spans] or [np.zeros(0, int)]))

@@ -43,19 +43,19 @@ class DirectoryDoor:
         with contextlib.suppress(ValueError, TypeError):
             getattr(self, name)(mutate)
         self.steps += 1
-        if len(self.directory._size_classes.c.rows) <= ROWS:
+        if len(self.directory.c.rows) <= ROWS:
             check_invariants(self.directory)
 
     def everybody_leaves(self) -> None:
         """Nothing stays held, nor any row."""
-        rows = self.directory._size_classes.c.rows
+        rows = self.directory.c.rows
         for client in list(self.directory.clients):
             self.directory.disconnect(client, self.now)
         self.directory.unpin(self._plain_call(), b"".join(self.directory.pins), self.now)
         self.directory.client_heartbeat(self._plain_call(), self.now)
         for name in list(self.directory.nodes):
             self.directory.remove_node(name, self.now)
-        rows = self.directory._size_classes.c.rows
+        rows = self.directory.c.rows
         assert not rows["holds"].any(), "something stays held"
         assert not len(self.directory.intents), "something stays intended"
 

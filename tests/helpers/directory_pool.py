@@ -203,13 +203,13 @@ class Pool:
         return next(name for name, node in self.directory.nodes.items() if node.index == number)
 
     def has(self, keys: list[bytes]) -> list[bool]:
-        rows = self.directory._size_classes.c.rows
+        rows = self.directory.c.rows
         present = (columns.READY, columns.REPLICA)
         return [any(rows[row]["state"] in present for row in chain_of(self.directory, key)) for key in keys]
 
     def keys(self) -> set[bytes]:
         """All that is stored."""
-        rows = self.directory._size_classes.c.rows
+        rows = self.directory.c.rows
         stored = rows[np.isin(rows["state"], (columns.READY, columns.REPLICA))]
         return {struct.pack("<QQ", k0, k1) for k0, k1 in zip(stored["k0"], stored["k1"], strict=True)}
 
@@ -228,7 +228,7 @@ class Pool:
 
 def primary(pool: Pool, key: bytes) -> str:
     """The node whose copy is the primary."""
-    c = pool.directory._size_classes.c
+    c = pool.directory.c
     (row,) = [row for row in chain_of(pool.directory, key) if c.rows[row]["state"] == columns.READY]
     return pool.name(int(c.size_classes[c.slabs[c.pages[row >> columns.PAGE_BITS]]["size_class"]]["node"]))
 

@@ -39,7 +39,7 @@ def tier(pool: Pool, owner: str = "a") -> dict[str, int | str]:
 
 
 def in_external_tier(pool: Pool, keys: list[bytes], state: int = columns.EXTERNAL) -> list[bool]:
-    rows = pool.directory._size_classes.c.rows
+    rows = pool.directory.c.rows
     return [any(rows[row]["state"] == state for row in chain_of(pool.directory, key)) for key in keys]
 
 

@@ -233,7 +233,7 @@ def test_memory_stays_while_a_tier_may_still_read_it(node: Node) -> None:
 def test_memory_that_a_dead_owner_was_about_to_give_back_goes(node: Node) -> None:
     node.resizer.stop()
     node.resizer._loop.join()
-    assert node.arena.give_back(1, node.directory._size_classes.next_gen())
+    assert node.arena.give_back(1, node.directory.size_classes.next_gen())
     full = taken(node)
     again = Resizer(SavedSize("p", "n"), node.arena, LIMIT - 1, None, node.withdrawn.append)
     eventually(lambda: taken(node) < full - SLAB, 20.0)

@@ -1,20 +1,18 @@
-"""What readers ask the directory for: leases on the blocks of a prompt, and staging slots on the reader's node."""
+"""What readers ask: leases on the blocks of a prompt, and staging slots on the reader's node."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from raykv.config import KEYS_PER_CALL
 from raykv.directory.calls.boundary import Runs, boundary, step_of
-from raykv.directory.calls.membership import Membership
-from raykv.directory.calls.why_missing import why_missing
+from raykv.directory.calls.clients import on_call
 from raykv.directory.kernels import eviction, leases, lists, lookup, table
 from raykv.directory.kernels.columns import NODE_MASK
 from raykv.directory.state.allocator import Node
 from raykv.directory.state.arrays import KeyArray, LocationArray, RowArray, key_array, split_keys
 from raykv.directory.state.holds import Hold
-from raykv.directory.state.prefixes import Prefixes
+from raykv.directory.state.state import State
 from raykv.protocol.clients import (
     Call,
     Intent,
@@ -53,272 +51,255 @@ class HeldPrefix:
         return self.staged_locations[: self.counts[0]].tobytes() if self.counts[1] else b""
 
 
-class Readers(Membership):
-    """The part of the Directory that leases blocks to readers."""
+def match(state: State, call: Call, request: MatchRequest, now: float) -> Matched:
+    """Lease the longest prefix of the keys that is ready."""
+    client = on_call(state, call, now)
+    state.clients.end(client, request.lease)
+    if not is_block_size(request.block_bytes):
+        return Matched(state.epoch, b"", b"")
+    keys = key_array(request.keys)
+    found = _hold_prefix(state, call, request, keys, request.lease, now)
+    if request.counted:
+        _count_match(state, len(keys), found)
+    if not found.counts[0]:
+        return Matched(state.epoch, b"", b"")
+    client.holds[request.lease] = found.hold
+    if request.counted:
+        state.prefixes.count(request.keys, found.counts[0], request.block_bytes, now)
+    return Matched(state.epoch, found.source, found.staged)
 
-    def __init__(self, epoch: int, client_ttl: float, share: float, min_hits: int) -> None:
-        super().__init__(epoch, client_ttl, share, min_hits)
-        self._prefixes = Prefixes()
 
-    def match(self, call: Call, request: MatchRequest, now: float) -> Matched:
-        """Lease the longest prefix of the keys that is ready."""
-        client = self._on_call(call, now)
-        self.clients.end(client, request.lease)
-        if not is_block_size(request.block_bytes):
-            return Matched(self.epoch, b"", b"")
-        keys = key_array(request.keys)
-        found = self._hold_prefix(call, request, keys, request.lease, now)
-        if request.counted:
-            self._count_match(len(keys), found)
-        if not found.counts[0]:
-            return Matched(self.epoch, b"", b"")
-        client.holds[request.lease] = found.hold
-        if request.counted:
-            self._prefixes.count(request.keys, found.counts[0], request.block_bytes, now)
-        return Matched(self.epoch, found.source, found.staged)
+def match_parts(
+    state: State, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
+) -> MatchedParts:
+    """Lease what readers need of the longest prefix that all parts have: of each its blocks, or its last ones.
 
-    def match_parts(
-        self, call: Call, requests: tuple[MatchRequest, ...], intent: Intent | None, now: float
-    ) -> MatchedParts:
-        """Lease what readers need of the longest prefix that all parts have: of each its blocks, or its last ones.
+    requests: one a part and reader, with a lease each, and equally many keys where blocks are equally long.
+    ValueError for others. intent: the client computes the rest, unless others do and it waits for them; others can
+    wait for it if it has an id.
+    """
+    client = on_call(state, call, now)
+    keys = [key_array(request.keys) for request in requests]
+    _check(requests, keys, intent)
+    state.clients.end_all(client, [request.lease for request in requests])
+    if intent:
+        state.intents.end(call.client, intent.intent)
+    if not requests or not all(is_block_size(request.block_bytes) for request in requests):
+        return MatchedParts(state.epoch, ())
+    prefix = _ready_prefix(state, requests, keys)
+    if intent and intent.wait and (pending := _pending(state, call.client, requests, keys, prefix)):
+        return MatchedParts(state.epoch, (), pending)
+    tokens = _boundary(state, requests, keys, prefix)
+    found: list[HeldPrefix] = []
+    for request, part in zip(requests, keys, strict=True):
+        blocks = _needed(request, tokens)
+        held = _hold_prefix(state, call, request, part[blocks], requests[0].lease, now)
+        found.append(held)
+        if held.counts[0] < blocks.stop - blocks.start:  # no room to stage it
+            tokens = _shortened(requests, held.counts[0] * request.tokens)
+    for request, part, held in zip(requests, keys, found, strict=True):
+        blocks = _needed(request, tokens)
+        _cut(state, held, blocks.stop - blocks.start)
+        _count_match(state, min(request.window or len(part), len(part)), held)
+        if tokens:
+            client.holds[request.lease] = held.hold
+    first, n = requests[0], tokens // requests[0].tokens
+    if n:
+        state.prefixes.count(first.keys, n, sum(request.block_bytes for request in requests), now)
+    if intent and intent.intent:
+        state.intents.add(call, intent.intent, _next_keys(first.keys, n), now)
+    if not tokens:
+        return MatchedParts(state.epoch, ())
+    starts = [_needed(request, tokens).start for request in requests]
+    return MatchedParts(state.epoch, tuple(map(_matched_part, found, starts)))
 
-        requests: one a part and reader, with a lease each, and equally many keys where blocks are equally long.
-        ValueError for others. intent: the client computes the rest, unless others do and it waits for them; others can
-        wait for it if it has an id.
-        """
-        client = self._on_call(call, now)
-        keys = [key_array(request.keys) for request in requests]
-        _check(requests, keys, intent)
-        self.clients.end_all(client, [request.lease for request in requests])
-        if intent:
-            self.intents.end(call.client, intent.intent)
-        if not requests or not all(is_block_size(request.block_bytes) for request in requests):
-            return MatchedParts(self.epoch, ())
-        prefix = self._ready_prefix(requests, keys)
-        if intent and intent.wait and (pending := self._pending(call.client, requests, keys, prefix)):
-            return MatchedParts(self.epoch, (), pending)
-        tokens = self._boundary(requests, keys, prefix)
-        found: list[HeldPrefix] = []
-        for request, part in zip(requests, keys, strict=True):
-            blocks = _needed(request, tokens)
-            held = self._hold_prefix(call, request, part[blocks], requests[0].lease, now)
-            found.append(held)
-            if held.counts[0] < blocks.stop - blocks.start:  # no room to stage it
-                tokens = _shortened(requests, held.counts[0] * request.tokens)
-        for request, part, held in zip(requests, keys, found, strict=True):
-            blocks = _needed(request, tokens)
-            self._cut(held, blocks.stop - blocks.start)
-            self._count_match(min(request.window or len(part), len(part)), held)
-            if tokens:
-                client.holds[request.lease] = held.hold
-        first, n = requests[0], tokens // requests[0].tokens
-        if n:
-            self._prefixes.count(first.keys, n, sum(request.block_bytes for request in requests), now)
-        if intent and intent.intent:
-            self.intents.add(call, intent.intent, _next_keys(first.keys, n), now)
-        if not tokens:
-            return MatchedParts(self.epoch, ())
-        starts = [_needed(request, tokens).start for request in requests]
-        return MatchedParts(self.epoch, tuple(map(_matched_part, found, starts)))
 
-    def _ready_prefix(self, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
-        """Tokens up to which all blocks of the parts without a window are ready. Touches and holds nothing."""
-        whole = _whole(requests, keys)
-        limits = whole or zip(requests, keys, strict=True)
-        tokens = min(len(part) * request.tokens for request, part in limits)
-        for request, part in whole:
-            wanted = part[: -(-tokens // request.tokens)]
-            ready = lookup.ready_prefix(self._c, wanted, np.empty(len(wanted), np.int64), self._index_of(request))
-            tokens = min(tokens, ready * request.tokens)
-        return tokens
+def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray]) -> int:
+    """Tokens up to which all blocks of the parts without a window are ready. Touches and holds nothing."""
+    whole = _whole(requests, keys)
+    limits = whole or zip(requests, keys, strict=True)
+    tokens = min(len(part) * request.tokens for request, part in limits)
+    for request, part in whole:
+        wanted = part[: -(-tokens // request.tokens)]
+        ready = lookup.ready_prefix(state.c, wanted, np.empty(len(wanted), np.int64), _reader_index(state, request))
+        tokens = min(tokens, ready * request.tokens)
+    return tokens
 
-    def _boundary(self, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-        """Tokens of the longest prefix from which all readers can go on. prefix: of parts without a window."""
-        runs = []
-        for request, part in zip(requests, keys, strict=True):
-            if request.window:
-                wanted = part[: prefix // request.tokens]
-                firsts, ready = np.empty((2, len(wanted)), np.int64)
-                lookup.ready_runs(self._c, wanted, firsts, self._index_of(request), request.window, ready)
-                runs.append(Runs(request.window, request.tokens, ready))
-        return boundary(prefix, step_of([request.tokens for request in requests]), runs)
 
-    def _pending(self, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-        """How many blocks of the first part after the ready prefix other clients write, or are about to compute.
+def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
+    """Tokens of the longest prefix from which all readers can go on. prefix: of parts without a window."""
+    runs = []
+    for request, part in zip(requests, keys, strict=True):
+        if request.window:
+            wanted = part[: prefix // request.tokens]
+            firsts, ready = np.empty((2, len(wanted)), np.int64)
+            lookup.ready_runs(state.c, wanted, firsts, _reader_index(state, request), request.window, ready)
+            runs.append(Runs(request.window, request.tokens, ready))
+    return boundary(prefix, step_of([request.tokens for request in requests]), runs)
 
-        What is about to be computed is known by the first part's keys: all parts of a block are computed together.
-        """
-        first, whole = requests[0], _whole(requests, keys)
-        tokens = min((len(part) * request.tokens for request, part in whole), default=0)
-        if prefix >= tokens:
-            return 0
-        for request, part in whole:
-            wanted = part[: -(-tokens // request.tokens)]
-            firsts = np.empty(len(wanted), np.int64)
-            written = lookup.unfinished_prefix(self._c, wanted, firsts, self._index_of(request))
-            tokens = min(tokens, written * request.tokens)
-        n = tokens // first.tokens
-        return n + self.intents.leading(client, _next_keys(first.keys, n)) - prefix // first.tokens
 
-    def _index_of(self, request: MatchRequest) -> int:
-        """What locations call a reader's memory; -1 where it has none yet."""
-        return _index_of(self.nodes.get(request.node))
+def _pending(state: State, client: int, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
+    """How many blocks of the first part after the ready prefix other clients write, or are about to compute.
 
-    def _hold_prefix(self, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
-        """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
-        reader, stride = self.nodes.get(request.node), slot_bytes(request.block_bytes)
-        size_class, on_gpu = self._allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
-        node = _index_of(reader)
-        host = self.nodes.get(reader.host) if reader and on_gpu else None
-        firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
-        locations, staged_locations = np.empty((2, len(keys)), LOCATION)
-        stage = min(max(0, request.stage), len(keys))
-        need = leases.find_prefix(self._c, keys, firsts, node, size_class, stage)
-        if need and reader and self._allocator.provide_slots(reader, size_class, stride, need):
-            table.find(self._c, keys, firsts)  # a slab that another size gave up may have held some
-        counts = leases.match(
-            *(self._c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
-            self.quotas.number(request.tenant),
-            *(source, gens, staged, staged_gens, locations, staged_locations),
-        )
-        n = counts[0]
-        hold = Hold(
-            call.seq,
-            node,
-            size_class,
-            keys[:n].copy(),  # a view would keep all of it
-            source[:n].copy(),
-            gens[:n].copy(),
-            staged[:n].copy(),
-            staged_gens[:n].copy(),
-            writes=False,
-            group=group,
-            since=now,
-            used=now,
-        )
-        return HeldPrefix(reader, hold, locations, staged_locations, counts)
+    What is about to be computed is known by the first part's keys: all parts of a block are computed together.
+    """
+    first, whole = requests[0], _whole(requests, keys)
+    tokens = min((len(part) * request.tokens for request, part in whole), default=0)
+    if prefix >= tokens:
+        return 0
+    for request, part in whole:
+        wanted = part[: -(-tokens // request.tokens)]
+        firsts = np.empty(len(wanted), np.int64)
+        written = lookup.unfinished_prefix(state.c, wanted, firsts, _reader_index(state, request))
+        tokens = min(tokens, written * request.tokens)
+    n = tokens // first.tokens
+    return n + state.intents.leading(client, _next_keys(first.keys, n)) - prefix // first.tokens
 
-    def _cut(self, prefix: HeldPrefix, n: int) -> None:
-        """Let go of a prefix's blocks from n on."""
-        if prefix.counts[0] == n:
-            return
-        self.clients.release([prefix.hold.cut(n)])
-        nodes = prefix.locations["node"][:n].astype(np.int64)
-        external, reader = is_tier(nodes), prefix.reader
-        host = self.nodes.get(reader.host) if reader and reader.on_gpu else None
-        promoted = int((nodes == host.index).sum()) if host else 0
-        prefix.counts = n, int((nodes != prefix.hold.node).sum()), int(external.sum()), promoted
 
-    def _count_match(self, asked: int, prefix: HeldPrefix) -> None:
-        n, remote, external, promoted = prefix.counts
-        counters = self.counters
-        counters["lookups"] += asked
-        counters["hits"] += n
-        counters["remote_hits"] += remote - external - promoted
-        counters["external_hits"] += external
-        counters["promoted"] += promoted
-        counters["gpu_hits"] += n - remote if prefix.reader is not None and prefix.reader.on_gpu else 0
+def _reader_index(state: State, request: MatchRequest) -> int:
+    """What locations call a reader's memory; -1 where it has none yet."""
+    return _index_of(state.nodes.get(request.node))
 
-    def next_window(self, call: Call, request: NextWindowRequest, now: float) -> Window:
-        """Staging slots for blocks of a lease, any client's. Those of its other blocks are given back."""
-        self._on_call(call, now)
-        owner, start = self.clients.get(request.owner), request.start
-        hold = owner.holds.get(request.lease) if owner else None
-        sound = hold is not None and 0 <= start <= request.stop and is_block_size(request.block_bytes)
-        if hold is None or hold.writes or not sound:
-            return Window(self.epoch, b"", b"")
-        hold.used = now
-        before, wanted = slice(start), slice(start, min(request.stop, len(hold.source)))
-        for other in (slice(wanted.stop, None), before):
-            given, gens = hold.staged[other], hold.staged_gens[other]
-            leases.release(self._c, given, gens, given[:0], gens[:0])
-            given[given >= 0] = leases.UNSTAGED
-        moved = leases.pass_by(
-            self._c, hold.keys[before], hold.source[before], hold.gens[before], hold.node, hold.staged[before]
-        )
-        self._provide_staging(hold, hold.staged[wanted], slot_bytes(request.block_bytes), now)
-        n = leases.next_window(
-            self._c,
-            hold.keys[wanted],
-            hold.source[wanted],
-            hold.gens[wanted],
-            hold.node,
-            hold.size_class,
-            hold.staged[wanted],
-            hold.staged_gens[wanted],
-        )
-        if (hold.staged[wanted] >= 0).any():  # it can go on
-            hold.held_up = None
-        window = slice(start, start + n)
-        _, source = self._size_classes.describe(hold.source[window], request.block_bytes)
-        hold.staged_gens[window], staged = self._size_classes.describe(hold.staged[window], request.block_bytes)
-        staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
-        tell = moved or request.again
-        passed = self._size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if tell else b""
-        return Window(self.epoch, source.tobytes(), staged.tobytes(), passed)
 
-    def _provide_staging(self, hold: Hold, staged: RowArray, stride: int, now: float) -> None:
-        """Give the reader of a lease slabs for what it is about to stage.
+def _hold_prefix(state: State, call: Call, request: MatchRequest, keys: KeyArray, group: int, now: float) -> HeldPrefix:
+    """Hold the longest ready prefix of the keys for a reader. group: see Hold."""
+    reader, stride = state.nodes.get(request.node), slot_bytes(request.block_bytes)
+    size_class, on_gpu = state.allocator.staging_class(reader, stride), reader is not None and reader.on_gpu
+    node = _index_of(reader)
+    host = state.nodes.get(reader.host) if reader and on_gpu else None
+    firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
+    locations, staged_locations = np.empty((2, len(keys)), LOCATION)
+    stage = min(max(0, request.stage), len(keys))
+    need = leases.find_prefix(state.c, keys, firsts, node, size_class, stage)
+    if need and reader and state.allocator.provide_slots(reader, size_class, stride, need):
+        table.find(state.c, keys, firsts)  # a slab that another size gave up may have held some
+    counts = leases.match(
+        *(state.c, keys, firsts, node, size_class, stage, host.index if host else -1, request.block_bytes),
+        state.quotas.number(request.tenant),
+        *(source, gens, staged, staged_gens, locations, staged_locations),
+    )
+    n = counts[0]
+    hold = Hold(
+        call.seq,
+        node,
+        size_class,
+        keys[:n].copy(),  # a view would keep all of it
+        source[:n].copy(),
+        gens[:n].copy(),
+        staged[:n].copy(),
+        staged_gens[:n].copy(),
+        writes=False,
+        group=group,
+        since=now,
+        used=now,
+    )
+    return HeldPrefix(reader, hold, locations, staged_locations, counts)
 
-        While no slot in its window can be taken, most likely since other leases hold them, it waits. After HELD_UP_S it
-        gets slots of the oldest primaries: whoever has those leases may be waiting for this reader. Not on a node
-        that leaves, whose primaries are yet to be copied.
-        """
-        since, hold.held_up = hold.held_up, None
-        lack = leases.staging_lack(self._c, hold.size_class, staged) if hold.size_class >= 0 else 0
-        reader = next((node for node in self.nodes.values() if node.index == hold.node), None) if lack else None
-        if reader is None or reader.size_classes.get(stride) != hold.size_class:
-            return
-        self._allocator.provide_slots(reader, hold.size_class, stride, lack)
-        if self._size_classes.takeable(hold.size_class) or reader.leaving:
-            return
-        hold.held_up = now if since is None else since
-        if now - hold.held_up >= HELD_UP_S:
-            eviction.restore_window(self._c, hold.size_class, lack)
 
-    def why_missing(self, key: bytes) -> str:
-        """Why a match ended at this key, in words."""
-        return why_missing(self._c, int(self._find(key)[1][0]))
+def _cut(state: State, prefix: HeldPrefix, n: int) -> None:
+    """Let go of a prefix's blocks from n on."""
+    if prefix.counts[0] == n:
+        return
+    state.clients.release([prefix.hold.cut(n)])
+    nodes = prefix.locations["node"][:n].astype(np.int64)
+    external, reader = is_tier(nodes), prefix.reader
+    host = state.nodes.get(reader.host) if reader and reader.on_gpu else None
+    promoted = int((nodes == host.index).sum()) if host else 0
+    prefix.counts = n, int((nodes != prefix.hold.node).sum()), int(external.sum()), promoted
 
-    def locate_prefix(self, keys: bytes) -> dict[str, int]:
-        """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.
 
-        For a router that chooses a reader: nothing is touched, leased or counted.
-        """
-        hosts = np.zeros(len(self._c.grid), np.int64)
-        numbers: dict[str, int] = {}
-        for node in self.nodes.values():
-            if node.slabs:
-                hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
-        counts, last = np.zeros((2, len(numbers)), np.int64)
-        lookup.locate_prefix(self._c, self._find(keys)[1], hosts, counts, last)
-        return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
+def _count_match(state: State, asked: int, prefix: HeldPrefix) -> None:
+    n, remote, external, promoted = prefix.counts
+    counters = state.counters
+    counters["lookups"] += asked
+    counters["hits"] += n
+    counters["remote_hits"] += remote - external - promoted
+    counters["external_hits"] += external
+    counters["promoted"] += promoted
+    counters["gpu_hits"] += n - remote if prefix.reader is not None and prefix.reader.on_gpu else 0
 
-    def stored(self, keys: bytes) -> Stored:
-        """Which keys are stored, in memory or in an external tier, whether their node answers just now or not."""
-        if any(node.state == "joining" for node in self.nodes.values()):
-            return Stored(self.epoch, b"")
-        _, found = self._find(keys)
-        lists.replace_by_stored(self._c, found)
-        return Stored(self.epoch, found.astype(np.uint8).tobytes())
 
-    def largest_prefixes(self, n: int, now: float) -> list[dict[str, Any]]:
-        """At most `n` that look-ups ended with since this directory began, that of the most blocks found first.
+def next_window(state: State, call: Call, request: NextWindowRequest, now: float) -> Window:
+    """Staging slots for blocks of a lease, any client's. Those of its other blocks are given back."""
+    on_call(state, call, now)
+    owner, start = state.clients.get(request.owner), request.start
+    hold = owner.holds.get(request.lease) if owner else None
+    sound = hold is not None and 0 <= start <= request.stop and is_block_size(request.block_bytes)
+    if hold is None or hold.writes or not sound:
+        return Window(state.epoch, b"", b"")
+    hold.used = now
+    before, wanted = slice(start), slice(start, min(request.stop, len(hold.source)))
+    for other in (slice(wanted.stop, None), before):
+        given, gens = hold.staged[other], hold.staged_gens[other]
+        leases.release(state.c, given, gens, given[:0], gens[:0])
+        given[given >= 0] = leases.UNSTAGED
+    moved = leases.pass_by(
+        state.c, hold.keys[before], hold.source[before], hold.gens[before], hold.node, hold.staged[before]
+    )
+    _provide_staging(state, hold, hold.staged[wanted], slot_bytes(request.block_bytes), now)
+    n = leases.next_window(
+        state.c,
+        hold.keys[wanted],
+        hold.source[wanted],
+        hold.gens[wanted],
+        hold.node,
+        hold.size_class,
+        hold.staged[wanted],
+        hold.staged_gens[wanted],
+    )
+    if (hold.staged[wanted] >= 0).any():  # it can go on
+        hold.held_up = None
+    window = slice(start, start + n)
+    _, source = state.size_classes.describe(hold.source[window], request.block_bytes)
+    hold.staged_gens[window], staged = state.size_classes.describe(hold.staged[window], request.block_bytes)
+    staged["node"][hold.staged[window] == leases.UNSTAGED] = hold.node
+    tell = moved or request.again
+    passed = state.size_classes.describe(hold.source[before], request.block_bytes)[1].tobytes() if tell else b""
+    return Window(state.epoch, source.tobytes(), staged.tobytes(), passed)
 
-        key: of the last block, in hex. blocks, bytes: of the prefix. hits: look-ups that ended there. idle_s: since the
-        last. nodes: where the last block is in memory.
-        """
-        return [
-            {
-                "key": prefix.key.hex(),
-                "blocks": prefix.blocks,
-                "bytes": prefix.blocks * prefix.block_bytes,
-                "hits": prefix.hits,
-                "idle_s": now - prefix.last,
-                "nodes": list(self.locate_prefix(prefix.key)),
-            }
-            for prefix in self._prefixes.largest(n)
-        ]
+
+def _provide_staging(state: State, hold: Hold, staged: RowArray, stride: int, now: float) -> None:
+    """Give the reader of a lease slabs for what it is about to stage.
+
+    While no slot in its window can be taken, most likely since other leases hold them, it waits. After HELD_UP_S it
+    gets slots of the oldest primaries: whoever has those leases may be waiting for this reader. Not on a node
+    that leaves, whose primaries are yet to be copied.
+    """
+    since, hold.held_up = hold.held_up, None
+    lack = leases.staging_lack(state.c, hold.size_class, staged) if hold.size_class >= 0 else 0
+    reader = next((node for node in state.nodes.values() if node.index == hold.node), None) if lack else None
+    if reader is None or reader.size_classes.get(stride) != hold.size_class:
+        return
+    state.allocator.provide_slots(reader, hold.size_class, stride, lack)
+    if state.size_classes.takeable(hold.size_class) or reader.leaving:
+        return
+    hold.held_up = now if since is None else since
+    if now - hold.held_up >= HELD_UP_S:
+        eviction.restore_window(state.c, hold.size_class, lack)
+
+
+def locate_prefix(state: State, keys: bytes) -> dict[str, int]:
+    """How many blocks of the longest prefix of `keys` that is ready each node has, by name, where it has any.
+
+    For a router that chooses a reader: nothing is touched, leased or counted.
+    """
+    hosts = np.zeros(len(state.c.grid), np.int64)
+    numbers: dict[str, int] = {}
+    for node in state.nodes.values():
+        if node.slabs:
+            hosts[node.index & NODE_MASK] = numbers.setdefault(node.host, len(numbers))
+    counts, last = np.zeros((2, len(numbers)), np.int64)
+    lookup.locate_prefix(state.c, state.find(keys)[1], hosts, counts, last)
+    return {name: int(counts[number]) for name, number in numbers.items() if counts[number]}
+
+
+def stored(state: State, keys: bytes) -> Stored:
+    """Which keys are stored, in memory or in an external tier, whether their node answers just now or not."""
+    if any(node.state == "joining" for node in state.nodes.values()):
+        return Stored(state.epoch, b"")
+    _, found = state.find(keys)
+    lists.replace_by_stored(state.c, found)
+    return Stored(state.epoch, found.astype(np.uint8).tobytes())
 
 
 def _next_keys(keys: bytes, n: int) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from raykv.directory.kernels import columns
 from raykv.directory.kernels.columns import Columns
+from raykv.directory.state.state import State
 
 ABSENT = "not in the pool"
 WRITTEN = "still being written"
@@ -10,7 +11,12 @@ TIER_AWAY = "in an external tier that is down"
 NO_MEMORY = "on another node, and the reader's has no memory to take it"
 
 
-def why_missing(c: Columns, first: int) -> str:
+def why_missing(state: State, key: bytes) -> str:
+    """Why a match ended at this key, in words."""
+    return _of_copies(state.c, int(state.find(key)[1][0]))
+
+
+def _of_copies(c: Columns, first: int) -> str:
     """Of a key's copies, what kept a reader from the best of them. first: the first row of the key; -1: none."""
     found, row = ABSENT, first
     while row >= 0:

@@ -1,5 +1,8 @@
 """What clients hold: leases of readers, the staging slots that they pull into, pins, and how a hold ends.
 
+When it ends: `state/holds.py: Clients` ends what a call does not list any more, and `calls/upkeep.py: check` what a
+client has that made no call for CLIENT_TTL_S.
+
 A row may be held by a lease (a reader's), a reservation (a writer's, see placement.py), a pin or a demotion.
 """
 

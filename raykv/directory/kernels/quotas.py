@@ -2,6 +2,8 @@
 
 A tenant is a number below `TENANTS`; 0 is whoever has no quota. A key is charged to who stored or matched it last: all
 its rows have one tenant. What counts are primaries in the memory of nodes, ready or being written.
+`eviction` asks before a block goes, `placement` before a slot is granted, `gpu_demotion` before it takes one;
+`lists.charge` moves a key from one tenant to another.
 """
 
 import numpy as np

@@ -1,6 +1,7 @@
 """Shares of the pool's memory, by tenant: what is kept for each, and what it may have at most.
 
 Only tenants with a quota are told apart, each by a number. All others are tenant 0, which has no minimum and no limit.
+Kernels enforce quotas: `kernels/quotas.py: may_go` says whose blocks may go for whom.
 """
 
 from collections.abc import Iterable

@@ -11,7 +11,7 @@ from typing import Any
 
 from helpers.oracle.readers import Readers
 from helpers.oracle.slots import HOLDS_MAX, IN_TABLE, PRESENT, Lease, Node, Row, pack, split, unpack
-from raykv.directory.directory import PINNED_SHARE
+from raykv.directory.calls.clients import PINNED_SHARE
 from raykv.protocol.clients import Call, CommitRequest, Counted, Reserved, ReserveRequest
 
 COUNTERS = (

@@ -160,7 +160,7 @@ class Clients(Cast):
         reservation = self.new_id(worker)
         call = self.call(worker)
         stored = []
-        windows = self.real._allocator.lacking  # for which blocks are evicted before the batch is served
+        windows = self.real.allocator.lacking  # for which blocks are evicted before the batch is served
         if self.with_oracle and start >= 0 and not call.corrupt and not call.pulled and not windows:
             swapped = {
                 key for client in self.real.clients.values() for key in client.swapped
@@ -177,7 +177,7 @@ class Clients(Cast):
 
     def _present(self, key: bytes) -> bool:
         rows = chain_of(self.real, key)
-        return any(self.real._size_classes.c.rows[row]["state"] in (columns.READY, columns.REPLICA) for row in rows)
+        return any(self.real.c.rows[row]["state"] in (columns.READY, columns.REPLICA) for row in rows)
 
     def commit(self) -> None:
         rng = self.rng

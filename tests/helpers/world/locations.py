@@ -28,5 +28,5 @@ def slot_size(location: tuple[int, ...], directory: Directory | None = None) -> 
         return slot_bytes(location[3])
     for node in directory.nodes.values():
         if node.index == location[0] and location[1] in node.slabs:
-            return node.slab_bytes // directory._size_classes.span(node.slabs[location[1]])[1] // 4096 * 4096
+            return node.slab_bytes // directory.size_classes.span(node.slabs[location[1]])[1] // 4096 * 4096
     return 0

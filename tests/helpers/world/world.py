@@ -153,7 +153,7 @@ class World(Clients, Nodes, Tiers, Tenants):
             self.do("tier_heartbeat", name, unreached, self.now)
             self.do("demote", name, DemotionReport(b"", b"", b"", 0, False), self.now)
         self.check()
-        rows = self.real._size_classes.c.rows
+        rows = self.real.c.rows
         assert not rows["holds"].any()
         resting = [columns.FREE, columns.READY, columns.REPLICA, columns.EXTERNAL, columns.CLOSED]
         resting += [] if self.with_oracle else [columns.DEMOTING]  # a node may have changed its tier
@@ -163,7 +163,7 @@ class World(Clients, Nodes, Tiers, Tenants):
         for name in list(self.real.nodes):
             self.do("remove_node", name, self.now)
         self.check()
-        assert np.isin(self.real._size_classes.c.rows["state"], (columns.FREE, columns.EXTERNAL, columns.CLOSED)).all()
+        assert np.isin(self.real.c.rows["state"], (columns.FREE, columns.EXTERNAL, columns.CLOSED)).all()
 
 
 _USE: Mix = {

@@ -1,0 +1,275 @@
+"""Node stores that join, report, leave or die."""
+
+import numpy as np
+
+from raykv.directory.calls.found_blocks import FoundBlocks
+from raykv.directory.calls.upkeep import check, promote_replicas, set_state
+from raykv.directory.kernels import columns, slabs
+from raykv.directory.kernels import sole_copies as copies
+from raykv.directory.kernels.columns import CLOCK, EPOCH
+from raykv.directory.state.allocator import Node, staging_window
+from raykv.directory.state.arrays import key_array
+from raykv.directory.state.state import State
+from raykv.protocol.location import EPOCHS, LOCATION, SLABS_MAX, host_of
+from raykv.protocol.stores import (
+    FINISHED,
+    STILL_WRITTEN,
+    ArenaDescription,
+    Heartbeat,
+    Inventory,
+    Joined,
+    SlabReport,
+    SlabTarget,
+    SoleCopies,
+    SweepResult,
+)
+
+SOLE_COPIES_PER_CALL = 4096  # of each size
+ARENA_BYTES_MAX = 1 << 50
+EPOCHS_AHEAD = 1 << 16  # of a store that comes from another directory: more than a pool has in years
+GPUS = 64  # of a node, at most
+
+
+def join(state: State, name: str, arena: ArenaDescription, now: float, window: int | None = None) -> Joined:
+    """A node store started. Nothing is offered or granted there until `adopt`.
+
+    window: bytes of its staging window; None: see `staging_window`. ValueError for an arena that can't be.
+    """
+    check(state, now)
+    _check_arena(arena, state.epoch)
+    _check_gpus(state, name)
+    if arena.epoch > state.epoch or (arena.epoch == state.epoch and arena.nonce not in state.stamped):
+        state.c.state[EPOCH] = arena.epoch + 1
+    state.stamped.add(arena.nonce)
+    known = state.nodes.get(name)
+    if known and known.nonce == arena.nonce and not known.is_half_adopted:
+        known.last_heartbeat = now
+        return Joined(known.index, state.epoch)
+    _remove(state, name)
+    window = staging_window(arena.slab_bytes * arena.slab_count) if window is None else window
+    node = Node(name, state.new_index(tier=False), arena.nonce, arena.slab_bytes, window, now, limit=arena.slab_count)
+    node.leaving = node.host in state.leaving
+    state.nodes[name] = node
+    state.quotas.resize(state.nodes.values())
+    return Joined(node.index, state.epoch)
+
+
+def _check_gpus(state: State, name: str) -> None:
+    """ValueError for one more GPU than a node has: each costs memory."""
+    host = host_of(name)
+    others = sum(node.on_gpu and node.host == host and node.name != name for node in state.nodes.values())
+    if name != host and others >= GPUS:
+        raise ValueError(f"{name!r} joins beside {others} GPUs of its node: no node has more than {GPUS}")
+
+
+def adopt(state: State, name: str, found: Inventory, now: float, offered: int = 0) -> None:
+    """Take up what a node store found in its arena. Where the node's rows are known, headers can only veto them.
+
+    It may come in pieces, youngest first, between which others call: nothing is offered there until the last.
+    offered: slabs that are allocated there. Without it, blocks would be evicted until the next heartbeat.
+    ValueError for what is no Inventory, or no count of slabs. Locations that the arena can't have are left out.
+    """
+    check(state, now)
+    node = state.nodes.get(name)
+    if node is None or found.node not in (-1, node.index):
+        return
+    _check_slabs(offered)
+    blocks = FoundBlocks.of(found).in_arena(node.index, max(offered, node.limit))
+    node.last_heartbeat = now
+    joined = node.state == "joining"
+    if joined:
+        _take_up(state, node, blocks)
+    else:
+        _veto(state, blocks)
+    if found.left:
+        return
+    state.allocator.offer(node, offered)
+    set_state(state, node, "alive")
+    for other in state.nodes.values():
+        if other.leaving or (other.on_gpu and other.host == name):
+            promote_replicas(state, other)  # before anybody may evict the copies here
+    if joined and not node.leaving:
+        state.allocator.empty_windows(node)
+
+
+def _take_up(state: State, node: Node, found: FoundBlocks) -> None:
+    """Make rows of blocks in the arena of a node that joins, oldest first, children before parents."""
+    state.allocator.open_slabs_of(node, np.concatenate([found.locations, found.writing]))
+    slabs.set_aside(state.c, *state.size_classes.rows_of(found.writing))
+    order = np.lexsort((-found.positions.astype(np.int64), found.stamps))
+    order = order[found.locations["gen"][order] > state.floor]
+    rows, gens = state.size_classes.rows_of(found.locations[order])
+    known = rows >= 0
+    if node.floor < 0:  # the first piece
+        total = int(known.sum()) + found.left
+        state.c.state[CLOCK] = max(state.c.state[CLOCK], total)
+        node.floor = int(state.c.state[CLOCK]) - total
+    slabs.adopt(state.c, rows[known], found.keys[order][known], gens[known], node.floor + found.left)
+
+
+def _veto(state: State, found: FoundBlocks) -> None:
+    """Drop blocks whose header tells of another block that is as new, or newer."""
+    rows, gens = state.size_classes.rows_of(found.locations)
+    keys, known = found.keys, state.c.rows[rows]
+    other = (known["gen"] != gens) | (known["k0"] != keys[:, 0]) | (known["k1"] != keys[:, 1])
+    vetoed = (rows >= 0) & other & (gens >= known["gen"])
+    slabs.drop(state.c, rows[vetoed], known["gen"][vetoed])
+    state.pins.repair()
+
+
+def heartbeat(state: State, name: str, offered: int, now: float) -> Heartbeat | None:
+    """A node store is alive and has allocated `offered` slabs. None: it is unknown here, and must `join` again.
+
+    ValueError for what is no count of slabs.
+    """
+    check(state, now)
+    _check_slabs(offered)
+    node = state.nodes.get(name)
+    if node is None or node.state == "joining":
+        return None
+    node.last_heartbeat = now
+    state.allocator.offer(node, offered)
+    if node.state == "suspect":
+        set_state(state, node, "alive")
+    return Heartbeat(state.epoch, state.floor, state.allocator.quarantined(node).tobytes())
+
+
+def sweep_result(state: State, result: SweepResult, now: float) -> None:
+    """What a node store found in quarantined slots."""
+    check(state, now)
+    rows, gens = state.size_classes.rows_of(np.frombuffer(result.locations, LOCATION))
+    verdicts, keys = np.frombuffer(result.verdicts, np.uint8), key_array(result.keys)
+    found_gens = np.frombuffer(result.generations, np.uint64).astype(np.int64)
+    if len(rows) == len(verdicts) == len(keys) == len(found_gens):
+        verdicts = np.where(verdicts <= FINISHED, verdicts, STILL_WRITTEN).astype(np.uint8)
+        slabs.sweep_result(state.c, rows, gens, verdicts, keys, found_gens, state.floor)
+
+
+def set_slab_target(state: State, name: str, report: SlabReport, now: float) -> SlabTarget:
+    """A node store is to have `report.limit` slabs. Called before every `adopt` and `heartbeat`.
+
+    Slabs that it says were given back are gone, whatever was agreed before. Of those that it has too many, slabs in
+    which nobody holds a slot are to be given back at once, oldest first, the others as holds end.
+    ValueError for what is no count of slabs.
+    """
+    check(state, now)
+    _check_slabs(report.limit)
+    numbers_back = np.frombuffer(report.given_back, np.int32)
+    node = state.nodes.get(name)
+    if node is None:
+        return SlabTarget(0, b"")
+    if report.limit != node.limit:
+        node.limit, node.window_bytes = report.limit, staging_window(node.slab_bytes * report.limit)
+        state.quotas.resize(state.nodes.values())
+    for stride, size_class in node.size_classes.items():
+        state.size_classes.resize_window(size_class, max(1, node.window_bytes // stride))
+    given_back = set(numbers_back[numbers_back >= 0].tolist())
+    if given_back != node.withdrawn:
+        _set_withdrawn(state, node, given_back)
+    numbers = state.allocator.withdraw(node, state.pins.rows()) if node.state != "joining" else []
+    return SlabTarget(state.size_classes.next_gen() if numbers else 0, np.array(numbers, np.int32).tobytes())
+
+
+def _set_withdrawn(state: State, node: Node, given_back: set[int]) -> None:
+    """Take over what the node says it gave back, where that differs (an answer was lost or late)."""
+    kept = sorted(node.withdrawn - given_back, reverse=True)
+    lost = [number for number in given_back if number in node.slabs]
+    for number in lost:
+        state.size_classes.close(node.index, node.slabs.pop(number))
+    node.spare[:] = [*kept, *(number for number in node.spare if number not in given_back)]
+    node.withdrawn = given_back
+    state.allocator.may_have_spare.add(node.name)
+    if lost:
+        state.invalidate()
+
+
+def leave(state: State, name: str, now: float) -> None:
+    """A node is about to leave: nothing new is stored there, and `sole_copies` are what it takes along.
+
+    A new directory must be told before any node joins.
+    """
+    check(state, now)
+    state.leaving.add(name)
+    for node in state.of_host(name):
+        if not node.leaving:  # it is said every second
+            node.leaving = True
+            set_state(state, node, node.state)
+            promote_replicas(state, node)
+
+
+def stay(state: State, name: str, now: float) -> None:
+    """A node does not leave after all: blocks are stored there again."""
+    check(state, now)
+    state.leaving.discard(name)
+    for node in state.of_host(name):
+        if node.leaving:
+            node.leaving = False
+            set_state(state, node, node.state)
+
+
+def sole_copies(state: State, name: str, now: float) -> SoleCopies | None:
+    """Blocks that would be lost with a node. None: what the node has is not known here."""
+    check(state, now)
+    nodes, shared = state.of_host(name), state.tier_catalog.tiers.get("")
+    if name not in state.nodes or any(node.state == "joining" for node in nodes):
+        return None
+    for node in nodes:
+        if node.leaving:
+            promote_replicas(state, node)
+    tier = shared.index if shared and not shared.unreached else -1
+    locations, keys, total, heads = [], [], 0, np.empty(columns.TENANTS_MAX, np.int64)
+    for node in nodes:
+        for stride, size_class in node.size_classes.items():
+            rows = np.empty(SOLE_COPIES_PER_CALL, np.int64)
+            n = copies.in_lists(state.c, size_class, tier, heads, rows, 0)
+            for record in node.slabs.values():
+                if state.c.slabs[record]["size_class"] == size_class:
+                    n = copies.held(state.c, *state.size_classes.span(record), tier, rows, n)
+            locations.append(state.size_classes.describe(rows[:n], stride)[1].tobytes())
+            keys.append(state.size_classes.keys_of(rows[:n]))
+        spans = map(state.size_classes.span, node.slabs.values())
+        total += sum(int(copies.count(state.c, base, slots, tier)) for base, slots in spans)
+    return SoleCopies(b"".join(locations), b"".join(keys), total)
+
+
+def remove_node(state: State, name: str, now: float) -> int:
+    """Ray says that a node is dead: its rows go. Returns how many slots it had."""
+    check(state, now)
+    state.leaving.discard(name)
+    return sum(_remove(state, node.name) for node in state.of_host(name))
+
+
+def _remove(state: State, name: str) -> int:
+    node = state.nodes.pop(name, None)
+    if node is None:
+        return 0
+    set_state(state, node, "dead")
+    state.quotas.resize(state.nodes.values())
+    slots = sum(state.size_classes.span(record)[1] for record in node.slabs.values())
+    for record in node.slabs.values():
+        state.size_classes.close(node.index, record)
+    for stride, size_class in node.size_classes.items():
+        state.size_classes.remove(size_class, stride)
+        state.allocator.lacking.pop(size_class, None)
+    state.tier_catalog.leave(name)
+    state.gpu_demotion.cancel(name)
+    state.invalidate()  # the node may come back with the same generations in the same rows
+    return slots
+
+
+def _check_arena(arena: ArenaDescription, epoch: int) -> None:
+    """ValueError for what is no arena: its blocks would be rows without end, or generations that no header keeps.
+
+    epoch: the directory's, which one such arena could bring to the last there is.
+    """
+    _check_slabs(arena.slab_count)
+    if not 0 < arena.slab_bytes <= ARENA_BYTES_MAX:
+        raise ValueError(f"slabs of {arena.slab_bytes} bytes: there are none")
+    if not 0 <= arena.epoch < min(EPOCHS - 1, epoch + EPOCHS_AHEAD):
+        raise ValueError(f"an arena of epoch {arena.epoch}: no pool is at that, for the directory's epoch is {epoch}")
+
+
+def _check_slabs(count: int) -> None:
+    """ValueError for what is no count of slabs."""
+    if not 0 <= count <= SLABS_MAX:
+        raise ValueError(f"{count} slabs: an arena has at most {SLABS_MAX}")

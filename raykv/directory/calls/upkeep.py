@@ -1,0 +1,55 @@
+"""What time has made due, and what other calls drop."""
+
+import numpy as np
+
+from raykv.config import SUSPECT_AFTER_S
+from raykv.directory.kernels import leases, slabs
+from raykv.directory.state.allocator import Node
+from raykv.directory.state.arrays import split_keys
+from raykv.directory.state.holds import Client
+from raykv.directory.state.state import State
+
+CHECK_EVERY_S = 0.5  # between two looks for nodes and clients that are gone
+
+
+def check(state: State, now: float) -> None:
+    """Suspect nodes that are silent, and expire clients that are; twice a second."""
+    if now < state.next_check:
+        return
+    state.next_check = now + CHECK_EVERY_S
+    for node in state.nodes.values():
+        if node.state == "alive" and now - node.last_heartbeat > SUSPECT_AFTER_S:
+            set_state(state, node, "suspect")
+    for client in state.clients.expired(now):
+        forget_swapped(state, state.clients.expire(client))
+        state.intents.end_all(client)
+    state.clients.end_unused(now)
+    state.pins.expire(now)
+    state.intents.expire(now)
+
+
+def set_state(state: State, node: Node, new: str) -> None:
+    node.state = new
+    for stride, size_class in node.size_classes.items():
+        state.size_classes.offer(size_class, stride, node.offered_to)
+    state.tier_catalog.set_suspect(node.name, new == "suspect")
+
+
+def promote_replicas(state: State, node: Node) -> None:
+    state.allocator.promote_replicas(node)
+    state.pins.repair()
+
+
+def forget_swapped(state: State, gone: Client) -> None:
+    if gone.swapped:
+        forget_keys(state, b"".join(gone.swapped))
+
+
+def forget_keys(state: State, keys: bytes) -> int:
+    """Drop blocks and their pins. Returns how many copies there were."""
+    state.pins.unpin(split_keys(keys))
+    firsts = state.find(keys)[1]
+    rows = np.empty(leases.copies(state.c, firsts, np.empty(0, np.int64)), np.int64)
+    leases.copies(state.c, firsts, rows)
+    state.tier_catalog.schedule_delete(rows, state.c.rows["gen"][rows])
+    return int(slabs.forget_rows(state.c, rows))

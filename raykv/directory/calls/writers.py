@@ -1,0 +1,112 @@
+"""What writers ask: slots, and that what they wrote there is offered."""
+
+from functools import partial
+
+import numpy as np
+
+from raykv.directory.calls.clients import on_call
+from raykv.directory.kernels import (
+    columns,
+    placement,
+    quotas,
+    table,
+)
+from raykv.directory.state.allocator import Node
+from raykv.directory.state.arrays import KeyArray, RowArray, key_array
+from raykv.directory.state.holds import Hold
+from raykv.directory.state.state import State
+from raykv.protocol.clients import NOT_WRITTEN, UNTOUCHED, Call, CommitRequest, Counted, Reserved, ReserveRequest
+from raykv.protocol.location import LOCATION, is_block_size, slot_bytes
+
+
+def reserve(state: State, call: Call, request: ReserveRequest, now: float) -> Reserved:
+    """Grant slots to what is missing of keys[start:]. keys[:start] are their parents, touched along with them."""
+    client, start = on_call(state, call, now), request.start
+    state.clients.end(client, request.reservation)
+    writer, keys = state.nodes.get(request.node), key_array(request.keys)
+    stride = slot_bytes(request.block_bytes) if is_block_size(request.block_bytes) else 0
+    size_class = state.allocator.size_class(writer, stride) if writer and writer.offered_to >= columns.TO_OWN else -1
+    if not 0 <= start <= len(keys):
+        return Reserved(state.epoch, start, b"", b"", b"")
+    if writer is None or size_class < 0:
+        return _refused(state, keys, start)
+    firsts, source, gens, staged, staged_gens = np.empty((5, len(keys)), np.int64)
+    granted, (locations, staged_locations) = np.empty(len(keys), np.int32), np.empty((2, len(keys)), LOCATION)
+    missing = placement.find_missing(state.c, keys, firsts, start, size_class)
+    tenant = state.quotas.number(request.tenant)
+    if missing and state.allocator.provision(writer, size_class, stride, missing, tenant):
+        table.find(state.c, keys, firsts)  # a slab that another size gave up may have held some
+    others, heaps = _classes_in_turn(state, writer, stride), state.size_classes.heaps[stride]
+    covered, grants = placement.reserve(
+        *(state.c, keys, firsts, start, size_class, others, heaps, state.locality),
+        *(stride, request.block_bytes, tenant),
+        *(source, gens, staged, staged_gens, granted, locations, staged_locations),
+    )
+    client.holds[request.reservation] = Hold(
+        call.seq,
+        writer.index,
+        size_class,
+        keys,
+        source,
+        gens,
+        staged,
+        staged_gens,
+        writes=True,
+        group=request.reservation,
+        since=now,
+        used=now,
+    )
+    if not grants and covered < len(keys):  # else the client asks for the rest in another call
+        charge = int(state.c.size_classes[size_class]["charge"])
+        may_go = partial(quotas.may_give_up, state.c, tenant, charge)
+        if state.pins.give_up(size_class, len(keys) - covered, may_go):
+            return reserve(state, call, request, now)
+        state.counters["refused"] += len(keys) - covered
+    return Reserved(
+        state.epoch,
+        covered,
+        granted[:grants].tobytes(),
+        locations[:grants].tobytes(),
+        staged_locations[:grants].tobytes(),
+    )
+
+
+def _classes_in_turn(state: State, writer: Node, stride: int) -> RowArray:
+    """Size classes of all nodes, in the order they are tried; for a GPU's writer its own node's memory first."""
+    classes = state.size_classes.classes[stride]
+    if not writer.on_gpu:
+        return classes
+    host = state.nodes.get(writer.host, writer).size_classes.get(stride, -1)
+    return classes[np.argsort(classes != host, kind="stable")]
+
+
+def _refused(state: State, keys: KeyArray, start: int) -> Reserved:
+    """To a writer whose node takes no blocks: it is drained, joining, or unknown."""
+    firsts = np.empty(len(keys), np.int64)
+    table.find(state.c, keys, firsts)
+    missing = start + np.flatnonzero(firsts[start:] < 0)
+    covered = int(missing[0]) if len(missing) else len(keys)
+    state.counters["refused"] += len(keys) - covered
+    return Reserved(state.epoch, covered, b"", b"", b"")
+
+
+def commit(state: State, call: Call, request: CommitRequest, now: float) -> Counted:
+    """Offer the blocks that were written, and end the reservation.
+
+    Idempotent: each block is judged by its location, key and generation, whatever became of the reservation.
+    """
+    client = on_call(state, call, now)
+    locations, keys = np.frombuffer(request.locations, LOCATION), key_array(request.keys)
+    written = np.frombuffer(request.written, np.uint8)
+    if not len(locations) == len(keys) == len(written):
+        return Counted(state.epoch)
+    hold = client.holds.get(request.reservation)
+    if NOT_WRITTEN in request.written:  # only the reservation that has a slot may give it up
+        rows, _ = state.size_classes.rows_of(locations)
+        theirs = (written == NOT_WRITTEN) & ~np.isin(rows, hold.source if hold else [])
+        written = np.where(theirs, np.uint8(UNTOUCHED), written)
+    accepted = placement.commit(state.c, locations, keys, written)
+    if hold:
+        state.clients.end(client, request.reservation)
+        state.counters["stored"] += accepted
+    return Counted(state.epoch, accepted)

@@ -1,0 +1,111 @@
+"""All that a directory knows."""
+
+import itertools
+
+import numpy as np
+
+from raykv.config import CLIENT_TTL_S
+from raykv.directory.kernels import table
+from raykv.directory.kernels.columns import CLOCK, EPOCH, NODE_BITS, Columns
+from raykv.directory.state.allocator import Allocator, Node
+from raykv.directory.state.arrays import KeyArray, RowArray, key_array
+from raykv.directory.state.gpu_demotion import GpuDemotion
+from raykv.directory.state.holds import Clients
+from raykv.directory.state.intents import Intents
+from raykv.directory.state.pins import Pins
+from raykv.directory.state.prefixes import Prefixes
+from raykv.directory.state.quotas import Quotas
+from raykv.directory.state.size_classes import SizeClasses
+from raykv.directory.state.tier_catalog import TierCatalog
+from raykv.system.jit import compile_all
+
+COUNTERS = (
+    "lookups",
+    "hits",
+    "remote_hits",
+    "external_hits",
+    "gpu_hits",
+    "stored",
+    "refused",
+    "corrupt",
+    "num_cumulative_preemption",
+    "promoted",
+    "gpu_demoted",
+)
+
+
+class State:
+    """The slabs, external tiers, leases, pins, quotas and totals of one pool. It answers no call."""
+
+    def __init__(
+        self,
+        epoch: int = 1,
+        locality: float = 1.5,
+        client_ttl: float = CLIENT_TTL_S,
+        share: float = 0.25,
+        min_hits: int = 0,
+    ) -> None:
+        """epoch: above that of every directory before. locality: how many times as long as a writer's own oldest block
+        another node's must have been idle to be evicted instead. client_ttl: seconds without a call after which a
+        client is gone. share: part of a node's slots that is kept free or copied to its external tier. min_hits: a
+        block is copied there once it was matched so often.
+        """
+        compile_all("raykv.directory")  # before the first caller waits for a kernel
+        self.locality = float(locality)
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.evicted_before = 0  # by the directories before this one
+        self.floor = 0  # generation up to which all blocks were cleared
+        self.size_classes = SizeClasses(epoch)
+        self.allocator = Allocator(self.size_classes)
+        self.tier_catalog = TierCatalog(self.size_classes, share, min_hits)
+        self.gpu_demotion = GpuDemotion(self.size_classes, self.allocator)
+        self.nodes = self.allocator.nodes
+        self.clients = Clients(self.size_classes, client_ttl)
+        self.pins = Pins(self.size_classes)
+        self.quotas = Quotas(self.size_classes)
+        self.intents = Intents()
+        self.prefixes = Prefixes()
+        self.leaving: set[str] = set()  # nodes that are about to leave, joined or not
+        self.stamped: set[bytes] = set()  # nonces of arenas that carry this epoch
+        self.next_check = 0.0
+        self._indices = itertools.count()
+
+    @property
+    def c(self) -> Columns:
+        """It grows: another one is there then."""
+        return self.size_classes.c
+
+    @property
+    def epoch(self) -> int:
+        return int(self.c.state[EPOCH])
+
+    @property
+    def tick(self) -> int:
+        """Counts uses of blocks."""
+        return int(self.c.state[CLOCK])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return self.size_classes.nbytes
+
+    def find(self, keys: bytes) -> tuple[KeyArray, RowArray]:
+        """(keys, first row of each, or -1)."""
+        found = key_array(keys)
+        firsts = np.empty(len(found), np.int64)
+        table.find(self.c, found, firsts)
+        return found, firsts
+
+    def of_host(self, name: str) -> list[Node]:
+        """A node's memory and that of its GPUs, or that of one GPU."""
+        return [node for node in self.nodes.values() if name in (node.name, node.host)]
+
+    def new_index(self, tier: bool) -> int:
+        """An index of a node or tier (see `is_tier`) that no other has, nor one of another directory's."""
+        return self.epoch % (1 << 31 - NODE_BITS) << NODE_BITS | next(self._indices) * 2 + tier
+
+    def invalidate(self) -> None:
+        """Slabs were closed: nobody holds rows there."""
+        self.clients.invalidate()
+        self.gpu_demotion.invalidate()
+        self.pins.repair()
