@@ -137,25 +137,6 @@ class DirectoryClient:
         answer = self._ask(Matched, "match", _to_match(lease, node, keys, stage, counted=counted), hold=(lease,))
         return lease, self._noticed(answer)
 
-    async def amatch(self, node: str, keys: Keys, stage: int) -> tuple[int, Matched | None]:
-        """As `match`, for event loops."""
-        lease = next(self._ids)
-        request = _to_match(lease, node, keys, stage)
-        if not self._may_ask():
-            return lease, None
-        with self._lock:
-            call = self._call(hold=(lease,))
-        answer = None
-        try:  # sent a little later than its turn: what it lists is held longer, which harms nobody
-            found = await self.line.acall("match", call, plain(request), seconds=self.deadline)
-            answer = self._noticed(self._believed(Matched(*found)))
-        except ERRORS as error:
-            self._down("directory", f"no {Matched.__name__} from it: {type(error).__name__}")
-        finally:  # cancelled, too
-            if answer is None:
-                self.release(lease)
-        return lease, answer
-
     def match_parts(
         self,
         readers: Sequence[str],
@@ -269,14 +250,6 @@ class DirectoryClient:
         refuse_forked()
         try:
             return cast(dict[int, str], self.line.call("nodes", seconds=self.deadline))
-        except ERRORS:
-            return {}
-
-    async def anodes(self) -> dict[int, str]:
-        """As `nodes`, for event loops."""
-        refuse_forked()
-        try:
-            return cast(dict[int, str], await self.line.acall("nodes", seconds=self.deadline))
         except ERRORS:
             return {}
 

@@ -29,7 +29,7 @@ class Match:
     def __init__(
         self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool = False, counted: bool = False
     ) -> None:
-        """Nothing is leased before `ask` or `aask`.
+        """Nothing is leased before `ask`.
 
         tokens_per_s: how fast the engine computes, which limits the wait for an external tier. prefetch: begin to pull
         blocks of other nodes with the match, not with the first read. counted: it is an engine's look-up, which metrics
@@ -56,18 +56,6 @@ class Match:
         except BaseException:  # a signal's, or of who exports the span: nobody would release what was leased before it
             self.release()
             raise
-        return self
-
-    async def aask(self) -> Self:
-        """As `ask`, for event loops."""
-        directory, node, begin = self._session.directory, self._session.memory_name, time.monotonic()
-        with self._span() as it:
-            for part in self._parts():
-                if not self._take(part, *await directory.amatch(node, part, self._stage)):
-                    break
-            hits = found_tokens(self._leases, self._cache)
-            tell(it, hit_tokens=self.num_tokens, **hits)
-        self._count(hits, time.monotonic() - begin)
         return self
 
     def _span(self) -> AbstractContextManager[Any]:
@@ -129,10 +117,6 @@ class Match:
     def _indices(self) -> list[int]:
         """Of the nodes, each once, in the blocks' order."""
         return list(dict.fromkeys(index for lease in self._leases for index in lease.source["node"].tolist()))
-
-    async def name_nodes(self) -> None:
-        """Ask for the nodes' names now, from an event loop, so that `nodes` need not."""
-        await self._session.learn_names(self._indices())
 
     def read(self, out: Any, *, verify: bool = False) -> int:
         """Copy the blocks out. Where many are on other nodes, they stream through this node's staging window.
@@ -236,16 +220,21 @@ class AsyncMatch:
 
     def __init__(self, session: Session, keys: Keys, tokens_per_s: float, prefetch: bool) -> None:
         """Arguments as of Match. Nothing is asked before the `async with`."""
+        self._session = session
         self._match = Match(session, keys, tokens_per_s, prefetch, counted=True)
 
     async def __aenter__(self) -> Match:
         try:
-            await self._match.aask()
-            await self._match.name_nodes()
+            await self._session.in_thread(self._ask)
         except BaseException:
             self._match.release()
             raise
         return self._match
+
+    def _ask(self) -> None:
+        """Asks for the nodes' names, too: `nodes` need not wait for them."""
+        self._match.ask()
+        _ = self._match.nodes
 
     async def __aexit__(self, *error: object) -> None:
         self._match.release()

@@ -131,18 +131,10 @@ class Session:
 
     def node_names(self, indices: list[int]) -> list[str]:
         """Ray node ids, each once, of nodes by the index that locations carry. Nodes that are gone are left out."""
-        if not self._knows(indices):
+        if not self._names.keys() >= set(indices):
             self._names.update(self.directory.nodes())
         names = [host_of(self._names[index]) for index in indices if index in self._names]
         return list(dict.fromkeys(names))
-
-    async def learn_names(self, indices: list[int]) -> None:
-        """Have `node_names` know these, without blocking the event loop."""
-        if not self._knows(indices):
-            self._names.update(await self.directory.anodes())
-
-    def _knows(self, indices: list[int]) -> bool:
-        return set(indices) <= self._names.keys()
 
     def close(self) -> None:
         """Leave the pool: what this process holds is released. Later calls find nothing."""
