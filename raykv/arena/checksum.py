@@ -8,18 +8,16 @@ of XXH3 are copied by `raykv.arena.xxh3`, others by memcpy and the xxhash librar
 import ctypes
 import importlib
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from raykv.arena import xxh3
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.system.c_functions import address, call
+from raykv.system.intrinsics import fence, prefetch
 from raykv.system.jit import kernel
 
 Copies = NDArray[np.int64]  # (n, 3): target address, source address, bytes
@@ -54,29 +52,13 @@ _FUNCTIONS = _functions()
 _MEMCPY, _CREATE, _RESET, _UPDATE, _DIGEST, _FREE = range(6)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, which need not be valid."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
-            builder.module, kind, "llvm.prefetch.p0"
-        )
-        builder.call(function, [builder.inttoptr(args[0], pointer), number(0), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
 @kernel
 def _memcpy(target: int, source: int, length: int, function: int) -> None:
     """Copy page by page, and prefetch the start of later pages: the processor's prefetch stops at a page's end."""
     for done in range(0, length, PAGE):
         for line in range(0, 512, 64):
-            _prefetch(source + done + 2 * PAGE + line)
-        _prefetch(target + done + 2 * PAGE)
+            prefetch(source + done + 2 * PAGE + line)
+        prefetch(target + done + 2 * PAGE)
         call(function, target + done, source + done, min(PAGE, length - done))
 
 
@@ -99,7 +81,7 @@ def _copy(table: Copies, stream: bool, functions: NDArray[np.int64]) -> None:
         else:
             _memcpy(target, source, length, functions[_MEMCPY])
     if stream:
-        xxh3.fence()
+        fence()
 
 
 @kernel(BLOCKS, types.boolean, types.int64, FUNCTIONS)
@@ -107,7 +89,7 @@ def _copy_stripes(table: Copies, stream: bool, secret: int, sums: NDArray[np.int
     for block in range(len(table)):
         sums[block] = xxh3.copy_block(table[block], stream, secret)
     if stream:
-        xxh3.fence()
+        fence()
 
 
 @kernel(BLOCKS, types.int64, FUNCTIONS, FUNCTIONS)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from raykv.protocol.location import ALIGN, COUNTER_BITS, GENERATIONS
 from raykv.protocol.stores import FINISHED, FREED
+from raykv.system.intrinsics import fence
 from raykv.system.jit import kernel
 
 if platform.machine() not in ("x86_64", "aarch64") or platform.system() != "Linux":
@@ -71,17 +72,6 @@ def _store(typing_context: Any, words: Any, at: Any, value: Any) -> Any:
     return types.void(words, types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _fence(typing_context: Any) -> Any:
-    """No load or store passes it, not even the non-temporal stores of a memcpy."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
 @kernel(WORDS, INT)
 def load(words: Words, at: int) -> int:
     """One word, acquired."""
@@ -92,7 +82,7 @@ def load(words: Words, at: int) -> int:
 def store(words: Words, at: int, value: int) -> None:
     """One word, released and visible to all before this returns."""
     _store(words, at, value)
-    _fence()
+    fence()
 
 
 @kernel(WORDS, SHAPE, ROWS, WORDS, WORDS)
@@ -132,7 +122,7 @@ def check(words: Words, header: Words, locations: Words, keys: Words, claims: Wo
 @kernel(WORDS, WORDS, ROWS, ROWS, MASK)
 def recheck(words: Words, header: Words, locations: Words, keys: Words, ok: Mask) -> None:
     """After a copy: clear `ok` where the header has changed since `check`: the copy may be of another block."""
-    _fence()
+    fence()
     for i in range(len(locations)):
         h = header[i]
         ok[i] = ok[i] and (
@@ -175,7 +165,7 @@ def begin(words: Words, header: Words, locations: Words, ok: Mask) -> None:
         )
         if ok[i]:
             _store(words, h, generation << 2 | WRITING)
-    _fence()
+    fence()
 
 
 @kernel(WORDS, WORDS, ROWS, MASK)
@@ -184,7 +174,7 @@ def undo(words: Words, header: Words, locations: Words, ok: Mask) -> None:
     for i in range(len(locations)):
         if ok[i]:
             _store(words, header[i], (locations[i, 3] - 1) << 2 | FREE)
-    _fence()
+    fence()
 
 
 @kernel(WORDS, WORDS, ROWS, ROWS, COLUMN, COLUMN, INT, MASK)
@@ -195,7 +185,7 @@ def finish(
 
     Where `ok` is no longer true the header stays `writing`, to be swept.
     """
-    _fence()
+    fence()
     for i in range(len(locations)):
         if ok[i]:
             h = header[i]
@@ -225,7 +215,7 @@ def reclaim(words: Words, header: Words, locations: Words, ok: Mask, states: NDA
                 states[i] = FINISHED
             elif word >> 2 <= generation:
                 _store(words, header[i], generation << 2 | FREE)
-    _fence()
+    fence()
 
 
 @kernel(WORDS, WORDS, ROWS_OUT)
@@ -250,10 +240,10 @@ def reformat(words: Words, shape: Shape, slab: int, generation: int, stride: int
     first = shape[1] + slab * (shape[0] // ALIGN) * HEADER_WORDS
     for h in range(first, first + shape[0] // smallest * HEADER_WORDS, HEADER_WORDS):
         _store(words, h, 0)
-    _fence()
+    fence()
     words[TABLE + 2 * slab + 1] = stride
     _store(words, TABLE + 2 * slab, generation)
-    _fence()
+    fence()
 
 
 @kernel(WORDS, INT, INT, MASK, ROWS_OUT)
@@ -265,7 +255,7 @@ def collect(words: Words, first: int, stride: int, locked: Mask, out: Words) -> 
         state = word & 3
         for k in range(5):
             out[slot, 2 + k] = words[h + KEY + k]
-        _fence()
+        fence()
         if locked[slot] or _load(words, h) != word:
             state = WRITING
         elif state == READY and (word >> 2 <= 0 or -(-out[slot, 4] // ALIGN) * ALIGN != stride):

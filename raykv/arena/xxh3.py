@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from raykv.system.intrinsics import emit_prefetch
 from raykv.system.jit import kernel
 
 STRIPE = 64  # bytes that the accumulators take at a time
@@ -74,13 +75,6 @@ def _accumulated(builder: Any, lanes: Any, data: Any, secret: Any) -> Any:
     return builder.add(lanes, builder.add(product, swapped))
 
 
-def _prefetch(builder: Any, address: Any, offset: int) -> None:
-    """Ask for a cache line, which need not be valid memory."""
-    kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _HALF, _HALF, _HALF])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [_at(builder, address, offset, _BYTE), _HALF(0), _HALF(3), _HALF(1)])
-
-
 def _stripes(number: int, mode: int, summed: bool = True) -> Any:
     """In a kernel: (accumulators, target, source, secret), addresses. So many stripes one after the other.
 
@@ -93,7 +87,7 @@ def _stripes(number: int, mode: int, summed: bool = True) -> Any:
             accumulators, target, source, secret = args
             lanes = _load(builder, accumulators, 0) if summed else None
             for stripe in range(number):
-                _prefetch(builder, source, STRIPE * stripe + AHEAD)
+                emit_prefetch(builder, _at(builder, source, STRIPE * stripe + AHEAD, _BYTE))
                 data = _load(builder, source, STRIPE * stripe)
                 if mode != SUM:
                     _store(builder, data, target, STRIPE * stripe, mode == STREAM)
@@ -156,17 +150,6 @@ def _digest(typing_context: Any, accumulators: Any, secret: Any, length: Any) ->
     return types.int64(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def fence(typing_context: Any) -> Any:
-    """In a kernel: what was streamed is seen by others before anything that is stored from now on."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
 @kernel
 def _stripe(mode: int, accumulators: int, target: int, source: int, secret: int) -> None:
     if mode == STREAM:
@@ -189,7 +172,7 @@ def _row(mode: int, accumulators: int, target: int, source: int, secret: int) ->
 
 @kernel
 def stream_rows(target: int, source: int, rows: int) -> None:
-    """Copy so many rows past the caches, without a checksum. target: a multiple of STRIPE. See `fence`."""
+    """Copy so many rows past the caches, without a checksum. target: a multiple of STRIPE. See `intrinsics.fence`."""
     for done in range(0, rows * ROW, ROW):
         _stream_plain_row(0, target + done, source + done, 0)
 
@@ -207,7 +190,7 @@ def copy_block(parts: NDArray[np.int64], stream: bool, secret: int) -> int:
     """Copy a block's parts. Returns the XXH3_64bits of its bytes in order.
 
     parts: (n, 3) int64: target address, source address, bytes: each a multiple of STRIPE, SHORTEST in all. Equal
-    addresses: nothing is copied. stream: do not keep the copy in the caches; call `fence` after the last block.
+    addresses: nothing is copied. stream: do not keep the copy in the caches; call `intrinsics.fence` after the last block.
     secret: address of SECRET.
     """
     accumulators: int = _begin()

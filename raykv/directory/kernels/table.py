@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from raykv.directory.kernels.columns import ENTRIES, KEYS, PAGE_BITS, ROWS, TENANTS, C
+from raykv.system.intrinsics import emit_prefetch
 from raykv.system.jit import kernel
 
 
@@ -19,15 +19,10 @@ def prefetch(typing_context: Any, array: Any, at: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
         start = builder.gep(context.make_array(kind)(context, builder, arguments[0]).data, [arguments[1]])
-        number = ir.IntType(32)
-        byte = ir.IntType(8).as_pointer()
-        start = builder.bitcast(start, byte)
-        signature_ = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, signature_, "llvm.prefetch.p0")
+        start = builder.bitcast(start, ir.IntType(8).as_pointer())
         size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
         for offset in (0, size - 8) if size > 8 else (0,):
-            pointer = builder.gep(start, [ir.IntType(64)(offset)])
-            builder.call(function, [pointer, number(1), number(3), number(1)])
+            emit_prefetch(builder, builder.gep(start, [ir.IntType(64)(offset)]), writes=True)
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
