@@ -24,6 +24,7 @@ from raykv.client.connect import connect
 from raykv.client.pool import KVPool
 from raykv.client.stop import drop_unstarted, end_pool
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.config import PoolConfig, fingerprint
 from raykv.errors import CapacityError, reason_of
 from raykv.protocol.calls import VERSION
@@ -150,9 +151,9 @@ def _start_actors(question: Question, settings: dict[str, Any], on_progress: Pro
     if head in answers and not answers[head]["compiled"]:
         log.warning("pool %s: compiling its kernels, which takes a minute or so on a machine's first start", pool)
     if question.maker:
-        internal_kv.put(pool, "tier", question.maker)
+        internal_kv.put(pool, Kept.TIER, question.maker)
     internal_kv.put_in_charge(pool, named_actors.directory_name(pool, 1), None)
-    internal_kv.put(pool, "settings", json.dumps(settings).encode())
+    internal_kv.put(pool, Kept.SETTINGS, json.dumps(settings).encode())
     _await_directory(pool, directory, on_progress)
     failed = {node_id: why for node_id, store in stores.items() if (why := _why_not_there(node_id, store))}
     if failed:
@@ -176,7 +177,7 @@ def _await_directory(pool: str, directory: Any, on_progress: Progress | None) ->
 
 def _compiled(pool: str) -> list[int]:
     """Kernels that its directory has compiled, and how many it is to; empty where it compiles none."""
-    return [int(part) for part in (internal_kv.get(pool, "compiled") or b"").split()]
+    return [int(part) for part in (internal_kv.get(pool, Kept.COMPILED) or b"").split()]
 
 
 def _why_not_there(node_id: str, store: Any) -> str:
@@ -203,9 +204,9 @@ def _answers(pool: str, stores: dict[str, Any]) -> dict[str, dict[str, Any]]:
     answers: dict[str, dict[str, Any]] = {}
     begin, usable = time.monotonic(), set[str]()  # usable: those of the silent that can import raykv
     while len(answers) < len(stores) and time.monotonic() < begin + ASK_DEADLINE_S:
-        for node_id in internal_kv.names(pool, "answer"):
-            answers[node_id] = pickle.loads(internal_kv.get(pool, f"answer/{node_id}") or b"")
-            internal_kv.drop(pool, f"answer/{node_id}")
+        for node_id in internal_kv.names(pool, Kept.ANSWER):
+            answers[node_id] = pickle.loads(internal_kv.get(pool, Kept.ANSWER, node_id) or b"")
+            internal_kv.drop(pool, Kept.ANSWER, node_id)
         silent = stores.keys() - answers.keys() - usable
         if silent and time.monotonic() > begin + SILENT_S:
             usable.add(node_id := min(silent))
@@ -252,7 +253,7 @@ def _warn_of_memory(pool: str, answers: dict[str, dict[str, Any]]) -> None:
         for other, size in answer["left"].items():
             left[other] = left.get(other, 0) + size
     for other, size in left.items():
-        if other != pool and internal_kv.get(other, "settings") is None:
+        if other != pool and internal_kv.get(other, Kept.SETTINGS) is None:
             log.warning(
                 "pool %s does not run, but %.2f GiB of shared memory are left of it: `raykv stop --name %s` frees them",
                 other,

@@ -19,6 +19,7 @@ from raykv.actors.directory.metrics import DirectoryMetrics
 from raykv.actors.directory.server import DirectoryServer, Message
 from raykv.actors.directory.succession import Succession
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.config import WRITE_SHARES, Quota
 from raykv.directory.directory import Directory
 from raykv.protocol.location import Address, host_of
@@ -38,7 +39,7 @@ class DirectoryActor(DirectoryServer):
         events.begin(named_actors.restarted(), role="directory", pool=pool, name=name, pid=os.getpid())
         if internal_kv.settings(pool) is None:  # `start` waits, and shows how far it is
             compile_all(
-                "raykv.directory", lambda *done: internal_kv.put(pool, "compiled", "{} {}".format(*done).encode())
+                "raykv.directory", lambda *done: internal_kv.put(pool, Kept.COMPILED, "{} {}".format(*done).encode())
             )
         elif free_memory.free_bytes().free > SUCCESSOR_BYTES:
             _load_kernels()
@@ -71,7 +72,7 @@ class DirectoryActor(DirectoryServer):
         directory = Directory(
             epoch, settings["locality"], share=WRITE_SHARES[settings["write"]], min_hits=settings["min_hits"]
         )
-        for name in internal_kv.names(self._pool, "leaving"):
+        for name in internal_kv.names(self._pool, Kept.LEAVING):
             directory.leave(name, time.monotonic())
         for tenant, quota in internal_kv.quotas(self._pool).items():
             try:

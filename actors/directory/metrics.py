@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 from raykv.directory.directory import Directory
 from raykv.line.periodic import Periodic
 from raykv.metrics.exporter import EXPORT_S, Exporter
@@ -85,7 +86,7 @@ class DirectoryMetrics:
 
     def saved(self) -> dict[str, int]:
         """The totals of the directories before this one."""
-        self._kept = json.loads(internal_kv.get(self._pool, "totals") or b"{}")
+        self._kept = json.loads(internal_kv.get(self._pool, Kept.TOTALS) or b"{}")
         return self._kept
 
     def attach(self, directory: Directory, lock: threading.Lock) -> None:
@@ -167,7 +168,7 @@ class DirectoryMetrics:
     def _keep(self, totals: dict[str, int]) -> None:
         """Have the next directory go on from here, if there is anything new, and if no next one is in charge."""
         if totals != self._kept and internal_kv.in_charge(self._pool).name == self._name:
-            internal_kv.put(self._pool, "totals", json.dumps(totals).encode())
+            internal_kv.put(self._pool, Kept.TOTALS, json.dumps(totals).encode())
             self._kept = totals
 
     def _tier_figures(self, node: str, tier: dict[str, Any]) -> None:

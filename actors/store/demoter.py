@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 from raykv.config import HEARTBEAT_S, METADATA_DEADLINE_S, slab_bytes
 from raykv.line.directory_line import DirectoryLine
 from raykv.line.directory_loop import DirectoryLoop, is_absence
@@ -50,8 +51,8 @@ def open_external(pool: str, fingerprint: bytes, url: str, maker: bytes | None) 
 
 def content_seed(pool: str) -> bytes:
     """The seed, equal in all stores of a pool, from which the content of an empty tier gets its name."""
-    internal_kv.put(pool, "seed", secrets.token_bytes(CONTENT_BYTES), overwrite=False)
-    return internal_kv.get(pool, "seed") or bytes(CONTENT_BYTES)
+    internal_kv.put(pool, Kept.SEED, secrets.token_bytes(CONTENT_BYTES), overwrite=False)
+    return internal_kv.get(pool, Kept.SEED) or bytes(CONTENT_BYTES)
 
 
 class Demoter:

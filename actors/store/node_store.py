@@ -30,6 +30,7 @@ from raykv.arena.files import remove_left_behind
 from raykv.arena.gpu import device
 from raykv.arena.gpu_arena import GpuArena, copy_between
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.config import HEARTBEAT_S, capacity_bytes, fingerprint, slab_bytes
 from raykv.errors import DeviceError
 from raykv.line.directory_line import DirectoryLine
@@ -67,7 +68,7 @@ class NodeStore:
         again = named_actors.restarted()
         events.begin(again, role="store", pool=pool, node=node_id[:8], pid=os.getpid())
         if question is not None and internal_kv.settings(pool) is None:
-            internal_kv.put(pool, f"answer/{node_id}", pickle.dumps(answer(question)))
+            internal_kv.put(pool, Kept.ANSWER, pickle.dumps(answer(question)), node_id)
         compile_all("raykv.arena")  # before the settings are there, where it can
         sha256.load()  # for clients of this node, which would compile it otherwise
         settings = internal_kv.await_settings(pool)
@@ -78,7 +79,7 @@ class NodeStore:
         events.tell("settings", bytes=limit * slab, **internal_kv.shown(settings))
         tier = None
         if settings["external"]:
-            tier = open_external(pool, pool_fingerprint, settings["external"], internal_kv.get(pool, "tier"))
+            tier = open_external(pool, pool_fingerprint, settings["external"], internal_kv.get(pool, Kept.TIER))
             up = tier[0].open(content_seed(pool))
             events.tell("external", url=parse(settings["external"]).text, capacity=tier[1], up=up)
         # Laid out for all of the node's memory: slabs that are not offered take none.

@@ -19,6 +19,7 @@ from raykv.actors.store.demoter import Demoter
 from raykv.arena.arena import Arena
 from raykv.arena.superblock import layout
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 from raykv.config import capacity_bytes
 from raykv.errors import CapacityError
 from raykv.line.periodic import Pause, Periodic
@@ -36,10 +37,6 @@ class SavedSize(NamedTuple):
     pool: str
     node_id: str
 
-    @property
-    def _key(self) -> str:
-        return f"memory/{self.node_id}"
-
     def load(self, default: float | int) -> float | int:
         """The `cpu_memory` of the last resize; `default` if there was none."""
         saved = self.get()
@@ -51,14 +48,14 @@ class SavedSize(NamedTuple):
 
     def get(self) -> bytes | None:
         """What `restore` takes."""
-        return internal_kv.get(self.pool, self._key)
+        return internal_kv.get(self.pool, Kept.MEMORY, self.node_id)
 
     def restore(self, saved: bytes | None) -> None:
         """Undo a `save`: what `get` returned before it."""
         if saved is None:
-            internal_kv.drop(self.pool, self._key)
+            internal_kv.drop(self.pool, Kept.MEMORY, self.node_id)
         else:
-            internal_kv.put(self.pool, self._key, saved)
+            internal_kv.put(self.pool, Kept.MEMORY, saved, self.node_id)
 
 
 class Resizer:

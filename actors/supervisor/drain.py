@@ -16,6 +16,7 @@ from raykv import cluster
 from raykv.client.match import Match
 from raykv.client.session import Session
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import CacheId, Keys
 from raykv.protocol.location import KEY_BYTES
@@ -35,13 +36,13 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
     begin = time.monotonic()
     end = begin + seconds
     events.tell("drain", node=node_id[:8], deadline=seconds)
-    internal_kv.put(pool, f"leaving/{node_id}", b"")  # for a directory that restarts meanwhile
+    internal_kv.put(pool, Kept.LEAVING, b"", node_id)  # for a directory that restarts meanwhile
     ray.get(named_actors.find_directory(pool).leave.remote(node_id), timeout=CALL_S)
     store = named_actors.find(named_actors.node_store_name(pool, node_id))
     ray.get(store.flush_to_shared.remote(seconds), timeout=seconds + CALL_S)
     left = _left(pool, node_id, 1)
     while left and time.monotonic() < end:
-        alive, leaving = cluster.living(), internal_kv.names(pool, "leaving")
+        alive, leaving = cluster.living(), internal_kv.names(pool, Kept.LEAVING)
         takers = alive.difference(leaving)
         if node_id not in alive or node_id not in leaving or not takers:
             break
@@ -61,7 +62,7 @@ def drain(pool: str, node_id: str, seconds: float) -> int:
 
 def check_others(pool: str, node_id: str) -> None:
     """ValueError unless another node takes blocks."""
-    others = cluster.living() - {node_id, *internal_kv.names(pool, "leaving"), *internal_kv.failures(pool)}
+    others = cluster.living() - {node_id, *internal_kv.names(pool, Kept.LEAVING), *internal_kv.failures(pool)}
     if not others:
         raise ValueError(
             f"node {node_id[:8]} is the last one of pool {pool!r} that takes blocks: once it is drained, nothing is "
@@ -75,7 +76,7 @@ def stay(pool: str, node_id: str) -> None:
     Raises RayError or ValueError where the directory is down.
     """
     events.tell("stay", node=node_id[:8])
-    internal_kv.drop(pool, f"leaving/{node_id}")
+    internal_kv.drop(pool, Kept.LEAVING, node_id)
     ray.get(named_actors.find_directory(pool).stay.remote(node_id), timeout=CALL_S)
 
 

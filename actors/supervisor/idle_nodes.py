@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from raykv import cluster
 from raykv.actors.supervisor.drain import check_others, drain, stay
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.system import events
 
 log = logging.getLogger("raykv")
@@ -49,11 +50,11 @@ class IdleNodes:
         self.without_store &= living
         for node_id in notes.keys() - self.being_left:
             if node_id not in living:
-                internal_kv.drop(self._pool, f"idle/{node_id}")
+                internal_kv.drop(self._pool, Kept.IDLE, node_id)
             elif node_id in used or not notes[node_id]:
                 with self._telling:
                     self.take_back(node_id)
-        drained = set(internal_kv.names(self._pool, "leaving"))  # by somebody else: it has no note here
+        drained = set(internal_kv.names(self._pool, Kept.LEAVING))  # by somebody else: it has no note here
         now, idle = time.monotonic(), (served & living) - used - drained - self.being_left - self.without_store
         self._since = {node_id: self._since.get(node_id, now) for node_id in idle}
         self.long = {node_id for node_id, since in self._since.items() if now >= since + self.seconds}
@@ -67,7 +68,7 @@ class IdleNodes:
     def take_back(self, node_id: str) -> None:
         """The node is to have a store, and takes blocks. For a caller that holds `telling`."""
         stay(self._pool, node_id)
-        internal_kv.drop(self._pool, f"idle/{node_id}")
+        internal_kv.drop(self._pool, Kept.IDLE, node_id)
         self.without_store.discard(node_id)
 
     def _leave(self, node_id: str) -> None:
@@ -82,18 +83,18 @@ class IdleNodes:
         note = secrets.token_bytes(8)
         with self._telling:  # of two nodes at once, the second finds that the first leaves
             check_others(self._pool, node_id)
-            internal_kv.put(self._pool, f"idle/{node_id}", note)
-            internal_kv.put(self._pool, f"leaving/{node_id}", b"")
+            internal_kv.put(self._pool, Kept.IDLE, note, node_id)
+            internal_kv.put(self._pool, Kept.LEAVING, b"", node_id)
         left = drain(self._pool, node_id, DRAIN_S)
         while left and (again := drain(self._pool, node_id, DRAIN_S)) < left:
             left = again
         with self._telling:
-            if internal_kv.get(self._pool, f"idle/{node_id}") != note:  # an administrator drains it, or has it stay
+            if internal_kv.get(self._pool, Kept.IDLE, node_id) != note:  # an administrator drains it, or has it stay
                 return
             if node_id in used_nodes():
                 self.take_back(node_id)
                 return
-            internal_kv.put(self._pool, f"idle/{node_id}", internal_kv.LEFT)
+            internal_kv.put(self._pool, Kept.IDLE, internal_kv.LEFT, node_id)
             self.without_store.add(node_id)
         events.tell("idle", node=node_id[:8], left=left)
         self._end_store(node_id)

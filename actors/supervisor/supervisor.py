@@ -28,6 +28,7 @@ from raykv.actors.store.readiness import why_not_usable
 from raykv.actors.supervisor.drain import check_others, drain
 from raykv.actors.supervisor.idle_nodes import IdleNodes
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.config import HEARTBEAT_S
 from raykv.errors import reason_of
 from raykv.line.periodic import Periodic
@@ -84,9 +85,9 @@ class Supervisor:
         if not force and node_id not in self._idle.without_store:
             check_others(self._pool, node_id)
         with self._telling:
-            internal_kv.drop(self._pool, f"idle/{node_id}")  # from here on somebody else's use is no reason to stay
+            internal_kv.drop(self._pool, Kept.IDLE, node_id)  # from here on somebody else's use is no reason to stay
             if node_id in self._idle.without_store:
-                internal_kv.put(self._pool, f"leaving/{node_id}", b"")
+                internal_kv.put(self._pool, Kept.LEAVING, b"", node_id)
                 return 0
         self._draining.add(node_id)
         left = 1
@@ -173,9 +174,9 @@ class Supervisor:
             ray.get(directory.remove_node.remote(node_id), timeout=HEARTBEAT_S)
             events.tell("remove_node", node=node_id[:8])
             if node_id not in living:
-                internal_kv.drop(self._pool, f"memory/{node_id}")
-        for node_id in set(internal_kv.names(self._pool, "failed")) - living:
-            internal_kv.drop(self._pool, f"failed/{node_id}")
+                internal_kv.drop(self._pool, Kept.MEMORY, node_id)
+        for node_id in set(internal_kv.names(self._pool, Kept.FAILED)) - living:
+            internal_kv.drop(self._pool, Kept.FAILED, node_id)
         self._look_for_leaving(directory, living)
         if self._idle.seconds and self._leave_idle(directory, living):
             return
@@ -184,11 +185,11 @@ class Supervisor:
 
     def _look_for_leaving(self, directory: Any, living: set[str]) -> None:
         with self._telling:
-            for node_id in internal_kv.names(self._pool, "leaving"):
+            for node_id in internal_kv.names(self._pool, Kept.LEAVING):
                 if node_id in living:
                     ray.get(directory.leave.remote(node_id), timeout=HEARTBEAT_S)  # it may have restarted meanwhile
                 else:
-                    internal_kv.drop(self._pool, f"leaving/{node_id}")
+                    internal_kv.drop(self._pool, Kept.LEAVING, node_id)
         for node_id, seconds in _noticed().items():
             if node_id in self._stores and node_id not in self._draining:
                 self._draining.add(node_id)
@@ -231,7 +232,7 @@ class Supervisor:
                     self._served.add(node_id)
                     self._silent.pop(node_id, None)
                     if self._failed.pop(node_id, None):
-                        internal_kv.drop(self._pool, f"failed/{node_id}")
+                        internal_kv.drop(self._pool, Kept.FAILED, node_id)
             except ActorDiedError as error:
                 del self._stores[node_id], self._pings[node_id]
                 if node_id not in self._served:
@@ -256,7 +257,7 @@ class Supervisor:
     def _has_failed(self, node_id: str, why: str) -> None:
         """A node's store could not start: whoever asks for the pool's state, or attaches there, is told why."""
         self._failed[node_id] = (time.monotonic(), why)
-        internal_kv.put(self._pool, f"failed/{node_id}", why.encode())
+        internal_kv.put(self._pool, Kept.FAILED, why.encode(), node_id)
         log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
 
     def _known(self, directory: Any) -> dict[int, str]:
@@ -304,7 +305,7 @@ class Supervisor:
         if not self._successor.due():
             return
         node_id = ray.get(directory.node_id.remote(), timeout=HEARTBEAT_S)
-        bad_places = {node_id, *internal_kv.names(self._pool, "leaving")} | self._idle.long
+        bad_places = {node_id, *internal_kv.names(self._pool, Kept.LEAVING)} | self._idle.long
         others = sorted((living & self._served) - bad_places)
         bad = self._successor.look(_other(self._in_charge), node_id, others)
         if bad is not None and internal_kv.in_charge(self._pool).name == self._in_charge:  # else it took over meanwhile

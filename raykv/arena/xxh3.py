@@ -190,7 +190,7 @@ def copy_block(parts: NDArray[np.int64], stream: bool, secret: int) -> int:
     """Copy a block's parts. Returns the XXH3_64bits of its bytes in order.
 
     parts: (n, 3) int64: target address, source address, bytes: each a multiple of STRIPE, SHORTEST in all. Equal
-    addresses: nothing is copied. stream: do not keep the copy in the caches; call `intrinsics.fence` after the last block.
+    addresses: nothing is copied. stream: not through the caches; call `intrinsics.fence` after the last block.
     secret: address of SECRET.
     """
     accumulators: int = _begin()

@@ -11,6 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 from raykv import cluster
 from raykv.client.session import settings_of
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.config import Quota, Size, check_tenant, memory_size
 from raykv.errors import CapacityError
 from raykv.protocol.location import CONTENT_BYTES, host_of
@@ -54,7 +55,7 @@ class Administration:
                 stores.append(named_actors.find(named_actors.node_store_name(self.name, node_id)))
         internal_kv.drop_other_tokens(self.name)
         content = secrets.token_bytes(CONTENT_BYTES)
-        internal_kv.put(self.name, "seed", content)  # a store that restarts may find a tier without its marker
+        internal_kv.put(self.name, Kept.SEED, content)  # a store that restarts may find a tier without its marker
         ray.get([store.clear.remote(floor, content) for store in stores], timeout=ADMIN_DEADLINE_S)
         return int(count)
 

@@ -13,6 +13,7 @@ from raykv import cluster
 from raykv.arena.files import arenas_of, remove_left_behind
 from raykv.client.connect import check_connected
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.config import FLUSH_DEADLINE_S
 
 STOP_DEADLINE_S = 10.0  # for each actor to answer `stop`
@@ -33,14 +34,14 @@ def stop_pool(name: str) -> bool:
 
 def end_pool(name: str) -> bool:
     """As `stop_pool`, for a process that has the pool to itself: see `internal_kv.exclusive`."""
-    settings = internal_kv.get(name, "settings")
+    settings = internal_kv.get(name, Kept.SETTINGS)
     there = settings is not None or bool(named_actors.names(name))
     _stop_watching(name)
     living = cluster.living()
     stores = _stores(name, living)
     if settings is None or json.loads(settings).get("external"):
         _flush(list(stores.values()))
-    internal_kv.drop(name, "settings")  # nobody starts what ends now
+    internal_kv.drop(name, Kept.SETTINGS)  # nobody starts what ends now
     stops = {node_id: store.stop.remote() for node_id, store in stores.items()}
     if stops:
         ray.wait(list(stops.values()), num_returns=len(stops), timeout=STOP_DEADLINE_S)

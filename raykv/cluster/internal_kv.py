@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import ray
@@ -23,55 +24,69 @@ from raykv.protocol.calls import VERSION
 from raykv.protocol.location import Address
 from raykv.system.fork import refuse_forked
 
-# What every process of the cluster may know of a pool is in Ray's internal KV: `<pool>/settings` (JSON with the secret
-# and the protocol's version), `<pool>/directory` (JSON: name of the directory in charge; its host, port and token),
-# `<pool>/epoch/<n>` (taken by a directory), `<pool>/leaving/<node>` (about to leave), `<pool>/memory/<node>` (JSON:
-# the cpu_memory that it was resized to), `<pool>/idle/<node>` (whether its store has ended for that),
-# `<pool>/quota/<tenant>` (JSON: its minimum and maximum), `<pool>/tier` (what was given to `register_tier`, pickled),
-# `<pool>/model/<name>` (JSON: how prompts become keys, for routers), `<pool>/failed/<node>` (why a node has no store),
-# `<pool>/answer/<node>` (pickled: what a node says before a pool starts), `<pool>/compiled` (kernels that the
-# directory has compiled, and all), `<pool>/lock` (who starts or stops it), `<pool>/last_epoch` (kept by a pool that
-# was stopped), `<pool>/seed` (names an empty tier's content), `<pool>/totals` (JSON: counters that outlive a
-# directory), `<pool>/rank/<engine>/<n>` (JSON: where a worker of an engine is), `<pool>/other_tokens/<node>/<client>`
-# (chunks that held what their keys are not of).
 
-LOCK = "lock"  # held by the Ray job that starts or stops the pool
-LAST_EPOCH = "last_epoch"
+class Kept(StrEnum):
+    """What is kept of a pool: `<pool>/<kind>`, or `<pool>/<kind>/<name>` of the kinds that say of what."""
+
+    SETTINGS = "settings"  # JSON, with the secret and the protocol's version
+    DIRECTORY = "directory"  # JSON: name of the directory in charge; its host, port and token
+    EPOCH = "epoch"  # by number: taken by a directory
+    LAST_EPOCH = "last_epoch"  # stays when the pool is stopped
+    LOCK = "lock"  # the Ray job, process and thread that start or stop the pool
+    TIER = "tier"  # what was given to `register_tier`, pickled
+    SEED = "seed"  # names an empty tier's content
+    TOTALS = "totals"  # JSON: counters that outlive a directory
+    COMPILED = "compiled"  # kernels that the directory has compiled, and all
+    ANSWER = "answer"  # by node, pickled: what it says before a pool starts
+    FAILED = "failed"  # by node: why it has no store
+    IDLE = "idle"  # by node: whether its store has ended for that
+    LEAVING = "leaving"  # by node: it is about to leave
+    MEMORY = "memory"  # by node, JSON: the cpu_memory that it was resized to
+    QUOTA = "quota"  # by tenant, JSON: its minimum and maximum
+    MODEL = "model"  # by name, JSON: how prompts become keys, for routers
+    RANK = "rank"  # by engine and number, JSON: where a worker of an engine is
+    OTHER_TOKENS = "other_tokens"  # by node and client: chunks that held what their keys are not of
+
+
 LEFT = b"left"  # the note of an idle node whose store has ended
 AWAIT_S = 120.0  # for a pool that is being started to have its settings
 AWAIT_LOOK_S = 0.02  # between two looks for a pool's settings
 
 
-def get(pool: str, key: str) -> bytes | None:
-    """A value of the pool in Ray's internal KV."""
+def get(pool: str, kind: Kept, name: str = "") -> bytes | None:
+    """A value of the pool. name: of what, where the kind says so."""
     refuse_forked()
-    value: bytes | None = _internal_kv_get(f"{pool}/{key}", namespace=NAMESPACE.encode())
+    value: bytes | None = _internal_kv_get(_key(pool, kind, name), namespace=NAMESPACE.encode())
     return value
 
 
-def put(pool: str, key: str, value: bytes, overwrite: bool = True) -> bool:
+def put(pool: str, kind: Kept, value: bytes, name: str = "", overwrite: bool = True) -> bool:
     """Set it; False if it was there and may not be overwritten."""
     refuse_forked()
-    existed: bool = _internal_kv_put(f"{pool}/{key}", value, overwrite=overwrite, namespace=NAMESPACE.encode())
+    existed: bool = _internal_kv_put(_key(pool, kind, name), value, overwrite=overwrite, namespace=NAMESPACE.encode())
     return overwrite or not existed
 
 
-def drop(pool: str, key: str) -> None:
-    """Remove a value of the pool from Ray's internal KV."""
-    _internal_kv_del(f"{pool}/{key}", namespace=NAMESPACE.encode())
+def drop(pool: str, kind: Kept, name: str = "") -> None:
+    """Remove a value of the pool."""
+    _internal_kv_del(_key(pool, kind, name), namespace=NAMESPACE.encode())
+
+
+def _key(pool: str, kind: Kept, name: str) -> str:
+    return f"{pool}/{kind}/{name}" if name else f"{pool}/{kind}"
 
 
 def forget(pool: str) -> None:
     """Remove all that is known of a pool, but its last epoch: clients that stay attached tell the next pool by that."""
-    kept = [f"{pool}/{key}".encode() for key in (LOCK, LAST_EPOCH)]
+    kept = [f"{pool}/{key}".encode() for key in (Kept.LOCK, Kept.LAST_EPOCH)]
     for key in _internal_kv_list(f"{pool}/", namespace=NAMESPACE.encode()):
         if key not in kept:
             _internal_kv_del(key, namespace=NAMESPACE.encode())
 
 
-def names(pool: str, folder: str) -> list[str]:
-    """What follows `<pool>/<folder>/` in Ray's internal KV."""
-    prefix = f"{pool}/{folder}/"
+def names(pool: str, kind: Kept) -> list[str]:
+    """Of what the pool keeps a value of this kind."""
+    prefix = f"{pool}/{kind}/"
     found = _internal_kv_list(prefix, namespace=NAMESPACE.encode())
     return [key.decode().removeprefix(prefix) for key in found]
 
@@ -85,7 +100,7 @@ class InCharge(NamedTuple):
 
 def in_charge(pool: str) -> InCharge:
     """The directory in charge. ValueError where there is none."""
-    value = get(pool, "directory")
+    value = get(pool, Kept.DIRECTORY)
     if not value:
         raise ValueError(f"pool {pool!r} has no directory")
     name, address = json.loads(value)
@@ -95,7 +110,7 @@ def in_charge(pool: str) -> InCharge:
 def put_in_charge(pool: str, name: str, address: Address | None) -> None:
     """Tell everybody which directory is in charge."""
     listens = [address.host, address.port, address.token.hex()] if address else None
-    put(pool, "directory", json.dumps([name, listens]).encode())
+    put(pool, Kept.DIRECTORY, json.dumps([name, listens]).encode())
 
 
 def settings(pool: str) -> dict[str, Any] | None:
@@ -103,7 +118,7 @@ def settings(pool: str) -> dict[str, Any] | None:
 
     None if there is no such pool. Raises ProtocolMismatch if it was started by a raykv that this one can't talk to.
     """
-    value = get(pool, "settings")
+    value = get(pool, Kept.SETTINGS)
     if not value:
         return None
     settings: dict[str, Any] = json.loads(value)
@@ -134,7 +149,7 @@ def shown(settings: dict[str, Any]) -> dict[str, Any]:
 
 def idle_nodes(pool: str) -> dict[str, bool]:
     """Nodes that the supervisor leaves since nobody else uses them, by Ray node id: whether their store has ended."""
-    return {node_id: get(pool, f"idle/{node_id}") == LEFT for node_id in names(pool, "idle")}
+    return {node_id: get(pool, Kept.IDLE, node_id) == LEFT for node_id in names(pool, Kept.IDLE)}
 
 
 def left_nodes(pool: str) -> set[str]:
@@ -144,42 +159,42 @@ def left_nodes(pool: str) -> set[str]:
 
 def failures(pool: str) -> dict[str, str]:
     """Why nodes have no store, by Ray node id."""
-    found = {node_id: get(pool, f"failed/{node_id}") for node_id in names(pool, "failed")}
+    found = {node_id: get(pool, Kept.FAILED, node_id) for node_id in names(pool, Kept.FAILED)}
     return {node_id: why.decode() for node_id, why in found.items() if why is not None}
 
 
 def put_other_tokens(pool: str, node_id: str, client: int, chunks: int) -> None:
     """So many chunks that a client on a node read held other tokens than their keys stand for."""
-    put(pool, f"other_tokens/{node_id}/{client}", str(chunks).encode())
+    put(pool, Kept.OTHER_TOKENS, str(chunks).encode(), f"{node_id}/{client}")
 
 
 def other_tokens(pool: str) -> dict[str, int]:
     """How many such chunks were read since the last `clear`, by node."""
     found: dict[str, int] = {}
-    for name in names(pool, "other_tokens"):
+    for name in names(pool, Kept.OTHER_TOKENS):
         node_id = name.partition("/")[0]
-        found[node_id] = found.get(node_id, 0) + int(get(pool, f"other_tokens/{name}") or 0)
+        found[node_id] = found.get(node_id, 0) + int(get(pool, Kept.OTHER_TOKENS, name) or 0)
     return found
 
 
 def drop_other_tokens(pool: str) -> None:
     """Count from 0 again."""
-    for name in names(pool, "other_tokens"):
-        drop(pool, f"other_tokens/{name}")
+    for name in names(pool, Kept.OTHER_TOKENS):
+        drop(pool, Kept.OTHER_TOKENS, name)
 
 
 def quotas(pool: str) -> dict[str, Quota]:
     """By tenant, what was set while the pool runs."""
-    found = {tenant: get(pool, f"quota/{tenant}") for tenant in names(pool, "quota")}
+    found = {tenant: get(pool, Kept.QUOTA, tenant) for tenant in names(pool, Kept.QUOTA)}
     return {tenant: Quota(*json.loads(value)) for tenant, value in found.items() if value is not None}
 
 
 def put_quota(pool: str, tenant: str, quota: Quota | None) -> None:
     """Keep it for the next directory; None: it was removed."""
     if quota is None:
-        drop(pool, f"quota/{tenant}")
+        drop(pool, Kept.QUOTA, tenant)
     else:
-        put(pool, f"quota/{tenant}", json.dumps([quota.minimum, quota.maximum]).encode())
+        put(pool, Kept.QUOTA, json.dumps([quota.minimum, quota.maximum]).encode(), tenant)
 
 
 @contextlib.contextmanager
@@ -191,12 +206,12 @@ def exclusive(pool: str, seconds: float) -> Iterator[None]:
     job, end = ray.get_runtime_context().get_job_id(), time.monotonic() + seconds
     mine = f"{job}/{os.getpid()}/{threading.get_ident()}".encode()
     try:  # before the first `put`: a signal's handler may raise behind it
-        while not put(pool, LOCK, mine, overwrite=False):
-            holder = get(pool, LOCK) or b""
+        while not put(pool, Kept.LOCK, mine, overwrite=False):
+            holder = get(pool, Kept.LOCK) or b""
             if holder == mine:  # a signal's handler raised where it was to be given up
                 break
             if holder and holder.decode().partition("/")[0] not in _living_jobs():
-                drop(pool, LOCK)  # it was killed
+                drop(pool, Kept.LOCK)  # it was killed
             elif time.monotonic() > end:
                 raise TimeoutError(
                     f"another process has been starting or stopping pool {pool!r} for {seconds:.0f} s: end that "
@@ -205,8 +220,8 @@ def exclusive(pool: str, seconds: float) -> Iterator[None]:
             time.sleep(AWAIT_LOOK_S)
         yield
     finally:
-        if get(pool, LOCK) == mine:
-            drop(pool, LOCK)
+        if get(pool, Kept.LOCK) == mine:
+            drop(pool, Kept.LOCK)
 
 
 def _living_jobs() -> set[str]:
@@ -215,8 +230,8 @@ def _living_jobs() -> set[str]:
 
 def take_epoch(pool: str, at_least: int = 1) -> int:
     """An epoch that no directory of the pool has had."""
-    epoch = max(at_least, int(get(pool, LAST_EPOCH) or 0) + 1)
-    while not put(pool, f"epoch/{epoch}", b"", overwrite=False):
+    epoch = max(at_least, int(get(pool, Kept.LAST_EPOCH) or 0) + 1)
+    while not put(pool, Kept.EPOCH, b"", str(epoch), overwrite=False):
         epoch += 1
-    put(pool, LAST_EPOCH, str(epoch).encode())
+    put(pool, Kept.LAST_EPOCH, str(epoch).encode())
     return epoch

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv.actors.store.readiness import what_to_install
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 from raykv.doctor import examiner, judgement
 from raykv.doctor.facts import Facts
 from raykv.doctor.finding import OK, WRONG, Finding
@@ -66,7 +67,7 @@ class Examination:
             if isinstance(facts, Unanswered):
                 yield Finding(node, "worker", WRONG, facts.why)
                 continue
-            running = {pool for pool in facts.left if internal_kv.get(pool, "settings") is not None}
+            running = {pool for pool in facts.left if internal_kv.get(pool, Kept.SETTINGS) is not None}
             yield from judgement.of_facts(node, facts, machines[facts.machine], running)
 
     def _clock(self, node: str) -> Finding:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 from raykv.config import HEARTBEAT_S
 from raykv.errors import RayKVError
 from raykv.line.directory_line import ERRORS, DirectoryLine
@@ -96,7 +97,7 @@ class PrefixLookup:
         return announced, {name: found for name in others if (found := self._announced(name)) is not None}
 
     def _announced(self, model: str) -> dict[str, Any] | None:
-        value = internal_kv.get(self._pool, f"model/{model}")
+        value = internal_kv.get(self._pool, Kept.MODEL, model)
         return None if value is None else dict(json.loads(value))
 
 
@@ -105,4 +106,4 @@ def announce(pool: str, model: str, **fields: Any) -> None:
 
     fields: JSON values.
     """
-    internal_kv.put(pool, f"model/{model}", json.dumps(fields).encode())
+    internal_kv.put(pool, Kept.MODEL, json.dumps(fields).encode(), model)

@@ -44,6 +44,7 @@ from raykv import keys as key_chain
 from raykv.cli.status.actors import look_up
 from raykv.client.stop import stop_pool
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.config import HEARTBEAT_S
 
 
@@ -262,13 +263,13 @@ def test_a_node_that_joins_gets_its_store(
 
 def test_notes_of_a_pool_whose_end_was_killed_bind_nobody(cluster: Any, start: Callable[..., raykv.KVPool]) -> None:
     name, node_id = f"ended{os.getpid()}", next(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    internal_kv.put(name, f"idle/{node_id}", internal_kv.LEFT)
-    internal_kv.put(name, f"leaving/{node_id}", b"")
+    internal_kv.put(name, Kept.IDLE, internal_kv.LEFT, node_id)
+    internal_kv.put(name, Kept.LEAVING, b"", node_id)
     pool = start(name=name)  # all of its nodes serve
     assert {node["state"] for node in pool.stats()["nodes"].values()} == {"alive"}
     kill(pool, "supervisor")
     eventually(lambda: served(pool, 2))
-    assert not internal_kv.idle_nodes(name) and not internal_kv.names(name, "leaving")
+    assert not internal_kv.idle_nodes(name) and not internal_kv.names(name, Kept.LEAVING)
 
 
 def test_what_keeps_a_pool_going_stays_where_it_was_put(

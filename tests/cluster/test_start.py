@@ -23,6 +23,7 @@ from helpers.without_raykv import WITHOUT_RAYKV
 
 import raykv
 from raykv.cluster import internal_kv, named_actors
+from raykv.cluster.internal_kv import Kept
 from raykv.integrations.prefix_lookup import PrefixLookup, announce
 from raykv.protocol.calls import VERSION
 
@@ -134,7 +135,7 @@ def test_a_store_that_fails_ends_the_start(name: str, cluster: Any, monkeypatch:
 
     def check_and_lose_memory(*asked: Any) -> None:
         check(*asked)
-        internal_kv.put(name, f"memory/{node_id}", json.dumps(1 << 45).encode())
+        internal_kv.put(name, Kept.MEMORY, json.dumps(1 << 45).encode(), node_id)
 
     monkeypatch.setattr(module, "_check", check_and_lose_memory)
     with pytest.raises(raykv.CapacityError, match=rf"node {node_id[:16]}: asked for .* Lower cpu_memory"):
@@ -171,7 +172,7 @@ def test_a_node_that_joins_and_cannot_afford_its_store_is_seen(
 ) -> None:
     pool = start()
     settings = internal_kv.settings(pool.name) or {}
-    internal_kv.put(pool.name, "settings", json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
+    internal_kv.put(pool.name, Kept.SETTINGS, json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
     node = third_node()
     why = eventually(lambda: pool.stats()["failed"].get(node.node_id))
     assert why.startswith("asked for") and "Lower cpu_memory" in why

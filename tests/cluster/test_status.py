@@ -21,6 +21,7 @@ import raykv
 from raykv.cli.status.overview import UPKEEP, Member, Overview, look
 from raykv.cli.status.status import node_rows
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_a_node_without_a_store_and_why(
     pool = start()
     settings = internal_kv.settings(pool.name) or {}
     with stopped(pid(part(pool, "supervisor"))):
-        internal_kv.put(pool.name, "settings", json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
+        internal_kv.put(pool.name, Kept.SETTINGS, json.dumps({**settings, "cpu_memory": 1 << 45}).encode())
         node = third_node()
         found = member(pool, node.node_id)
         assert (found.state, found.roles, found.restarts) == ("no store", (), None)

@@ -14,6 +14,7 @@ from helpers.pools import BLOCK, PATIENCE_S, eventually, keep, read, settled, st
 
 import raykv
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 from raykv.keys import CacheId, Keys
 from raykv.line.directory_line import DirectoryLine
 from raykv.protocol import calls
@@ -150,19 +151,19 @@ def test_a_forked_child_is_told_to_attach_after_the_fork(pool: raykv.KVPool, wha
 
 def test_a_pool_of_another_protocol_is_refused_with_both_versions(start: Callable[..., raykv.KVPool]) -> None:
     pool = start()
-    stored = internal_kv.get(pool.name, "settings")
+    stored = internal_kv.get(pool.name, Kept.SETTINGS)
     assert stored
     settings = json.loads(stored)
     assert settings["protocol"] == calls.VERSION
     try:
-        internal_kv.put(pool.name, "settings", json.dumps({**settings, "protocol": calls.VERSION + 1}).encode())
+        internal_kv.put(pool.name, Kept.SETTINGS, json.dumps({**settings, "protocol": calls.VERSION + 1}).encode())
         both = f"version {calls.VERSION + 1}, this process has version {calls.VERSION}: install one raykv"
         with pytest.raises(raykv.ProtocolMismatch, match=both):
             raykv.attach(pool.name)
         with pytest.raises(raykv.ProtocolMismatch, match=both):
             raykv.start(raykv.PoolConfig(name=pool.name))
     finally:
-        internal_kv.put(pool.name, "settings", stored)
+        internal_kv.put(pool.name, Kept.SETTINGS, stored)
     assert raykv.attach(pool.name).name == pool.name
 
 

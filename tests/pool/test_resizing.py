@@ -31,6 +31,7 @@ from helpers.sizes import SIZE, as_started, has, node_of, taken
 
 import raykv
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +108,18 @@ def test_of_several_resizes_at_once_one_is_in_force(pool: raykv.KVPool) -> None:
         thread.join()
     assert len(got) == 3 and (last := has(pool)) in sizes
     assert got[last] == last
-    asked = internal_kv.get(pool.name, f"memory/{pool.node_id}")
+    asked = internal_kv.get(pool.name, Kept.MEMORY, pool.node_id)
     assert asked and json.loads(asked) == last
 
 
 @pytest.mark.parametrize("cpu_memory", [1 << 45, 1.0])
 def test_resize_refuses_more_than_there_is(pool: raykv.KVPool, cpu_memory: float) -> None:
-    before = internal_kv.get(pool.name, f"memory/{pool.node_id}")
+    before = internal_kv.get(pool.name, Kept.MEMORY, pool.node_id)
     with pytest.raises(raykv.CapacityError, match=r"asked for .* GiB.*are free.*Lower cpu_memory") as caught:
         pool.resize(pool.node_id, cpu_memory)
     assert "Traceback" not in str(caught.value)
     assert has(pool) == SIZE and node_of(pool)["limit"] == 16
-    assert internal_kv.get(pool.name, f"memory/{pool.node_id}") == before
+    assert internal_kv.get(pool.name, Kept.MEMORY, pool.node_id) == before
 
 
 def test_resize_refuses_bad_arguments(pool: raykv.KVPool) -> None:
@@ -155,7 +156,7 @@ def test_with_an_external_tier_a_smaller_node_loses_no_block(
     assert pool.resize(pool.node_id, 16 * MIB) == 16 * MIB == has(pool)
     assert node_of(pool)["state"] == "leaving"
     pool.stop()
-    assert internal_kv.get(pool.name, f"memory/{pool.node_id}") is None
+    assert internal_kv.get(pool.name, Kept.MEMORY, pool.node_id) is None
 
 
 def test_a_node_is_resized_while_its_memory_is_still_being_offered(cluster: Any) -> None:

@@ -36,6 +36,7 @@ import raykv
 import raykv.client.session
 from raykv.client.reservation import Reservation
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 from raykv.integrations.prefix_lookup import PrefixLookup, announce
 from raykv.line import directory_line
 from raykv.protocol.location import Address
@@ -160,7 +161,7 @@ def test_a_start_that_a_signal_interrupts_can_be_tried_again(pool: raykv.KVPool)
             break
         with internal_kv.exclusive("nobody", 1.0):
             pass
-        assert internal_kv.get("nobody", internal_kv.LOCK) is None
+        assert internal_kv.get("nobody", Kept.LOCK) is None
     assert moment > 5
 
 

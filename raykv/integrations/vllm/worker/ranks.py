@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 
 HEADS = "heads"
 GROUPS = 8  # of heads, at most: every part is a key of its own in the pool
@@ -89,18 +90,18 @@ def tell(pool: str, engine: str, number: int, rank: Rank) -> None:
 
     Not by vLLM's handshake: inside of its MultiConnector that is the first connector's.
     """
-    internal_kv.put(pool, f"rank/{engine}/{number}", json.dumps(rank).encode())
+    internal_kv.put(pool, Kept.RANK, json.dumps(rank).encode(), f"{engine}/{number}")
 
 
 def told(pool: str, engine: str, count: int) -> list[Rank]:
     """What the workers told, which is forgotten then. RuntimeError unless all of `count` have."""
-    names = [f"rank/{engine}/{number}" for number in range(count)]
-    found = [json.loads(value) for name in names if (value := internal_kv.get(pool, name))]
+    names = [f"{engine}/{number}" for number in range(count)]
+    found = [json.loads(value) for name in names if (value := internal_kv.get(pool, Kept.RANK, name))]
     if len(found) != count:
         raise RuntimeError(
             f"{len(found)} of {count} workers told where they run, so raykv can't know which nodes' memory they read: "
             f"leave kv_transfer_config out"
         )
     for name in names:
-        internal_kv.drop(pool, name)
+        internal_kv.drop(pool, Kept.RANK, name)
     return [Rank(memory, tuple(parts), tuple(part_bytes)) for memory, parts, part_bytes in found]
