@@ -1,6 +1,7 @@
 """The node store beside a client: the memory that it maps into this process."""
 
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import ray
@@ -22,13 +23,14 @@ class LocalStore(StoreClient):
     arena: the memory, mapped.
     """
 
-    def __init__(self, pool: str, node_id: str, gpu: str | None = None) -> None:
+    def __init__(self, pool: str, node_id: str, gpu: str | None, on_failure: Callable[[], None]) -> None:
         """gpu: UUID of the GPU whose memory is meant, where that has a tier; None: the node's memory.
 
+        on_failure: see StoreClient.
         Raises ValueError where the node has no store, RayError where it does not answer, and ArenaMismatch where this
         process sees other shared memory than the store.
         """
-        super().__init__(named_actors.find(named_actors.node_store_name(pool, node_id)))
+        super().__init__(named_actors.find(named_actors.node_store_name(pool, node_id)), on_failure)
         described = StoreDescription(*ray.get(self.store.describe_arena.remote(gpu), timeout=DESCRIBE_DEADLINE_S))
         self.name = described.name
         self.index = described.node

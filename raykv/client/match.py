@@ -9,9 +9,10 @@ from typing import Any, NoReturn, Self
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
 from raykv.client.hits import count_found, count_saved, found_tokens
-from raykv.client.lease import PIECES_AHEAD, Lease, piece_blocks
+from raykv.client.lease import Lease
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.session import Session
+from raykv.client.stream import PIECES_AHEAD, piece_blocks
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell
@@ -116,7 +117,7 @@ class Match:
 
     def _indices(self) -> list[int]:
         """Of the nodes, each once, in the blocks' order."""
-        return list(dict.fromkeys(index for lease in self._leases for index in lease.source["node"].tolist()))
+        return list(dict.fromkeys(index for lease in self._leases for index in lease.blocks.source["node"].tolist()))
 
     def read(self, out: Any, *, verify: bool = False) -> int:
         """Copy the blocks out. Where many are on other nodes, they stream through this node's staging window.
@@ -169,7 +170,7 @@ class Match:
             if count < len(lease):
                 break
             if lease is not self._leases[-1]:
-                lease.give_back()
+                lease.blocks.give_back_slots()
         count_saved(
             self._session, self._cache, done * self._cache.block_tokens, self._cache.block_tokens / self._block_s
         )
@@ -192,7 +193,7 @@ class Match:
             if count < len(lease):
                 break
             if whole and lease is not self._leases[-1]:
-                lease.give_back()
+                lease.blocks.give_back_slots()
         return done
 
     def release(self) -> None:

@@ -58,17 +58,15 @@ class Reservation:
 
         rows: rows[i] is the block of keys[start + i].
         """
-        local = self._session.local
         target = np.where(self._away, self._staged, self._locations) if self._away.any() else self._locations
-        if local is None or not local.has(target["node"], self._epoch):
-            self._session.refresh()
-        else:
-            try:
-                there = local.arena.write(target, self._keys, rows[self._rows], self._positions)
-                self._written = np.where(there, WRITTEN, NOT_WRITTEN).astype(np.uint8)
-            except DeviceError as error:
-                self._written[:] = NOT_WRITTEN
-                self._session.directory.fault("gpu", error)
+        if (local := self._session.local_with(target["node"], self._epoch)) is None:
+            return
+        try:
+            there = local.arena.write(target, self._keys, rows[self._rows], self._positions)
+            self._written = np.where(there, WRITTEN, NOT_WRITTEN).astype(np.uint8)
+        except DeviceError as error:
+            self._written[:] = NOT_WRITTEN
+            self._session.directory.fault("gpu", error)
 
     def commit(self, wait: bool = False) -> int:
         """Push blocks whose slots are on other nodes, then offer all written blocks. Ends the reservation.
@@ -110,7 +108,6 @@ class Reservation:
             )
             self._written[piece] = np.where(verdicts == PULLED, WRITTEN, NOT_WRITTEN)
             if (verdicts != PULLED).any():
-                session.refresh()
                 return
 
     def __enter__(self) -> Self:

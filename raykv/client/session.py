@@ -6,12 +6,14 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.client.connect import check_connected, connect
@@ -97,6 +99,25 @@ class Session:
         fork.refuse_forked()
         return self._background.submit(function, *args, **kwargs)
 
+    def local_with(self, nodes: NDArray[np.uint32], epoch: int) -> LocalStore | None:
+        """This node's store, if what a directory of this epoch gave is in the memory that this process has of it.
+
+        Else it looks for the store again. nodes: of LOCATIONs.
+        """
+        local = self.local
+        if local is not None and local.has(nodes, epoch):
+            return local
+        self.refresh()
+        return None
+
+    def maps(self, nonces: Iterable[bytes]) -> bool:
+        """Whether all of these are the arena that this process maps. Else it looks for this node's store again."""
+        local = self.local
+        if local is not None and all(nonce == local.arena.nonce for nonce in nonces):
+            return True
+        self.refresh()
+        return False
+
     def refresh(self) -> None:
         """Look for node stores again, in the background: one seems to be another now. At most once a second.
 
@@ -124,7 +145,7 @@ class Session:
         if memory not in self._others:
             try:
                 name = named_actors.node_store_name(self.name, host_of(memory))
-                self._others[memory] = StoreClient(named_actors.find(name))
+                self._others[memory] = StoreClient(named_actors.find(name), self.refresh)
             except (ValueError, RayError):
                 return None
         return self._others.get(memory)
@@ -163,7 +184,7 @@ class Session:
 
     def _find_store(self) -> LocalStore | None:
         try:
-            return LocalStore(self.name, self.node_id, self._gpu)
+            return LocalStore(self.name, self.node_id, self._gpu, self.refresh)
         except (ValueError, RayError):
             return None
 

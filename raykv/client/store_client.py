@@ -1,6 +1,6 @@
 """The store of a node, which pulls blocks there for whoever reads them on that node."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,9 @@ class StoreClient:
     store: handle of the actor.
     """
 
-    def __init__(self, store: Any) -> None:
-        self.store = store
+    def __init__(self, store: Any, on_failure: Callable[[], None]) -> None:
+        """on_failure: called where blocks are late or do not arrive: the store may be another actor now."""
+        self.store, self._on_failure = store, on_failure
         self._silence = Silence()
 
     def reaches(self, nodes: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
@@ -61,6 +62,7 @@ class StoreClient:
 
     def gave_up(self, nodes: NDArray[np.integer[Any]]) -> None:
         """What was to come from nodes, or go there, is late. If this store answers, it is they who do not."""
+        self._on_failure()
         if not self._silence.of_store(self.store):
             self._silence.note_late(nodes)
 
@@ -83,8 +85,10 @@ class StoreClient:
             verdicts = verdicts_of(data, len(target))
         except (RayError, ValueError) as error:
             directory.fault("pull", type(error).__name__)
+            self._on_failure()
             return np.zeros(len(target), np.uint8)
         if (verdicts != PULLED).any():
+            self._on_failure()
             directory.fault("pull", f"{int((verdicts != PULLED).sum())} blocks did not arrive")
         return verdicts
 

@@ -23,25 +23,25 @@ from helpers.pools import (
 
 import raykv
 import raykv.client.joint_match
-import raykv.client.lease
 import raykv.client.match
-from raykv.client.lease import Lease
+import raykv.client.stream
+from raykv.client.stream import Stream
 
 
 def test_a_read_ends_where_a_store_stops_in_the_middle(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.client.lease, "PIECE_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(raykv.client.stream, "PIECE_BYTES", 2 * BLOCK)
     pool, cache, (keys, _, _) = full(start, "tcp")
     stopped = pid(node_store(pool, other_node(pool)))
     arrived = threading.Semaphore(0)
-    taken = Lease._arrived
+    taken = Stream._arrived
 
-    def counted(lease: Lease, *args: Any) -> Any:
+    def counted(stream: Stream, *args: Any) -> Any:
         arrived.release()
-        return taken(lease, *args)
+        return taken(stream, *args)
 
-    monkeypatch.setattr(Lease, "_arrived", counted)
+    monkeypatch.setattr(Stream, "_arrived", counted)
     out = np.zeros((LONG, BLOCK), np.uint8)
     with cache.match(keys) as match, ThreadPoolExecutor(1) as thread:
         reading = thread.submit(match.read, out)

@@ -71,7 +71,7 @@ def test_one_question_for_all_ranks_whose_blocks_are_on_several_nodes(
     load = manager.prepare_load(KEYS[2:7], context)
     assert [[part.away for part in rank] for rank in load.ranks] == [[False], [False]]
     nonces = [ray.get(node_store(pool, node).describe_arena.remote(None))[2] for node in (here, there)]
-    assert [rank[0].leased[0].nonce for rank in load.ranks] == nonces
+    assert [rank[0].leased[0].name.nonce for rank in load.ranks] == nonces
     stats = pool.stats()
     assert (stats["leases"], stats["hits"], stats["remote_hits"]) == (2, 14, 0)
     manager.complete_load(KEYS[2:7], context)

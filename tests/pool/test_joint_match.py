@@ -56,7 +56,7 @@ def test_the_stores_of_the_readers_nodes_bring_what_only_a_tier_has(
     assert match.tokens == match.fetch_external() == BLOCKS * 16
     for part, reader in enumerate(readers):
         (leased,) = match.leased(part, 0, BLOCKS)
-        assert (np.frombuffer(leased.source, LOCATION)["node"] == leased.node).all()
+        assert (np.frombuffer(leased.source, LOCATION)["node"] == leased.name.node).all()
         assert (ray.get(reader.read.remote(leased)) == payload(keys, SIZE)).all()
     match.release()
     pool.session.directory.heartbeat()
@@ -83,7 +83,7 @@ def test_what_a_reader_pulled_by_a_lease_stays_on_its_node_though_that_ends_at_o
 
     match = JointMatch(pool.session, [Part(there, keys)], 20.0).ask()
     (leased,) = match.leased(0, 0, BLOCKS)
-    assert (np.frombuffer(leased.source, LOCATION)["node"] == leased.node).all()
+    assert (np.frombuffer(leased.source, LOCATION)["node"] == leased.name.node).all()
     match.release()
     eventually(lambda: settled(pool))
 

@@ -34,8 +34,8 @@ def test_prompts_of_ten_windows_are_read_whole_by_several_at_a_time(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     pool, cache, prompts = full(start, transport)
-    for piece in (raykv.client.lease.PIECE_BYTES, 2 * BLOCK):
-        monkeypatch.setattr(raykv.client.lease, "PIECE_BYTES", piece)
+    for piece in (raykv.client.stream.PIECE_BYTES, 2 * BLOCK):
+        monkeypatch.setattr(raykv.client.stream, "PIECE_BYTES", piece)
         for _ in range(2):
             with ThreadPoolExecutor(6) as threads:
                 found = list(threads.map(lambda keys: read(cache, keys), 2 * prompts))
@@ -74,7 +74,7 @@ def test_one_reader_alone_reads_all_that_is_there(
         by=st.integers(0, 3),
     )
     def check(keys: Keys, a_call: int, piece: int, by: int) -> None:
-        monkeypatch.setattr(raykv.client.lease, "PIECE_BYTES", piece * BLOCK)
+        monkeypatch.setattr(raykv.client.stream, "PIECE_BYTES", piece * BLOCK)
         for module in (raykv.client.match, raykv.client.joint_match):
             monkeypatch.setattr(module, "KEYS_PER_CALL", a_call * max(1, by))
         if not by:
@@ -100,7 +100,7 @@ def read_by_a_worker(leases: list[Lease], keys: Keys) -> None:
     for lease in leases:
         assert lease.read(rows[done : done + len(lease)], verify=False) == len(lease)
         done += len(lease)
-        lease.give_back()
+        lease.blocks.give_back_slots()
     assert done == LONG and (out == payload(keys, BLOCK)).all()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from raykv.client.lease import Lease
+from raykv.client.leased_blocks import LeaseName
 from raykv.protocol.clients import NextWindowRequest, Window
 from raykv.protocol.location import LOCATION
 
@@ -29,11 +30,11 @@ def test_it_asks_for_what_the_lost_answer_said() -> None:
 
     session: Any = SimpleNamespace(local=None, directory=SimpleNamespace(next_window=next_window))
     source = np.concatenate([locations(HERE, 1), locations(THERE, BLOCKS - 1)])
-    lease = Lease(session, None, 4096, (b"", HERE, 1, 1, 0), source, np.zeros((BLOCKS, 16), np.uint8))
+    lease = Lease(session, None, 4096, LeaseName(b"", HERE, 1, 1, 0), source, np.zeros((BLOCKS, 16), np.uint8))
     piece = np.arange(1, BLOCKS)
-    assert lease._staged(piece, 1) is None and lease.source["node"][0] == HERE
-    staged = lease._staged(piece, 1)
-    assert staged is not None and len(staged) == BLOCKS - 1 and lease.source["node"][0] == THERE
-    lease.staged["slab_gen"] = 0
-    assert lease._staged(piece, 1) is not None
+    assert lease.blocks.take_slots(piece, 1) is None and lease.blocks.source["node"][0] == HERE
+    staged = lease.blocks.take_slots(piece, 1)
+    assert staged is not None and len(staged) == BLOCKS - 1 and lease.blocks.source["node"][0] == THERE
+    lease.blocks.staged["slab_gen"] = 0
+    assert lease.blocks.take_slots(piece, 1) is not None
     assert [request.again for request in asked] == [False, True, False]

@@ -10,6 +10,7 @@ from helpers.directory_pool import KEYS
 from raykv.client.cache import KVCache
 from raykv.client.hits import count_found, found_tokens
 from raykv.client.lease import Lease
+from raykv.client.leased_blocks import LeaseName
 from raykv.client.match import Match
 from raykv.client.request_record import RequestReport
 from raykv.keys import CacheId, Keys, tenant_of
@@ -28,7 +29,7 @@ def session(exporter: Exporter) -> Any:
     )
     directory.match = lambda *request: (1, Matched(1, b"", b""))
     nothing = SimpleNamespace(
-        name="p", secret=SECRET, local=None, memory_name="", directory=directory, refresh=lambda: None
+        name="p", secret=SECRET, local=None, memory_name="", directory=directory, local_with=lambda *what: None
     )
     nothing.background = lambda function, *arguments: function(*arguments)
     return nothing
@@ -43,8 +44,8 @@ def test_blocks_that_were_fetched_from_a_tier_are_counted_once() -> None:
     source = np.zeros(BLOCKS, LOCATION)
     source["node"] = TIER
     match = Match(session(exporter), Keys(rows, SALTED), 1.0, counted=True)
-    match._leases.append(Lease(match._session, None, 4096, (b"", HERE, 1, 1, 0), source, rows))
-    match._leases[0].source["node"] = HERE  # as `fetch` does
+    match._leases.append(Lease(match._session, None, 4096, LeaseName(b"", HERE, 1, 1, 0), source, rows))
+    match._leases[0].blocks.source["node"] = HERE  # as `fetch` does
     match._count(found_tokens(match._leases, SALTED), 0.0)
     tags = (("model", "m"), ("tenant", tenant_of("acme", SECRET)))
     assert added(exporter, "hit_tokens_total") == {(*tags, ("source", "external")): 16 * BLOCKS}

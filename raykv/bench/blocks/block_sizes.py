@@ -156,7 +156,7 @@ class Worker:
             with self.cache.match(keys) as match:
                 count = match.read(self.buffers)
                 if count == len(keys):
-                    return [run for lease in match._leases for run in self.arena.views(lease.source)]
+                    return [run for lease in match._leases for run in self.arena.views(lease.blocks.source)]
             time.sleep(LATE_S)
         raise AssertionError(f"{count} of {len(keys)} blocks are there: {self.pool.session.directory.faults}")
 

@@ -55,7 +55,7 @@ class Worker:
     def slots(self, batch: int) -> list[NDArray[np.uint8]]:
         """Addresses of a batch's blocks in the arena."""
         with self.cache.match(self.keys(batch)) as match:
-            runs = [run for lease in match._leases for run in self.arena.views(lease.source)]
+            runs = [run for lease in match._leases for run in self.arena.views(lease.blocks.source)]
         return [block for run in runs for block in run.reshape(-1, BLOCK_BYTES)]
 
     def store(self, batch: int) -> tuple[float, float]:

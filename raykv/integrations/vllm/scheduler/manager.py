@@ -431,7 +431,7 @@ def _part(group: Group, number: int, match: JointMatch, part: int, chunks: range
     """Of a run of chunks. part: which of the match's."""
     first = ask.first[group.group_idx]
     leased = match.leased(part, chunks.start - first, chunks.stop - first) if chunks else []
-    away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.node).any() for piece in leased)
+    away = any((np.frombuffer(piece.source, LOCATION)["node"] != piece.name.node).any() for piece in leased)
     return PartToLoad(group.place, number, away, leased)
 
 

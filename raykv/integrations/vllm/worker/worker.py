@@ -322,8 +322,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         digests = self._digests(bytes(chunks * DIGEST_BYTES), b"")
         rows = self._rows(run, chunks, part.number, self._spare, after, digests)
         # not by index: a new directory has others
-        if session.local is None or any(session.local.arena.nonce != blocks.nonce for blocks in leased):
-            session.refresh()
+        if not session.maps(blocks.name.nonce for blocks in leased):
             session.directory.fault("load", "the blocks are in another arena than the one that this worker knows")
             return 0
         leases = [Lease.borrowed(session, self.rank.part_bytes[part.group], blocks) for blocks in leased]
@@ -335,7 +334,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             if count < len(lease):
                 break
             if lease is not leases[-1]:
-                lease.give_back()
+                lease.blocks.give_back_slots()
         if record is not None:
             record.read = done * record.cache.block_tokens
             session.directory.report(record.line(session.node_id))
@@ -358,7 +357,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         directory, first = self._pool.session.directory, 0
         directory.fault("tokens", f"{int(other.sum())} chunks hold other tokens than their keys stand for")
         for lease in leases:
-            directory.forget_later(lease.keys[other[first : first + len(lease)]].tobytes())  # replicas, too
+            directory.forget_later(lease.blocks.keys[other[first : first + len(lease)]].tobytes())  # replicas, too
             first += len(lease)
         self._commits.submit(self._count_other_tokens, int(other.sum()))  # Ray may take its time
         return False
@@ -374,7 +373,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
             return None
         cache = next(iter(self._caches[part.group].values())).id_for(origin.salt)
         found = found_tokens(leases, cache)
-        name = lease_name(part.leased[0].owner, part.leased[0].lease)
+        name = lease_name(part.leased[0].name.owner, part.leased[0].name.lease)
         return RequestRecord("read", cache, sum(found.values()), id=name, request=origin.id, found=found)
 
     def _rows(

@@ -1,0 +1,113 @@
+"""Where the blocks of a lease are, and the slots on this node that they are pulled into."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.client.directory_client import DirectoryClient
+from raykv.client.request_record import RequestRecord
+from raykv.client.store_client import Locations
+from raykv.protocol.clients import NextWindowRequest
+from raykv.protocol.location import LOCATION, is_tier
+
+Blocks = NDArray[np.intp]  # numbers of blocks in a lease, rising
+
+
+class LeaseName(NamedTuple):
+    """What any process of a node calls leased blocks, until their lease is released."""
+
+    nonce: bytes  # of the arena of the reader's node
+    node: int  # what locations call that node
+    owner: int  # the client that has the lease
+    lease: int
+    first: int  # number of the first block in the lease
+
+
+class LeasedBlocks:
+    """Blocks of one lease.
+
+    source, staged: (n,) LOCATION of where each block lies, and of the slot on this node that it is pulled into
+    (slab_gen 0: none). keys: (n, 16). external: (n,) bool: whether a block lay in an external tier when it was leased.
+    record: of the request that they are for, while somebody follows requests.
+    """
+
+    def __init__(
+        self,
+        directory: DirectoryClient,
+        block_bytes: int,
+        name: LeaseName,
+        source: Locations,
+        keys: NDArray[np.uint8],
+    ) -> None:
+        self.name, self.block_bytes = name, block_bytes
+        self.source, self.keys, self.staged = source, keys, np.zeros(len(source), LOCATION)
+        self.external = is_tier(source["node"])
+        self.record: RequestRecord | None = None
+        self._directory = directory
+        self._window_lost = False  # the last question for staging slots was not answered: see NextWindowRequest.again
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def here(self) -> NDArray[np.bool_]:
+        """(n,) bool: whether a block is in the memory of this node."""
+        here: NDArray[np.bool_] = self.source["node"] == self.name.node
+        return here
+
+    def move(self, blocks: Blocks | slice, source: Locations) -> None:
+        """Blocks are elsewhere now."""
+        if not self.source.flags.writeable:  # it is the directory's answer, which most leases never alter
+            self.source = self.source.copy()
+        self.source[blocks] = source
+
+    def with_slots(self, away: Blocks) -> Blocks:
+        """The leading blocks that have staging slots."""
+        return away[: leading(self.staged["slab_gen"][away] > 0)]
+
+    def take_slots(self, piece: Blocks, start: int) -> Blocks | None:
+        """The leading blocks of a piece that have staging slots, after asking for some. None: the lease is gone.
+
+        start: slots of blocks before it, and of blocks behind the piece, are given back.
+        """
+        if len(self.with_slots(piece)) == len(piece):
+            return piece
+        stop = int(piece[-1]) + 1
+        slots = self._next_window(start, stop)
+        ours = None if slots is None else (slots["node"] == self.name.node) | (slots["node"] == 0)
+        if slots is None or ours is None or len(slots) < stop - start or not ours.all():
+            return None
+        self.staged["slab_gen"][:start] = self.staged["slab_gen"][stop:] = 0
+        self.staged[start:stop] = slots
+        return self.with_slots(piece)
+
+    def give_back_slots(self) -> None:
+        """The blocks were read: let other leases have the staging slots. A later read asks for slots anew."""
+        if (self.staged["slab_gen"] > 0).any():
+            self._next_window(len(self), len(self))
+            self.staged["slab_gen"] = 0
+
+    def _next_window(self, start: int, stop: int) -> Locations | None:
+        """Slots for blocks [start, stop); others are given back. None: no directory, or it does not know the lease."""
+        first = self.name.first
+        request = NextWindowRequest(
+            self.name.owner, self.name.lease, first + start, first + stop, self.block_bytes, self._window_lost
+        )
+        answer = self._directory.next_window(request)
+        self._window_lost = answer is None
+        if answer is None:
+            return None
+        if answer.passed:
+            self.move(slice(start), np.frombuffer(answer.passed, LOCATION)[first:])
+        slots: Locations = np.frombuffer(answer.staged, LOCATION)
+        return slots
+
+    def fall_short(self, why: str, about: int = -1) -> None:
+        """Fewer blocks are read than were leased. about: index of the node that this is about."""
+        if self.record is not None:
+            self.record.fall_short(why, about)
+
+
+def leading(ok: NDArray[np.bool_]) -> int:
+    """How many leading ones are True."""
+    return len(ok) if ok.all() else int(np.argmin(ok))

@@ -1,0 +1,211 @@
+"""How the blocks of a lease come to this node: piece by piece, some pulls ahead of the reader."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raykv.client.leased_blocks import Blocks, LeasedBlocks, leading
+from raykv.client.session import Session
+from raykv.client.store_client import Locations, StoreClient, pieces
+from raykv.client.workers import giving_way
+from raykv.config import MIB
+from raykv.metrics.span import span
+from raykv.protocol.transfers import ALTERED, PULLED, data_deadline
+
+PIECE_BYTES = 64 * MIB  # pulled at a time: the copy out of one piece overlaps the pull of the next
+PIECES_AHEAD = 2
+LATE_S = 0.5  # a pull that has failed after so long was late, not refused
+WAIT_BUDGET_S = 0.05  # at least for so long a read waits for a tier, however fast its tokens could be computed
+WINDOW_DEADLINES = 8  # of the pool: that a read waits for staging slots, while other readers have them all
+WINDOW_POLL_S = 0.005  # between a read's first questions for staging slots
+WINDOW_REST_S = 0.02  # between a read's later questions for staging slots
+
+SILENT = "its node does not answer"  # these are said of requests that somebody follows; the node is said beside
+LATE = "the pull was late", "the external tier was slower than computing would be"  # of another node, of a tier
+FAILED_TO = "the pull failed", "the external tier did not give it"
+
+
+def piece_blocks(block_bytes: int) -> int:
+    """How many blocks are pulled at a time."""
+    return max(1, PIECE_BYTES // block_bytes)
+
+
+class Stream:
+    """Pulls of leased blocks.
+
+    wait_budget_s: how long a read waits for an external tier; None: as long as it takes. piece_blocks: how many blocks
+    are pulled at a time.
+    """
+
+    def __init__(self, session: Session, store: StoreClient | None, blocks: LeasedBlocks) -> None:
+        """store: of the reader's node."""
+        self._session, self._store, self.blocks = session, store, blocks
+        self.piece_blocks = piece_blocks(blocks.block_bytes)
+        self._begun: dict[int, tuple[int, Any]] = {}  # by first block: blocks of a pull that was begun, and its answer
+        self.wait_budget_s: float | None = None
+        self._since = time.monotonic()
+
+    def begin(self) -> None:
+        """Begin the first pulls now: what they bring is there when it is read."""
+        away = np.flatnonzero(~self.blocks.here())[: PIECES_AHEAD * self.piece_blocks]
+        if self._store is not None:
+            for piece in pieces(self.blocks.with_slots(away), self.piece_blocks):
+                for part in self.by_source(piece):
+                    self._begun[int(part[0])] = len(part), self.pull(self._store, part)
+
+    def arrivals(self, stop: int, passes: bool) -> Iterator[tuple[Blocks, Locations]]:
+        """Bring blocks before `stop` to this node, piece by piece. Yields (blocks, where they are now), as they arrive.
+
+        Blocks that are here already come first, while the first pieces are on their way. passes: what was yielded has
+        passed by the next step: its staging slots are taken for others. Ends with the first piece that does not arrive.
+        """
+        blocks, store, here = self.blocks, self._store, self.blocks.here()[:stop]
+        if store is None:
+            blocks.fall_short("this node has no store")
+            return
+        away = np.flatnonzero(~here[: self._before_silence(store, stop)])
+        pulls = _Pulls(self, store, away, np.zeros(stop, np.bool_) if passes else None)
+        pulls.begin()
+        if here.any():
+            yield np.flatnonzero(here), blocks.source[:stop][here]
+            pulls.pass_by(here)
+        end, pause = 0.0, WINDOW_POLL_S
+        while True:
+            pulls.begin()
+            if not pulls.under_way:
+                if pulls.done or not self._wait_for_window(end, pause):
+                    return
+                end = end or time.monotonic() + WINDOW_DEADLINES * self._session.directory.deadline
+                pause = min(2 * pause, WINDOW_REST_S)
+                continue
+            found = self._first_of(store, pulls.under_way)
+            if found is None:
+                return
+            (part, arrived), end, pause = found, 0.0, WINDOW_POLL_S
+            pulls.broken = pulls.broken or len(arrived) < len(part)
+            pulls.begin()
+            yield arrived, blocks.staged[arrived]
+            pulls.pass_by(part)
+
+    def by_source(self, piece: Blocks) -> list[Blocks]:
+        """A piece by where it is pulled from: other nodes' memory is not to wait for a tier."""
+        external = self.blocks.external[piece]
+        return [part for part in (piece[~external], piece[external]) if len(part)]
+
+    def pull(self, store: StoreClient, part: Blocks) -> Any:
+        """The answer to the pull of blocks from one source, which may have begun with the match."""
+        begun, answer = self._begun.pop(int(part[0]), (0, None))
+        if begun == len(part):
+            return answer
+        blocks = self.blocks
+        return store.pull(blocks.source[part], blocks.keys[part], blocks.staged[part], bool(blocks.external[part[0]]))
+
+    def _before_silence(self, store: StoreClient, stop: int) -> int:
+        """How many blocks, of those before `stop`, come before the first block of a silent node. Reports that node."""
+        source = self.blocks.source[:stop]
+        reached = reachable(store, source, self.blocks.name.node)
+        if reached < stop:
+            self.blocks.fall_short(SILENT, int(source["node"][reached]))
+            self._session.directory.fault(
+                "silent", f"{stop - reached} blocks are of nodes that do not answer, or behind"
+            )
+        return reached
+
+    def _first_of(self, store: StoreClient, pulls: dict[Any, Blocks]) -> tuple[Blocks, Blocks] | None:
+        """Wait for one of these pulls. Returns (its blocks, those that arrived); None: all are late, and given up."""
+        since, source = time.monotonic(), self.blocks.source
+        with span("pull", pool=self._session.name, pieces=len(pulls)):
+            answer = store.first(list(pulls), self._deadline(list(pulls.values())))
+        if self.blocks.record is not None:
+            self.blocks.record.pulled(time.monotonic() - since)
+        if answer is None:
+            late = np.concatenate(list(pulls.values()))
+            self._fall_short_of(LATE, late)
+            self._session.directory.fault("pull", f"{len(pulls)} pieces are late")
+            store.gave_up(source["node"][late])
+            return None
+        part = pulls.pop(answer)
+        arrived = self._arrived(store, answer, part)
+        if not arrived.all():
+            self._fall_short_of(FAILED_TO, part[~arrived])
+        if not arrived.any() and time.monotonic() - since > LATE_S:
+            store.gave_up(source["node"][part])
+        return part, part[arrived]
+
+    def _arrived(self, store: StoreClient, answer: Any, part: Blocks) -> NDArray[np.bool_]:
+        """Which blocks of a pull are in their staging slots now."""
+        directory, target = self._session.directory, self.blocks.staged[part]
+        verdicts = store.verdicts(answer, target, directory)
+        directory.pulled(target[verdicts == PULLED])
+        directory.corrupt(self.blocks.source[part][verdicts == ALTERED])
+        arrived: NDArray[np.bool_] = verdicts == PULLED
+        return arrived
+
+    def _wait_for_window(self, end: float, pause: float) -> bool:
+        """Give other readers time to go on, which use up the staging window. False past `end`, unless that is 0."""
+        if end and time.monotonic() > end:
+            self.blocks.fall_short("other readers use up this node's staging window")
+            self._session.directory.fault("window", "other readers use up this node's staging window")
+            return False
+        with giving_way():  # to readers that have slots, and must report what came there
+            time.sleep(pause)
+        return True
+
+    def _deadline(self, parts: list[Blocks]) -> float:
+        """Seconds to wait for pulls: less than their tokens would take to compute, where only a tier has them."""
+        size = self.blocks.block_bytes * sum(map(len, parts))
+        if self.wait_budget_s is None or not all(self.blocks.external[part[0]] for part in parts):
+            return data_deadline(size)
+        left = self._since + max(WAIT_BUDGET_S, self.wait_budget_s) - time.monotonic()
+        return max(0.0, min(data_deadline(size), left))
+
+    def _fall_short_of(self, what: tuple[str, str], blocks: Blocks) -> None:
+        """what: LATE or FAILED_TO. blocks: that did not come."""
+        external = bool(self.blocks.external[blocks[0]])
+        self.blocks.fall_short(what[external], -1 if external else int(self.blocks.source["node"][blocks[0]]))
+
+
+class _Pulls:
+    """The pulls of one pass through a lease. under_way: their blocks, by their answers. broken: no more are begun."""
+
+    def __init__(self, stream: Stream, store: StoreClient, away: Blocks, passed: NDArray[np.bool_] | None) -> None:
+        """away: the blocks to pull. passed: (n,) bool, of blocks whose slots may be taken; None: all slots are kept."""
+        self._stream, self._store, self._away, self._passed = stream, store, away, passed
+        self._next = 0  # of `away`
+        self.under_way: dict[Any, Blocks] = {}
+        self.broken = False
+
+    @property
+    def done(self) -> bool:
+        """Whether no pull is to be begun any more."""
+        return self.broken or self._next == len(self._away)
+
+    def begin(self) -> None:
+        """Begin pulls until enough are under way, as far as there are staging slots."""
+        stream, blocks = self._stream, self._stream.blocks
+        while not self.done and len(self.under_way) < PIECES_AHEAD:
+            start = 0 if self._passed is None else leading(self._passed)
+            piece = blocks.take_slots(self._away[self._next : self._next + stream.piece_blocks], start)
+            self.broken = piece is None
+            if self.broken:
+                blocks.fall_short("the directory gave no staging slots, or does not answer")
+            if piece is None or not len(piece):
+                return
+            for part in stream.by_source(piece):
+                self.under_way[stream.pull(self._store, part)] = part
+            self._next += len(piece)
+
+    def pass_by(self, blocks: Blocks | NDArray[np.bool_]) -> None:
+        """The reader is done with blocks."""
+        if self._passed is not None:
+            self._passed[blocks] = True
+
+
+def reachable(store: StoreClient, source: Locations, node: int) -> int:
+    """How many leading blocks come neither from nor through a silent node. node: what locations call this node."""
+    away = np.flatnonzero(source["node"] != node)
+    silent = away[~store.reaches(source["node"][away])] if len(away) else away
+    return int(silent[0]) if len(silent) else len(source)
