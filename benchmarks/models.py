@@ -56,9 +56,9 @@ class Engine:
     """vLLM on the pool, in one process."""
 
     def __init__(self, model: str, options: dict[str, Any], verifies: bool) -> None:
-        import raykv.client.stream
+        import raykv.client.leases.stream
 
-        raykv.client.stream.WAIT_BUDGET_S = PATIENCE_S
+        raykv.client.leases.stream.WAIT_BUDGET_S = PATIENCE_S
         from vllm import LLM
 
         from raykv.integrations.vllm import kv_transfer_config

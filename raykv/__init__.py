@@ -3,7 +3,7 @@
 from importlib.metadata import version
 
 from raykv.client.cache import KVCache
-from raykv.client.match import Match
+from raykv.client.leases.match import Match
 from raykv.client.pool import KVPool, attach
 from raykv.config import PoolConfig
 from raykv.errors import ArenaMismatch, CapacityError, PoolNotFound, ProtocolMismatch, RayKVError

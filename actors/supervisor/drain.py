@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raykv import cluster
-from raykv.client.match import Match
+from raykv.client.leases.match import Match
 from raykv.client.session import Session
 from raykv.cluster import internal_kv, named_actors
 from raykv.cluster.internal_kv import Kept

@@ -7,7 +7,7 @@ from typing import Any
 from raykv import keys as key_chain
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
-from raykv.client.match import AsyncMatch, Match
+from raykv.client.leases.match import AsyncMatch, Match
 from raykv.client.reservation import Reservation, store_rows
 from raykv.client.session import Session
 from raykv.client.swap import Swaps

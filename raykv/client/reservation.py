@@ -8,7 +8,7 @@ import numpy as np
 
 from raykv.arena.buffers import Rows
 from raykv.client.session import Session
-from raykv.client.store_client import pieces
+from raykv.client.stores.store_client import pieces
 from raykv.config import KEYS_PER_CALL, MIB
 from raykv.errors import DeviceError
 from raykv.keys import Keys

@@ -18,9 +18,9 @@ from ray.exceptions import RayError
 
 from raykv.client.connect import check_connected, connect
 from raykv.client.directory_client import DirectoryClient
-from raykv.client.local_store import LocalStore
-from raykv.client.store_client import StoreClient
-from raykv.client.workers import Workers
+from raykv.client.stores.local_store import LocalStore
+from raykv.client.stores.store_client import StoreClient
+from raykv.client.stores.workers import Workers
 from raykv.cluster import internal_kv, named_actors
 from raykv.config import fingerprint
 from raykv.errors import PoolNotFound, ProtocolMismatch, RayKVError

@@ -12,7 +12,7 @@ from typing import Any
 from raykv import keys as key_chain
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
-from raykv.client.match import Match
+from raykv.client.leases.match import Match
 from raykv.client.reservation import store_rows
 from raykv.client.session import Session
 from raykv.keys import CacheId, Keys

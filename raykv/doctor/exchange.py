@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raykv
-from raykv.client.match import Match
+from raykv.client.leases.match import Match
 from raykv.cluster import internal_kv
 from raykv.doctor.finding import OK, WRONG, Finding
 from raykv.errors import reason_of

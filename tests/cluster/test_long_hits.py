@@ -22,16 +22,16 @@ from helpers.pools import (
 )
 
 import raykv
-import raykv.client.joint_match
-import raykv.client.match
-import raykv.client.stream
-from raykv.client.stream import Stream
+import raykv.client.leases.joint_match
+import raykv.client.leases.match
+import raykv.client.leases.stream
+from raykv.client.leases.stream import Stream
 
 
 def test_a_read_ends_where_a_store_stops_in_the_middle(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.client.stream, "PIECE_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(raykv.client.leases.stream, "PIECE_BYTES", 2 * BLOCK)
     pool, cache, (keys, _, _) = full(start, "tcp")
     stopped = pid(node_store(pool, other_node(pool)))
     arrived = threading.Semaphore(0)

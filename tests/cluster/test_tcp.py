@@ -23,7 +23,7 @@ from helpers.pools import (
 )
 
 import raykv
-import raykv.client.stream
+import raykv.client.leases.stream
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_reads_from_a_stopped_store_miss_until_it_goes_on(start: Callable[..., r
 def test_a_read_ends_with_the_first_piece_that_does_not_arrive(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raykv.client.stream, "PIECE_BYTES", 5 * BLOCK)
+    monkeypatch.setattr(raykv.client.leases.stream, "PIECE_BYTES", 5 * BLOCK)
     pool = start()
     cache = a_cache(pool)
     keys = cache.keys(tokens(1, 30))
@@ -79,5 +79,5 @@ def test_a_read_ends_with_the_first_piece_that_does_not_arrive(
             finally:
                 os.kill(process, signal.SIGCONT)
         faults = pool.session.directory.faults["pull"]
-        assert faults <= raykv.client.stream.PIECES_AHEAD, "of six pieces two were asked for"
+        assert faults <= raykv.client.leases.stream.PIECES_AHEAD, "of six pieces two were asked for"
         eventually(lambda: settled(pool))

@@ -31,9 +31,9 @@ from helpers.pools import (
 )
 
 import raykv
-import raykv.client.stream
+import raykv.client.leases.stream
 from raykv.cli.trace import text
-from raykv.client.stream import LATE
+from raykv.client.leases.stream import LATE
 from raykv.directory.calls.why_missing import ABSENT
 
 NOTHING = {"memory": 0, "node": 0, "external": 0}
@@ -104,7 +104,9 @@ def test_the_command_prints_hits_by_where_they_were(pool: raykv.KVPool, cluster:
 
 
 def test_a_read_that_is_cut_short_says_why(pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raykv.client.stream, "data_deadline", lambda size: 1.0)  # before that of the store that pulls
+    monkeypatch.setattr(
+        raykv.client.leases.stream, "data_deadline", lambda size: 1.0
+    )  # before that of the store that pulls
     there, cache = worker(pool, other_node(pool)), a_cache(pool, model="late")
     keys = cache.keys(tokens(6, 4))
     assert ray.get(there.store.remote(keys, model="late")) == 4

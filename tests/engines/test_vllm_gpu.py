@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 import raykv
 from raykv.arena.gpu import cuda
 from raykv.arena.gpu import device as devices
-from raykv.client.joint_match import JointMatch, Part
+from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad
 from raykv.integrations.vllm.worker.worker import RayKVWorker, pages_of
 

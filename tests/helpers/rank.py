@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 import raykv
 from raykv.arena import buffers
-from raykv.client.lease import Lease, Leased
+from raykv.client.leases.lease import Lease, Leased
 
 HASHES = [bytes([i]) * 32 for i in range(12)]
 CACHE: dict[str, Any] = {"model": "m", "dtype": "uint8", "layout": "rows", "block_tokens": 16}

@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import InprocClient
 
-import raykv.client.stream
+import raykv.client.leases.stream
 from helpers.pools import PATIENCE_S, free_port
 from raykv.bench.engines import one_process
 from raykv.integrations.vllm.chunks.chunks import ChunksToLoad
@@ -95,7 +95,7 @@ class FaultyConnector(RayKVConnector):
     """Gives tiers time. Loads nothing but garbage while the file `fault` of its configuration is there."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        raykv.client.stream.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
+        raykv.client.leases.stream.WAIT_BUDGET_S = PATIENCE_S  # so small a model computes faster than a disk reads
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

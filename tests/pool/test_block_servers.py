@@ -30,7 +30,7 @@ from helpers.pools import (
 from numpy.typing import NDArray
 
 import raykv
-import raykv.client.lease
+import raykv.client.leases.lease
 from raykv.config import KEYS_PER_CALL
 from raykv.line import wire
 from raykv.transports.block_server import CLAIM, REQUEST_BYTES

@@ -11,10 +11,10 @@ from helpers.pools import MIB, eventually, keep, locations, other_node, payload,
 from numpy.typing import NDArray
 
 import raykv
-import raykv.client.joint_match
+import raykv.client.leases.joint_match
 from raykv.arena import buffers
-from raykv.client.joint_match import JointMatch, Part
-from raykv.client.lease import Lease, Leased
+from raykv.client.leases.joint_match import JointMatch, Part
+from raykv.client.leases.lease import Lease, Leased
 from raykv.protocol.location import LOCATION, is_tier
 
 SIZE, BLOCKS = 32 << 10, 16
@@ -102,7 +102,7 @@ def test_of_too_many_keys_of_parts_of_other_lengths_the_first_are_asked_for(
     for cache, part in zip((short, long), parts, strict=True):
         keep(cache, part.keys)
     for most, found in ((32, 24), (31, 21), (16, 12), (4, 3), (3, 0)):
-        monkeypatch.setattr(raykv.client.joint_match, "KEYS_PER_JOINT_CALL", most)
+        monkeypatch.setattr(raykv.client.leases.joint_match, "KEYS_PER_JOINT_CALL", most)
         match = JointMatch(pool.session, parts, 1e4).ask()
         assert match.tokens == found * 16
         match.release()

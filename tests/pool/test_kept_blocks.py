@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 import raykv
 import raykv.actors.directory.server
 import raykv.client.directory_client
-import raykv.client.match
+import raykv.client.leases.match
 import raykv.client.reservation
-from raykv.client.joint_match import JointMatch, Part
+from raykv.client.leases.joint_match import JointMatch, Part
 
 ROOM = 224  # blocks on each of two nodes of 64 MiB, less the staging window
 
@@ -149,7 +149,7 @@ def test_what_was_dropped_unreleased_is_released(cache: raykv.KVCache, pool: ray
 
 def test_many_keys_are_kept_in_steps(cache: raykv.KVCache, pool: raykv.KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others' calls are answered between two of them."""
-    clients = raykv.client.directory_client, raykv.client.match, raykv.client.reservation
+    clients = raykv.client.directory_client, raykv.client.leases.match, raykv.client.reservation
     for module in (*clients, raykv.actors.directory.server):
         monkeypatch.setattr(module, "KEYS_PER_CALL", 7)
     keys = cache.keys(tokens(60, 20))

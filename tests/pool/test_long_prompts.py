@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import raykv
-import raykv.client.joint_match
-import raykv.client.lease
-import raykv.client.match
-from raykv.client.joint_match import JointMatch, Part
-from raykv.client.lease import Lease
+import raykv.client.leases.joint_match
+import raykv.client.leases.lease
+import raykv.client.leases.match
+from raykv.client.leases.joint_match import JointMatch, Part
+from raykv.client.leases.lease import Lease
 from raykv.keys import Keys
 
 
@@ -34,8 +34,8 @@ def test_prompts_of_ten_windows_are_read_whole_by_several_at_a_time(
     start: Callable[..., raykv.KVPool], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     pool, cache, prompts = full(start, transport)
-    for piece in (raykv.client.stream.PIECE_BYTES, 2 * BLOCK):
-        monkeypatch.setattr(raykv.client.stream, "PIECE_BYTES", piece)
+    for piece in (raykv.client.leases.stream.PIECE_BYTES, 2 * BLOCK):
+        monkeypatch.setattr(raykv.client.leases.stream, "PIECE_BYTES", piece)
         for _ in range(2):
             with ThreadPoolExecutor(6) as threads:
                 found = list(threads.map(lambda keys: read(cache, keys), 2 * prompts))
@@ -74,8 +74,8 @@ def test_one_reader_alone_reads_all_that_is_there(
         by=st.integers(0, 3),
     )
     def check(keys: Keys, a_call: int, piece: int, by: int) -> None:
-        monkeypatch.setattr(raykv.client.stream, "PIECE_BYTES", piece * BLOCK)
-        for module in (raykv.client.match, raykv.client.joint_match):
+        monkeypatch.setattr(raykv.client.leases.stream, "PIECE_BYTES", piece * BLOCK)
+        for module in (raykv.client.leases.match, raykv.client.leases.joint_match):
             monkeypatch.setattr(module, "KEYS_PER_CALL", a_call * max(1, by))
         if not by:
             assert read(cache, keys)[:3] == (LONG, LONG, 0)

@@ -121,7 +121,7 @@ def test_a_match_that_is_interrupted_leaves_nothing_leased(pool: raykv.KVPool, m
                 signal.raise_signal(signal.SIGUSR1)
         return wait(sent, seconds)
 
-    monkeypatch.setattr("raykv.client.match.KEYS_PER_CALL", 3)
+    monkeypatch.setattr("raykv.client.leases.match.KEYS_PER_CALL", 3)
     monkeypatch.setattr(directory.line, "wait", wait_interrupted)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:

@@ -29,8 +29,8 @@ from raykv.arena.gpu import device as devices
 from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import BOUNCE_BYTES, Device
 from raykv.arena.gpu_arena import UNKNOWN, GpuArena, copy_between
-from raykv.client.lease import Lease
-from raykv.client.local_store import LocalStore
+from raykv.client.leases.lease import Lease
+from raykv.client.stores.local_store import LocalStore
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 from raykv.system import file_locks

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from raykv.client.lease import Lease
-from raykv.client.leased_blocks import LeaseName
+from raykv.client.leases.lease import Lease
+from raykv.client.leases.leased_blocks import LeaseName
 from raykv.protocol.clients import NextWindowRequest, Window
 from raykv.protocol.location import LOCATION
 

@@ -8,10 +8,10 @@ import numpy as np
 from helpers.directory_pool import KEYS
 
 from raykv.client.cache import KVCache
-from raykv.client.hits import count_found, found_tokens
-from raykv.client.lease import Lease
-from raykv.client.leased_blocks import LeaseName
-from raykv.client.match import Match
+from raykv.client.leases.hits import count_found, found_tokens
+from raykv.client.leases.lease import Lease
+from raykv.client.leases.leased_blocks import LeaseName
+from raykv.client.leases.match import Match
 from raykv.client.request_record import RequestReport
 from raykv.keys import CacheId, Keys, tenant_of
 from raykv.metrics.exporter import LABELS_MAX, OTHER, Exporter

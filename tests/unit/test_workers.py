@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from raykv.client.workers import SEATS, Workers, giving_way
+from raykv.client.stores.workers import SEATS, Workers, giving_way
 
 PATIENCE_S = 30.0
 

@@ -19,8 +19,8 @@ except ImportError as error:
 
 from raykv.arena.buffers import Rows
 from raykv.client.cache import KVCache
-from raykv.client.joint_match import JointMatch, Part
-from raykv.client.match import Match
+from raykv.client.leases.joint_match import JointMatch, Part
+from raykv.client.leases.match import Match
 from raykv.client.reservation import store_rows
 from raykv.integrations.node import attach
 from raykv.integrations.sglang.identity import identity

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from raykv.client.lease import Leased
+from raykv.client.leases.lease import Leased
 from raykv.integrations.vllm.identity.adapters import Adapter
 
 

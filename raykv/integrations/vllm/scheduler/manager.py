@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from raykv.client.cache import KVCache
-from raykv.client.joint_match import JointMatch, Part
+from raykv.client.leases.joint_match import JointMatch, Part
 from raykv.client.pool import KVPool
 from raykv.integrations.vllm.chunks.chain import Chain
 from raykv.integrations.vllm.chunks.chunks import ChunksOfGroup, ChunksToLoad, ChunksToStore, Origin, PartToLoad

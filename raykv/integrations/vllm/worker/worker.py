@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from raykv.arena.buffers import Rows, rows_of
 from raykv.arena.gpu import cuda
 from raykv.client.cache import KVCache
-from raykv.client.hits import found_tokens
-from raykv.client.lease import Lease
+from raykv.client.leases.hits import found_tokens
+from raykv.client.leases.lease import Lease
 from raykv.client.pool import KVPool
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.reservation import Reservation

@@ -8,11 +8,11 @@ from typing import Any, NoReturn, Self
 
 from raykv.arena import buffers
 from raykv.arena.buffers import Rows
-from raykv.client.hits import count_found, count_saved, found_tokens
-from raykv.client.lease import Lease
+from raykv.client.leases.hits import count_found, count_saved, found_tokens
+from raykv.client.leases.lease import Lease
+from raykv.client.leases.stream import PIECES_AHEAD, piece_blocks
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.session import Session
-from raykv.client.stream import PIECES_AHEAD, piece_blocks
 from raykv.config import KEYS_PER_CALL
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from raykv.client.lease import Lease
+from raykv.client.leases.lease import Lease
 from raykv.client.session import Session
 from raykv.keys import CacheId
 

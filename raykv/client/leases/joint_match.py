@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import NamedTuple, Self
 
-from raykv.client.hits import count_found, count_saved, found_tokens
-from raykv.client.lease import Lease, Leased
+from raykv.client.leases.hits import count_found, count_saved, found_tokens
+from raykv.client.leases.lease import Lease, Leased
 from raykv.client.request_record import RequestRecord, lease_name
 from raykv.client.session import Session
 from raykv.config import KEYS_PER_CALL, KEYS_PER_JOINT_CALL

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from raykv.client.directory_client import DirectoryClient
 from raykv.client.request_record import RequestRecord
-from raykv.client.store_client import Locations
+from raykv.client.stores.store_client import Locations
 from raykv.protocol.clients import NextWindowRequest
 from raykv.protocol.location import LOCATION, is_tier
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from raykv.client.directory_client import DirectoryClient, plain
-from raykv.client.silence import PING_S, Silence
-from raykv.client.workers import giving_way
+from raykv.client.stores.silence import PING_S, Silence
+from raykv.client.stores.workers import giving_way
 from raykv.protocol.transfers import PULLED, Transfer, data_deadline, verdicts_of
 
 Locations = NDArray[np.void]

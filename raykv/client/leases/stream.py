@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raykv.client.leased_blocks import Blocks, LeasedBlocks, leading
+from raykv.client.leases.leased_blocks import Blocks, LeasedBlocks, leading
 from raykv.client.session import Session
-from raykv.client.store_client import Locations, StoreClient, pieces
-from raykv.client.workers import giving_way
+from raykv.client.stores.store_client import Locations, StoreClient, pieces
+from raykv.client.stores.workers import giving_way
 from raykv.config import MIB
 from raykv.metrics.span import span
 from raykv.protocol.transfers import ALTERED, PULLED, data_deadline

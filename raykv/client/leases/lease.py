@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raykv.arena.buffers import Rows
-from raykv.client.leased_blocks import LeasedBlocks, LeaseName, leading
+from raykv.client.leases.leased_blocks import LeasedBlocks, LeaseName, leading
+from raykv.client.leases.stream import SILENT, Stream, reachable
 from raykv.client.request_record import RequestRecord
 from raykv.client.session import Session
-from raykv.client.store_client import Locations, StoreClient
-from raykv.client.stream import SILENT, Stream, reachable
+from raykv.client.stores.store_client import Locations, StoreClient
 from raykv.errors import DeviceError
 from raykv.keys import Keys
 from raykv.metrics.span import span, tell

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from raykv.arena.arena import Arena
 from raykv.arena.gpu_arena import GpuArena
-from raykv.client.store_client import Locations, StoreClient
+from raykv.client.stores.store_client import Locations, StoreClient
 from raykv.cluster import named_actors
 from raykv.protocol.transfers import StoreDescription
 

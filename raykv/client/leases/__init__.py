@@ -1,0 +1,1 @@
+"""A reader's hold on blocks, and how it reads them."""
