@@ -52,7 +52,7 @@ units:
 	.venv/bin/pytest -n 2 --dist worksteal tests/unit tests/directory -m "not full and $(NOT_HERE)"
 
 fuzz: .venv/.test  # RAYKV_FUZZ_SECONDS, RAYKV_FUZZ_SEED: see CONTRIBUTING.md
-	RAYKV_FUZZ_SECONDS=$${RAYKV_FUZZ_SECONDS:-20} .venv/bin/pytest tests/unit/test_doors.py
+	RAYKV_FUZZ_SECONDS=$${RAYKV_FUZZ_SECONDS:-20} .venv/bin/pytest tests/unit/line/test_doors.py
 
 ratchet: .venv/.test  # beside the last release, which benchmarks/released names
 	.venv/bin/python benchmarks/ratchet.py
@@ -87,7 +87,7 @@ documented: .venv/.test  # examples, deploy/serve.yaml, the blocks of the pages 
 sources: .venv/.test $(CONTRACTS:%=$(COMPAT)/sources/vllm-%) $(VLLM_TESTS) $(COMPAT)/sources/sglang-$(SGLANG)
 
 contract: sources
-	CI=1 .venv/bin/pytest tests/unit/test_vllm_contract.py tests/unit/test_sglang_contract.py
+	CI=1 .venv/bin/pytest tests/unit/integrations/test_vllm_contract.py tests/unit/integrations/test_sglang_contract.py
 	PYTHONPATH=$(CURDIR)/tests .venv/bin/pytest -p contract.plugin -c tests/contract/pytest.ini --rootdir $(VLLM_TESTS) \
 		--confcutdir $(VLLM_TESTS)/tests/v1/kv_connector \
 		$(VLLM_TESTS)/tests/v1/kv_connector/unit/offloading_connector $(VLLM_TESTS)/tests/v1/kv_offload tests/contract/windows.py
@@ -96,7 +96,7 @@ cuda: .venv-cuda/.made  # CuPy, NVRTC and NCCL as `raykv[gpu]` brings them, with
 	.venv-cuda/bin/python -m pytest tests/cuda -m wheels
 
 compat: contract $(ENGINES:%=$(COMPAT)/%/.made)
-	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/test_vllm*.py tests/engines/test_vllm*.py || exit; done
+	for version in $(ENGINES); do $(COMPAT)/$$version/bin/pytest tests/unit/integrations/test_vllm*.py tests/engines/test_vllm*.py || exit; done
 
 dist: .venv/.test  # a source distribution, and a wheel that is made from it
 	rm -f $(DIST)/raykv-*

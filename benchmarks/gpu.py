@@ -19,9 +19,9 @@ from raykv.bench.blocks import gpu
 
 ROOT = Path(__file__).parent.parent
 TESTS = [  # others import engines
-    "tests/unit/test_gpu_device.py",
-    "tests/unit/test_gpu_arena.py",
-    "tests/unit/test_gpu_beside_engine.py",
+    "tests/unit/arena/test_gpu_device.py",
+    "tests/unit/arena/test_gpu_arena.py",
+    "tests/unit/arena/test_gpu_beside_engine.py",
     "tests/cluster/test_gpu_pool.py",
 ]
 TESTS_S, ENOUGH = 330, 0.75

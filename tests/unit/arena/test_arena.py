@@ -531,7 +531,7 @@ assert arena.write(place, keys, blocks).all(), "no page that a client touches is
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a small tmpfs")
 def test_full_file_system(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=11m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(["unshare", "-m", "sh", "-c", mount], env=env, capture_output=True, text=True, timeout=60)
     if "ermission" in done.stderr or os.strerror(errno.EPERM) in done.stderr:
         pytest.skip(done.stderr)

@@ -7,7 +7,7 @@ import sys
 from helpers import durations
 from helpers.pages import ROOT
 
-FILES = ["tests/unit/test_locale.py", "tests/unit/test_xxh3.py"]
+FILES = ["tests/unit/project/test_locale.py", "tests/unit/arena/test_xxh3.py"]
 LANES = re.compile(r"(?m)^LANES = \.venv/bin/pytest (.*)")
 PASSED = re.compile(r"\[(gw\d)\].* PASSED (tests/\S+?)::")
 

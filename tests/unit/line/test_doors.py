@@ -1,6 +1,6 @@
 """Fuzzers: whatever comes through a door, the process lives and what was stored before is read back byte for byte.
 
-A few seconds each in the suite. For hours: RAYKV_FUZZ_SECONDS=36000 RAYKV_FUZZ_SEED=2 pytest tests/unit/test_doors.py
+A few seconds each in the suite. For hours: RAYKV_FUZZ_SECONDS=36000 RAYKV_FUZZ_SEED=2 make fuzz
 """
 
 import contextlib
