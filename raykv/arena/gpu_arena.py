@@ -5,6 +5,7 @@ The headers are in a file of shared memory, as every arena's; that file's payloa
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
@@ -25,6 +26,8 @@ from raykv.protocol.location import ALIGN
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
 
 UNKNOWN = 0  # for a checksum: nobody has computed it
+LET_GO_S = 5.0  # for other processes to unmap the memory of a store that stops; clients look every 2.5 s
+LET_GO_LOOK_S = 0.02  # between two looks whether they have
 
 
 class GpuArena(Arena):
@@ -37,7 +40,7 @@ class GpuArena(Arena):
 
     gpu: str  # UUID
     _open: Callable[[], Region]
-    _ours: bool  # this process allocated the memory
+    _ours: bool = False  # this process allocated the memory
     _region: Region | None  # None: not opened yet. Guarded by `_mutex`
 
     @classmethod
@@ -109,9 +112,31 @@ class GpuArena(Arena):
         self._check_store()
         with self._mutex:
             if self._region is None:
-                self._region = self._open()
-                cuda.when_gone(data, self._region.close)  # once the last copy is done
+                self._region = self._open_region(data)
             return self._region.address - self._shape[2]
+
+    def _open_region(self, data: Bytes) -> Region:
+        """The memory, until `data` is gone: once the last copy is done."""
+        let_go = _nothing if self._ours else self._locks.share()  # its owner frees it after that
+        try:
+            region = self._open()
+        except BaseException:
+            let_go()
+            raise
+        cuda.when_gone(data, _close, region, let_go)
+        return region
+
+    def close(self, unlink: bool = False) -> None:
+        """As Arena. The memory that this process allocated is freed once others have let go of it, LET_GO_S at most.
+
+        To free memory that another process has open is undefined in CUDA: see cudaIpcOpenMemHandle.
+        """
+        if self._ours:
+            self._locks.disown(ALIGN)  # others see that the memory is lost
+            end = time.monotonic() + LET_GO_S
+            while self._locks.shared_elsewhere() and time.monotonic() < end:
+                time.sleep(LET_GO_LOOK_S)
+        super().close(unlink)
 
     @property
     def lost(self) -> bool:
@@ -160,6 +185,16 @@ class GpuArena(Arena):
         computed = np.array(block_copy.sums_of(rows_of([blocks])), np.uint64)
         checksums[there] = np.where(checksums[there] == UNKNOWN, computed, checksums[there])
         return PeerBlocks(checksums, positions, there, [blocks.reshape(-1)])
+
+
+def _nothing() -> None: ...
+
+
+def _close(region: Region, let_go: Callable[[], None]) -> None:
+    try:
+        region.close()
+    finally:
+        let_go()
 
 
 def copy_between(

@@ -134,8 +134,9 @@ class Session:
                 self.directory.fault("store", error)
 
     def _let_go_of_lost_memory(self) -> None:
-        """It went with its store, but is not free while this process maps it: the next store waits for it."""
+        """Its store has died, or waits to free it. The next store waits for that memory, too."""
         if self.local is not None and self.local.arena.lost:
+            self.local.arena.close()
             self.refresh()
 
     def store_of(self, memory: str) -> StoreClient | None:
@@ -191,10 +192,7 @@ class Session:
     def _renew(self) -> None:
         self._others.clear()
         try:
-            found = self._find_store()
-            if found is None and self.local is not None and self.local.arena.lost:
-                self.local.arena.close()  # the next store waits for its memory, which is not free while it is mapped
-            self._take(found)
+            self._take(self._find_store())
         except RayKVError as error:
             self.directory.fault("store", error)
         finally:

@@ -10,11 +10,12 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
 AGAIN_S = 0.001  # between two tries to lock what others have
+SHARED = 1 << 62  # a byte behind the end of every file: see SlotLocks.share
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
 
@@ -121,6 +122,31 @@ class SlotLocks:
         """Whether another open file has a lock in the first `length` bytes. False once closed: it is not known."""
         with self._mutex:
             return self.fd >= 0 and held_elsewhere(self.fd, 0, length)
+
+    def share(self) -> Callable[[], None]:
+        """Have `shared_elsewhere` be true for other open files, until the function that is returned is called."""
+        with self._mutex:
+            if self.fd < 0:
+                return lambda: None
+            fd = os.dup(self.fd)  # of the same description: the lock stays when `close` closes the other one
+        _set(fd, fcntl.F_RDLCK, SHARED, 1)
+
+        def end() -> None:
+            _set(fd, fcntl.F_UNLCK, SHARED, 1)
+            os.close(fd)
+
+        return end
+
+    def shared_elsewhere(self) -> bool:
+        """Whether another open file has called `share`."""
+        with self._mutex:
+            return self.fd >= 0 and held_elsewhere(self.fd, SHARED, 1)
+
+    def disown(self, length: int) -> None:
+        """Drop the lock on the first `length` bytes: `owned_elsewhere` is false for others from now on."""
+        with self._mutex:
+            if self.fd >= 0:
+                _set(self.fd, fcntl.F_UNLCK, 0, length)
 
     def busy(self, start: int, stop: int) -> set[int]:
         """Slots from start to stop - 1 that somebody has locked, in this process or another."""

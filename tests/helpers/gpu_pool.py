@@ -53,6 +53,11 @@ class Engine(Worker):
         assert self.pool.session.local
         return self.pool.session.memory_name, isinstance(self.pool.session.local.arena, GpuArena)
 
+    def maps(self) -> bool:
+        """Whether this process has the memory of a store open."""
+        assert self.pool.session.local
+        return bool(len(self.pool.session.local.arena._memory[1]))
+
 
 class World:
     def __init__(self, pool: raykv.KVPool) -> None:
@@ -185,8 +190,11 @@ def main(name: str) -> None:
                 print(f"{step.__name__}: {time.monotonic() - begin:.1f} s, {world.counts()}", flush=True)
                 if step is not steps[-1]:
                     pool.clear()
+            readers = [world.engine, world.far]
+            assert all(do(reader.maps.remote()) for reader in readers)
         finally:
             pool.stop()
+        assert not any(do(reader.maps.remote()) for reader in readers), "the stores waited for them"
         assert not shm_files(name)
 
 

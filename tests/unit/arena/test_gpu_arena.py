@@ -4,10 +4,12 @@ import errno
 import gc
 import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +32,7 @@ from raykv.arena.gpu import host_copy
 from raykv.arena.gpu.device import BOUNCE_BYTES, Device
 from raykv.arena.gpu_arena import UNKNOWN, GpuArena, copy_between
 from raykv.client.leases.lease import Lease
+from raykv.client.leases.leased_blocks import LeaseName
 from raykv.client.stores.local_store import LocalStore
 from raykv.errors import CapacityError, DeviceError
 from raykv.protocol.transfers import ALTERED, FAILED, PULLED
@@ -268,11 +271,10 @@ def test_verdicts_of_blocks_that_were_not_copied(
     if lost:
         assert host.write(at, keys, rows).all()
         on_host.cuda.runtime.lose()
-    lease: Any = object.__new__(Lease)
     local: Any = object.__new__(LocalStore)
-    local.arena, lease._store = host, local
-    lease._session = SimpleNamespace(directory=directory, local=None if replaced else local)
-    lease.record = None
+    local.arena = host
+    session: Any = SimpleNamespace(directory=directory, local=None if replaced else local)
+    lease = Lease(session, local, SIZE, LeaseName(b"", 4, 1, 1, 0), at, keys)
     assert not lease._copy(at, keys, rows, False).any()
     assert (directory.faults, directory.blamed) == (faults, blamed)
     host.close(unlink=True)
@@ -640,6 +642,7 @@ def test_a_file_that_another_store_replaced_is_not_removed(on_host: Any, monkeyp
 
 CLIENT = """
 import sys
+import time
 import numpy as np
 from helpers.arena_worker import key_of
 from raykv.arena.gpu_arena import GpuArena
@@ -665,11 +668,17 @@ def test_another_process_stores_and_reads(ours: GpuArena, gpu: Device) -> None:
 
 STORE = """
 import sys
+import time
+from raykv.arena import gpu_arena as gpu_arenas
 from raykv.arena.gpu.device import device
 from helpers.gpu_arenas import gpu_arena, some
 arena = gpu_arena(device(sys.argv[1]), sys.argv[2])
 assert arena.write(*some(3)).all()
 print(arena.path, arena.nonce.hex(), arena.handle.hex(), flush=True)
+if patience := sys.stdin.readline():  # to stop with so many seconds
+    gpu_arenas.LET_GO_S = float(patience)
+    arena.close(unlink=True)
+    print("freed", flush=True)
 sys.stdin.read()
 """
 
@@ -718,6 +727,33 @@ def test_a_store_that_is_killed_while_its_blocks_are_read(
     meanwhile(monkeypatch, kill)
     with pytest.raises(DeviceError, match="its node store is gone"):
         read_to_gpu(cupy, arena, at, keys)
+
+
+def test_a_store_that_stops_frees_its_memory_when_others_have_let_go(
+    store: tuple["subprocess.Popen[str]", GpuArena],
+) -> None:
+    process, arena = store
+    assert process.stdin and process.stdout
+    at, keys, blocks = some(3)
+    assert has(arena, at, keys, blocks) and not arena.lost
+    process.stdin.write("60\n")
+    process.stdin.flush()
+    while not arena.lost:
+        time.sleep(0.01)
+    with pytest.raises(DeviceError, match="its node store is gone"):
+        arena.read(at, keys, rows_of([blocks]))
+    assert not select.select([process.stdout], [], [], 0.5)[0], "it waits for this process"
+    arena.close()
+    assert process.stdout.readline() == "freed\n"
+
+
+def test_a_store_that_stops_waits_for_nobody_for_ever(store: tuple["subprocess.Popen[str]", GpuArena]) -> None:
+    process, arena = store
+    assert process.stdin and process.stdout
+    assert has(arena, *some(3))
+    process.stdin.write("0.1\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "freed\n" and arena.lost
 
 
 def test_nothing_is_mapped_before_it_is_copied(on_host: Any) -> None:
