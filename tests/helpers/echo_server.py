@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from raykv.protocol.location import Address
 
 QUESTION = struct.Struct("<QIf")  # number, bytes of the answer, seconds until it
 PATIENCE_S = 60.0  # on a busy machine
+GATES: dict[int, threading.Event] = {}  # by number of a question: its answer waits for this, in this process
 
 
 def question(number: int, size: int = 0, seconds: float = 0.0) -> bytes:
@@ -41,6 +43,8 @@ def answer(question: bytes) -> bytes:
     number, size, seconds = QUESTION.unpack_from(question)
     if seconds:
         time.sleep(seconds)
+    if number in GATES:
+        GATES[number].wait(PATIENCE_S)
     return expected(number, size)
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from helpers.echo_server import PATIENCE_S, Server, expected, open_files, question, serving
+from helpers.echo_server import GATES, PATIENCE_S, Server, expected, open_files, question, serving
 from helpers.interrupts import Interrupted, interrupted_at
 from helpers.pools import eventually
 
@@ -209,17 +209,31 @@ def interrupted_when(check: Callable[[], object]) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
+@contextmanager
+def gated(*numbers: int) -> Iterator[threading.Event]:
+    """The answers to these questions wait for the event."""
+    gate = threading.Event()
+    GATES.update(dict.fromkeys(numbers, gate))
+    try:
+        yield gate
+    finally:
+        gate.set()
+        for number in numbers:
+            del GATES[number]
+
+
 @pytest.mark.parametrize("reads", (True, False))
 def test_a_waiter_that_a_signal_interrupts_passes_its_turn_on(pipeline: Pipeline, reads: bool) -> None:
-    with threads(2) as executor:
-        other = None if reads else executor.submit(ask, pipeline, 1, 0, 0.5)
+    with threads(2) as executor, gated(1, 2) as gate:
+        other = None if reads else executor.submit(ask, pipeline, 1)
         eventually(lambda: reads or pipeline.is_read)
-        request = send(pipeline, 2, seconds=0.5)
+        request = send(pipeline, 2)
         with interrupted_when(lambda: len(pipeline._waiting) == 2):
             if reads:
                 other = executor.submit(_wait_when_read, pipeline, send(pipeline, 3))
             pipeline.wait(request, PATIENCE_S)
         assert other
+        gate.set()
         other.result(PATIENCE_S)
     ask(pipeline, 4)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.dict_tier import DictTier
+from helpers.pools import PATIENCE_S
 from helpers.redis_server import redis_server
 from helpers.tier_blocks import block, key_at, listed, memory, there
 from helpers.tier_refusal import refusal
@@ -64,7 +65,7 @@ KINDS = ("file", "file-shm", "file-shared", "redis", "fsspec-files", "memory", "
 
 
 @pytest.fixture(params=KINDS)
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
     """Opens a tier, empty at first, that keeps what it has when it is closed and opened again."""
     name = tmp_path.name
     match request.param:
@@ -75,6 +76,8 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
         case "file-shared":
             url = f"file://{tmp_path}/tier?shared=1&"
         case "redis":
+            # its server lives, however busy the machine is
+            monkeypatch.setattr("raykv.tiers.redis.TIMEOUT_S", PATIENCE_S)
             parsed = dataclasses.replace(parse(request.getfixturevalue("redis_url")), pool=next(pools))
             return lambda: open_tier(parsed)
         case "fsspec-files":
