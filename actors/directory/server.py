@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from raykv.actors.directory.followers import Followers
 from raykv.actors.directory.metrics import DirectoryMetrics, timed_every
@@ -19,12 +19,11 @@ from raykv.directory.calls.why_missing import NO_MEMORY
 from raykv.directory.directory import Directory
 from raykv.line import wire
 from raykv.line.listener import Connection, Listener, Unhurried
-from raykv.protocol.calls import CLIENT, STORE, may_ask
-from raykv.protocol.clients import Call, CommitRequest, Intent, MatchRequest, NextWindowRequest, ReserveRequest
+from raykv.protocol.calls import CALLS, CLIENT, STORE, may_ask
+from raykv.protocol.clients import Call, Intent, MatchRequest
 from raykv.protocol.location import KEY_BYTES, LOCATION, Address
 from raykv.protocol.packing import packed, unpacked
-from raykv.protocol.stores import ArenaDescription, Inventory, Joined, SlabReport, SweepResult
-from raykv.protocol.tiers import DemotionReport, ExistingBlocks, GpuDemotionReport, TierReport
+from raykv.protocol.stores import ArenaDescription, Inventory, Joined, SlabReport
 from raykv.system.hints import taker, takers
 
 log = logging.getLogger("raykv")
@@ -71,7 +70,10 @@ _name, _arena = taker(str), taker(ArenaDescription)
 
 
 class DirectoryServer:
-    """Answers calls in the order they came: those of clients and stores on its socket, any as a method."""
+    """Answers calls in the order they came: those of clients and stores on its socket, any as a method.
+
+    It has a method for each of CALLS. Those that are not written here are made by `_served`, from the directory's.
+    """
 
     def __init__(self, pool: str, metrics: DirectoryMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         """It has no directory yet. metrics: count the calls. clock: seconds of any clock that does not go back."""
@@ -129,6 +131,10 @@ class DirectoryServer:
             log.error("pool %s: a call of %r failed: %s\n%s", self._pool, name, text, where)
         return text
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, call: str) -> Callable[..., Any]: ...
+
     def ping(self) -> int:
         return os.getpid()
 
@@ -162,49 +168,8 @@ class DirectoryServer:
         return next((why for why in reasons if why != NO_MEMORY), NO_MEMORY)
 
     @one_at_a_time
-    def next_window(self, call: Call, request: NextWindowRequest) -> Message:
-        return tuple(self._directory.next_window(call, request, self._clock()))
-
-    @one_at_a_time
-    def locate_prefix(self, keys: bytes) -> dict[str, int]:
-        return self._directory.locate_prefix(keys)
-
-    @one_at_a_time
-    def stored(self, keys: bytes) -> Message:
-        return tuple(self._directory.stored(keys))
-
-    @one_at_a_time
-    def reserve(self, call: Call, request: ReserveRequest) -> Message:
-        _few(request.keys)
-        return tuple(self._directory.reserve(call, request, self._clock()))
-
-    @one_at_a_time
-    def commit(self, call: Call, request: CommitRequest) -> Message:
-        return tuple(self._directory.commit(call, request, self._clock()))
-
-    @one_at_a_time
     def pin(self, call: Call, keys: bytes, ttl: float | None = None, priority: int | None = None) -> Message:
         return tuple(self._directory.pin(call, _few(keys), self._clock(), ttl, priority))
-
-    @one_at_a_time
-    def unpin(self, call: Call, keys: bytes) -> Message:
-        return tuple(self._directory.unpin(call, _few(keys), self._clock()))
-
-    @one_at_a_time
-    def forget(self, call: Call, keys: bytes) -> Message:
-        return tuple(self._directory.forget(call, _few(keys), self._clock()))
-
-    @one_at_a_time
-    def preempted(self, call: Call, keys: bytes) -> Message:
-        return tuple(self._directory.preempted(call, _few(keys), self._clock()))
-
-    @one_at_a_time
-    def client_heartbeat(self, call: Call) -> Message:
-        return tuple(self._directory.client_heartbeat(call, self._clock()))
-
-    @one_at_a_time
-    def disconnect(self, client: int) -> None:
-        self._directory.disconnect(client, self._clock())
 
     @one_at_a_time
     def report_requests(self, lines: tuple[bytes, ...], left_out: int) -> None:
@@ -238,44 +203,6 @@ class DirectoryServer:
         target = self._directory.set_slab_target(name, slabs, self._clock())
         answer = self._directory.heartbeat(name, slabs.offered, self._clock())
         return None if answer is None else (tuple(answer), tuple(target))
-
-    @one_at_a_time
-    def sweep_result(self, result: SweepResult) -> None:
-        self._directory.sweep_result(result, self._clock())
-
-    @one_at_a_time
-    def leave(self, name: str) -> None:
-        self._directory.leave(name, self._clock())
-
-    @one_at_a_time
-    def stay(self, name: str) -> None:
-        self._directory.stay(name, self._clock())
-
-    @one_at_a_time
-    def sole_copies(self, name: str) -> Message | None:
-        answer = self._directory.sole_copies(name, self._clock())
-        return None if answer is None else tuple(answer)
-
-    @one_at_a_time
-    def remove_node(self, name: str) -> int:
-        return self._directory.remove_node(name, self._clock())
-
-    @one_at_a_time
-    def tier_heartbeat(self, name: str, report: TierReport) -> Message | None:
-        reply = self._directory.tier_heartbeat(name, report, self._clock())
-        return None if reply is None else tuple(reply)
-
-    @one_at_a_time
-    def report_existing(self, name: str, existing: ExistingBlocks) -> None:
-        self._directory.report_existing(name, existing, self._clock())
-
-    @one_at_a_time
-    def demote(self, name: str, report: DemotionReport) -> Message:
-        return tuple(self._directory.demote(name, report, self._clock()))
-
-    @one_at_a_time
-    def demote_gpu(self, name: str, report: GpuDemotionReport) -> Message:
-        return tuple(self._directory.demote_gpu(name, report, self._clock()))
 
     @one_at_a_time
     def nodes(self) -> dict[int, str]:
@@ -318,8 +245,29 @@ class DirectoryServer:
         return {**self._directory.stats(now), **more}
 
 
+def _served(name: str) -> Callable[..., Any]:
+    """The method of that name, which answers as the directory's function does, by plain values."""
+    function, few = getattr(Directory, name), CALLS[name].few
+    hints = get_type_hints(function)
+    takes_now = hints.pop("now", None) is not None
+
+    def method(self: DirectoryServer, *args: Any) -> Any:
+        if few:
+            _few(args[1] if isinstance(args[1], bytes) else args[1].keys)
+        answer = function(self._directory, *args, *((self._clock(),) if takes_now else ()))
+        return tuple(answer) if isinstance(answer, tuple) else answer
+
+    del hints["state"]
+    method.__name__, method.__annotations__ = name, hints
+    return one_at_a_time(method)
+
+
 def _few(keys: bytes) -> bytes:
     """The keys of a call, for which all others wait. ValueError where they are too many."""
     if len(keys) > KEYS_PER_CALL * KEY_BYTES:
         raise ValueError(f"{len(keys) // KEY_BYTES} keys in a call: give at most {KEYS_PER_CALL}")
     return keys
+
+
+for _call in CALLS.keys() - vars(DirectoryServer).keys():  # they need no more than the time
+    setattr(DirectoryServer, _call, _served(_call))

@@ -374,7 +374,7 @@ class Arena(Mapping):
         keys = np.zeros((len(locations), KEY_BYTES), np.uint8) if keys is None else keys
         if locations.dtype != LOCATION or locations.ndim != 1:
             raise ValueError(
-                f"locations: {locations.dtype} of shape {locations.shape}; give (n,) raykv.protocol.LOCATION"
+                f"locations: {locations.dtype} of shape {locations.shape}; give (n,) raykv.protocol.location.LOCATION"
             )
         if keys.dtype != np.uint8 or keys.shape != (len(locations), KEY_BYTES):
             raise ValueError(f"keys: {keys.dtype} of shape {keys.shape}; give ({len(locations)}, {KEY_BYTES}) uint8")

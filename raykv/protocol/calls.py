@@ -16,11 +16,12 @@ ADMINISTRATOR = b"administrator"  # through Ray only
 
 
 class Asked(NamedTuple):
-    """A call of the directory: a method of `raykv.actors.directory.server.DirectoryServer`."""
+    """A call of the directory: a function of `raykv.directory.directory.Directory`, as a rule."""
 
     by: bytes  # who makes it: CLIENT or STORE, over the socket too, or ADMINISTRATOR
     answer: type[tuple[Any, ...]] | None = None  # the message that its answer is, where that is one
     frequent: bool = False  # with every request of an engine: a few of its calls are timed, for all
+    few: bool = False  # it has at most KEYS_PER_CALL keys: all others wait meanwhile
 
     def meant(self, answer: Any) -> Any:
         """The message that a plain answer is. Any other answer as it is, None too."""
@@ -35,15 +36,15 @@ class Asked(NamedTuple):
 CALLS = {
     "ping": Asked(CLIENT),
     "nodes": Asked(CLIENT),
-    "match": Asked(CLIENT, Matched, frequent=True),
+    "match": Asked(CLIENT, Matched, frequent=True, few=True),
     "match_parts": Asked(CLIENT, MatchedParts),
     "next_window": Asked(CLIENT, Window, frequent=True),
-    "reserve": Asked(CLIENT, Reserved, frequent=True),
+    "reserve": Asked(CLIENT, Reserved, frequent=True, few=True),
     "commit": Asked(CLIENT, Counted, frequent=True),
-    "pin": Asked(CLIENT, Counted),
-    "unpin": Asked(CLIENT, Counted),
-    "forget": Asked(CLIENT, Counted),
-    "preempted": Asked(CLIENT, Counted),
+    "pin": Asked(CLIENT, Counted, few=True),
+    "unpin": Asked(CLIENT, Counted, few=True),
+    "forget": Asked(CLIENT, Counted, few=True),
+    "preempted": Asked(CLIENT, Counted, few=True),
     "locate_prefix": Asked(CLIENT),
     "stored": Asked(CLIENT, Stored),
     "client_heartbeat": Asked(CLIENT, Counted, frequent=True),

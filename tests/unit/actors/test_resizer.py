@@ -18,6 +18,7 @@ from raykv.actors.store.node_memory import inventory_of
 from raykv.actors.store.resizer import Resizer, SavedSize
 from raykv.arena.arena import Arena
 from raykv.cluster import internal_kv
+from raykv.cluster.internal_kv import Kept
 from raykv.directory.directory import Directory
 from raykv.errors import CapacityError
 from raykv.protocol.clients import Call, CommitRequest, ReserveRequest
@@ -29,17 +30,16 @@ SLABS, LIMIT, SIZE = 12, 6, 64 << 10
 
 
 class Kv(dict[str, bytes]):
-    """What one pool keeps in Ray's internal KV."""
+    """Ray's internal KV, of one pool."""
 
-    def ask(self, pool: str, key: str) -> bytes | None:
-        return self.get(key)
+    def ask(self, pool: str, kind: Kept, name: str = "") -> bytes | None:
+        return self.get(f"{kind}/{name}")
 
-    def put(self, pool: str, key: str, value: bytes) -> bool:
-        self[key] = value
-        return True
+    def put(self, pool: str, kind: Kept, value: bytes, name: str = "") -> None:
+        self[f"{kind}/{name}"] = value
 
-    def drop(self, pool: str, key: str) -> None:
-        self.pop(key, None)
+    def drop(self, pool: str, kind: Kept, name: str = "") -> None:
+        self.pop(f"{kind}/{name}", None)
 
 
 class Node:

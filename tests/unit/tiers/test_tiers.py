@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from helpers.dict_tier import DictTier
-from helpers.pools import PATIENCE_S
 from helpers.redis_server import redis_server
 from helpers.tier_blocks import block, key_at, listed, memory, there
 from helpers.tier_refusal import refusal
@@ -77,7 +76,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             url = f"file://{tmp_path}/tier?shared=1&"
         case "redis":
             # its server lives, however busy the machine is
-            monkeypatch.setattr("raykv.tiers.redis.TIMEOUT_S", PATIENCE_S)
+            monkeypatch.setattr("raykv.tiers.redis.TIMEOUT_S", 60.0)
             parsed = dataclasses.replace(parse(request.getfixturevalue("redis_url")), pool=next(pools))
             return lambda: open_tier(parsed)
         case "fsspec-files":
