@@ -122,7 +122,7 @@ class DirectoryLine:
         return Sent(method, None, request, pipeline)
 
     def wait(self, sent: Sent, seconds: float) -> Any:
-        """The answer. Raises one of ERRORS without an answer; a ValueError says that the call failed in the directory."""
+        """The answer. Raises one of ERRORS without an answer. ValueError: the call failed in the directory."""
         if sent.pipeline is None or sent.request is None:
             return _ray_get(sent.ref, seconds)
         return _result(sent.method, sent.pipeline.wait(sent.request, seconds))

@@ -98,9 +98,7 @@ class Listener:
         self.served: set[Connection] = set()
         self._returned: deque[Connection] = deque()  # by `give_back`
         self._bulk: deque[tuple[Connection, bytes]] = deque()  # long frames that wait for their turn
-        self._shaking: deque[Connection] = (
-            deque()
-        )  # their next step of TLS waits; a step takes a millisecond, also a stranger's
+        self._shaking: deque[Connection] = deque()  # waiting for a step of TLS, which takes a millisecond
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._closed = False

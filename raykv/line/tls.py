@@ -120,7 +120,7 @@ class TlsSocket:
         return self._received > WORN_BYTES
 
     def agree(self, end: float) -> None:
-        """Do the handshake, on the connecting side. TimeoutError at `end` (time.monotonic()). Else raises like `shake`."""
+        """Do the handshake on the connecting side. TimeoutError at `end` (time.monotonic()). Else raises as `shake`."""
         done = self._shaken()
         while not done:
             if (left := end - time.monotonic()) <= 0:

@@ -140,7 +140,7 @@ def set_limits(peer: Stream, seconds: float) -> None:
 
 
 def receive_some(peer: Stream, views: Sequence[memoryview]) -> int:
-    """Fill the first of these views as far as bytes come in time. Returns how many. ConnectionError if the peer closed."""
+    """Fill the first of these views with the bytes that come in time. Returns how many. ConnectionError at the end."""
     got = peer.recvmsg_into(views[:VIEWS], 0, socket.MSG_WAITALL)[0]
     if not got:
         raise ConnectionError("the peer closed the connection")

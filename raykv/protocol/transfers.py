@@ -32,7 +32,7 @@ class StoreDescription(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Blocks to fetch into granted slots. The arrays have one length. Answer: uint8 verdicts FAILED, PULLED or ALTERED."""
+    """Blocks to fetch into granted slots. Arrays have one length. Answer: uint8 verdicts FAILED, PULLED or ALTERED."""
 
     source: bytes  # locations
     keys: bytes

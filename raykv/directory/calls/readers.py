@@ -128,7 +128,7 @@ def _ready_prefix(state: State, requests: tuple[MatchRequest, ...], keys: list[K
 
 
 def _boundary(state: State, requests: tuple[MatchRequest, ...], keys: list[KeyArray], prefix: int) -> int:
-    """Tokens of the longest prefix after which all readers can go on. prefix: ready tokens of parts without a window."""
+    """Tokens of the longest prefix after which all readers can go on. prefix: ready tokens of windowless parts."""
     runs = []
     for request, part in zip(requests, keys, strict=True):
         if request.window:

@@ -225,9 +225,7 @@ class Allocator:
             self._reclaim(node, size_class, stride, self._size_classes.room, need, NOBODY)
 
     def staging_class(self, reader: Node | None, stride: int) -> int:
-        """The size class into which a reader's node pulls blocks; -1 without such a size, or without a store that
-        pulls.
-        """
+        """The size class into which a reader's node pulls blocks; -1 without such a size or a store that pulls."""
         size_class = self.size_class(reader, stride) if reader else -1
         return size_class if reader and reader.state == "alive" else -1
 

@@ -17,9 +17,7 @@ from raykv.directory.state.size_classes import SizeClasses
 
 
 class Pins(dict[bytes, tuple[int, int]]):
-    """By key: the row that is held for it, and the row's generation. It is the copy in an external tier, else the
-    primary.
-    """
+    """By key: the row that is held for it, and the row's generation. A copy in a tier comes before the primary."""
 
     def __init__(self, size_classes: SizeClasses) -> None:
         self._size_classes = size_classes

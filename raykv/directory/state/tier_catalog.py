@@ -120,9 +120,7 @@ class TierCatalog:
         self.refresh(size_class for size_classes in self._size_classes.sizes.values() for size_class in size_classes)
 
     def refresh(self, size_classes: Iterable[int]) -> None:
-        """Some clean blocks of these size classes no longer are. Start again from the oldest block to find blocks to
-        demote.
-        """
+        """Some clean blocks of these size classes no longer are. Look for blocks to demote from the oldest on."""
         for size_class in size_classes:
             demotion.forget_clean_tail(self._c, size_class)
 
@@ -318,9 +316,7 @@ class TierCatalog:
     # ------------------------------------------------------------------ slabs
 
     def _size_class(self, tier: ExternalTier, stride: int) -> int:
-        """The tier's size class for slots of `stride` bytes, with the record's header; -1 where a slab can't hold one
-        slot.
-        """
+        """The tier's size class for slots of `stride` bytes, including the record's header; -1 for a bad size."""
         if not ALIGN < stride <= tier.slab_bytes:
             return -1
         if stride not in tier.size_classes:
