@@ -63,7 +63,7 @@ class Supervisor:
         now, failures = time.monotonic(), internal_kv.failures(pool)  # of an earlier supervisor
         self._failed = {
             node_id: (now, why) for node_id, why in failures.items()
-        }  # by node: since when it has no store, why
+        }  # by node: when and why its store failed
         self._answered, self._in_charge = now, ""  # when the directory answered, and which one was last in charge
         self._successor = Successor(pool)
         idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # none: the pool is being stopped

@@ -320,7 +320,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def first_cache(self) -> KVCache | None:
-        """The cache of the first group's first part. That group reads all chunks if any does. None before `set_ranks`"""
+        """The cache of the first group's first part. The group reads all chunks if any does. None: no ranks yet."""
         return _first(self.caches) if self.caches else None
 
     def _make_caches(self) -> dict[int, dict[int, KVCache]]:
