@@ -61,9 +61,7 @@ class Supervisor:
         self._draining: set[str] = set()  # nodes that are being drained, or were
         self._telling = threading.Lock()  # held while the directory is told which nodes leave or stay
         now, failures = time.monotonic(), internal_kv.failures(pool)  # of an earlier supervisor
-        self._failed = {
-            node_id: (now, why) for node_id, why in failures.items()
-        }  # by node: when and why its store failed
+        self._failed = {node_id: (now, why) for node_id, why in failures.items()}  # by node: when, why its store failed
         self._answered, self._in_charge = now, ""  # when the directory answered, and which one was last in charge
         self._successor = Successor(pool)
         idle_node_s = (internal_kv.settings(pool) or {}).get("idle_node_s", 0.0)  # none: the pool is being stopped

@@ -95,9 +95,7 @@ class FsspecTier:
         ages, strangers = [], Strangers()
         for path, info in self._store.find(self._root, detail=True).items():
             key, size = key_of(path), info["size"] or 0
-            if key is None and not path.removeprefix(self._root).startswith(
-                "/probe-"
-            ):  # of a store that opens the tier
+            if key is None and not path.removeprefix(self._root).startswith("/probe-"):  # of a store that opens it
                 strangers.add(path)
             elif key is not None and key != MARKER:
                 ages.append((_age(info), key, max(0, size - HEAD_BYTES)))

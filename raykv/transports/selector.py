@@ -123,7 +123,7 @@ class TransportSelector:
         raise ConnectionError(f"no transport reads from node {host_of(peer.name)[:8]}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By peer: last used `transport`, its GB/s (1e9 bytes) as `gbps`; by transport: `bytes`, failures (`failed`)."""
+        """By peer: last used `transport`, its GB/s (1e9 bytes) as `gbps`; by transport: `bytes`, failures `failed`."""
         with self._mutex:
             states = [
                 (peer.name, state) for peer, state in self._states.items() if state.last_used and not peer.external
