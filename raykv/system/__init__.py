@@ -1,1 +1,1 @@
-"""What raykv needs of the operating system and the compiler."""
+"""Raykv's use of the operating system and the compiler."""
