@@ -54,7 +54,7 @@ class PoolConfig:
         Raise it where engines leave the processors no time: a hanging directory is then noticed later. A router waits a
         fifth of it; a read waits eight times as long for staging slots.
     idle_node_s: seconds for which nothing but the pool runs on a node before the pool leaves it, so that Ray's
-        autoscaler can remove it: its blocks go to other nodes, and its store ends. 0: never. Ray's head keeps its store.
+        autoscaler can remove it: its blocks go to other nodes, and its store ends. 0: never. Ray's head keeps a store.
     secret: keys are derived from it. Bytes, or the path of a file that only its owner can read. Default: RAYKV_SECRET
         of the environment, else a random secret, kept in Ray's internal KV.
     """

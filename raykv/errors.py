@@ -18,7 +18,7 @@ class ProtocolMismatch(RayKVError):
 
 
 class ArenaMismatch(RayKVError):
-    """The shared memory that this process sees is not the one that its node store serves."""
+    """This process sees other shared memory than its node store serves."""
 
 
 class DeviceError(RayKVError):

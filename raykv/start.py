@@ -222,7 +222,7 @@ def _check(question: Question, answers: dict[str, dict[str, Any]]) -> None:
     ValueError if a node's raykv has other messages, or if a node can't use its external tier or the transport, or where
     no node has the GPUs asked for.
     """
-    refusals: dict[str, list[str]] = {}  # node ids by what is wrong
+    refusals: dict[str, list[str]] = {}  # node ids by the text of a refusal
     for node_id, answer in answers.items():
         theirs = answer.get("protocol", "unknown")
         other = f"raykv there has protocol version {theirs}, here it has {VERSION}: {what_to_install()}"

@@ -90,7 +90,7 @@ class DirectoryActor(DirectoryServer):
         events.tell("serve", epoch=epoch, **internal_kv.shown(settings))
 
     def _open_socket(self, transport: str) -> None:
-        """Listen on a socket, where clients may use one."""
+        """Listen on a socket, unless clients may only call through Ray."""
         if transport == "object_store":
             return
         try:

@@ -154,7 +154,7 @@ class DirectoryMetrics:
             self._tier_figures(node or "shared", tier)
 
     def _last(self, steps: Iterator[dict[str, Any] | None]) -> dict[str, Any] | None:
-        """The last value of `steps`, each of which runs under the lock. Waiting threads get it between two steps."""
+        """The last value of `steps`. Each step holds the lock; waiting threads get the lock between two steps."""
         found = None
         while found is None:
             with self._lock:

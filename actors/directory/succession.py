@@ -1,7 +1,7 @@
 """Which directory of a pool is in charge. A pool has two: one is in charge, the other is ready to take over.
 
 Neither needs the supervisor, or waits until Ray notices a lost node. A directory that takes charge takes an epoch that
-no directory had. So two can't be in charge: everybody who knows the newer one refuses the older one.
+no directory had. So two can't be in charge: a process that knows the newer directory refuses the older.
 """
 
 import logging
@@ -29,7 +29,7 @@ SILENT_RAY_PINGS = 10  # the same through Ray, where a ping waits behind all oth
 
 
 class Succession:
-    """The thread in which a directory watches the one in charge, or checks that it still is in charge itself."""
+    """The thread in which a directory watches the directory in charge, or checks that it still is in charge."""
 
     def __init__(
         self, pool: str, name: str, prepare: Callable[[], None], take_charge: Callable[[], Address | None]
@@ -79,7 +79,7 @@ class Succession:
         return max(0.0, self._pinged + HEARTBEAT_S - time.monotonic())
 
     def _watched_connection(self) -> Stream | None:
-        """The connection to the directory in charge, while this one stands by. Its end shows that the process ended."""
+        """While standing by: the connection to the directory in charge. Its end shows that the process ended."""
         return None if self._serves else self._line.connection
 
     def _on_error(self, error: Exception) -> float:
@@ -99,7 +99,7 @@ class Succession:
             self._pinged = time.monotonic()
             if not self._known or self._silent:  # while it answers, no other directory is in charge
                 in_charge = internal_kv.in_charge(self._pool)
-                if in_charge.name == self._name:  # this one was told so, but the answer was lost
+                if in_charge.name == self._name:  # it has told so, but the answer was lost
                     return True
                 self._connect(in_charge.address)
             if self._is_silent():

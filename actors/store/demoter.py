@@ -32,7 +32,7 @@ POLL_S = 0.1  # between looks at a tier that is down; the first pause without bl
 IDLE_POLL_S = 1.0  # the longest pause between two questions to the directory
 SERVED_HEARTBEAT_S = 5.0  # between heartbeats of a tier that the directory serves, which each answer to `demote` shows
 TIER_RETURNS_S = 5.0  # `flush` gives up on a tier that is down for so long
-REFUSED_S = 1.0  # pause after a batch of which the tier refused some blocks
+REFUSED_S = 1.0  # pause after the tier refused blocks of a batch
 EXISTING_PER_CALL = 4096  # blocks
 NOTHING_DONE = DemotionReport(locations=b"", keys=b"", stored=b"", seen=0, whole=False)
 

@@ -141,7 +141,7 @@ class NodeStore:
     # ------------------------------------------------------------------ for clients of this node
 
     def describe_arena(self, gpu: str | None = None) -> tuple[Any, ...]:
-        """The StoreDescription of the node's arena, or of the arena on the GPU of this UUID if there is one.
+        """The StoreDescription of the node's arena, or of the arena on the GPU with this UUID, if any.
 
         Waits until the arena has joined the directory. Raises TimeoutError past JOIN_DEADLINE_S.
         """

@@ -40,7 +40,7 @@ log = logging.getLogger("raykv")
 LATE_S = 2.0  # after which a look at the directory is overdue
 REST_S = 4.0  # between close looks while nothing changes
 REPLACE_AFTER_S = 10.0  # a directory that answers nothing for this long is replaced
-SILENT_S = 10.0  # a new store that is silent so long may be one that can't be imported
+SILENT_S = 10.0  # a new store that is silent for so long may be impossible to import
 RETRY_S = 30.0  # until a store that could not start is started again
 DRAIN_AGAIN_S = 10.0  # after a drain that left blocks
 NOTICE_S = 30.0  # to drain a node whose end Ray does not name
@@ -255,7 +255,7 @@ class Supervisor:
             self._has_failed(node_id, why)
 
     def _has_failed(self, node_id: str, why: str) -> None:
-        """A node's store could not start. Save why, for those who ask for the pool's state or attach there."""
+        """A node's store could not start. Save why, for the pool's status and for clients that attach there."""
         self._failed[node_id] = (time.monotonic(), why)
         internal_kv.put(self._pool, Kept.FAILED, why.encode(), node_id)
         log.warning("%r: node %s has no store, and is asked again in %.0f s: %s", self, node_id[:16], RETRY_S, why)
@@ -282,7 +282,7 @@ class Supervisor:
         """Put the other directory in charge instead of `old`. Its epoch makes all refuse `old`, should it live."""
         if internal_kv.settings(self._pool) is None:
             raise RuntimeError(f"pool {self._pool!r} has no settings in Ray's internal KV: it was stopped")
-        if internal_kv.in_charge(self._pool).name != old:  # the other one took over by itself
+        if internal_kv.in_charge(self._pool).name != old:  # the other directory took over by itself
             return named_actors.find_directory(self._pool)
         directory = start_directory(self._pool, _other(old), ray.get_runtime_context().get_node_id())
         stood_by = self._successor.stands_by(_other(old))

@@ -106,7 +106,7 @@ class Arena(Mapping):
 
     @classmethod
     def attach(cls, path: str, nonce: bytes) -> Self:
-        """The arena that this node's store serves, for a client. ArenaMismatch if the file is another one."""
+        """The arena that this node's store serves, for a client. ArenaMismatch if it is another arena's file."""
         return cls(files.attach(path, nonce))
 
     @property
@@ -461,7 +461,7 @@ def open_own(
     limit: int | None = None,
     cluster: bytes = NO_CLUSTER,
 ) -> Arena:
-    """The arena of a node store: one that a dead store of this user and pool left behind, else a new one.
+    """The arena of a node store: what a dead store of this user and pool left behind, else a new arena.
 
     room_check: called with the bytes of a new arena that offers `limit` slabs (default: all); raises where the node
     can't afford them (`raykv.system.free_memory.check`). cluster: see `raylets.cluster_id`.

@@ -47,7 +47,7 @@ class PrefixLookup:
         return found
 
     def look(self) -> None:
-        """Look for the directory and the announcement again, in the background. Known ones are used until then."""
+        """Look for the directory and the announcement again, in the background. Old answers are used until then."""
         if self._search is None or self._search.done():
             self._search = asyncio.get_running_loop().create_task(self._look())
 
@@ -79,7 +79,7 @@ class PrefixLookup:
                 return
 
     def _find(self, others: set[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Find the directory. Returns the announcement of the model, and those of other names that have one.
+        """Find the directory. Returns the announcement of the model, and the known announcements of `others`.
 
         ValueError where the pool, its directory or the model's announcement is missing.
         """

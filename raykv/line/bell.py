@@ -13,7 +13,7 @@ class Bell:
         self._rung = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def ring(self) -> None:
-        """End the wait. If nobody waits now, end the next one."""
+        """End the wait. If nobody waits now, end the next wait."""
         os.eventfd_write(self._rung, 1)
 
     def wait(self, seconds: float | None, connection: Stream | None = None) -> bool:

@@ -143,7 +143,7 @@ class DirectoryLine:
         """Call a method, and do not wait. ConnectionError where sending is known to fail.
 
         deliver: called with the answer by the thread that reads it; with None if the call failed. The directory sends
-        this answer together with its next one.
+        this answer together with its next answer.
         """
         pipeline = self._pipeline
         if pipeline is None:

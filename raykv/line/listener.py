@@ -210,7 +210,7 @@ class Listener:
     def _greet(self, peer: socket.socket, connection: Connection) -> None:
         self.unproven[connection] = None
         if len(self.unproven) > self.most_unproven:
-            oldest = next((each for each in self.unproven if each.events), connection)  # lent ones wait for this thread
+            oldest = next((each for each in self.unproven if each.events), connection)  # others wait for this thread
             if oldest.challenge:
                 self._attempt(self._attend, oldest)  # its proof may have come meanwhile
             if oldest in self.unproven:

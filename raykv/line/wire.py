@@ -23,7 +23,7 @@ LENGTH = struct.Struct("<I")
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel takes them
 CHALLENGE_BYTES = PROOF_BYTES = 32
 TOKEN_BYTES = 32
-LISTENER = b"listener"  # the third side, beside CLIENT and STORE; a proof names its side, so it can't be sent back
+LISTENER = b"listener"  # the third side, after CLIENT and STORE; a proof names its side, so it can't be sent back
 HANDSHAKE_S = 1.0  # to connect, and for both sides to prove the token
 KEEPALIVE_IDLE_S = 5  # until TCP probes an idle peer
 KEEPALIVE_S = 2  # between TCP's probes of a peer that does not answer

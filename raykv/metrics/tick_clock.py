@@ -1,4 +1,4 @@
-"""How long ago something happened of which only the tick is known."""
+"""How long ago a tick of the directory was."""
 
 from bisect import bisect_right
 

@@ -124,7 +124,7 @@ class Reserved(NamedTuple):
 class CommitRequest(NamedTuple):
     """Offer the blocks that were written, and end the reservation. Idempotent. Answer: Counted, of the offered blocks.
 
-    The Call must still list the reservation as held: the directory releases unlisted ones before anything else.
+    The Call must still list the reservation as held: the directory releases unlisted reservations first.
     """
 
     reservation: int

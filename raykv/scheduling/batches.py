@@ -13,9 +13,9 @@ Prompts = Sequence[NDArray[np.uint8]]  # (n, k) each: keys of its full blocks; a
 
 
 def order(prompts: Prompts) -> list[int]:
-    """Indices of prompts, depth first over their tree of shared prefixes: those that share most are neighbours.
+    """Indices of prompts, depth first over their tree of shared prefixes: prompts that share most are neighbours.
 
-    Among subtrees the one that shares most blocks comes first. Equal prompts keep their order. A cache of as many
+    The subtree that shares most blocks comes first. Equal prompts keep their order. A cache of as many
     blocks as the longest prompt computes each shared block once. Takes O(prompts) memory, and a copy of at most 16
     million keys. In larger batches only the first blocks of each prompt are compared.
     """
@@ -53,7 +53,7 @@ def split(prompts: Prompts, engines: int) -> list[list[int]]:
 
 
 def _shared_with_before(prompts: Prompts, indices: Sequence[int]) -> NDArray[np.int64]:
-    """How many leading blocks each of these prompts shares with the one before it: (len(indices),) int64."""
+    """How many leading blocks each of these prompts shares with the prompt before it: (len(indices),) int64."""
     pairs = itertools.pairwise(indices)
     return np.array([0, *(_shared(prompts[one], prompts[other]) for one, other in pairs)][: len(indices)], np.int64)
 
@@ -87,7 +87,7 @@ def _shared(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> int:
 def _cut(done: NDArray[np.int64], shared: NDArray[np.int64], wanted: float, engines: int) -> int:
     """Index to cut before: near the place where `wanted` blocks are done, where neighbours share least.
 
-    done: (n + 1,), blocks to compute up to each place. shared: (n,), blocks that each shares with the one before.
+    done: (n + 1,), blocks to compute up to each place. shared: (n,), blocks that each shares with the prompt before.
     """
     slack = SLACK * done[-1] / engines
     begin, end = np.searchsorted(done, [wanted - slack, wanted + slack]).tolist()

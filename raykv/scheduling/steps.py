@@ -59,8 +59,8 @@ def plan(
     A waiting request starts if there are blocks for everything that it must compute, in later steps too. It waits while
     another request computes its next block. Requests that have waited `patience` seconds come first, in order of
     arrival, and are not passed over, except while they wait for another's block. A running request without a free block
-    is left out: free some by preempting one. Refuse requests that need more blocks than the engine has: they would hold
-    up all others. now: seconds, on the clock of arrivals.
+    is left out: preempt a request to free some. Refuse requests that need more blocks than the engine has: they would
+    hold up all others. now: seconds, on the clock of arrivals.
     """
     step = _Step(budget)
     for request in sorted(running, key=lambda request: request.num_new_tokens):  # generation waits for no prompt
@@ -79,7 +79,7 @@ def _in_turn(waiting: Sequence[Request], now: float, patience: float) -> Iterato
 
 
 class _Step:
-    """The rest of a budget, and who has which part."""
+    """The rest of a budget, and the requests that use its other part."""
 
     def __init__(self, budget: Budget) -> None:
         self.tokens, self._blocks, self._block_tokens = budget.tokens, budget.blocks, budget.block_tokens

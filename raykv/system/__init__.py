@@ -1,1 +1,1 @@
-"""Raykv's use of the operating system and the compiler."""
+"""How raykv uses the operating system and the compiler."""

@@ -59,7 +59,7 @@ class SlotLocks:
 
     @contextmanager
     def locked(self, slots: Iterable[int], patience: float = 0.0) -> Iterator[set[int]]:
-        """Lock those of the slots that nobody else has, and give their set. Negative numbers are left out.
+        """Lock the slots that nobody else has, and give their set. Negative numbers are left out.
 
         patience: seconds to wait for slots that other processes have.
         """
@@ -87,7 +87,7 @@ class SlotLocks:
         return slots - refused
 
     def _refused(self, slots: set[int]) -> set[int]:
-        """Lock slots. Returns those that other processes have."""
+        """Lock slots. Returns the slots that other processes have."""
         refused: set[int] = set()
         for start, stop in runs(slots):
             if self._lock(start, stop):

@@ -42,7 +42,7 @@ def free_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", shm: str = "
 
 
 def check(asked: int) -> None:
-    """CapacityError if `asked` bytes are more than what is free."""
+    """CapacityError if fewer than `asked` bytes are free."""
     found = free_bytes()
     if asked > found.free:
         raise CapacityError(refusal(asked, found))

@@ -50,7 +50,7 @@ def _kernel_sources() -> list[Path]:
 
 @functools.cache
 def cache_folder() -> tuple[str, list[str]]:
-    """(the folder of machine code, better folders that this user can't write alone). After two such folders it is a
+    """(the folder of machine code, better folders that are not writable by this user alone). After two such folders it is a
     folder of this process's own: then every process compiles.
 
     The name stands for these very sources in this place, as numba looks at one file's date only, and not at the kernels

@@ -71,7 +71,7 @@ class TierUrl:
     parts: SplitResult = field(repr=False)  # with user, password and query
     capacity: int  # bytes
     shared: bool | None = None  # None: the tier decides
-    params: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # other ones, for tiers that users register
+    params: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # others, for tiers that users register
     pool: str = "default"
 
 

@@ -2,7 +2,7 @@
 
 A block is one file: a page with its head, then its body. It is written under another name and then renamed. So a file
 with a block's name is whole, unless the machine lost power; then its length or its checksum is wrong. Deleted files are
-kept for a while, to be written over: in a full tier every new block replaces a deleted one.
+kept for a while, to be written over: in a full tier every new block replaces a deleted block.
 """
 
 import contextlib

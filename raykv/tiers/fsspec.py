@@ -48,7 +48,7 @@ class FsspecTier:
         try:
             try:
                 self._store.pipe(objects)
-            except FileNotFoundError:  # the file system has folders, and this one is not there yet
+            except FileNotFoundError:  # the file system has folders, and this folder is not there yet
                 for folder in {path.rpartition("/")[0] for path in objects}:
                     with contextlib.suppress(FileExistsError):
                         self._store.mkdir(folder, create_parents=False)

@@ -70,7 +70,7 @@ class GuardedTier:
         self._opened: Tier | None = None
         self._content = self._marked = bytes(CONTENT_BYTES)  # its name, and the name in the tier's marker
         self._stored: deque[bytes] = deque(maxlen=WITNESSES)  # keys of the last stored blocks
-        self._witnesses: list[bytes] = []  # those of them that were stored before the marker was last seen
+        self._witnesses: list[bytes] = []  # keys in `_stored` from before the marker was last seen
         self._up, self._failures, self._retry_at = False, 0, 0.0
         self.refusal = ""  # why the last write failed; "" after a success
         self._refusals, self._write_at = 0, 0.0

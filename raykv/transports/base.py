@@ -96,7 +96,7 @@ def records_of(answer: bytes, kind: np.dtype[np.void], count: int) -> NDArray[np
     if not isinstance(answer, bytes) or len(answer) != count * kind.itemsize:
         raise ConnectionError(f"a peer did not answer with a record for each of {count} blocks: {answer!r:.80}")
     records = np.frombuffer(answer, kind).copy()
-    records["there"] = records["there"].view(np.uint8) != 0  # a bool with another value would count as more than one
+    records["there"] = records["there"].view(np.uint8) != 0  # a bool with a byte above 1 would count several times
     return records
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger("raykv")
 # A header's statement about a block. sum: xxh3_64 when the block was written
 CLAIM = np.dtype([("there", "?"), ("position", "<u4"), ("sum", "<u8")])
 REQUEST_BYTES = LOCATION.itemsize + KEY_BYTES  # of one block
-SENDERS = 64  # threads that send blocks; a reader that takes its bytes slowly keeps one
+SENDERS = 64  # threads that send blocks; a slow reader keeps its thread
 
 
 class BlockServer:
@@ -48,7 +48,7 @@ class BlockServer:
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _lend(self, connection: Connection, request: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread can be started: a present one will do it
+        with contextlib.suppress(RuntimeError):  # no thread can be started: a running thread will do it
             self._senders.submit(self._send_blocks, connection, request)
 
     def _send_blocks(self, connection: Connection, request: bytes) -> None:

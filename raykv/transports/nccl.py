@@ -34,9 +34,9 @@ Offer = tuple[str, str]  # a name that outlives restarts, and a token that is ne
 
 
 class Nccl(Transport):
-    """Reads from GPUs of other nodes, and lets them read from one here.
+    """Reads from GPUs of other nodes, and lets them read from a GPU here.
 
-    Each direction between two nodes has its own Pair. In a common one, two ends that both receive first would wait for
+    Each direction between two nodes has its own Pair. In a common Pair, two ends that both receive first would wait for
     ever.
     """
 
@@ -159,7 +159,7 @@ class Nccl(Transport):
             raise
 
     def _pair_with(self, peer: Peer, offer: Offer) -> Pair:
-        """The pair with a peer; a new one begins to connect. ConnectionError if NCCL makes none."""
+        """The pair with a peer; a new pair begins to connect. ConnectionError if NCCL makes none."""
         name, token = offer
         with self._mutex:
             before, pair = self._reading.get(name, ("", None))

@@ -190,7 +190,7 @@ class Pair:
     def _wait(self, end: float) -> None:
         while True:
             done = self._stream.done
-            self._comm.check_async_error()  # after `done`, so that a failed transfer is not taken for a finished one
+            self._comm.check_async_error()  # after `done`, so that a failed transfer does not count as finished
             if done:
                 return
             if self.dropped or time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Which transport reads from which node: the best that both have, and the next one while that one fails."""
+"""Which transport reads from which node: the best that both have; while that fails, the next."""
 
 import logging
 import threading
@@ -65,7 +65,7 @@ class TransportSelector:
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
-        """transports: best first. The last one is tried after any failure, and reads from peers' external tiers."""
+        """transports: best first. The last is tried after any failure, and reads from peers' external tiers."""
         self._transports = transports
         self._states: dict[Peer, PeerState] = {}
         self._mutex = threading.Lock()  # guards `_states`; nothing else is locked meanwhile

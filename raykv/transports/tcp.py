@@ -143,7 +143,7 @@ class Tcp(Transport):
                 late = [error for error in errors if isinstance(error, TimeoutError)]
                 if not pull.left or late:
                     break
-                lane.close()  # all may be as old as the broken one
+                lane.close()  # all may be as old as the broken stream
                 if time.monotonic() >= request.end:
                     raise TimeoutError("the blocks did not arrive in time") from errors[0]
         if pull.left:

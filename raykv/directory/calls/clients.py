@@ -1,4 +1,4 @@
-"""Calls of clients about themselves and about blocks by key, and what every client call carries besides."""
+"""Calls of clients about themselves and about blocks by key. Also: the fields that every client call carries."""
 
 import math
 

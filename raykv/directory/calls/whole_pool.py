@@ -33,6 +33,6 @@ def set_quota(state: State, tenant: str, quota: Quota, now: float) -> None:
 
 
 def remove_quota(state: State, tenant: str, now: float) -> bool:
-    """End a tenant's quota: it then shares with all tenants without a quota. Returns whether it had one."""
+    """End a tenant's quota: it then shares with all tenants without a quota. Returns whether it had a quota."""
     check(state, now)
     return state.quotas.remove(tenant)

@@ -142,7 +142,7 @@ class Allocator:
         self.restore_windows(promoted)
 
     def withdraw(self, node: Node, pinned: RowArray) -> list[int]:
-        """Withdraw slabs that a node has too many. Returns the numbers of those that are no longer in use."""
+        """Withdraw slabs that a node has too many. Returns the numbers of slabs that are no longer in use."""
         excess = min(CLOSED_PER_CALL, node.offered - len(node.withdrawn) - node.limit)
         numbers = node.spare[: max(0, excess)]
         closing = self._slabs_to_close(node, excess - len(numbers), pinned)

@@ -31,7 +31,7 @@ class Pins(dict[bytes, tuple[int, int]]):
     def pin(self, keys: list[bytes], end: float = inf, priority: int | None = None, limit: int | None = None) -> int:
         """Pin keys that are stored, until `end`. Where a writer needs room, they give way by `priority`; None: never.
 
-        The new terms also replace those of earlier pins. limit: bytes of nodes' memory for all pins that never give
+        The new terms also replace the terms of earlier pins. limit: bytes of nodes' memory for all pins that never give
         way. The last of `keys` beyond the limit keep their earlier state. Returns how many of `keys` are pinned on the
         new terms.
         """

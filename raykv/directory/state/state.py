@@ -53,7 +53,7 @@ class State:
         compile_all("raykv.directory")  # before a first caller waits for a kernel
         self.locality = float(locality)
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.evicted_before = 0  # by the directories before this one
+        self.evicted_before = 0  # by earlier directories
         self.floor = 0  # all blocks up to this generation were cleared
         self.size_classes = SizeClasses(epoch)
         self.allocator = Allocator(self.size_classes)

@@ -41,7 +41,7 @@ class RayKVStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, more: Any = None) -> None:
         """storage_config: HiCacheStorageConfig; in its extra_config `pool` is the pool's name. more: unused.
 
-        `tenant` beside `pool` is charged for the blocks (see KVPool.cache).
+        `tenant` in extra_config is charged for the blocks (see KVPool.cache).
 
         Raises like `raykv.attach`, and ValueError for a model without a name: then SGLang does not start.
         """

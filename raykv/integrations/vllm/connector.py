@@ -8,9 +8,9 @@ Loaded by configuration alone:
 scheduler's process, asks the pool's directory. Its worker copies between vLLM's KV tensors and this node's arena.
 
 A pool block is a chunk of `blocks_per_chunk` engine blocks: of each block in turn, its page of every KV tensor. By
-default a chunk has as many blocks as make 1 MiB. `blocks_per_chunk` beside `pool` sets another number; engines that
-share must have the same. With tensor or pipeline parallelism each rank has a part of every chunk, in the memory of its
-node. A chunk is a hit if the pool has all parts (see `ranks`). Layers with another kind of KV have their own chunks
+default a chunk has as many blocks as make 1 MiB. `blocks_per_chunk` in the configuration sets another number; engines
+that share must have the same. With tensor or pipeline parallelism each rank has a part of every chunk, in the memory of
+its node. A chunk is a hit if the pool has all parts (see `ranks`). Layers with another kind of KV have their own chunks
 (see `groups`). A `kv_producer` stores its prompts to the last token (see `tail`).
 """
 
@@ -56,7 +56,7 @@ from raykv.integrations.vllm.worker.ranks import Cut, check_heads, cut, tell, to
 log = logging.getLogger("raykv")
 
 CHUNK_BYTES = 1 * MIB  # a pool block is at least this long: metadata costs the same for any length
-HOLD_S = 1.0  # after a failed reset: no load begins so long, and vLLM retries the reset
+HOLD_S = 1.0  # no load begins for so long after a failed reset, so that it can be tried again
 WITHOUT_KV = ("ngram", "suffix")  # speculative methods without layers of their own
 WITHOUT = "or leave kv_transfer_config out"
 

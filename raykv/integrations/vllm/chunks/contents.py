@@ -109,7 +109,7 @@ class Contents:
                 self._held.pop(block, None)
 
     def _write(self, name: str, start: int, stop: int) -> None:
-        """A step computes tokens [start, stop) of a request. The last ones may be guesses; a later step knows them."""
+        """A step computes tokens [start, stop) of a request. The last may be guesses, which a later step settles."""
         table, request = self._tables[name], self._request_of(name)
         known, start = min(stop, request.num_tokens), min(start, table.told)
         for group, tokens in self._tokens.items():

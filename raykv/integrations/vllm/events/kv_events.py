@@ -43,7 +43,7 @@ REFRESH_S = 600.0  # after which a chunk is published again
 
 
 class Prompt(NamedTuple):
-    """A request, for the tokens and hashes in its chunks' events. Computed ones do not change."""
+    """A request, for the tokens and hashes in its chunks' events. They do not change once computed."""
 
     request: Any
 

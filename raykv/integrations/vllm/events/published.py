@@ -69,7 +69,7 @@ class Published:
             self._offered[chunk] = event, now
 
     def withdraw_all(self) -> None:
-        """Withdraw all announced chunks, and forget the offered ones."""
+        """Withdraw all announced chunks, and forget the offered chunks."""
         self._withdrawn.extend(self._told.values())
         for chunks in (self._told, self._in_turn, self._absent, self._offered):
             chunks.clear()

@@ -1,4 +1,4 @@
-"""The name of an engine's weights, beside model and revision. Weights may change while it runs (sleep, RLHF)."""
+"""The name of an engine's weights, in addition to model and revision: they may change while it runs (sleep, RLHF)."""
 
 from __future__ import annotations
 

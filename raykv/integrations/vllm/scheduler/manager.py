@@ -194,7 +194,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
         self._publish(keys, req_context)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Give all keys to the workers, which skip stored ones: asking here would hold up the loop."""
+        """Give all keys to the workers, which skip stored chunks: asking here would hold up the loop."""
         chain: Chain = req_context.get_state(Chain)
         wanted = self.caches and chain.resets == self.resets and chain.is_named
         keys = [key for key in keys if chain.number(key) is not None] if wanted else []
@@ -345,7 +345,7 @@ class RayKVManager(OffloadingManager):  # type: ignore[misc]
     def _ask(self, group: int, number: int, chain: Chain, request: str) -> Ask:
         """Ask for the request's chunks from number `number` of a group on, and the matching chunks of other groups.
 
-        Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, and then earlier ones.
+        Where all groups have windows, ask for all chunks: vLLM looks up the last chunk first, then earlier chunks.
         """
         tokens = {group.group_idx: group.tokens for group in self._groups}
         start = 0 if self._groups[0].window else number * tokens[group]

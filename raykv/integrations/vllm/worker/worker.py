@@ -43,7 +43,7 @@ log = logging.getLogger("raykv")
 
 STREAMS = 4  # loads from other nodes at a time; loads from this node wait for none of them
 PAUSES_S = (0.0005, 0.005)  # of an engine that has nothing to compute: the first, and the longest
-GRACE_S = 0.02  # when vLLM wants back a block that is yet to be stored; a producer waits longer
+GRACE_S = 0.02  # for a store to get slots when vLLM wants its blocks back; a producer waits longer
 
 
 @dataclass
@@ -388,7 +388,7 @@ class RayKVWorker(OffloadingWorker):  # type: ignore[misc]
         """The engine's blocks as rows of a part of chunks. The CUDA events `after` must precede any access.
 
         other: a page for blocks that the engine lacks. A load may want only a part of the first and last chunk, and the
-        tail of a prompt does not fill one. digests: (chunks, 8) uint8, at the ends of the chunks; None: no digests.
+        tail of a prompt does not fill a chunk. digests: (chunks, 8) uint8, at the ends of the chunks; None: no digests.
         """
         pages, per_chunk = self._pages[run.group], self._per_chunk
         lengths = pages.lengths // len(self._caches[run.group])
