@@ -24,7 +24,7 @@ class Facts(NamedTuple):
     """Facts about one node.
 
     machine: equal for nodes that share memory. room: free memory; total: all memory; shm: size of /dev/shm; in bytes.
-    left: by pool, bytes in /dev/shm of dead stores. alive: pools in `left` that also have a live store here, of this Ray cluster.
+    left: by pool, bytes in /dev/shm of dead stores. alive: pools in `left` with a live store here too.
     kernels: the folder of machine code. unwritable: better folders that others can write, or this user can't.
     huge_pages: the kernel's setting for files in memory, or "". gpus: number of GPUs that raykv can use.
     driver: version of NVIDIA's, or "". no_nixl: why NIXL can't be used, or "". rdma: whether there is an RDMA card.

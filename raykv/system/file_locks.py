@@ -110,7 +110,7 @@ class SlotLocks:
 
     @contextmanager
     def locked_range(self, start: int, stop: int) -> Iterator[bool]:
-        """Lock all slots from start to stop - 1, or none; give whether. Meanwhile other threads lock nothing here."""
+        """Lock all slots from start to stop - 1, or none. Gives whether. Other threads lock nothing here meanwhile."""
         with self._mutex:
             got = not self._closed and not any(start <= i < stop for i in self._held) and self._lock(start, stop)
             try:

@@ -50,8 +50,9 @@ def _kernel_sources() -> list[Path]:
 
 @functools.cache
 def cache_folder() -> tuple[str, list[str]]:
-    """(the folder of machine code, better folders that are not writable by this user alone). After two such folders it is a
-    folder of this process's own: then every process compiles.
+    """(the folder of machine code, better folders that are not writable by this user alone).
+
+    With two of those it is this process's own folder, so every process compiles.
 
     The name stands for these very sources in this place, as numba looks at one file's date only, and not at the kernels
     that it calls. It also stands for this numba and Python: each numba overwrites what another kept. The folder is

@@ -56,7 +56,7 @@ class LoadedPiece(NamedTuple):
 
 
 class GuardedTier:
-    """A tier behind deadlines. Only `check` and `scan` raise, or wait longer than a deadline. Thread-safe.
+    """A tier behind deadlines. Except `check` and `scan`, no method raises or waits past a deadline. Thread-safe.
 
     After a failure or a late answer the tier is down: no call reaches it until a `probe` succeeds. It may be down from
     the beginning; then a `probe` opens it. A tier that refuses writes with an error is still read. For a while nothing

@@ -47,10 +47,9 @@ def coldest(state: State, name: str) -> int:
 
 
 def memory_stats(state: State, name: str, now: float, slots_a_step: int) -> Iterator[dict[str, Any] | None]:
-    """Statistics of the memory of that name: slots by state, and bytes. KeyError for an unknown name.
+    """Slots by state, and bytes, of the memory of that name. KeyError for an unknown name.
 
-    Counting looks at every slot, so it goes in steps. The iterator gives None after each step of about `slots_a_step`
-    slots, and the answer at the end. Others may call between two steps.
+    Looks at every slot, in steps: None after about `slots_a_step` slots, then the answer. Others may call in between.
     """
     return state.allocator.stats_in_steps(state.nodes[name], now, slots_a_step)
 

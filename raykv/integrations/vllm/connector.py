@@ -175,7 +175,7 @@ class RayKVConnector(Connector):  # type: ignore[misc]
     def _waits_for_adapter(self, request: Any, chain: Chain, computed: int) -> bool:
         """Whether the request can't begin yet, as the workers have not told which adapters they have loaded.
 
-        computed: tokens in vLLM's own cache. They may have old and new weights while older requests go on.
+        computed: tokens in vLLM's own cache. Their KV may mix old and new weights while older requests go on.
         """
         if not self._adapters.answered(chain.question):
             return True
